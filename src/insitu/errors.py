@@ -1,0 +1,68 @@
+"""Every error insitu raises on purpose, one branch for each boundary that can be crossed wrongly.
+
+InsituError
+├── ConfigError          the command line or the YAML file is wrong; nothing has been started (exit code 2)
+├── PluginError          a component's own code broke a rule of the interface it implements
+├── WorkflowError        the user's workflow could not be run on a row
+│   ├── EpisodeTimeout   it took longer than `eval.general.episode_timeout`
+│   └── CaptureError     a model call came back without what training needs (token ids, logprobs)
+├── TrajectoryError      what was captured cannot be made into something to train on
+└── BackendError         a backend refused, failed or could not be reached
+    ├── BackendUnavailable   no answer: wrong address, process gone, connection lost
+    ├── RequestRefused       an answer in the 4xx range; carries `status`, `param` and `code`
+    └── JobFailed            the backend took the job and could not finish it
+"""
+
+
+class InsituError(Exception):
+    """The root: everything below it is an expected failure with a message meant for the user."""
+
+
+class ConfigError(InsituError, ValueError):
+    """A key, value, reference or command-line option that cannot be used as it stands."""
+
+
+class PluginError(InsituError):
+    """A component registered by a plugin did not keep to the interface it implements."""
+
+
+class WorkflowError(InsituError):
+    """The workflow failed on one dataset row."""
+
+
+class EpisodeTimeout(WorkflowError):
+    """An episode ran longer than its limit."""
+
+
+class CaptureError(WorkflowError):
+    """A model call of a training run lacks what training needs."""
+
+
+class TrajectoryError(InsituError, ValueError):
+    """Captured calls, rewards or rows that do not fit together."""
+
+
+class BackendError(InsituError):
+    """A training or inference backend did not do what it was asked."""
+
+
+class BackendUnavailable(BackendError):
+    """The backend did not answer."""
+
+
+class RequestRefused(BackendError):
+    """The backend answered that the request cannot be served as it is.
+
+    `status` is the HTTP status (4xx), `param` the offending field where there is one, `code` a short
+    machine-readable reason.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+class JobFailed(BackendError):
+    """A training job ended in failure or was cancelled."""

@@ -1,0 +1,85 @@
+"""Dataset items, scores, and what an evaluation run asks for and gives back.
+
+    EvalInputItem(id="7", input_obj="2 + 2", expected_output_obj="4", output_obj="4", trajectory=[...])
+    EvalOutputItem(id="7", score=1.0, reasoning="exact match")
+    EvalOutputItem(id="8", score=None, error="ValueError: no number in the answer")     # unscored is not zero
+"""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from insitu.schemas.steps import IntermediateStep
+
+
+class EvalInputItem(BaseModel):
+    """One dataset row, and after the workflow has run what it answered and did.
+
+    `rep` counts the repetitions of a row in one run (0 first); `error` says why there is no output.
+    """
+
+    model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
+
+    id: Any
+    input_obj: Any = None
+    expected_output_obj: Any = None
+    output_obj: Any = None
+    expected_trajectory: list[IntermediateStep] = Field(default_factory=list)
+    trajectory: list[IntermediateStep] = Field(default_factory=list)
+    full_dataset_entry: Any = None
+    rep: int = 0
+    error: str | None = None
+
+
+class EvalInput(BaseModel):
+    eval_input_items: list[EvalInputItem]
+
+
+class EvalOutputItem(BaseModel):
+    """One score. Without one, `error` says why; `step_scores` (optional) scores the item's model calls in order."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: Any
+    score: Any = None
+    reasoning: Any = None
+    error: str | None = None
+    rep: int = 0
+    step_scores: list[float] | None = None
+
+
+class EvalOutput(BaseModel):
+    average_score: Any = None
+    eval_output_items: list[EvalOutputItem] = Field(default_factory=list)
+
+
+class EvaluationRunConfig(BaseModel):
+    """One evaluation run, as the command line or a plugin asks for it."""
+
+    model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
+
+    config_file: Path | BaseModel | Any
+    dataset: str | Path | None = None
+    result_json_path: str = "$"
+    skip_workflow: bool = False
+    skip_completed_entries: bool = False
+    endpoint: str | None = None
+    endpoint_timeout: int = 300
+    reps: int = Field(default=1, ge=1)
+    override: tuple[tuple[str, str], ...] = ()
+    write_output: bool = True
+
+
+class EvaluationRunOutput(BaseModel):
+    """`evaluation_results` holds (evaluator name, its output) in the order of the file."""
+
+    model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
+
+    workflow_output_file: Path | None = None
+    evaluator_output_files: list[Path] = Field(default_factory=list)
+    workflow_interrupted: bool = False
+    eval_input: EvalInput
+    evaluation_results: list[tuple[str, EvalOutput]] = Field(default_factory=list)
+    usage_stats: Any = None
+    profiler_results: Any = None

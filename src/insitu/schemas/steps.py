@@ -1,0 +1,194 @@
+"""Intermediate steps: what happened inside a workflow, in the words of the framework that runs it.
+
+A tool call, as two steps that share one UUID:
+
+    IntermediateStepPayload(event_type=TOOL_START, name="search", UUID="7f", data=StreamEventData(input="rain"))
+    IntermediateStepPayload(event_type=TOOL_END,   name="search", UUID="7f", data=StreamEventData(output="wet"))
+"""
+
+import time
+import uuid
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class InvocationNode(BaseModel):
+    """One function invocation and the one that called it; the root is `root`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    function_id: str
+    function_name: str
+    parent_id: str | None = None
+    parent_name: str | None = None
+
+
+ROOT_INVOCATION = InvocationNode(function_id="root", function_name="root")
+
+
+class IntermediateStepCategory(StrEnum):
+    LLM = "LLM"
+    TOOL = "TOOL"
+    WORKFLOW = "WORKFLOW"
+    TASK = "TASK"
+    TTC = "TTC"
+    FUNCTION = "FUNCTION"
+    CUSTOM = "CUSTOM"
+    SPAN = "SPAN"
+
+
+class IntermediateStepState(StrEnum):
+    START = "START"
+    CHUNK = "CHUNK"
+    END = "END"
+
+
+class IntermediateStepType(StrEnum):
+    LLM_START = "LLM_START"
+    LLM_NEW_TOKEN = "LLM_NEW_TOKEN"
+    LLM_END = "LLM_END"
+    TOOL_START = "TOOL_START"
+    TOOL_END = "TOOL_END"
+    WORKFLOW_START = "WORKFLOW_START"
+    WORKFLOW_END = "WORKFLOW_END"
+    TASK_START = "TASK_START"
+    TASK_END = "TASK_END"
+    TTC_START = "TTC_START"
+    TTC_END = "TTC_END"
+    FUNCTION_START = "FUNCTION_START"
+    FUNCTION_END = "FUNCTION_END"
+    CUSTOM_START = "CUSTOM_START"
+    CUSTOM_END = "CUSTOM_END"
+    SPAN_START = "SPAN_START"
+    SPAN_CHUNK = "SPAN_CHUNK"
+    SPAN_END = "SPAN_END"
+
+
+class StreamEventData(BaseModel):
+    """What went in, what came out; unknown keys are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    input: Any = None
+    output: Any = None
+    chunk: Any = None
+    payload: Any = None
+
+
+class TTCEventData(StreamEventData):
+    """One candidate of one turn of a test-time-compute search."""
+
+    turn_id: str | None = None
+    turn_index: int | None = None
+    candidate_index: int | None = None
+    score: float | None = None
+
+
+class TraceMetadata(BaseModel):
+    """What a framework's callback knows beyond input and output."""
+
+    model_config = ConfigDict(extra="allow")
+
+    chat_responses: Any = None
+    chat_inputs: Any = None
+    tool_inputs: Any = None
+    tool_outputs: Any = None
+    tool_info: Any = None
+    span_inputs: Any = None
+    span_outputs: Any = None
+    provided_metadata: Any = None
+    tools_schema: Any = None
+
+
+class UsageInfo(BaseModel):
+    """Tokens and calls a step cost."""
+
+    model_config = ConfigDict(extra="allow")
+
+    token_usage: Any = None
+    num_llm_calls: int = 0
+    seconds_between_calls: float = 0
+
+
+class IntermediateStepPayload(BaseModel):
+    """One event. START and END of the same thing carry the same `UUID`; times are seconds since 1970."""
+
+    model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
+
+    event_type: IntermediateStepType
+    event_timestamp: float = Field(default_factory=time.time)
+    span_event_timestamp: float | None = None
+    framework: str | None = None
+    name: str | None = None
+    tags: list[str] | None = None
+    metadata: dict[str, Any] | TraceMetadata | None = Field(default=None, union_mode="left_to_right")
+    data: TTCEventData | StreamEventData | None = None
+    usage_info: UsageInfo | None = None
+    UUID: str = Field(default_factory=lambda: str(uuid.uuid4()))
+
+    @property
+    def event_category(self) -> IntermediateStepCategory:
+        return IntermediateStepCategory(self.event_type.value.split("_", 1)[0])
+
+    @property
+    def event_state(self) -> IntermediateStepState:
+        suffix = self.event_type.value.split("_", 1)[1]
+        return IntermediateStepState.CHUNK if suffix in ("NEW_TOKEN", "CHUNK") else IntermediateStepState(suffix)
+
+
+class IntermediateStep(BaseModel):
+    """A payload with its place: which step it happened inside, and in which function."""
+
+    parent_id: str = "root"
+    function_ancestry: InvocationNode = ROOT_INVOCATION
+    payload: IntermediateStepPayload
+
+    @property
+    def event_type(self) -> IntermediateStepType:
+        return self.payload.event_type
+
+    @property
+    def event_category(self) -> IntermediateStepCategory:
+        return self.payload.event_category
+
+    @property
+    def event_state(self) -> IntermediateStepState:
+        return self.payload.event_state
+
+    @property
+    def event_timestamp(self) -> float:
+        return self.payload.event_timestamp
+
+    @property
+    def span_event_timestamp(self) -> float | None:
+        return self.payload.span_event_timestamp
+
+    @property
+    def framework(self) -> str | None:
+        return self.payload.framework
+
+    @property
+    def name(self) -> str | None:
+        return self.payload.name
+
+    @property
+    def tags(self) -> list[str] | None:
+        return self.payload.tags
+
+    @property
+    def metadata(self) -> TraceMetadata | dict[str, Any] | None:
+        return self.payload.metadata
+
+    @property
+    def data(self) -> StreamEventData | None:
+        return self.payload.data
+
+    @property
+    def usage_info(self) -> UsageInfo | None:
+        return self.payload.usage_info
+
+    @property
+    def UUID(self) -> str:
+        return self.payload.UUID
