@@ -1,8 +1,8 @@
 """Dataset items, scores, and what an evaluation run asks for and gives back.
 
-    EvalInputItem(id="7", input_obj="2 + 2", expected_output_obj="4", output_obj="4", trajectory=[...])
-    EvalOutputItem(id="7", score=1.0, reasoning="exact match")
-    EvalOutputItem(id="8", score=None, error="ValueError: no number in the answer")     # unscored is not zero
+EvalInputItem(id="7", input_obj="2 + 2", expected_output_obj="4", output_obj="4", trajectory=[...])
+EvalOutputItem(id="7", score=1.0, reasoning="exact match")
+EvalOutputItem(id="8", score=None, error="ValueError: no number in the answer")     # unscored is not zero
 """
 
 from pathlib import Path

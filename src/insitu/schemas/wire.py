@@ -1,8 +1,8 @@
 """A training job as it travels from an adapter to a backend: gzipped JSON lines, the settings first, then the rows.
 
     {"settings": {"method": "grpo", "learning_rate": 0.001, "clip_low": 0.2, ...}, "num_rows": 2}
-    {"token_ids": [1, 5, 7, 2], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -0.1, -0.7], "advantages": 0.8, "episode": "a"}
-    {"token_ids": [1, 6, 8, 2], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -1.1, -0.2], "advantages": -0.8, "episode": "b"}
+    {"token_ids": [1, 5, 7, 2], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -0.1, -0.7], "advantages": 1, "episode": "a"}
+    {"token_ids": [1, 6, 8, 2], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -1.1, -0.2], "advantages": -1, "episode": "b"}
 
 The header `Idempotency-Key` names the job (run id and epoch): the same key never trains twice.
 """
