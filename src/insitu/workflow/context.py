@@ -1,0 +1,202 @@
+"""The episode that is going on, and what a workflow's code may ask of it.
+
+    scope = EpisodeScope(key=key, seed=7, training=True)
+    with scope:
+        answer = await workflow.ainvoke(row["question"])
+    scope.calls, scope.steps, scope.rewards
+
+Everything stands in context variables: concurrent episodes never see one another, and tasks started inside an episode
+belong to it.
+"""
+
+import heapq
+import logging
+import math
+from collections import Counter, defaultdict
+from contextvars import ContextVar, Token
+from typing import Any, Self
+
+from insitu.errors import CaptureError, WorkflowError
+from insitu.schemas.episodes import EpisodeKey, ModelCall
+from insitu.schemas.steps import IntermediateStep, IntermediateStepCategory, InvocationNode
+from insitu.workflow.steps import ROOT, IntermediateStepManager, Invocation, OnStep, Place, place
+
+logger = logging.getLogger(__name__)
+
+
+class Numbers:
+    """0, 1, 2, ...; a number given back is the next one taken."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._returned: list[int] = []
+
+    def take(self) -> int:
+        if self._returned:
+            return heapq.heappop(self._returned)
+        self._next += 1
+        return self._next - 1
+
+    def give_back(self, number: int) -> None:
+        heapq.heappush(self._returned, number)
+
+
+class EpisodeScope:
+    """All that is recorded while one episode, or a plain run, is going on.
+
+    `calls` in order of their end; `rewards` step rewards by call index; `failed_attempts` requests that brought no
+    answer, by reason (a client that tries again makes one call all the same); `late_calls` requests that were not
+    recorded because the episode had ended; `capture_error` what a model call lacked, even if the workflow has
+    swallowed the exception.
+    """
+
+    def __init__(
+        self,
+        *,
+        key: EpisodeKey | None = None,
+        seed: int = 0,
+        input_message: Any = None,
+        is_evaluating: bool = False,
+        training: bool = False,
+        on_step: OnStep | None = None,
+    ) -> None:
+        self.key = key
+        self.seed = seed
+        self.input_message = input_message
+        self.is_evaluating = is_evaluating
+        self.training = training
+        self.calls: list[ModelCall] = []
+        self.steps: list[IntermediateStep] = []
+        self.rewards: dict[int, float] = {}
+        self.failed_attempts: Counter[str] = Counter()
+        self.late_calls = 0
+        self.capture_error: CaptureError | None = None
+        self.closed = False
+        self.step_manager = IntermediateStepManager(keep=self._keep_step)
+        self.call_indices = Numbers()
+        self.turns: defaultdict[bytes, Numbers] = defaultdict(Numbers)
+        self._on_step = on_step
+        self._rewarded: set[str] = set()
+        self._tokens: tuple[Token[Any], Token[Any]] | None = None
+
+    def __enter__(self) -> Self:
+        self._tokens = (_scope.set(self), place.set(Place(Invocation(ROOT.invocation.node))))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._tokens is not None:
+            _scope.reset(self._tokens[0])
+            place.reset(self._tokens[1])
+            self._tokens = None
+        self.close()
+
+    def activate(self) -> Self:
+        """For `with scope.activate():`, the same as `with scope:`."""
+        return self
+
+    def close(self) -> None:
+        """Nothing that comes later is recorded."""
+        if not self.closed:
+            self.closed = True
+            self.step_manager.complete()
+
+    def refuse_late_call(self) -> None:
+        """Count a request whose episode ended before its answer came."""
+        self.late_calls += 1
+        name = self.key.text() if self.key else "a run"
+        logger.warning("a model call of %s came after its end and is not recorded", name)
+
+    def record(self, call: ModelCall, invocation: Invocation | None) -> None:
+        """Keep a call that has ended; it is now the latest of every function it was made in."""
+        self.calls.append(call)
+        while invocation is not None:
+            invocation.latest_call = call.index
+            invocation = invocation.caller
+
+    def reward(self, value: float) -> None:
+        """Add to the step reward of the latest call made in the running function, or else in the episode."""
+        if not math.isfinite(value):
+            raise WorkflowError(f"a step reward is {value}; allowed: a finite number")
+        index = place.get().invocation.latest_call
+        if index is None:
+            if not self.calls:
+                raise WorkflowError("a step reward was given before the episode's first model call: it belongs to none")
+            index = self.calls[-1].index
+        self.rewards[index] = self.rewards.get(index, 0.0) + value
+
+    def _keep_step(self, step: IntermediateStep) -> None:
+        if self.closed:
+            return
+        self.steps.append(step)
+        if self._on_step is not None:
+            self._on_step(step)
+        if step.event_category is IntermediateStepCategory.CUSTOM:
+            self._take_reward(step)
+
+    def _take_reward(self, step: IntermediateStep) -> None:
+        """A number under `reward` in a custom step's metadata is a step reward, once for its START and END."""
+        metadata = step.payload.metadata
+        value = metadata.get("reward") if isinstance(metadata, dict) else getattr(metadata, "reward", None)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return
+        if self.calls and step.UUID not in self._rewarded:
+            self._rewarded.add(step.UUID)
+            self.reward(value)
+
+
+class _Outside(EpisodeScope):
+    """Stands in where no episode is going on: steps reach subscribers, nothing is kept."""
+
+    def _keep_step(self, step: IntermediateStep) -> None:
+        pass
+
+    def reward(self, value: float) -> None:
+        pass
+
+
+_outside = _Outside()
+_scope: ContextVar[EpisodeScope] = ContextVar("insitu_episode", default=_outside)
+
+
+def current_scope() -> EpisodeScope | None:
+    """The episode that is going on here, if any."""
+    scope = _scope.get()
+    return None if scope is _outside else scope
+
+
+class Context:
+    """What a workflow's code may know of the run it is part of: `Context.get()`."""
+
+    def __init__(self, scope: EpisodeScope) -> None:
+        self._scope = scope
+
+    @classmethod
+    def get(cls) -> "Context":
+        return cls(_scope.get())
+
+    @property
+    def input_message(self) -> Any:
+        """The input the workflow was called with."""
+        return self._scope.input_message
+
+    @property
+    def active_function(self) -> InvocationNode:
+        """The function that is running; `root` outside all functions."""
+        return place.get().invocation.node
+
+    @property
+    def is_evaluating(self) -> bool:
+        return self._scope.is_evaluating
+
+    @property
+    def intermediate_step_manager(self) -> IntermediateStepManager:
+        return self._scope.step_manager
+
+    @property
+    def seed(self) -> int:
+        """Fixed by the configured seed and the episode's identity: for the randomness of an environment."""
+        return self._scope.seed
+
+    def reward(self, value: float) -> None:
+        """Add to the step reward of the latest model call: of the running function, or else of the episode."""
+        self._scope.reward(value)

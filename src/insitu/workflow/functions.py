@@ -1,0 +1,268 @@
+"""Functions of a workflow: what a factory yields, made into an object that converts, runs, streams and records itself.
+
+@register_function(config_type=GreeterConfig)
+async def greeter(config, builder):
+    async def greet(name: str) -> str:
+        return f"{config.greeting}, {name}"
+    yield FunctionInfo.from_fn(greet, description="Greets")
+
+await (await builder.get_function("greeter")).ainvoke("Ada")
+"""
+
+import inspect
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from insitu.errors import PluginError, WorkflowError
+from insitu.schemas.components import FunctionBaseConfig
+from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, InvocationNode, StreamEventData
+from insitu.workflow.context import Context
+from insitu.workflow.conversion import Signature, convert, fits, is_model, type_hints, type_name
+from insitu.workflow.steps import Invocation, Place, place
+
+Converter = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class FunctionInfo:
+    """What a function's factory yields. At least one of `single_fn` and `stream_fn` is there.
+
+    `converters` are functions of one annotated argument; they are tried, by their annotations, before the built-in
+    conversions.
+    """
+
+    single_fn: Callable[..., Awaitable[Any]] | None = None
+    stream_fn: Callable[..., AsyncIterator[Any]] | None = None
+    input_schema: type[BaseModel] | None = None
+    description: str | None = None
+    converters: Sequence[Converter] = ()
+    single_to_stream_fn: Callable[[Any], AsyncIterator[Any]] | None = None
+    stream_to_single_fn: Callable[[AsyncIterator[Any]], Awaitable[Any]] | None = None
+
+    @classmethod
+    def from_fn(
+        cls,
+        fn: Callable[..., Any],
+        input_schema: type[BaseModel] | None = None,
+        description: str | None = None,
+        converters: Sequence[Converter] | None = None,
+    ) -> "FunctionInfo":
+        """From one asynchronous function; an asynchronous generator function streams."""
+        description = description or inspect.getdoc(fn)
+        made: dict[str, Any] = {"input_schema": input_schema, "description": description}
+        called = fn if inspect.isroutine(fn) else getattr(fn, "__call__", fn)  # noqa: B004 (the bound method is wanted)
+        if inspect.isasyncgenfunction(fn) or inspect.isasyncgenfunction(called):
+            return cls(stream_fn=fn, converters=converters or (), **made)
+        if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(called):
+            return cls(single_fn=fn, converters=converters or (), **made)
+        raise PluginError(f"{fn!r} is no function of a workflow: it must be declared `async def`")
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        single_fn: Callable[..., Awaitable[Any]] | None = None,
+        stream_fn: Callable[..., AsyncIterator[Any]] | None = None,
+        converters: Sequence[Converter] | None = None,
+        **others: Any,
+    ) -> "FunctionInfo":
+        """From a function for whole answers, one for streamed ones, or both."""
+        if single_fn is None and stream_fn is None:
+            raise PluginError("FunctionInfo.create needs single_fn, stream_fn or both")
+        known = {name: others.pop(name, None) for name in ("input_schema", "description")}
+        known |= {name: others.pop(name, None) for name in ("single_to_stream_fn", "stream_to_single_fn")}
+        for name in ("single_output_schema", "stream_output_schema"):  # the annotations say the same
+            others.pop(name, None)
+        if others:
+            raise PluginError(f"FunctionInfo.create does not know {', '.join(sorted(others))}")
+        return cls(single_fn=single_fn, stream_fn=stream_fn, converters=converters or (), **known)
+
+
+class Function:
+    """A live function: `ainvoke` gives its whole answer, `astream` the pieces as they come.
+
+    Each invocation is a FUNCTION_START and a FUNCTION_END step, and the active function of all that happens inside.
+    """
+
+    def __init__(self, name: str, config: FunctionBaseConfig | None, info: FunctionInfo) -> None:
+        self.name = name
+        self.config = config
+        self.description = info.description
+        self._info = info
+        self._signature = Signature.of(info.single_fn or info.stream_fn, info.input_schema)
+
+    def __repr__(self) -> str:
+        return f"<function {self.name}>"
+
+    @property
+    def has_single_output(self) -> bool:
+        return self._info.single_fn is not None
+
+    @property
+    def has_streaming_output(self) -> bool:
+        return self._info.stream_fn is not None
+
+    @property
+    def input_schema(self) -> type[BaseModel]:
+        """A model of the input; for a plain type, one with a field named after the parameter."""
+        return self._signature.schema
+
+    async def ainvoke(self, value: Any = None, to_type: Any = None) -> Any:
+        """Run on `value`, converted to what the function declares; the answer converted to `to_type` if given."""
+        run = _Run(self.name, value)
+        try:
+            args, kwargs = self._arguments(value)
+            if self._info.single_fn is not None:
+                run.result = await self._info.single_fn(*args, **kwargs)
+            else:
+                run.result = await self._collect(self._open_stream(args, kwargs))
+        except BaseException as error:
+            run.error = error
+            raise
+        finally:
+            run.leave()
+        return run.result if to_type is None else self._convert(run.result, to_type, "answers")
+
+    async def astream(self, value: Any = None, to_type: Any = None) -> AsyncGenerator[Any, None]:
+        """Run on `value` and yield the pieces; a function that does not stream yields its one answer."""
+        if self._info.stream_fn is None and self._info.single_to_stream_fn is None:
+            yield await self.ainvoke(value, to_type)
+            return
+        run = _Run(self.name, value)
+        try:
+            args, kwargs = self._arguments(value)
+            if self._info.stream_fn is not None:
+                stream = self._open_stream(args, kwargs)
+            else:
+                assert self._info.single_fn is not None
+                assert self._info.single_to_stream_fn is not None
+                stream = self._info.single_to_stream_fn(await self._info.single_fn(*args, **kwargs))
+            async with aclosing(run.each(stream)) as pieces:
+                async for piece in pieces:
+                    yield piece if to_type is None else self._convert(piece, to_type, "streams")
+        except BaseException as error:
+            run.error = error
+            raise
+        finally:
+            run.leave()
+
+    async def acall_invoke(self, *args: Any, **kwargs: Any) -> Any:
+        """`ainvoke` in the form of a plain call: keywords are the fields of the input."""
+        return await self.ainvoke(args[0] if args else kwargs)
+
+    def _open_stream(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncIterator[Any]:
+        assert self._info.stream_fn is not None
+        return self._info.stream_fn(*args, **kwargs)
+
+    async def _collect(self, stream: AsyncIterator[Any]) -> Any:
+        """The whole of what was streamed: text is joined, a single piece is itself, else the list."""
+        if self._info.stream_to_single_fn is not None:
+            return await self._info.stream_to_single_fn(stream)
+        pieces = [piece async for piece in stream]
+        if pieces and all(isinstance(piece, str) for piece in pieces):
+            return "".join(pieces)
+        return pieces[0] if len(pieces) == 1 else pieces
+
+    def _arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        signature = self._signature
+        if not signature.parameters:
+            return (), {}
+        if signature.spread:
+            model = self._convert(value, signature.schema, "takes")
+            fields = {name: getattr(model, name) for name in type(model).model_fields}
+            return (), fields
+        ((_, annotation),) = signature.parameters.items()
+        if signature.declared is not None and isinstance(value, dict | BaseModel) and not fits(value, annotation):
+            model = self._convert(value, signature.declared, "takes")
+            return ((model if is_model(annotation) else getattr(model, next(iter(type(model).model_fields)))),), {}
+        return (self._convert(value, annotation, "takes"),), {}
+
+    def _convert(self, value: Any, wanted: Any, verb: str) -> Any:
+        if wanted is Any or wanted is inspect.Parameter.empty or fits(value, wanted):
+            return value
+        try:
+            for converter in self._info.converters:
+                hints = list(type_hints(converter).items())
+                taken, given = hints[0][1] if hints else Any, hints[-1][1] if hints else Any
+                if fits(value, taken) and given == wanted:
+                    return converter(value)
+            return convert(value, wanted)
+        except (ValidationError, ValueError, TypeError) as error:
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            raise WorkflowError(
+                f"function {self.name} {verb} {type_name(wanted)}, which a value of type {type(value).__name__} "
+                f"cannot be made into: {reason}"
+            ) from error
+
+
+class _Run:
+    """One invocation: enters the function on creation, leaves it in `leave`."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self._outside = caller = place.get()
+        node = InvocationNode.model_construct(
+            function_id=uuid.uuid4().hex,
+            function_name=name,
+            parent_id=caller.invocation.node.function_id,
+            parent_name=caller.invocation.node.function_name,
+        )
+        self._name, self._value = name, value
+        self._uuid = str(uuid.uuid4())
+        self.result: Any = None
+        self.error: BaseException | None = None
+        place.set(Place(Invocation(node, (*caller.invocation.names, name), caller.invocation), caller.step))
+        self._push(IntermediateStepType.FUNCTION_START, StreamEventData(input=value))
+        self._inside = place.get()
+
+    def leave(self) -> None:
+        place.set(self._inside)
+        self._push(IntermediateStepType.FUNCTION_END, StreamEventData(input=self._value, output=self.result))
+        place.set(self._outside)
+
+    async def each(self, stream: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+        """The pieces of `stream`, whose code runs inside the function while its consumer's code runs outside."""
+        place.set(self._outside)
+        pieces = []
+        try:
+            while True:
+                outside = place.get()
+                place.set(self._inside)
+                try:
+                    piece = await anext(stream)
+                except StopAsyncIteration:
+                    break
+                finally:
+                    self._inside = place.get()
+                    place.set(outside)
+                pieces.append(piece)
+                yield piece
+        finally:
+            self.result = pieces
+            if isinstance(stream, AsyncGenerator):
+                await stream.aclose()
+
+    def _push(self, event_type: IntermediateStepType, data: StreamEventData) -> None:
+        metadata = None if self.error is None else {"error": repr(self.error)}
+        payload = IntermediateStepPayload(
+            event_type=event_type, name=self._name, UUID=self._uuid, data=data, metadata=metadata
+        )
+        Context.get().intermediate_step_manager.push_intermediate_step(payload)
+
+
+def as_function(name: str, config: FunctionBaseConfig, yielded: Any) -> Function:
+    """The live function of what a factory yielded: a FunctionInfo, an asynchronous function, or a Function."""
+    if isinstance(yielded, Function):
+        return yielded
+    if not isinstance(yielded, FunctionInfo):
+        if not callable(yielded):
+            raise PluginError(
+                f"functions.{name}: its factory ({config.type}) yielded a {type(yielded).__name__}; "
+                "it must yield a FunctionInfo or an async function"
+            )
+        yielded = FunctionInfo.from_fn(yielded)
+    return Function(name, config, yielded)
