@@ -1,0 +1,146 @@
+"""Compare insitu's advantages and losses with a file of reference values: python scripts/check_losses.py FILE.
+
+Prints the largest error of each variant, in value and gradient, and exits with 1 when one is above 1e-6.
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from insitu.algorithms.advantages import AdvantageConfig, group_advantages
+from insitu.backend.losses import PolicyBatch, policy_loss, row_weights
+from insitu.schemas.wire import LossSettings
+
+TOLERANCE = 1e-6
+CONVENTIONS = {
+    "grpo_ddof1_eps1e6": AdvantageConfig(baseline="mean", scale="sample_std", epsilon=1e-6),
+    "grpo_ddof1_eps1e4": AdvantageConfig(baseline="mean", scale="sample_std", epsilon=1e-4),
+    "grpo_ddof0_eps1e6": AdvantageConfig(baseline="mean", scale="population_std", epsilon=1e-6),
+    "dr_grpo": AdvantageConfig(baseline="mean", scale="none"),
+    "rloo": AdvantageConfig(baseline="leave_one_out", scale="none"),
+}
+INPUTS = {"note", "clip_eps", "old_logp", "new_logp", "ref_logp", "rollout_logp", "mask", "rewards", "group"}
+
+
+class Unchecked(Exception):
+    """A variant that cannot be checked as it is described."""
+
+
+def advantages(data: dict[str, Any], name: str) -> list[float]:
+    """One advantage for each row of the file, by a named convention."""
+    members: dict[Any, list[int]] = {}
+    for row, group in enumerate(data["group"]):
+        members.setdefault(group, []).append(row)
+    values = [0.0] * len(data["group"])
+    for rows in members.values():
+        rewards = [data["rewards"][row] for row in rows]
+        for row, value in zip(rows, group_advantages(rewards, CONVENTIONS[name]), strict=True):
+            values[row] = value
+    return values
+
+
+def largest_error(ours: list[float], theirs: list[float]) -> float:
+    """NaN when either side holds one, infinite when they differ in length."""
+    if len(ours) != len(theirs):
+        return math.inf
+    errors = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    return math.nan if any(map(math.isnan, errors)) else max(errors, default=0.0)
+
+
+def settings_of(params: dict[str, Any], data: dict[str, Any]) -> LossSettings:
+    low, high = data.get("clip_eps", (0.2, 0.2))
+    keys = {key: value for key, value in params.items() if key != "advantage"}
+    try:
+        return LossSettings.model_validate({"clip_low": low, "clip_high": high} | keys)
+    except ValueError as error:
+        raise Unchecked(f"params not understood: {error}") from None
+
+
+def matrix(rows: list[list[float | None]], width: int) -> torch.Tensor:
+    """(rows, width) in float64; null and what a shorter row lacks become NaN."""
+    padded = [[math.nan if v is None else v for v in row] + [math.nan] * (width - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.float64)
+
+
+def loss_errors(data: dict[str, Any], variant: dict[str, Any]) -> tuple[float, float, str]:
+    """Errors in value and gradient, and a remark."""
+    params = variant["params"]
+    settings = settings_of(params, data)
+    name, remark = params.get("advantage"), ""
+    if name in CONVENTIONS:
+        rows = advantages(data, name)
+    elif name in data.get("advantages", {}):
+        rows, remark = data["advantages"][name], f"  (advantage {name!r} taken from the file)"
+    else:
+        raise Unchecked(
+            f"advantage {name!r} is unknown; known: {', '.join([*CONVENTIONS, *data.get('advantages', {})])}"
+        )
+
+    width = max(map(len, data["mask"]))
+    mask = matrix(data["mask"], width).nan_to_num(0).bool()
+    new = matrix(data["new_logp"], width).requires_grad_()
+    old = matrix(data["old_logp"], width)
+    # A file without these two has no variant that uses them: then NaN comes out, which is an error.
+    rollout, ref = (
+        matrix(data[key], width) if key in data else torch.full_like(old, math.nan)
+        for key in ("rollout_logp", "ref_logp")
+    )
+    weights = row_weights(mask.sum(1).tolist(), [""] * len(mask), settings)
+    batch = PolicyBatch(
+        old_BT=old,
+        rollout_BT=rollout,
+        ref_BT=ref if settings.kl.beta > 0 else None,
+        advantage_BT=torch.tensor(rows, dtype=torch.float64)[:, None].expand_as(old),
+        mask_BT=mask,
+        weight_B=torch.tensor(weights, dtype=torch.float64),
+    )
+    loss = policy_loss(new, batch, settings).loss
+    (gradient,) = torch.autograd.grad(loss, new)
+    ours = [row[: len(theirs)] for row, theirs in zip(gradient.tolist(), variant["grad_new_logp"], strict=True)]
+    return (
+        largest_error([loss.item()], [variant["value"]]),
+        max(map(largest_error, ours, variant["grad_new_logp"]), key=lambda error: (math.isnan(error), error)),
+        remark,
+    )
+
+
+def report(name: str, *errors: float, remark: str = "") -> bool:
+    good = all(error <= TOLERANCE for error in errors)  # False for NaN too
+    print(f"{'ok  ' if good else 'FAIL'} {name:50} {'  '.join(f'{error:.1e}' for error in errors)}{remark}")
+    return good
+
+
+def check(data: dict[str, Any]) -> bool:
+    good = bool(data.get("advantages") or data.get("losses"))
+    if not good:
+        print("FAIL the file has neither a block advantages nor a block losses")
+    for name, values in data.get("advantages", {}).items():
+        if name in CONVENTIONS:
+            good &= report(f"advantages {name}", largest_error(advantages(data, name), values))
+        else:
+            print(f"skip advantages {name}: not a convention with a name here; known: {', '.join(CONVENTIONS)}")
+    for name, variant in data.get("losses", {}).items():
+        try:
+            *errors, remark = loss_errors(data, variant)
+            good &= report(f"loss {name}", *errors, remark=remark)
+        except (Unchecked, KeyError, ValueError) as error:
+            good = False
+            print(f"FAIL loss {name}: {error}")
+    for name in data.keys() - INPUTS - {"advantages", "losses"}:
+        print(f"skip {name}: not checked by this script")
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    return 0 if check(json.loads(parser.parse_args().file.read_text())) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

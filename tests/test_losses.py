@@ -1,0 +1,216 @@
+"""The loss family against reference values, finite differences, and the properties it promises."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from insitu.backend.losses import PolicyBatch, policy_loss, row_weights
+from insitu.schemas.wire import LossSettings
+
+ROOT = Path(__file__).parent.parent
+VECTORS = ROOT / "tests/data/loss_vectors.json"
+
+loss_settings = st.builds(
+    LossSettings,
+    objective=st.just("clip"),
+    level=st.sampled_from(["token", "sequence"]),
+    clip_low=st.sampled_from([0.1, 0.2]),
+    clip_high=st.sampled_from([0.2, 0.28]),
+    dual_clip=st.sampled_from([None, 1.5, 3.0]),
+    truncated_importance=st.sampled_from([None, 1.05, 2.0]),
+    kl=st.fixed_dictionaries({"beta": st.sampled_from([0.0, 0.04, 0.5]), "estimator": st.sampled_from(["k1", "k3"])}),
+    aggregation=st.sampled_from(["token", "sequence", "constant"]),
+    constant=st.just(16.0),
+) | st.builds(
+    LossSettings,
+    objective=st.just("cispo"),
+    cispo_cap=st.sampled_from([1.0, 5.0]),
+    level=st.sampled_from(["token", "sequence"]),
+    aggregation=st.sampled_from(["token", "sequence", "constant"]),
+    constant=st.just(16.0),
+    kl=st.fixed_dictionaries({"beta": st.sampled_from([0.0, 0.1])}),
+)
+seeds = st.integers(0, 2**31)
+
+
+def random_inputs(seed: int, rows: int = 6, tokens: int = 5) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    noise = lambda scale: torch.randn(rows, tokens, generator=generator, dtype=torch.float64) * scale  # noqa: E731
+    old = -noise(1).abs()
+    return {
+        "new": old + noise(0.4),
+        "old": old,
+        "rollout": old + noise(0.1),
+        "ref": old + noise(0.2),
+        "advantage": noise(1),
+        "mask": torch.rand(rows, tokens, generator=generator) < 0.7,
+    }
+
+
+def loss_of(inputs, episodes, config, new=None, rows=None):
+    """The loss of `rows` (all) of the optimiser step that `inputs` are, whose weights come from the whole step."""
+    weights = row_weights(inputs["mask"].sum(1).tolist(), episodes, config)
+    rows = range(len(episodes)) if rows is None else rows
+    batch = PolicyBatch(
+        inputs["old"][rows],
+        inputs["rollout"][rows],
+        inputs["ref"][rows] if config.kl.beta else None,
+        inputs["advantage"][rows],
+        inputs["mask"][rows],
+        torch.tensor(weights, dtype=torch.float64)[rows],
+    )
+    return policy_loss((inputs["new"] if new is None else new)[rows], batch, config)
+
+
+def gradient_of(inputs, episodes, config):
+    new = inputs["new"].clone().requires_grad_()
+    return torch.autograd.grad(loss_of(inputs, episodes, config, new).loss, new)[0]
+
+
+def own(count: int) -> list[str]:
+    return [""] * count
+
+
+def test_reference_values():
+    """The script that checks any such file passes on ours, in values and gradients to 1e-6."""
+    done = subprocess.run([sys.executable, ROOT / "scripts/check_losses.py", VECTORS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok   loss") == 9
+    assert done.stdout.count("ok   advantages") == 5
+    assert "skip dpo" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda d: d["losses"]["ppo_clip_seq_mean"].update(value=0.16834), "FAIL loss ppo_clip_seq_mean"),
+        (lambda d: d["losses"]["gspo_seq_mean"]["grad_new_logp"][3].__setitem__(0, 1e-5), "FAIL loss gspo_seq_mean"),
+        (lambda d: d["losses"]["gspo_seq_mean"]["grad_new_logp"][3].__setitem__(0, math.nan), "nan"),
+        (lambda d: d["losses"]["dr_grpo_const16"]["params"].update(cliphigh=1), "cliphigh"),
+        (lambda d: d["losses"]["dr_grpo_const16"]["params"].update(advantage="grpo"), "advantage 'grpo' is unknown"),
+        (lambda d: d["advantages"]["rloo"].__setitem__(2, 0.0), "FAIL advantages rloo"),
+        (lambda d: d.pop("rollout_logp"), "FAIL loss tis_cap2_token_mean"),
+        (lambda d: (d.pop("losses"), d.pop("advantages")), "neither"),
+    ],
+)
+def test_the_check_fails_on_a_wrong_file(tmp_path, damage, told, capsys, monkeypatch):
+    data = json.loads(VECTORS.read_text())
+    damage(data)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import check_losses
+
+    assert not check_losses.check(data)
+    assert told in capsys.readouterr().out
+
+
+@settings(max_examples=60, deadline=None)
+@given(loss_settings, seeds)
+def test_gradient_is_the_finite_difference(config, seed):
+    inputs = random_inputs(seed)
+    episodes = own(6)
+    gradient = gradient_of(inputs, episodes, config)
+    direction = torch.randn(6, 5, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    if config.objective == "cispo":  # its weight carries no gradient: hold it, and differentiate the rest by hand
+        inputs["old"] = inputs["new"].clone()
+        gradient = gradient_of(inputs, episodes, config)
+        weights = torch.tensor(row_weights(inputs["mask"].sum(1).tolist(), episodes, config), dtype=torch.float64)
+        expected = -inputs["advantage"]
+        if config.kl.beta:
+            expected = expected + config.kl.beta * (1 - (inputs["ref"] - inputs["new"]).exp())
+        assert torch.allclose(gradient, expected * weights[:, None] * inputs["mask"], atol=1e-12)
+        return
+    step = 1e-6
+    ahead, behind = (loss_of(inputs, episodes, config, inputs["new"] + s * direction).loss for s in (step, -step))
+    slope = (gradient * direction).sum()
+    # A kink (a clip bound, dual clip) within a step of this point would break the difference, not the gradient.
+    here = loss_of(inputs, episodes, config).loss
+    if abs((ahead - here) - (here - behind)) < 1e-9:
+        assert ((ahead - behind) / (2 * step)).item() == pytest.approx(slope.item(), abs=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(loss_settings, seeds, st.permutations(range(6)), st.integers(1, 5))
+def test_a_micro_batch_split_changes_nothing(config, seed, order, cut):
+    inputs, episodes = random_inputs(seed), ["a", "a", "b", "", "b", ""]
+    whole = loss_of(inputs, episodes, config)
+    first, second = (loss_of(inputs, episodes, config, rows=list(part)) for part in (order[:cut], order[cut:]))
+    for a, b, total in zip(first, second, whole, strict=True):
+        assert (a + b).item() == pytest.approx(total.item(), abs=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(loss_settings.filter(lambda config: config.level == "token"), seeds, st.integers(1, 4))
+def test_an_episode_weighs_the_same_however_it_is_cut(config, seed, cut):
+    """Row 0 becomes two rows that hold its first `cut` tokens and the rest; the others stay."""
+    inputs = random_inputs(seed)
+    parts = {name: torch.cat([value[:1], value]) for name, value in inputs.items()}
+    parts["mask"] = parts["mask"].clone()
+    parts["mask"][0, cut:] = False
+    parts["mask"][1, :cut] = False
+    whole, split = ["a", "b", "c", "", "d", "d"], ["a", "a", "b", "c", "", "d", "d"]
+    assert loss_of(parts, split, config).loss.item() == pytest.approx(
+        loss_of(inputs, whole, config).loss.item(), abs=1e-12
+    )
+    gradient = gradient_of(parts, split, config)
+    rejoined = torch.cat([gradient[:1] + gradient[1:2], gradient[2:]])
+    assert torch.allclose(rejoined, gradient_of(inputs, whole, config), atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(loss_settings, seeds, st.sampled_from([math.nan, math.inf, -math.inf, 1e300]))
+def test_what_is_masked_reaches_neither_value_nor_gradient(config, seed, poison):
+    inputs = random_inputs(seed)
+    poisoned = {
+        name: value if name == "mask" else torch.where(inputs["mask"], value, poison) for name, value in inputs.items()
+    }
+    for clean, dirty in zip(loss_of(inputs, own(6), config), loss_of(poisoned, own(6), config), strict=True):
+        assert clean.item() == dirty.item()
+    gradient = gradient_of(poisoned, own(6), config)
+    assert torch.equal(gradient, gradient_of(inputs, own(6), config))
+    assert not gradient[~inputs["mask"]].any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(loss_settings, seeds)
+def test_rows_without_trained_tokens_are_not_counted(config, seed):
+    inputs = random_inputs(seed)
+    inputs["mask"][2] = False
+    kept = [0, 1, 3, 4, 5]
+    without = {name: value[kept] for name, value in inputs.items()}
+    assert loss_of(inputs, own(6), config).loss.item() == pytest.approx(
+        loss_of(without, own(5), config).loss.item(), abs=1e-12
+    )
+    # and neither is an untrained row of an episode that has others
+    assert row_weights([3, 0, 2], ["a", "a", "b"], config)[::2] == row_weights([3, 2], ["a", "b"], config)
+
+
+def test_the_ratio_of_a_sequence_is_its_rows_own():
+    """Two rows of one episode keep their own ratios; the aggregation alone joins them."""
+    inputs = random_inputs(0, rows=2)
+    inputs["mask"][:] = True
+    config = LossSettings(level="sequence", aggregation="sequence", clip_low=1, clip_high=100)
+    ratios = (inputs["new"] - inputs["old"]).mean(1).exp()
+    expected = -(ratios[:, None] * inputs["advantage"]).sum() / 10
+    assert loss_of(inputs, ["a", "a"], config).loss.item() == pytest.approx(expected.item(), abs=1e-12)
+
+
+def test_metrics_are_sums_over_trained_tokens():
+    nan = math.nan
+    old = torch.zeros(2, 3, dtype=torch.float64)
+    new = torch.tensor([[math.log(1.5), math.log(1.1), nan], [math.log(0.5), nan, nan]], dtype=torch.float64)
+    rollout = new - 0.25
+    batch = PolicyBatch(old, rollout, old, torch.ones_like(old), ~new.isnan(), torch.ones(2, dtype=torch.float64))
+    result = policy_loss(new, batch, LossSettings())
+    assert result.clipped == 2
+    assert result.gap.item() == pytest.approx(0.75)
+    assert result.sampled_ratio.item() == pytest.approx(3 * math.exp(0.25))
+    k3 = sum(1 / ratio - 1 + math.log(ratio) for ratio in (1.5, 1.1, 0.5))
+    assert result.kl.item() == pytest.approx(k3)
+    assert policy_loss(new, batch, LossSettings(objective="cispo", cispo_cap=1.2)).clipped == 1
