@@ -1,0 +1,42 @@
+"""What the player is shown, how its answer is read, and what it is told when the answer cannot be used."""
+
+import re
+
+from tic_tac_toe.board import free_squares
+
+FORMAT = "Answer with a free square, as <move>N</move>."
+_MOVE = re.compile(r"<move>\s*([1-9])\s*</move>")
+
+
+def show(board: str) -> str:
+    """Three lines of three squares; a free one shows its number."""
+    cells = [str(square + 1) if content == "." else content for square, content in enumerate(board)]
+    return "\n".join(" ".join(cells[row : row + 3]) for row in (0, 3, 6))
+
+
+def ask(board: str, mark: str) -> str:
+    return f"You play {mark}. {FORMAT}\n{show(board)}"
+
+
+def read(answer: str | None) -> int | None:
+    """The square (0 to 8) of an answer that names exactly one, or None."""
+    found = _MOVE.findall(answer or "")
+    return int(found[0]) - 1 if len(found) == 1 else None
+
+
+def problem(board: str, square: int | None) -> str | None:
+    """Why a move cannot be played, or None if it can."""
+    if square is None:
+        return "That is not a move."
+    if square not in free_squares(board):
+        return f"Square {square + 1} is taken."
+    return None
+
+
+def ask_again(reason: str) -> str:
+    return f"{reason} {FORMAT}"
+
+
+def write(square: int) -> str:
+    """The answer that `read` reads as this square."""
+    return f"<move>{square + 1}</move>"
