@@ -1,0 +1,204 @@
+"""The recorder: turns what crosses the wire to a model into the ModelCalls of the episode that is going on.
+
+    exchange = recorder.begin(method, path, body)     None: not recorded, send as it is
+    ... send exchange.content ...
+    shown = exchange.answer(status, headers, body)    or, for a stream: exchange.feed(chunk) ..., exchange.end()
+    ... give `shown` to the client ...                or exchange.fail(reason)
+
+It knows nothing of HTTP libraries; `transport` and the gateway put it under them.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from insitu.errors import CaptureError
+from insitu.schemas.episodes import ModelCall
+from insitu.workflow.assembly import StreamAssembly
+from insitu.workflow.context import EpisodeScope, current_scope
+from insitu.workflow.steps import place
+
+logger = logging.getLogger(__name__)
+
+_NOT_SAMPLING = frozenset(("model", "messages", "tools", "stream", "stream_options"))
+_HINTS = {
+    "token ids": "the server must understand `return_token_ids` (vLLM from 0.10.2 on, and `insitu backend`)",
+    "logprobs": "the server must answer `logprobs: true` (vLLM: do not start it with --max-logprobs 0)",
+}
+
+
+class Recorder:
+    """Records the chat completions of one model object. `llm` is its key under `llms`, `server` its address."""
+
+    def __init__(self, server: str, llm: str | None = None) -> None:
+        self.server = server
+        self.llm = llm
+
+    def begin(self, method: str, path: str, content: bytes, scope: EpisodeScope | None = None) -> "Exchange | None":
+        """Start a call of the current episode (or `scope`); None for all that is no such call."""
+        scope = scope or current_scope()
+        if scope is None or method != "POST" or not path.endswith("/chat/completions"):
+            return None
+        if scope.closed:
+            scope.refuse_late_call()
+            return None
+        if scope.capture_error is not None:
+            raise scope.capture_error
+        try:
+            request = orjson.loads(content)
+        except orjson.JSONDecodeError:
+            return None  # the server will say what is wrong with it
+        if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
+            return None
+        return Exchange(self, scope, request)
+
+
+class Exchange:
+    """One request and its answer. Of `answer`, `end` and `fail` exactly one has an effect, the first."""
+
+    def __init__(self, recorder: Recorder, scope: EpisodeScope, request: dict[str, Any]) -> None:
+        self._recorder = recorder
+        self._scope = scope
+        self._request = request
+        self._invocation = place.get().invocation
+        self._open = True
+        self.streamed = bool(request.get("stream"))
+        self.hide_logprobs = not request.get("logprobs")
+        self.hide_token_ids = not request.get("return_token_ids")
+        choices = request.get("n")
+        self._indices = [scope.call_indices.take() for _ in range(choices if isinstance(choices, int) else 1)]
+        self._messages_digest = hashlib.blake2b(orjson.dumps(request["messages"]), digest_size=16).digest()
+        self._turn = scope.turns[self._messages_digest].take()
+        if scope.training:
+            request["logprobs"] = True
+            request["return_token_ids"] = True
+        if (scope.training or scope.is_evaluating) and request.get("seed") is None:
+            request["seed"] = self._seed()
+        self._assembly = StreamAssembly(self) if self.streamed else None
+        self._started = time.time()
+        self.content = orjson.dumps(request)
+
+    def _seed(self) -> int:
+        """31 bits fixed by the episode, the messages, and how often it has sent the very same ones before.
+
+        So what is sampled depends neither on other episodes nor on the order in which parallel calls are sent.
+        """
+        text = f"{self._scope.seed}|{self._turn}|".encode() + self._messages_digest
+        return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
+
+    def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> bytes:
+        """Record a whole answer; returns the body without what the client did not ask for."""
+        if status >= 400:
+            self._refused(status, body)
+            return body
+        try:
+            reply = orjson.loads(body)
+            choices = reply["choices"]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            self.fail("unreadable answer")
+            return body
+        self._finish(reply, headers)
+        found = self.hide_token_ids and reply.pop("prompt_token_ids", None) is not None
+        for choice in choices:
+            found |= self.strip(choice)
+        return orjson.dumps(reply) if found else body
+
+    def strip(self, choice: dict[str, Any]) -> bool:
+        """Take out of a choice what the client did not ask for; whether there was anything."""
+        found = self.hide_token_ids and choice.pop("token_ids", None) is not None
+        if self.hide_logprobs and choice.get("logprobs") is not None:
+            choice["logprobs"] = None
+            found = True
+        return found
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take a piece of a streamed answer; returns what of it may be passed on."""
+        assert self._assembly is not None
+        return self._assembly.feed(chunk)
+
+    def end(self, headers: Mapping[str, str], error: str | None = None) -> None:
+        """A streamed answer has ended, or was closed by the client, or broke off for the reason `error`."""
+        assert self._assembly is not None
+        if self._open:
+            reply = self._assembly.reply()
+            error = error or self._assembly.error
+            if error is None and not self._assembly.is_complete(len(self._indices)):
+                error = "the stream was closed before its end"
+            self._finish(reply, headers, error)
+
+    def fail(self, reason: str) -> None:
+        """This attempt brought no answer. The client may try again: that is the same call, with the same seed."""
+        if self._open:
+            self._open = False
+            self._scope.failed_attempts[reason] += 1
+            self._scope.turns[self._messages_digest].give_back(self._turn)
+            for index in self._indices:
+                self._scope.call_indices.give_back(index)
+
+    def _refused(self, status: int, body: bytes) -> None:
+        self.fail(f"http {status}")
+        for what, word in (("token ids", b"return_token_ids"), ("logprobs", b"logprobs")):
+            if self._scope.training and status < 500 and word in body:
+                raise self._capture_error(what, f"refused a request for them ({body[:300].decode(errors='replace')})")
+
+    def _finish(self, reply: dict[str, Any], headers: Mapping[str, str], error: str | None = None) -> None:
+        self._open = False
+        if self._scope.closed:
+            self._scope.refuse_late_call()
+            return
+        version = reply.get("policy_version", headers.get("x-policy-version"))
+        sampling = {name: value for name, value in self._request.items() if name not in _NOT_SAMPLING}
+        for index, choice in zip(self._indices, reply["choices"], strict=False):
+            call = ModelCall(
+                index=index,
+                model=self._request.get("model", ""),
+                messages=self._request["messages"],
+                llm=self._recorder.llm,
+                tools=self._request.get("tools"),
+                sampling=sampling,
+                message=choice.get("message"),
+                choice=choice.get("index", 0),
+                prompt_token_ids=reply.get("prompt_token_ids"),
+                token_ids=choice.get("token_ids"),
+                logprobs=_logprobs(choice),
+                finish_reason=choice.get("finish_reason"),
+                policy_version=None if version is None else int(version),
+                functions=self._invocation.names,
+                started=self._started,
+                ended=time.time(),
+                usage=reply.get("usage"),
+                error=error,
+            )
+            if self._scope.training and error is None:
+                self._check(call)
+            self._scope.record(call, self._invocation)
+
+    def _check(self, call: ModelCall) -> None:
+        if call.logprobs is None:
+            raise self._capture_error("logprobs", "answered without them")
+        if call.token_ids is None or call.prompt_token_ids is None:
+            raise self._capture_error("token ids", "answered without them")
+        if len(call.logprobs) != len(call.token_ids):
+            counts = f"answered with {len(call.logprobs)} for {len(call.token_ids)} token ids"
+            raise self._capture_error("logprobs", counts)
+
+    def _capture_error(self, what: str, did: str) -> CaptureError:
+        """Also kept on the episode, which fails with it even if the workflow swallows the exception."""
+        self._scope.capture_error = CaptureError(
+            f"training needs the {what} of every model call, but {self._recorder.server} (model "
+            f"{self._request.get('model')!r}) {did}: {_HINTS[what]}"
+        )
+        return self._scope.capture_error
+
+
+def _logprobs(choice: dict[str, Any]) -> list[float] | None:
+    """The logprobs of the sampled tokens; a completion of no tokens has an empty list, however it is spelt."""
+    logprobs = choice.get("logprobs")
+    entries = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if entries is None:
+        return [] if choice.get("token_ids") == [] else None
+    return [entry["logprob"] for entry in entries]

@@ -1,0 +1,194 @@
+"""The models of a workflow: OpenAI-compatible servers, and the model under training.
+
+player = await builder.get_llm("player")
+answer = await player.complete([{"role": "user", "content": "Your move?"}])
+answer.choices[0].message.content
+"""
+
+import importlib
+import inspect
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, SecretStr
+
+from insitu.errors import ConfigError
+from insitu.registry import LLM, Builder, register_llm_provider
+from insitu.schemas.components import LLMBaseConfig
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+    from openai.types.chat import ChatCompletion
+
+
+class SamplingConfig(LLMBaseConfig):
+    """How to sample. What is not given is left to the server."""
+
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest completion, in tokens."""
+    stop: str | list[str] | None = None
+    """Text at which the completion ends."""
+    seed: int | None = None
+    """Best left empty in training: each episode then has a seed of its own, derived from `general.seed`."""
+    logprobs: bool | None = None
+    """Only if the workflow itself reads them; training asks for them anyway."""
+    top_logprobs: int | None = Field(default=None, ge=0)
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds to wait for the server; none: the OpenAI client's own 600."""
+    max_retries: int = Field(default=2, ge=0)
+    """How often the client tries again after a passing failure."""
+
+    def params(self) -> dict[str, Any]:
+        """The request's parameters."""
+        names = ("temperature", "top_p", "max_tokens", "stop", "seed", "logprobs", "top_logprobs")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class OpenAIConfig(SamplingConfig, name="openai"):
+    """A model behind an OpenAI-compatible address."""
+
+    model_name: str
+    base_url: str | None = None
+    """Up to and including `/v1`; none: the environment variable OPENAI_BASE_URL, or OpenAI itself."""
+    api_key: SecretStr | None = None
+    """None: the environment variable OPENAI_API_KEY."""
+
+
+class NIMConfig(OpenAIConfig, name="nim"):
+    """A model served by NVIDIA NIM."""
+
+    base_url: str | None = "https://integrate.api.nvidia.com/v1"
+    api_key: SecretStr | None = None
+    """None: the environment variable NVIDIA_API_KEY."""
+
+
+class PolicyConfig(SamplingConfig, name="policy"):
+    """The model under training, wherever the trainer adapter serves it."""
+
+
+@dataclass
+class PlainLLM:
+    """A model object: the official `client`, the `model` to ask it for, and the `params` of the configuration.
+
+    `name` is its key under `llms`. `closers` run when the builder closes.
+    """
+
+    client: "AsyncOpenAI"
+    model: str
+    params: dict[str, Any]
+    name: str
+    config: SamplingConfig
+    http_client: Any
+    recorder: Any
+    closers: list[Callable[[], Any]] = field(default_factory=list)
+
+    async def complete(self, messages: list[dict[str, Any]], **overrides: Any) -> "ChatCompletion":
+        """One chat completion with the configured parameters, `overrides` before them."""
+        request: dict[str, Any] = {"model": self.model, "messages": messages, **self.params, **overrides}
+        return await self.client.chat.completions.create(**request)
+
+    async def aclose(self) -> None:
+        for close in self.closers:
+            closing = close()
+            if inspect.isawaitable(closing):
+                await closing
+
+
+def http_library() -> Any:
+    """The HTTP library that the installed `openai` stands on: the module `httpx2` (release 3) or `httpx` (2)."""
+    import openai
+
+    base = next(cls for cls in openai.DefaultAsyncHttpxClient.__mro__ if cls.__module__.startswith("httpx"))
+    return importlib.import_module(base.__module__.partition(".")[0])
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a model is served."""
+
+    model: str
+    base_url: str | None
+    api_key: str | None
+
+
+def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> PlainLLM:
+    """A model object on a recording transport."""
+    from openai import AsyncOpenAI
+
+    from insitu.workflow.capture import Recorder
+    from insitu.workflow.transport import for_library
+
+    http = http_library()
+    recorder = Recorder(server=endpoint.base_url or os.environ.get("OPENAI_BASE_URL", "api.openai.com"), llm=name)
+    http_client = http.AsyncClient(transport=for_library(http).asynchronous(recorder), follow_redirects=True)
+    options: dict[str, Any] = {} if config.timeout is None else {"timeout": config.timeout}
+    client = AsyncOpenAI(
+        base_url=endpoint.base_url,
+        api_key=endpoint.api_key,
+        max_retries=config.max_retries,
+        http_client=http_client,
+        **options,
+    )
+    return PlainLLM(
+        client=client,
+        model=endpoint.model,
+        params=config.params(),
+        name=name,
+        config=config,
+        http_client=http_client,
+        recorder=recorder,
+        closers=[client.close],
+    )
+
+
+def _api_key(config: OpenAIConfig, variable: str) -> str:
+    """The configured key, or the environment's; a server of one's own may want none."""
+    if config.api_key is not None:
+        return config.api_key.get_secret_value()
+    key = os.environ.get(variable)
+    if key is None and config.base_url in (None, NIMConfig.model_fields["base_url"].default):
+        raise ConfigError(f"llms: model {config.model_name!r} needs a key: set api_key, or the variable {variable}")
+    return key or "none"
+
+
+def _block_name(config: LLMBaseConfig, builder: Builder) -> str:
+    """The key of `config` under `llms`; a block that a plugin has added goes by its `_type`."""
+    names = getattr(builder.config, "names", None)
+    known = names(LLM) if names is not None else ()
+    return next((name for name in known if builder.block(LLM, name) is config), config.type)
+
+
+@asynccontextmanager
+async def _live(name: str, config: SamplingConfig, endpoint: Endpoint) -> AsyncIterator[PlainLLM]:
+    plain = connect(name, config, endpoint)
+    try:
+        yield plain
+    finally:
+        await plain.aclose()
+
+
+@register_llm_provider(config_type=OpenAIConfig)
+async def openai_llm(config: OpenAIConfig, builder: Builder) -> AsyncIterator[PlainLLM]:
+    endpoint = Endpoint(config.model_name, config.base_url, _api_key(config, "OPENAI_API_KEY"))
+    async with _live(_block_name(config, builder), config, endpoint) as plain:
+        yield plain
+
+
+@register_llm_provider(config_type=NIMConfig)
+async def nim_llm(config: NIMConfig, builder: Builder) -> AsyncIterator[PlainLLM]:
+    endpoint = Endpoint(config.model_name, config.base_url, _api_key(config, "NVIDIA_API_KEY"))
+    async with _live(_block_name(config, builder), config, endpoint) as plain:
+        yield plain
+
+
+@register_llm_provider(config_type=PolicyConfig)
+async def policy_llm(config: PolicyConfig, builder: Builder) -> AsyncIterator[PlainLLM]:
+    served = await builder.policy_endpoint()
+    endpoint = Endpoint(served.model, served.base_url, served.api_key)
+    async with _live(_block_name(config, builder), config, endpoint) as plain:
+        yield plain

@@ -1,0 +1,157 @@
+"""A small server that speaks the OpenAI dialect with token ids, for tests: `with FakeOpenAI() as server: server.base_url`.
+
+A real HTTP server in a thread of its own. What it answers is decided by the last message's text:
+
+    "slow 0.5"       after half a second                  "fail 2"        500 for the first two attempts with this text
+    "status 400"     that status                          "tool"          a tool call
+    "hang up"        closes the connection                "stall"         streams one piece, then nothing
+    anything else    "echo: " and that text, one token a character
+"""
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from typing import Any, Self
+
+from aiohttp import web
+
+
+class FakeOpenAI:
+    """`requests` are the bodies received, in order. `token_ids`, `logprobs` False: a server that cannot give them."""
+
+    def __init__(self, *, token_ids: bool = True, logprobs: bool = True, policy_version: int | None = 3) -> None:
+        self.token_ids, self.logprobs, self.policy_version = token_ids, logprobs, policy_version
+        self.requests: list[dict[str, Any]] = []
+        self.connections: set[Any] = set()
+        self._failed: Counter[str] = Counter()
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self.base_url = ""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._ready.wait(10)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
+        self._loop.run_until_complete(runner.setup())
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        self._loop.run_until_complete(site.start())
+        host, port = runner.addresses[0][:2]
+        self.base_url = f"http://{host}:{port}/v1"
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+        self._loop.close()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        self.connections.add(request.transport)
+        text = str(body["messages"][-1].get("content"))
+        word, _, number = text.partition(" ")
+        if word == "slow":
+            await asyncio.sleep(float(number))
+        if word == "fail" and self._failed[text] < int(number):
+            self._failed[text] += 1
+            return web.json_response({"error": {"message": "try again"}}, status=500)
+        if word == "status":
+            return web.json_response({"error": {"message": f"refused: {text}"}}, status=int(number))
+        if text == "hang up":
+            request.transport.close()
+        if body.get("stream"):
+            return await self._stream(request, body, text)
+        choices = [self._choice(body, text, index) for index in range(body.get("n") or 1)]
+        reply = {**self._head(body, "chat.completion"), "choices": choices, "usage": _usage(body, choices)}
+        return web.json_response(reply)
+
+    def _head(self, body: dict[str, Any], kind: str) -> dict[str, Any]:
+        head = {"id": "c1", "object": kind, "created": 1, "model": body["model"]}
+        if self.policy_version is not None:
+            head["policy_version"] = self.policy_version
+        if body.get("return_token_ids") and self.token_ids:
+            head["prompt_token_ids"] = encode(str(body["messages"]))
+        return head
+
+    def _choice(self, body: dict[str, Any], text: str, index: int) -> dict[str, Any]:
+        answer = f"echo: {text}" if index == 0 else f"echo {index}: {text}"
+        message: dict[str, Any] = {"role": "assistant", "content": answer}
+        reason = "stop"
+        if text == "tool":
+            message = {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]}
+            reason = "tool_calls"
+        choice = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
+        self._add_tokens(body, choice, answer)
+        return choice
+
+    def _add_tokens(self, body: dict[str, Any], choice: dict[str, Any], text: str) -> None:
+        if body.get("return_token_ids") and self.token_ids:
+            choice["token_ids"] = encode(text)
+        if body.get("logprobs") and self.logprobs:
+            entries = [{"token": c, "logprob": logprob(c), "bytes": [ord(c)], "top_logprobs": []} for c in text]
+            choice["logprobs"] = {"content": entries}
+
+    async def _stream(self, request: web.Request, body: dict[str, Any], text: str) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        head = self._head(body, "chat.completion.chunk")
+
+        async def send(choices: list[dict[str, Any]], **others: Any) -> None:
+            await response.write(b"data: " + json.dumps({**head, "choices": choices, **others}).encode() + b"\n\n")
+            head.pop("prompt_token_ids", None)
+
+        for index in range(body.get("n") or 1):
+            await send([{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+        if text == "stall":
+            await asyncio.sleep(30)
+        for index in range(body.get("n") or 1):
+            for delta, tokens in _deltas(text, index):
+                choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
+                self._add_tokens(body, choice, tokens)
+                await send([choice])
+            reason = "tool_calls" if text == "tool" else "stop"
+            await send([{"index": index, "delta": {}, "finish_reason": reason}])
+        if (body.get("stream_options") or {}).get("include_usage"):
+            await send([], usage={"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+TOOL_CALL = {"id": "t1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}
+
+
+def _deltas(text: str, index: int) -> list[tuple[dict[str, Any], str]]:
+    if text == "tool":
+        first = {"index": 0, **TOOL_CALL, "function": {"name": "look", "arguments": '{"at"'}}
+        second = {"index": 0, "function": {"arguments": ': "sky"}'}}
+        return [({"tool_calls": [first]}, "ab"), ({"tool_calls": [second]}, "c")]
+    answer = f"echo: {text}" if index == 0 else f"echo {index}: {text}"
+    return [({"content": part}, part) for part in (answer[:3], answer[3:6], answer[6:]) if part]
+
+
+def encode(text: str) -> list[int]:
+    return [ord(c) for c in text]
+
+
+def logprob(character: str) -> float:
+    return -(ord(character) % 7) / 8
+
+
+def _usage(body: dict[str, Any], choices: list[dict[str, Any]]) -> dict[str, int]:
+    sampled = sum(len(str(choice["message"]["content"])) for choice in choices)
+    prompt = len(str(body["messages"]))
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
