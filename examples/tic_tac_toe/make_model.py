@@ -10,11 +10,10 @@ import random
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
 from tic_tac_toe.board import EMPTY, free_squares, is_over, place, to_move
 from tic_tac_toe.prompts import ask, ask_again, problem, write
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 END = "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")

@@ -3,13 +3,13 @@
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
+from pydantic import Field
+
 from insitu.registry import Builder, EvaluatorInfo, register_evaluator
 from insitu.schemas.components import EvaluatorBaseConfig
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem
-from pydantic import Field
-
+from tic_tac_toe.game import Answer, GameResult
 from tic_tac_toe.solver import value_lost
-from tic_tac_toe.workflow import Answer, GameResult
 
 
 class ScoreConfig(EvaluatorBaseConfig, name="tic_tac_toe_score"):

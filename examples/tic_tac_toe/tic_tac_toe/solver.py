@@ -4,7 +4,7 @@
     values("O", skill=1.0)[EMPTY]   ->  0.5                             the best O can do against a perfect X
 
 A skill is the probability that a move is a perfect one (uniform over the squares that minimax finds best); otherwise
-it is uniform over the free squares. Values are expected scores (win 1, draw 0.5, loss 0) of the side they are asked for.
+it is uniform over the free squares. A value is an expected score (win 1, draw 0.5, loss 0) of the side it is asked for.
 """
 
 from collections.abc import Callable, Iterator, Mapping
