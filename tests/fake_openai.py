@@ -1,4 +1,4 @@
-"""A small server that speaks the OpenAI dialect with token ids, for tests: `with FakeOpenAI() as server: server.base_url`.
+"""A small server that speaks the OpenAI dialect with token ids: `with FakeOpenAI() as server: server.base_url`.
 
 A real HTTP server in a thread of its own. What it answers is decided by the last message's text:
 

@@ -1,0 +1,125 @@
+"""LangChain: a `ChatOpenAI` on the recording transport, and its callbacks as intermediate steps.
+
+Importing this module makes LangChain report every model and tool run inside an episode, LangGraph's included; outside
+an episode the reports go nowhere.
+"""
+
+from contextvars import ContextVar
+from typing import Any
+from uuid import UUID
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import BaseMessage
+from langchain_core.outputs import LLMResult
+from langchain_core.tracers.context import register_configure_hook
+from langchain_openai import ChatOpenAI
+
+from insitu.schemas.steps import (
+    IntermediateStepPayload,
+    IntermediateStepType,
+    StreamEventData,
+    TraceMetadata,
+    UsageInfo,
+)
+from insitu.workflow.context import current_scope
+from insitu.workflow.llms import PlainLLM, http_library
+from insitu.workflow.transport import for_library
+
+_OWN_ARGUMENTS = {"stop": "stop_sequences"}  # what ChatOpenAI calls a parameter by another name
+
+
+def make_llm(plain: PlainLLM) -> ChatOpenAI:
+    """The same model with the same parameters; its asynchronous calls share `plain`'s connections."""
+    http = http_library()
+    sync_client = http.Client(transport=for_library(http).synchronous(plain.recorder), follow_redirects=True)
+    plain.closers.append(sync_client.close)
+    params = {_OWN_ARGUMENTS.get(name, name): value for name, value in plain.params.items()}
+    return ChatOpenAI(
+        model=plain.model,
+        base_url=str(plain.client.base_url),
+        api_key=lambda: plain.client.api_key,
+        timeout=plain.client.timeout,
+        max_retries=plain.client.max_retries,
+        http_async_client=plain.http_client,
+        http_client=sync_client,
+        use_responses_api=False,
+        **params,
+    )
+
+
+class StepReporter(BaseCallbackHandler):
+    """Pushes LLM_ and TOOL_ steps to the episode that is going on."""
+
+    run_inline = True  # in the task that runs the model or tool: a thread for each event would cost more than the call
+
+    def on_chat_model_start(
+        self, serialized: dict[str, Any], messages: list[list[BaseMessage]], *, run_id: UUID, **others: Any
+    ) -> None:
+        if current_scope() is None:
+            return
+        asked = others.get("invocation_params") or {}
+        inputs = list(messages[0])
+        metadata = TraceMetadata.model_construct(chat_inputs=inputs, tools_schema=asked.get("tools"))
+        name = asked.get("model") or asked.get("model_name")
+        _push(IntermediateStepType.LLM_START, run_id, name, StreamEventData(input=inputs), metadata=metadata)
+
+    def on_llm_start(self, serialized: dict[str, Any], prompts: list[str], *, run_id: UUID, **others: Any) -> None:
+        if current_scope() is not None:
+            name = (others.get("invocation_params") or {}).get("model")
+            _push(IntermediateStepType.LLM_START, run_id, name, StreamEventData(input=prompts))
+
+    def on_llm_new_token(self, token: Any, *, run_id: UUID, **others: Any) -> None:
+        if current_scope() is not None:
+            _push(IntermediateStepType.LLM_NEW_TOKEN, run_id, None, StreamEventData(chunk=token))
+
+    def on_llm_end(self, response: LLMResult, *, run_id: UUID, **others: Any) -> None:
+        if current_scope() is None:
+            return
+        first = response.generations[0][0] if response.generations and response.generations[0] else None
+        known = response.llm_output or {}
+        metadata = TraceMetadata.model_construct(chat_responses=response.generations[0] if first is not None else [])
+        usage = UsageInfo.model_construct(token_usage=known.get("token_usage"), num_llm_calls=1)
+        output = None if first is None else first.text
+        name = known.get("model_name")
+        data = StreamEventData(output=output)
+        _push(IntermediateStepType.LLM_END, run_id, name, data, metadata=metadata, usage_info=usage)
+
+    def on_llm_error(self, error: BaseException, *, run_id: UUID, **others: Any) -> None:
+        if current_scope() is not None:
+            _push(IntermediateStepType.LLM_END, run_id, None, StreamEventData(), metadata={"error": repr(error)})
+
+    def on_tool_start(self, serialized: dict[str, Any], input_str: str, *, run_id: UUID, **others: Any) -> None:
+        if current_scope() is None:
+            return
+        arguments = others.get("inputs") or input_str
+        metadata = TraceMetadata.model_construct(tool_inputs=arguments, tool_info=serialized)
+        name = (serialized or {}).get("name") or others.get("name")
+        _push(IntermediateStepType.TOOL_START, run_id, name, StreamEventData(input=arguments), metadata=metadata)
+
+    def on_tool_end(self, output: Any, *, run_id: UUID, **others: Any) -> None:
+        if current_scope() is not None:
+            metadata = TraceMetadata.model_construct(tool_outputs=output)
+            name = others.get("name") or getattr(output, "name", None)
+            _push(IntermediateStepType.TOOL_END, run_id, name, StreamEventData(output=output), metadata=metadata)
+
+    def on_tool_error(self, error: BaseException, *, run_id: UUID, **others: Any) -> None:
+        if current_scope() is not None:
+            metadata = {"error": repr(error)}
+            _push(IntermediateStepType.TOOL_END, run_id, others.get("name"), StreamEventData(), metadata=metadata)
+
+
+def _push(
+    event_type: IntermediateStepType, run_id: UUID, name: str | None, data: StreamEventData, **others: Any
+) -> None:
+    scope = current_scope()
+    if scope is not None:
+        scope.step_manager.push_intermediate_step(
+            IntermediateStepPayload(
+                event_type=event_type, UUID=str(run_id), framework="langchain", name=name, data=data, **others
+            )
+        )
+
+
+_REPORTER = StepReporter()  # keeps no state: one serves all
+_reporter: ContextVar[StepReporter | None] = ContextVar("insitu_langchain", default=_REPORTER)
+register_configure_hook(_reporter, inheritable=True)
