@@ -49,7 +49,7 @@ class Compute:
         def run() -> None:
             try:
                 value = fn(*args)
-            except BaseException as error:  # noqa: BLE001 - belongs to whoever awaits the call
+            except BaseException as error:  # belongs to whoever awaits the call
                 _post(loop, _fail, done, error)
             else:
                 _post(loop, _resolve, done, value)
@@ -127,7 +127,7 @@ class _Drive:
         except StopIteration as end:
             _post(self.loop, _resolve, self.done, end.value)
             return False
-        except BaseException as error:  # noqa: BLE001 - belongs to whoever awaits the drive
+        except BaseException as error:  # belongs to whoever awaits the drive
             _post(self.loop, _fail, self.done, error)
             return False
         _post(self.loop, self.on_event, event)

@@ -173,5 +173,5 @@ def _explained(what: str):
         yield
     except BackendError:
         raise
-    except Exception as error:  # noqa: BLE001 - third-party loaders raise anything on files they cannot read
+    except Exception as error:  # third-party loaders raise anything on files they cannot read
         raise BackendError(f"{what}: {error}") from error

@@ -1,0 +1,205 @@
+"""Continuous batching over every version of the weights that somebody asks for.
+
+    await engine.complete(prompt, params)  ->  inbox  ->  step(): admit, prefill, decode  ->  Piece, on the event loop
+
+Each version has a lane. Published weights open a new one; a lane whose requests have all finished is dropped with its
+weights, unless it is the newest or one of the few older ones kept because they were asked for by number.
+"""
+
+import asyncio
+import logging
+import os
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from insitu.backend.compute import Compute
+from insitu.backend.lane import EngineOptions, Lane, Piece, Request
+from insitu.backend.model import LoadedModel
+from insitu.backend.runner import Shapes, check_fits
+from insitu.backend.sampling import SamplingParams
+from insitu.backend.tokens import ChatTokenizer, StopFinder, TextStream
+from insitu.errors import BackendError
+
+logger = logging.getLogger(__name__)
+
+SMALL_MODEL = 5_000_000
+"""Parameters below which splitting a matrix product over threads costs more than it saves."""
+
+
+class Engine:
+    """Samples completions. `module_at(version)` gives older weights, or raises RequestRefused where there are none."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        compute: Compute,
+        module_at: Callable[[int], nn.Module],
+        options: EngineOptions | None = None,
+    ) -> None:
+        self.options = options or EngineOptions(max_length=loaded.max_length)
+        self.tokens = ChatTokenizer(loaded.tokenizer, eos_token_ids(loaded.module))
+        self.version = 0
+        self._loaded = loaded
+        self._compute = compute
+        self._module_at = module_at
+        self._inbox: deque[tuple[asyncio.AbstractEventLoop, list[Request]]] = deque()
+        self._lanes: dict[int, Lane] = {}
+        self._asked: OrderedDict[int, None] = OrderedDict()
+        self._shapes: Shapes | None = None
+
+    async def start(self) -> None:
+        """Check that the model can be served, find its batch sizes, and begin. `compute` must have been started."""
+        await self._compute.call(self._prepare)
+        self._compute.sampler = self.step
+
+    def _prepare(self) -> None:
+        module = self._loaded.module
+        count = sum(parameter.numel() for parameter in module.parameters())
+        torch.set_num_threads(self.options.threads or (1 if count < SMALL_MODEL else os.cpu_count() or 1))
+        check_fits(module)
+        self._shapes = Shapes(module, self.options.max_batch, self.options.prefill_tokens)
+        self.publish(module, 0)
+
+    def publish(self, module: nn.Module, version: int) -> None:
+        """Serve these weights from the next request on; for the compute thread. Requests under way keep theirs."""
+        if self._shapes is None:
+            raise BackendError("weights were published before the engine was started")
+        self._lanes[version] = Lane(module, version, self._shapes, self.tokens, self.options)
+        self.version = version
+        self._drop_idle()
+
+    async def complete(self, prompt: list[int], params: Sequence[SamplingParams], version: int | None) -> list[Piece]:
+        """One completion of `prompt` for each of `params`, all by the same weights: `version`, or the newest."""
+        loop = asyncio.get_running_loop()
+        done: list[asyncio.Future[Piece]] = [loop.create_future() for _ in params]
+        requests = [
+            Request(prompt, each, _resolver(future), False, version) for each, future in zip(params, done, strict=True)
+        ]
+        with self._submitted(loop, requests):
+            return await asyncio.gather(*done)
+
+    async def stream(
+        self, prompt: list[int], params: Sequence[SamplingParams], version: int | None
+    ) -> AsyncIterator[tuple[int, Piece]]:
+        """The same, as (number of the choice, what it grew by) while they are sampled."""
+        loop = asyncio.get_running_loop()
+        arrivals: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
+        requests = [
+            Request(prompt, each, _forwarder(arrivals, number), True, version) for number, each in enumerate(params)
+        ]
+        with self._submitted(loop, requests):
+            unfinished = len(requests)
+            while unfinished:
+                number, piece = await arrivals.get()
+                if isinstance(piece, BaseException):
+                    raise piece
+                unfinished -= piece.finish_reason is not None
+                yield number, piece
+
+    @contextmanager
+    def _submitted(self, loop: asyncio.AbstractEventLoop, requests: list[Request]):
+        """Hand requests to the compute thread; whoever leaves early, by an error or cancelled, frees their slots."""
+        for request in requests:
+            if request.streamed or request.params.stop:
+                request.text, request.stops = TextStream(self.tokens), StopFinder(request.params.stop)
+        self._inbox.append((loop, requests))
+        self._compute.wake()
+        try:
+            yield
+        finally:
+            for request in requests:
+                request.cancelled = True
+
+    def step(self) -> bool:
+        """One turn of the compute thread: admit, advance every lane, tell; whether there is more to do."""
+        with torch.inference_mode():
+            self._admit()
+            for lane in list(self._lanes.values()):
+                if lane.requests:
+                    self._advance(lane)
+        self._drop_idle()
+        return bool(self._inbox) or any(lane.requests for lane in self._lanes.values())
+
+    def _admit(self) -> None:
+        while self._inbox:
+            loop, requests = self._inbox.popleft()
+            try:
+                lane = self._lane(requests[0].version)
+            except BackendError as error:
+                self._deliver([(loop, request, error) for request in requests])
+                continue
+            for request in requests:
+                request.loop = loop
+                lane.waiting.append(request)
+
+    def _lane(self, version: int | None) -> Lane:
+        if version is None:
+            return self._lanes[self.version]
+        if version != self.version:
+            self._asked[version] = None
+            self._asked.move_to_end(version)
+            while len(self._asked) > self.options.kept_versions:
+                self._asked.popitem(last=False)
+        if version not in self._lanes:
+            assert self._shapes is not None
+            module = self._module_at(version)
+            self._lanes[version] = Lane(module, version, self._shapes, self.tokens, self.options)
+        return self._lanes[version]
+
+    def _advance(self, lane: Lane) -> None:
+        try:
+            told: list[Any] = lane.step()
+        except Exception as error:  # whatever a forward pass raises must not end the thread that serves the others
+            logger.exception("version %d: a sampling step failed", lane.version)
+            told = [(request, error) for request in lane.requests]
+            self._lanes[lane.version] = Lane(lane.module, lane.version, self._shapes, self.tokens, self.options)
+        self._deliver([(request.loop, request, what) for request, what in told])
+
+    def _drop_idle(self) -> None:
+        for version, lane in list(self._lanes.items()):
+            if version != self.version and version not in self._asked and not lane.requests:
+                del self._lanes[version]
+
+    def _deliver(self, told: list[tuple[asyncio.AbstractEventLoop, Request, Piece | BaseException]]) -> None:
+        """Everything one step has to tell crosses to the event loop at once."""
+        for loop in {loop for loop, _, _ in told}:
+            batch = [(request.notify, what) for its, request, what in told if its is loop]
+            try:
+                loop.call_soon_threadsafe(_notify_all, batch)
+            except RuntimeError:
+                logger.debug("the event loop closed before %d results reached it", len(batch))
+
+
+def eos_token_ids(module: nn.Module) -> set[int]:
+    """The tokens that end a turn, as the model's own files state them."""
+    stated: set[int] = set()
+    for source in (getattr(module, "generation_config", None), module.config):
+        value = getattr(source, "eos_token_id", None)
+        stated |= set(value) if isinstance(value, list) else {value}
+    return stated - {None}
+
+
+def _notify_all(batch: list[tuple[Callable[[Any], None], Any]]) -> None:
+    for notify, what in batch:
+        notify(what)
+
+
+def _resolver(future: asyncio.Future[Piece]) -> Callable[[Piece | BaseException], None]:
+    def notify(what: Piece | BaseException) -> None:
+        if future.done():
+            return
+        if isinstance(what, BaseException):
+            future.set_exception(what)
+        else:
+            future.set_result(what)
+
+    return notify
+
+
+def _forwarder(queue: asyncio.Queue, number: int) -> Callable[[Piece | BaseException], None]:
+    return lambda what: queue.put_nowait((number, what))
