@@ -238,6 +238,11 @@ class Builder:
         self._live.clear()
         await self._stack.aclose()
 
+    def adopt(self, kind: Kind, name: str, live: Any) -> None:
+        """Use an object that another builder keeps alive."""
+        future = self._live[kind.section, name] = asyncio.get_running_loop().create_future()
+        future.set_result(live)
+
     def block(self, kind: Kind, name: str) -> TypedBaseModel:
         added = self._added.get((kind.section, name))
         return added if added is not None else self.config.block(kind, name)

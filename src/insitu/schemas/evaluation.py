@@ -16,7 +16,7 @@ from insitu.schemas.steps import IntermediateStep
 class EvalInputItem(BaseModel):
     """One dataset row, and after the workflow has run what it answered and did.
 
-    `rep` counts the repetitions of a row in one run (0 first); `error` says why there is no output.
+    `rep` counts the repetitions of a row in one run (0 first); `error` says why there is no output, `reason` the same as a code.
     """
 
     model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
@@ -30,6 +30,7 @@ class EvalInputItem(BaseModel):
     full_dataset_entry: Any = None
     rep: int = 0
     error: str | None = None
+    reason: str | None = None
 
 
 class EvalInput(BaseModel):

@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from insitu.schemas.components import BaseModelRegistryTag, TypedBaseModel
 from insitu.schemas.episodes import ModelCall, TrainingRow
@@ -22,11 +22,15 @@ class RewardFunctionConfig(BaseModel):
     on_failure: float | str = "exclude"
     """`exclude` leaves failed episodes out of their group; a number is the reward they get instead."""
 
-    @model_validator(mode="after")
-    def _exclude_or_number(self) -> "RewardFunctionConfig":
-        if isinstance(self.on_failure, str) and self.on_failure != "exclude":
-            raise ValueError(f"on_failure is {self.on_failure!r}; allowed: exclude, or a number")
-        return self
+    @field_validator("on_failure")
+    @classmethod
+    def _exclude_or_number(cls, value: float | str) -> float | str:
+        if value == "exclude":
+            return value
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError("allowed: exclude, or a number") from None
 
 
 class TrainerConfig(TypedBaseModel, BaseModelRegistryTag):
@@ -217,6 +221,8 @@ class Trajectory(BaseModel):
     metadata: dict[str, Any] | None = None
     id: str | None = None
     calls: list[ModelCall] = Field(default_factory=list)
+    trained_calls: list[int] = Field(default_factory=list)
+    """Places in `calls` of those made for the targeted functions and model; the rest is context."""
     rows: list[TrainingRow] = Field(default_factory=list)
 
 

@@ -1,8 +1,8 @@
 """A training job as it travels from an adapter to a backend: gzipped JSON lines, the settings first, then the rows.
 
     {"settings": {"method": "grpo", "learning_rate": 0.001, "clip_low": 0.2, ...}, "num_rows": 2}
-    {"token_ids": [1, 5, 7, 2], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -0.1, -0.7], "advantages": 1, "episode": "a"}
-    {"token_ids": [1, 6, 8, 2], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -1.1, -0.2], "advantages": -1, "episode": "b"}
+    {"token_ids": [1, 5, 7, 2], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -1, -1], "advantages": 1, "episode": "a"}
+    {"token_ids": [1, 6, 8, 2], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -1, -2], "advantages": -1, "episode": "b"}
 
 The header `Idempotency-Key` names the job (run id and epoch): the same key never trains twice.
 """
@@ -71,8 +71,8 @@ class LossSettings(BaseModel):
         return self
 
 
-class TrainingSettings(LossSettings):
-    """Everything a job's result depends on besides its rows and the weights it starts from."""
+class TrainingOptions(LossSettings):
+    """What a user may set: the block `training` of the adapter."""
 
     method: Literal["grpo"] = "grpo"
     learning_rate: float = Field(default=5e-5, ge=0)
@@ -92,6 +92,11 @@ class TrainingSettings(LossSettings):
     """Padded tokens computed at once; changes memory and speed, not the result."""
     lora: LoRASettings | None = None
     """Low-rank adapters instead of all weights; fixed by the first job of a backend."""
+
+
+class TrainingSettings(TrainingOptions):
+    """Everything a job's result depends on besides its rows and the weights it starts from."""
+
     seed: int = 0
     """Of the shuffling."""
     progress: tuple[float, float] = (0.0, 1.0)

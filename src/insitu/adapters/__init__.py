@@ -1,0 +1,1 @@
+"""Trainer adapters: how trajectories reach something that trains."""

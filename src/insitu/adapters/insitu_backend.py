@@ -1,0 +1,250 @@
+"""The adapter of our own backend: a process it starts itself, or one that runs somewhere else."""
+
+import asyncio
+import gzip
+import logging
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+from insitu.adapters.backend_process import BackendProcess
+from insitu.config import Config
+from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
+from insitu.interfaces import TrainerAdapter
+from insitu.registry import Builder, PolicyEndpoint, register_trainer_adapter
+from insitu.schemas.finetuning import (
+    FinetuneConfig,
+    TrainerAdapterConfig,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    TrajectoryCollection,
+)
+from insitu.schemas.wire import JobState, TrainingOptions, TrainingSettings
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "insitu"
+_ATTEMPTS = 4
+_ENDED = ("completed", "failed", "canceled")
+
+
+class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
+    model: str | None = None
+    """A folder or hub name: the adapter starts `insitu backend` with it on a free port."""
+    url: str | None = None
+    """The address of a backend that runs already; exactly one of model and url is given."""
+    api_key: SecretStr | None = None
+    """The token of that backend."""
+    name: str = "policy"
+    """The name the model is served under."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    dtype: str = "auto"
+    """float32, bfloat16, or auto."""
+    startup_timeout: float = Field(default=300.0, gt=0)
+    """Seconds a backend may take to load its model."""
+    training: TrainingOptions = Field(default_factory=TrainingOptions)
+
+    @model_validator(mode="after")
+    def _model_or_url(self) -> "InsituAdapterConfig":
+        if (self.model is None) == (self.url is None):
+            raise ValueError("give exactly one of model (a folder or hub name) and url (a backend that runs already)")
+        return self
+
+
+class InsituTrainerAdapter(TrainerAdapter):
+    """Submits training rows to an `insitu backend` and follows its jobs."""
+
+    def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder) -> None:
+        super().__init__(adapter_config)
+        self.config = adapter_config
+        self._loaded: Config = builder.config  # type: ignore[assignment]
+        self._process: BackendProcess | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._address = adapter_config.url.rstrip("/") if adapter_config.url else ""
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        await super().initialize(run_config)
+        if self._session is None:
+            key = self.config.api_key.get_secret_value() if self.config.api_key else None
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(sock_connect=10))
+        if self.config.model is not None and self._process is None:
+            folder = Path(run_config.output_dir) / "backend"
+            process = BackendProcess(self._arguments(self.config.model, folder), folder / "backend.log")
+            self._process = process
+            self._address = await process.start(self.config.startup_timeout)
+        if not await self.is_healthy():
+            raise BackendUnavailable(f"the backend at {self._address} does not answer: is it running?")
+
+    def _arguments(self, model: str, folder: Path) -> list[str]:
+        try:
+            model = str(self._loaded.find_path(model, "trainer_adapters: model"))
+        except ConfigError as error:
+            if model.startswith((".", "/", "~")) or model.count("/") > 1:
+                raise
+            logger.info("%s; taking it for a hub name", error)
+        config = self.config
+        options = {"model": model, "name": config.name, "port": 0, "device": config.device, "dtype": config.dtype}
+        return [t for k, v in (options | {"output_dir": folder}).items() for t in (f"--{k}", str(v))]
+
+    async def close(self) -> None:
+        """Stop the process, if it is ours, and close the connections."""
+        if self._process is not None:
+            await self._process.stop()
+            self._process = None
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def policy_endpoint(self) -> PolicyEndpoint:
+        health = await self._request("GET", "/health")
+        key = self.config.api_key.get_secret_value() if self.config.api_key else "none"
+        return PolicyEndpoint(f"{self._address}/v1", health["model"], key, health["policy_version"])
+
+    async def is_healthy(self) -> bool:
+        try:
+            await self._request("GET", "/health")
+        except BackendUnavailable as error:
+            logger.warning("%s", error)
+            return False
+        return True
+
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        """Send the rows of all trajectories; the same run and epoch is trained once, however often it is sent."""
+        rows = [row for group in trajectories.trajectories for t in group for row in t.rows]
+        if not rows:
+            raise JobFailed(f"run {trajectories.run_id}: there are no rows to train on")
+        epoch = trajectories.epoch or 1
+        epochs = max(self.run_config.num_epochs, epoch)
+        settings = TrainingSettings(
+            **self.config.training.model_dump(),
+            seed=self._loaded.general.seed,
+            progress=((epoch - 1) / epochs, epoch / epochs),
+        )
+        head = {"settings": settings.model_dump(mode="json"), "num_rows": len(rows)}
+        key = f"{trajectories.run_id}/{epoch}"
+        body = await asyncio.to_thread(_pack, head, rows)
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/jsonl", "Idempotency-Key": key}
+        state = JobState.model_validate(
+            await self._request("POST", "/v1/train/jobs", data=body, headers=headers, attempts=_ATTEMPTS)
+        )
+        return TrainingJobRef(
+            run_id=trajectories.run_id, backend=BACKEND, metadata={"job_id": state.id, "key": key, "epoch": epoch}
+        )
+
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        return _status(ref, JobState.model_validate(await self._request("GET", self._job(ref), attempts=_ATTEMPTS)))
+
+    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
+        """Follows the job's events; asks every `poll_interval` seconds if the stream of events is lost."""
+        while True:
+            try:
+                async for state in self._events(ref):
+                    if state.status in _ENDED:
+                        return _status(ref, state)
+            except (BackendUnavailable, aiohttp.ClientError) as error:
+                logger.warning("lost the events of job %s: %s", self._job(ref), error)
+            current = await self.status(ref)
+            if current.status.value in _ENDED:
+                return current
+            await asyncio.sleep(poll_interval)
+
+    async def cancel(self, ref: TrainingJobRef) -> None:
+        await self._request("POST", f"{self._job(ref)}/cancel")
+
+    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        logger.info("job %s: %s", (ref.metadata or {}).get("job_id"), metrics)
+
+    def _job(self, ref: TrainingJobRef) -> str:
+        return f"/v1/train/jobs/{(ref.metadata or {})['job_id']}"
+
+    async def _events(self, ref: TrainingJobRef) -> AsyncIterator[JobState]:
+        async with self._open("GET", f"{self._job(ref)}/events") as response:
+            if response.status != 200:
+                raise await _refusal(response)
+            async for line in response.content:
+                if line.startswith(b"data: "):
+                    yield JobState.model_validate_json(line[6:])
+
+    def _open(self, method: str, path: str, **options: Any) -> Any:
+        if self._session is None:
+            raise BackendError("the adapter has not been initialized, or is closed")
+        return self._session.request(method, self._address + path, **options)
+
+    async def _request(self, method: str, path: str, *, attempts: int = 1, **options: Any) -> Any:
+        """The JSON of an answer; lost connections are tried again, which is safe for all that is sent here."""
+        for attempt in range(1, attempts + 1):
+            try:
+                async with self._open(method, path, **options) as response:
+                    if response.status >= 400:
+                        raise await _refusal(response)
+                    return orjson.loads(await response.read())
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                died = self._process.death_notice() if self._process else None
+                if died or attempt == attempts:
+                    reason = died or f"{type(error).__name__}: {error}"
+                    raise BackendUnavailable(f"no answer from the backend at {self._address}: {reason}") from error
+                await asyncio.sleep(0.2 * 2**attempt)
+            except orjson.JSONDecodeError as error:
+                raise BackendError(f"{self._address}{path} did not answer in JSON: is it an insitu backend?") from error
+        raise AssertionError("unreachable")
+
+
+def _pack(head: dict[str, Any], rows: list[Any]) -> bytes:
+    """The job as gzipped JSON lines; level 1 costs less than the bytes it saves on a loopback."""
+
+    def lines() -> Iterator[bytes]:
+        yield orjson.dumps(head)
+        for row in rows:
+            yield orjson.dumps(row.__dict__ if not row.__pydantic_extra__ else row.model_dump())
+
+    return gzip.compress(b"\n".join(lines()) + b"\n", compresslevel=1)
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> BackendError:
+    text = await response.text()
+    try:
+        error = _ErrorBody.model_validate_json(text).error
+    except ValidationError:
+        error = _ErrorBody.Error(message=text[:500] or f"status {response.status}")
+    message = f"{response.method} {response.url.path}: {error.message}"
+    if 400 <= response.status < 500:
+        return RequestRefused(message, status=response.status, param=error.param, code=error.code)
+    return BackendUnavailable(f"{message} (status {response.status})")
+
+
+class _ErrorBody(BaseModel):
+    class Error(BaseModel):
+        model_config = ConfigDict(extra="ignore")
+        message: str
+        param: str | None = None
+        code: str | None = None
+
+    error: Error
+
+
+def _status(ref: TrainingJobRef, state: JobState) -> TrainingJobStatus:
+    metadata = {"policy_version": state.policy_version, "checkpoint": state.checkpoint, **state.metrics}
+    return TrainingJobStatus(
+        run_id=ref.run_id,
+        backend=ref.backend,
+        status=TrainingStatusEnum(state.status),
+        progress=state.progress,
+        message=state.message,
+        metadata=metadata,
+    )
+
+
+@register_trainer_adapter(config_type=InsituAdapterConfig)
+async def insitu_trainer_adapter(config: InsituAdapterConfig, builder: Builder) -> AsyncIterator[InsituTrainerAdapter]:
+    adapter = InsituTrainerAdapter(config, builder)
+    try:
+        yield adapter
+    finally:
+        await adapter.close()

@@ -1,0 +1,1 @@
+"""Pure functions without I/O or torch, needed by the loop and by the backend alike."""

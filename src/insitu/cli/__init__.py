@@ -1,0 +1,65 @@
+"""The command line: one file per command, each imported only when it is called."""
+
+import importlib
+import sys
+
+import click
+
+_COMMANDS = {
+    "finetune": "Train the model behind a workflow.",
+    "eval": "Score a workflow on a dataset.",
+    "run": "Run a workflow on one input.",
+    "backend": "Serve and train a model (inference and training jobs on one port).",
+}
+
+
+class _Lazy(click.Group):
+    """Lists the commands without importing them: `--help` has to be there at once."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"insitu.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("-v", "--verbose", count=True, help="Show what happens (-vv: everything).")
+@click.version_option(package_name="insitu", message="%(version)s")
+def insitu(verbose: int) -> None:
+    """insitu improves a language model from inside the agent workflow that uses it."""
+    if verbose:
+        import logging
+
+        level = logging.INFO if verbose == 1 else logging.DEBUG
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def main() -> None:
+    """Run a command and exit: 0 done, 1 failed, 2 the command line or the file is wrong, 130 interrupted."""
+    from insitu.errors import ConfigError, InsituError
+
+    try:
+        insitu.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except InsituError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(0)

@@ -1,0 +1,67 @@
+"""The command `eval`."""
+
+from pathlib import Path
+
+import click
+
+from insitu.cli import options
+
+
+@click.command("eval")
+@options.config_file
+@options.dataset
+@click.option("--reps", type=click.IntRange(min=1), default=1, help="Episodes for each row.")
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="A folder of weights for llms of _type policy.")
+@options.override
+def command(
+    config_file: Path,
+    dataset: str | None,
+    reps: int,
+    checkpoint: Path | None,
+    override: tuple[tuple[str, str], ...],
+) -> None:
+    """Score a workflow on a dataset: a table on the console, and the documented files."""
+    from insitu.errors import InsituError
+    from insitu.schemas.evaluation import EvaluationRunConfig
+    from insitu.training.runtime import run_async
+
+    asked = EvaluationRunConfig(config_file=config_file, dataset=dataset, reps=reps, override=override)
+    failed = run_async(_evaluate(asked, checkpoint))
+    if failed:
+        raise InsituError(failed)
+
+
+async def _evaluate(asked: "EvaluationRunConfig", checkpoint: Path | None) -> str | None:  # type: ignore[name-defined]  # noqa: F821
+    """Run it and print the table; gives a sentence about what went wrong, if something did."""
+    from rich.console import Console
+
+    from insitu.config import load_config
+    from insitu.evaluation.datasets import load_dataset
+    from insitu.evaluation.run import EvaluationRun
+    from insitu.registry import Builder
+    from insitu.training.report import Report, evaluation_table
+    from insitu.training.runtime import serve_policy
+
+    config = load_config(asked.config_file, asked.override)
+    report = Report()
+    total = len(load_dataset(config, asked.dataset)) * asked.reps
+    run_config = asked.model_copy(update={"config_file": config, "override": ()})
+    async with Builder(config) as builder, serve_policy(config, builder, checkpoint):
+        report.begin("evaluating", total)
+        try:
+            run = EvaluationRun(run_config, builder, on_episode=lambda _: report.advance())
+            output = await run.run_and_evaluate()
+        finally:
+            report.end()
+    Console(highlight=False).print(evaluation_table(output))
+    for path in (output.workflow_output_file, *output.evaluator_output_files):
+        print(path)
+    items = output.eval_input.eval_input_items
+    errors = [item for item in items if item.error is not None]
+    if errors:
+        print(f"{len(errors)} of {len(items)} episodes failed; the first, of row {errors[0].id!r}: {errors[0].error}")
+    unscored = [o for _, result in output.evaluation_results for o in result.eval_output_items if o.error]
+    if unscored:
+        print(f"{len(unscored)} scores are missing; the first, of row {unscored[0].id!r}: {unscored[0].error}")
+    scored = any(result.average_score is not None for _, result in output.evaluation_results)
+    return None if scored else "nothing could be scored"

@@ -1,0 +1,35 @@
+"""The command `run`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from insitu.cli import options
+
+
+@click.command("run")
+@options.config_file
+@click.option("--input", "text", required=True, help="The workflow's input: text, or JSON where it takes an object.")
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="A folder of weights for llms of _type policy.")
+@options.override
+def command(config_file: Path, text: str, checkpoint: Path | None, override: tuple[tuple[str, str], ...]) -> None:
+    """Run a workflow on one input and print its answer."""
+    from insitu.training.runtime import run_async
+
+    print(run_async(_run(config_file, text, checkpoint, override)))
+
+
+async def _run(config_file: Path, text: str, checkpoint: Path | None, override: tuple[tuple[str, str], ...]) -> Any:
+    from insitu.config import load_config
+    from insitu.registry import Builder
+    from insitu.schemas.episodes import EpisodeKey
+    from insitu.training.runtime import serve_policy
+    from insitu.workflow.context import EpisodeScope
+
+    config = load_config(config_file, override)
+    async with Builder(config) as builder, serve_policy(config, builder, checkpoint):
+        workflow = await builder.get_workflow()
+        seed = EpisodeKey("run", 0, "input", 0).seed(config.general.seed)
+        with EpisodeScope(seed=seed, input_message=text).activate():
+            return await workflow.ainvoke(text, to_type=str)

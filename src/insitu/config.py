@@ -1,0 +1,402 @@
+"""YAML -> Config in one pass: environment variables, overrides, and every key checked before anything runs."""
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from insitu import registry as reg
+from insitu.errors import ConfigError, PluginError
+from insitu.registry import Kind, not_found, registry
+from insitu.schemas.components import ComponentRef, FunctionBaseConfig, TypedBaseModel
+from insitu.schemas.finetuning import FinetuneConfig
+
+WORKFLOW = "<workflow>"
+"""The name under which the block `workflow` is built and targeted."""
+
+_STRICT = ConfigDict(extra="ignore", use_attribute_docstrings=True, arbitrary_types_allowed=True)
+_COMPONENT_SECTIONS = (
+    reg.LLM,
+    reg.FUNCTION,
+    reg.TTC_STRATEGY,
+    reg.TRAJECTORY_BUILDER,
+    reg.TRAINER_ADAPTER,
+    reg.TRAINER,
+)
+_SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+_SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
+
+
+class GeneralConfig(BaseModel):
+    """The section `general`."""
+
+    model_config = _STRICT
+
+    seed: int = 0
+    """Fixes dataset order, sampling, subsampling and, on CPU, training."""
+    plugins: list[str] = Field(default_factory=list)
+    """Modules imported before the file is checked; the file's own folder is importable."""
+
+
+class OutputConfig(BaseModel):
+    """The block `eval.general.output`."""
+
+    model_config = _STRICT
+
+    dir: Path = Path(".tmp/insitu/eval")
+
+
+class EvalGeneralConfig(BaseModel):
+    """The section `eval.general`."""
+
+    model_config = _STRICT
+
+    max_concurrency: int = Field(default=8, ge=1)
+    """Episodes in flight at once."""
+    output_dir: Path | None = None
+    output: OutputConfig | None = None
+    """`output: {dir: ...}` is another spelling of `output_dir`."""
+    episode_timeout: float | None = Field(default=None, gt=0)
+    """Seconds one attempt at an episode may take; none: no limit."""
+    retries: int = Field(default=0, ge=0)
+    """Further attempts at an episode that failed for a passing reason (time-out, backend unavailable)."""
+    dataset: Any = None
+
+    @property
+    def folder(self) -> Path:
+        return self.output_dir or (self.output or OutputConfig()).dir
+
+
+@dataclass
+class Config:
+    """A checked file. `blocks` holds the validated block of every component, by (section, name)."""
+
+    general: GeneralConfig = field(default_factory=GeneralConfig)
+    eval: EvalGeneralConfig = field(default_factory=EvalGeneralConfig)
+    finetuning: FinetuneConfig = field(default_factory=FinetuneConfig)
+    blocks: dict[tuple[str, str], TypedBaseModel] = field(default_factory=dict)
+    folder: Path = field(default_factory=Path.cwd)
+    source: str = "configuration"
+
+    @property
+    def max_concurrency(self) -> int:
+        return self.eval.max_concurrency
+
+    @property
+    def workflow(self) -> FunctionBaseConfig:
+        return self.block(reg.FUNCTION, WORKFLOW)  # type: ignore[return-value]
+
+    def names(self, kind: Kind) -> list[str]:
+        return [name for section, name in self.blocks if section == kind.section]
+
+    def block(self, kind: Kind, name: str) -> TypedBaseModel:
+        """The block called `name`; ConfigError listing what exists when there is none."""
+        try:
+            return self.blocks[kind.section, name]
+        except KeyError:
+            if name == WORKFLOW:
+                raise ConfigError(f"{self.source} has no section workflow") from None
+            raise ConfigError(not_found(f"{kind.section}:", name, self.names(kind))) from None
+
+    def find_path(self, path: str | Path, key: str) -> Path:
+        """An input file or folder: from the working directory first, then from the file's own folder."""
+        path = Path(path).expanduser()
+        candidates = [path] if path.is_absolute() else [Path.cwd() / path, self.folder / path]
+        for candidate in candidates:
+            if candidate.exists():
+                return candidate
+        raise ConfigError(f"{key}: {str(path)!r} does not exist; looked for {' and '.join(map(str, candidates))}")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's core schema: 1e-5 is a number, `on` and `no` are text, a key stands once."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if tag.rsplit(":", 1)[1] not in ("bool", "int", "float")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|nan))$"),
+    "-+0123456789.",
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), "-+0123456789")
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+        seen.add(key)
+    loader.flatten_mapping(node)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def parse_yaml(text: str) -> Any:
+    """Numbers and truth values as YAML 1.2 has them."""
+    return yaml.load(text, _Loader)
+
+
+def load_config(source: Any, overrides: Iterable[tuple[str, str]] = ()) -> Config:
+    """Read, override and check a file (a Config is given back as it is).
+
+    Raises ConfigError with every problem found, before anything is built.
+    """
+    if isinstance(source, Config):
+        if list(overrides):
+            raise ConfigError("overrides apply to a file, not to a configuration that has been loaded already")
+        return source
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
+    try:
+        data = parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections ({', '.join(_SECTIONS)})")
+    for key, value in overrides:
+        _override(data, key, value)
+    return _Check(path).run(data)
+
+
+def _override(data: dict[str, Any], key: str, text: str) -> None:
+    """Apply `-o KEY VALUE`: KEY with dots into mappings (and numbers into lists), VALUE read as YAML."""
+    try:
+        value = parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"-o {key}: the value {text!r} is not valid YAML: {error}") from error
+    node: Any = data
+    *parents, last = key.split(".")
+    for depth, part in enumerate([*parents, last]):
+        where = ".".join(key.split(".")[:depth]) or "the file"
+        if isinstance(node, list):
+            if not part.isdigit() or int(part) >= len(node):
+                raise ConfigError(f"-o {key}: {where} is a list of {len(node)}; {part!r} is not one of its places")
+            index: Any = int(part)
+        elif isinstance(node, dict):
+            index = part
+        else:
+            raise ConfigError(f"-o {key}: {where} is {node!r}, which has no keys")
+        if depth == len(parents):
+            node[index] = value
+        else:
+            if isinstance(node, dict) and node.get(index) is None:
+                node[index] = {}
+            node = node[index]
+
+
+class _Check:
+    """One pass over a parsed file: collects every problem, and raises them together."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problems: list[str] = []
+        self.from_environment: dict[str, str] = {}
+
+    def run(self, data: dict[str, Any]) -> Config:
+        data = self._expand(data, "")
+        self._fail_if_any()
+        config = Config(folder=self.path.resolve().parent, source=str(self.path))
+        for key in data:
+            if key not in _SECTIONS:
+                self.problems.append(not_found("section", str(key), _SECTIONS))
+        config.general = self._model(GeneralConfig, data.get("general") or {}, "general")
+        self._fail_if_any()
+        self._import_plugins(config)
+        self._components(config, data)
+        evaluation = self._mapping_of(data.get("eval"), "eval", allowed=("general", "evaluators"))
+        config.eval = self._model(EvalGeneralConfig, evaluation.get("general") or {}, "eval.general")
+        if config.eval and config.eval.dataset is not None:
+            config.eval.dataset = self._component(reg.DATASET, config.eval.dataset, "eval.general.dataset")
+        for name, block in self._mapping_of(evaluation.get("evaluators"), "eval.evaluators").items():
+            self._store(config, reg.EVALUATOR, name, block, f"eval.evaluators.{name}")
+        finetuning = data.get("finetuning") or {}
+        if isinstance(finetuning, dict) and finetuning.pop("run_configuration", None) is not None:
+            self.problems.append("finetuning.run_configuration: set by the command line, it cannot stand in the file")
+        config.finetuning = self._model(FinetuneConfig, finetuning, "finetuning")
+        self._fail_if_any()
+        self._references(config)
+        self._fail_if_any()
+        return config
+
+    def _fail_if_any(self) -> None:
+        if self.problems:
+            raise ConfigError("\n".join([f"{self.path}:", *(f"  {p}" for p in self.problems)]))
+
+    def _expand(self, node: Any, where: str) -> Any:
+        if isinstance(node, dict):
+            return {k: self._expand(v, f"{where}.{k}" if where else str(k)) for k, v in node.items()}
+        if isinstance(node, list):
+            return [self._expand(v, f"{where}.{i}") for i, v in enumerate(node)]
+        if not isinstance(node, str):
+            return node
+
+        def value(match: re.Match[str]) -> str:
+            name, default = match.groups()
+            found = os.environ.get(name, default)
+            if found is None:
+                self.problems.append(f"{where}: the environment variable {name} is not set (and has no :-default)")
+                return ""
+            self.from_environment[where] = name
+            return found
+
+        return _VARIABLE.sub(value, node)
+
+    def _import_plugins(self, config: Config) -> None:
+        folder = str(config.folder)
+        if config.general.plugins and folder not in sys.path:
+            sys.path.insert(0, folder)
+        for module in config.general.plugins:
+            try:
+                importlib.import_module(module)
+            except Exception as error:  # a plugin's import may raise anything; say which one it was
+                raise PluginError(f"general.plugins: {module!r} could not be imported: {error!r}") from error
+
+    def _components(self, config: Config, data: dict[str, Any]) -> None:
+        for kind in _COMPONENT_SECTIONS:
+            for name, block in self._mapping_of(data.get(kind.section), kind.section).items():
+                self._store(config, kind, name, block, f"{kind.section}.{name}")
+        if data.get("workflow") is not None:
+            self._store(config, reg.FUNCTION, WORKFLOW, data["workflow"], "workflow")
+
+    def _store(self, config: Config, kind: Kind, name: Any, block: Any, where: str) -> None:
+        checked = self._component(kind, block, where)
+        if checked is not None:
+            config.blocks[kind.section, str(name)] = checked
+
+    def _mapping_of(self, node: Any, where: str, allowed: tuple[str, ...] | None = None) -> dict[str, Any]:
+        if node is None:
+            return {}
+        if not isinstance(node, dict):
+            self.problems.append(f"{where} must be a mapping, not {node!r}")
+            return {}
+        for key in node:
+            if allowed is not None and key not in allowed:
+                self.problems.append(not_found(f"{where}: key", str(key), allowed))
+        return node
+
+    def _component(self, kind: Kind, block: Any, where: str) -> TypedBaseModel | None:
+        if not isinstance(block, dict) or not isinstance(block.get("_type"), str):
+            self.problems.append(f"{where} must be a mapping with the key _type (the name of a registered component)")
+            return None
+        registration = registry.find(kind, block["_type"])
+        if registration is None:
+            self.problems.append(not_found(f"{where}: _type", block["_type"], registry.names(kind)))
+            return None
+        return self._model(registration.config_type, block, where)
+
+    def _model(self, model: type[BaseModel], node: Any, where: str) -> Any:
+        if not isinstance(node, dict):
+            self.problems.append(f"{where} must be a mapping, not {node!r}")
+            return None
+        unknown = list(unknown_keys(model, node, where))
+        self.problems.extend(unknown)
+        try:
+            return model.model_validate(node)
+        except ValidationError as error:
+            self.problems.extend(self._sentence(where, e) for e in error.errors(include_url=False))
+            return None
+
+    def _sentence(self, where: str, error: Any) -> str:
+        place = ".".join([where, *(str(p) for p in error["loc"])])
+        message = error["msg"].removeprefix("Value error, ")
+        if error["type"] == "missing":
+            return f"{place} is missing"
+        if place in self.from_environment:
+            return f"{place}: {message} (the value of ${{{self.from_environment[place]}}})"
+        if _SECRET.search(place.rsplit(".", 1)[-1]) or isinstance(error["input"], dict):
+            return f"{place}: {message}"
+        return f"{place}: {message} (got {error['input']!r:.200})"
+
+    def _references(self, config: Config) -> None:
+        for (section, name), block in config.blocks.items():
+            where = "workflow" if name == WORKFLOW else f"{section}.{name}"
+            for place, ref in references(block, where):
+                self._exists(config, place, ref.section, ref)
+        finetuning = config.finetuning
+        for key in ("trainer", "trajectory_builder", "trainer_adapter"):
+            self._exists(config, f"finetuning.{key}", f"{key}s", getattr(finetuning, key))
+        if finetuning.reward_function is not None:
+            reward = finetuning.reward_function.name
+            self._exists(config, "finetuning.reward_function.name", "eval.evaluators", reward)
+        for function in finetuning.target_functions:
+            if function != WORKFLOW:
+                self._exists(config, "finetuning.target_functions", "functions", function)
+        models = {n: getattr(config.block(reg.LLM, n), "model_name", None) for n in config.names(reg.LLM)}
+        target = finetuning.target_model
+        if target is not None and target not in models and target not in models.values():
+            known = [*models, *(m for m in models.values() if m)]
+            self.problems.append(not_found("finetuning.target_model:", target, known))
+
+    def _exists(self, config: Config, where: str, section: str, name: str | None) -> None:
+        names = [n for s, n in config.blocks if s == section and n != WORKFLOW]
+        if name is not None and name not in names:
+            self.problems.append(not_found(f"{where}:", name, names) + f" under {section}")
+
+
+def unknown_keys(model: type[BaseModel], node: Mapping[str, Any], where: str) -> Iterator[str]:
+    """A sentence for every key of `node` that `model`, or a model inside it, does not have."""
+    fields = {f.validation_alias or f.alias or n: f for n, f in model.model_fields.items()}
+    fields |= {n: f for n, f in model.model_fields.items() if n != "type"}
+    allows_more = model.model_config.get("extra") == "allow"
+    for key, value in node.items():
+        if key not in fields:
+            if not allows_more and model.model_config.get("extra") != "forbid":  # forbid: pydantic says it itself
+                yield not_found(f"{where}: key", str(key), sorted(str(f) for f in fields if f != "reward"))
+            continue
+        inner = _model_in(fields[key].annotation)
+        if inner is None:
+            continue
+        place = f"{where}.{key}"
+        if isinstance(value, dict):
+            yield from unknown_keys(inner, value, place)
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, dict):
+                    yield from unknown_keys(inner, item, f"{place}.{index}")
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The one model a field's type mentions, itself or inside a list or an optional; None where there are several."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, UnionType, list, tuple):
+        models = {m for a in get_args(annotation) if (m := _model_in(a)) is not None}
+        return models.pop() if len(models) == 1 else None
+    return None
+
+
+def references(node: Any, where: str) -> Iterator[tuple[str, ComponentRef]]:
+    """Every reference to another block inside a validated block, with its place."""
+    walk: Callable[[Any, str], Iterator[tuple[str, ComponentRef]]] = references
+    if isinstance(node, ComponentRef):
+        yield where, node
+    elif isinstance(node, BaseModel):
+        for name in type(node).model_fields:
+            yield from walk(getattr(node, name), f"{where}.{name}")
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from walk(value, f"{where}.{key}")
+    elif isinstance(node, list | tuple | set):
+        for index, value in enumerate(node):
+            yield from walk(value, f"{where}.{index}")

@@ -1,0 +1,1 @@
+"""Datasets, evaluators, and the scheduler that runs the workflow on rows x repetitions."""

@@ -1,0 +1,132 @@
+"""Running episodes: one episode with its attempts, and many under one concurrency limit."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from insitu.errors import BackendUnavailable, CaptureError, EpisodeTimeout
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
+from insitu.schemas.evaluation import EvalInputItem
+from insitu.workflow.context import EpisodeScope
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_PASSING_OPENAI_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError")
+
+
+@dataclass(frozen=True)
+class EpisodeRules:
+    """How an episode is run: `timeout` in seconds for each attempt, `retries` after passing failures.
+
+    `seed` is the configured one. `training` asks the model server for token ids and logprobs and insists on them.
+    """
+
+    seed: int = 0
+    timeout: float | None = None
+    retries: int = 0
+    training: bool = False
+
+
+async def run_episode(workflow: Any, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules) -> Episode:
+    """Run `workflow` on one row; what goes wrong inside it is told by the episode, never raised.
+
+    Plain data in (row, key, rules), plain data out: the seam at which episodes can move to other machines.
+    """
+    for attempt in range(rules.retries + 1):
+        episode, passing = await _attempt(workflow, item, key._replace(attempt=key.attempt + attempt), rules)
+        if episode.outcome is Outcome.OK or not passing:
+            break
+        logger.info("episode %s failed (%s), attempt %d", episode.key.text(), episode.error, attempt + 1)
+    return episode
+
+
+async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules) -> tuple[Episode, bool]:
+    scope = EpisodeScope(
+        key=key,
+        seed=key.seed(rules.seed),
+        input_message=item.input_obj,
+        is_evaluating=True,
+        training=rules.training,
+    )
+    episode = Episode(key, Outcome.OK, calls=scope.calls, steps=scope.steps)
+    passing = False
+    started = time.perf_counter()
+    try:
+        with scope.activate():
+            async with asyncio.timeout(rules.timeout) as limit:
+                episode.output = await workflow.ainvoke(item.input_obj)
+        if scope.capture_error is not None:
+            raise scope.capture_error
+    except Exception as error:  # the workflow is the user's code: what it raises is this episode's failure
+        if isinstance(error, TimeoutError) and limit.expired():
+            error = EpisodeTimeout(f"no answer within episode_timeout: {rules.timeout:g} s")
+        elif scope.capture_error is not None:
+            error = scope.capture_error
+        episode.outcome = Outcome.FAILED
+        episode.reason, passing = classify(error)
+        episode.error = f"{type(error).__name__}: {error}"
+        logger.debug("episode %s", key.text(), exc_info=error)
+    episode.seconds = time.perf_counter() - started
+    episode.calls.sort(key=lambda call: call.index)  # recorded in the order of their ends
+    if scope.rewards:
+        episode.step_rewards = [scope.rewards.get(call.index, 0.0) for call in episode.calls]
+    return episode, passing
+
+
+def classify(error: BaseException) -> tuple[DropReason, bool]:
+    """The reason code of a failed episode, and whether another attempt may help."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, EpisodeTimeout):
+            return DropReason.TIMEOUT, True
+        if isinstance(chain, CaptureError):
+            return DropReason.CAPTURE_ERROR, False
+        if isinstance(chain, BackendUnavailable):
+            return DropReason.BACKEND_ERROR, True
+        kind = type(chain)
+        if kind.__module__.partition(".")[0] == "openai":
+            names = {base.__name__ for base in kind.__mro__}
+            return DropReason.BACKEND_ERROR, not names.isdisjoint(_PASSING_OPENAI_ERRORS)
+        chain = chain.__cause__
+    return DropReason.WORKFLOW_ERROR, False
+
+
+async def run_limited(tasks: Iterable[T], run: Callable[[T], Awaitable[R]], limit: int) -> AsyncIterator[R]:
+    """The results of `run(task)` for all tasks, as they come, at most `limit` of them in flight.
+
+    Consumes `tasks` lazily, waits for whichever task ends first, and holds no more than `limit` results that nobody
+    has taken yet. An exception of `run`, or closing the iterator, cancels what is in flight.
+    """
+    results: asyncio.Queue[R | None] = asyncio.Queue(maxsize=limit)
+    source = iter(tasks)
+
+    async def work() -> None:
+        for task in source:
+            await results.put(await run(task))
+
+    async def supervise() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(limit):
+                    group.create_task(work())
+        finally:
+            await results.put(None)
+
+    supervisor = asyncio.create_task(supervise(), name="episodes")
+    try:
+        while (result := await results.get()) is not None:
+            yield result
+        await supervisor
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+    finally:
+        supervisor.cancel()
+        while not results.empty():
+            results.get_nowait()
+        await asyncio.gather(supervisor, return_exceptions=True)

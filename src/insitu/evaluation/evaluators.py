@@ -1,0 +1,101 @@
+"""Evaluators: the base class for plugins, and scoring that never takes a failure for a number."""
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from statistics import fmean
+
+from insitu.registry import EvaluatorInfo
+from insitu.schemas.episodes import DropReason
+from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem
+
+
+class BaseEvaluator(ABC):
+    """Scores items one by one, `max_concurrency` at a time; one item's exception is that item's error."""
+
+    def __init__(self, max_concurrency: int = 4, tqdm_desc: str = "Evaluating") -> None:
+        self.max_concurrency = max_concurrency
+        self.tqdm_desc = tqdm_desc
+
+    @abstractmethod
+    async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+        """The score of one item."""
+
+    async def evaluate(self, eval_input: EvalInput) -> EvalOutput:
+        limit = asyncio.Semaphore(self.max_concurrency)
+
+        async def one(item: EvalInputItem) -> EvalOutputItem:
+            async with limit:
+                try:
+                    return await self.evaluate_item(item)
+                except Exception as error:  # an evaluator is the user's code: what it raises belongs to the item
+                    return EvalOutputItem(id=item.id, rep=item.rep, error=f"{type(error).__name__}: {error}")
+
+        items = await asyncio.gather(*(one(item) for item in eval_input.eval_input_items))
+        return EvalOutput(average_score=average(items), eval_output_items=list(items))
+
+
+async def score(info: EvaluatorInfo, name: str, items: Sequence[EvalInputItem]) -> EvalOutput:
+    """The evaluator's output for `items`: one output item each, in their order; what is missing has an `error`."""
+    try:
+        output = await info.evaluate_fn(EvalInput(eval_input_items=list(items)))
+    except Exception as error:  # an evaluator is the user's code: what it raises belongs to its items
+        message = f"evaluator {name} raised {type(error).__name__}: {error}"
+        failed = [EvalOutputItem(id=item.id, rep=item.rep, error=message) for item in items]
+        return EvalOutput(average_score=None, eval_output_items=failed)
+    if len(output.eval_output_items) == len(items):
+        pairs = zip(items, output.eval_output_items, strict=True)
+        if all(str(given.id) == str(item.id) for item, given in pairs):
+            for item, given in zip(items, output.eval_output_items, strict=True):
+                given.rep = item.rep
+            return output
+    return _in_order(name, items, output)
+
+
+def _in_order(name: str, items: Sequence[EvalInputItem], output: EvalOutput) -> EvalOutput:
+    """Outputs matched to items by id, the repetitions of a row in turn."""
+    waiting: dict[str, list[EvalOutputItem]] = {}
+    for given in output.eval_output_items:
+        waiting.setdefault(str(given.id), []).append(given)
+    ordered = []
+    for item in items:
+        of_row = waiting.get(str(item.id))
+        if of_row:
+            found = of_row.pop(0)
+            found.rep = item.rep
+        else:
+            found = EvalOutputItem(id=item.id, rep=item.rep, error=f"evaluator {name} gave no score for this item")
+        ordered.append(found)
+    return EvalOutput(average_score=output.average_score, eval_output_items=ordered)
+
+
+def number(output: EvalOutputItem) -> tuple[float | None, DropReason | None, str | None]:
+    """An output's score as a number, or why it has none: (score, reason, message)."""
+    if output.error is not None:
+        return None, DropReason.EVALUATOR_ERROR, output.error
+    if output.score is None:
+        return None, DropReason.NO_SCORE, "the evaluator gave no score"
+    try:
+        value = float(output.score)
+    except (TypeError, ValueError):
+        return None, DropReason.NO_SCORE, f"the score {output.score!r:.80} is not a number"
+    if not math.isfinite(value):
+        return None, DropReason.NAN_SCORE, f"the score is {value}"
+    return value, None, None
+
+
+def average(items: Sequence[EvalOutputItem]) -> float | None:
+    """The mean of the scores there are; None if there is none."""
+    scores = [value for item in items if (value := number(item)[0]) is not None]
+    return fmean(scores) if scores else None
+
+
+def scores_by_row(output: EvalOutput) -> dict[str, list[float]]:
+    """The scores there are, by row id: repetitions of a row are not independent of one another."""
+    found: dict[str, list[float]] = {}
+    for item in output.eval_output_items:
+        value, _, _ = number(item)
+        if value is not None:
+            found.setdefault(str(item.id), []).append(value)
+    return found

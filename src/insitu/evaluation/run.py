@@ -1,0 +1,122 @@
+"""One evaluation: the workflow on every row x repetition, every evaluator on the answers, the documented files."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from insitu.config import Config, load_config
+from insitu.errors import ConfigError
+from insitu.evaluation.datasets import load_dataset
+from insitu.evaluation.episodes import EpisodeRules, run_episode, run_limited
+from insitu.evaluation.evaluators import score
+from insitu.registry import EVALUATOR, Builder
+from insitu.schemas.episodes import Episode, EpisodeKey
+from insitu.schemas.evaluation import (
+    EvalInput,
+    EvalInputItem,
+    EvaluationRunConfig,
+    EvaluationRunOutput,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class EvaluationRun:
+    """Runs an evaluation; with a `builder`, on components that exist already (they are left alive).
+
+    `on_episode` is called with each episode as it ends, for progress.
+    """
+
+    def __init__(
+        self,
+        config: EvaluationRunConfig,
+        builder: Builder | None = None,
+        on_episode: Callable[[Episode], None] | None = None,
+    ) -> None:
+        self.config = config
+        self._builder = builder
+        self._on_episode = on_episode
+
+    async def run_and_evaluate(self) -> EvaluationRunOutput:
+        """Run and score everything; a row that fails is an item with `error`, never the end of the run."""
+        loaded = load_config(self.config.config_file, self.config.override)
+        rows = load_dataset(loaded, self.config.dataset)
+        if self._builder is not None:
+            return await self._run(loaded, rows, self._builder)
+        async with Builder(loaded) as builder:
+            return await self._run(loaded, rows, builder)
+
+    async def _run(self, loaded: Config, rows: list[EvalInputItem], builder: Builder) -> EvaluationRunOutput:
+        names = loaded.names(EVALUATOR)
+        if not names:
+            raise ConfigError(f"{loaded.source} has no evaluators: nothing would be scored")
+        evaluators = {name: await builder.get_evaluator(name) for name in names}
+        items = [row.model_copy(update={"rep": rep}) for row in rows for rep in range(self.config.reps)]
+        await self._run_workflow(loaded, builder, items)
+        done = [item for item in items if item.error is None]
+        results = []
+        for name, info in evaluators.items():
+            output = await score(info, name, done)
+            results.append((name, output))
+        run_output = EvaluationRunOutput(eval_input=EvalInput(eval_input_items=items), evaluation_results=results)
+        if self.config.write_output:
+            await asyncio.to_thread(write_files, run_output, loaded.eval.folder)
+        return run_output
+
+    async def _run_workflow(self, loaded: Config, builder: Builder, items: list[EvalInputItem]) -> None:
+        workflow = await builder.get_workflow()
+        rules = EpisodeRules(loaded.general.seed, loaded.eval.episode_timeout, loaded.eval.retries)
+
+        async def run(item: EvalInputItem) -> Episode:
+            key = EpisodeKey(run="eval", epoch=0, row_id=str(item.id), generation=item.rep)
+            episode = await run_episode(workflow, item, key, rules)
+            item.output_obj, item.trajectory = episode.output, episode.steps
+            item.error, item.reason = episode.error, episode.reason
+            return episode
+
+        async for episode in run_limited(items, run, loaded.max_concurrency):
+            if self._on_episode is not None:
+                self._on_episode(episode)
+
+
+def write_files(output: EvaluationRunOutput, folder: Path) -> None:
+    """`workflow_output.json` and a file for each evaluator, each whole or not there; their paths go into `output`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [_workflow_record(item) for item in output.eval_input.eval_input_items]
+    output.workflow_output_file = write_json(folder / "workflow_output.json", records)
+    output.evaluator_output_files = [
+        write_json(folder / f"{name}_output.json", result.model_dump(mode="json"))
+        for name, result in output.evaluation_results
+    ]
+
+
+def _workflow_record(item: EvalInputItem) -> dict[str, Any]:
+    return {
+        "id": item.id,
+        "rep": item.rep,
+        "question": item.input_obj,
+        "answer": item.expected_output_obj,
+        "generated_answer": item.output_obj,
+        "intermediate_steps": [step.model_dump(mode="json") for step in item.trajectory],
+        "expected_intermediate_steps": [step.model_dump(mode="json") for step in item.expected_trajectory],
+        "error": item.error,
+    }
+
+
+def to_json(value: Any) -> Any:
+    """What JSON has no form for: pydantic models as objects, anything else as text."""
+    dump = getattr(value, "model_dump", None)
+    return dump(mode="json") if callable(dump) else str(value)
+
+
+def write_json(path: Path, data: Any) -> Path:
+    """Write `data` beside `path` and move it there, so that a reader never sees half a file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(orjson.dumps(data, default=to_json, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
+    temporary.replace(path)
+    return path

@@ -1,0 +1,1 @@
+"""The loop: collect, filter, submit, wait, record, report; validation between."""

@@ -1,0 +1,320 @@
+"""The built-in trainer: one epoch after the other, read downwards."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from insitu import __version__
+from insitu.algorithms.advantages import AdvantageConfig
+from insitu.algorithms.curriculum import CurriculumState, select
+from insitu.config import Config
+from insitu.errors import BackendError, InsituError, JobFailed, TrajectoryError
+from insitu.interfaces import Trainer
+from insitu.registry import Builder, register_trainer
+from insitu.schemas.episodes import DropReason, Episode
+from insitu.schemas.finetuning import (
+    FinetuneConfig,
+    TrainerConfig,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    Trajectory,
+    TrajectoryCollection,
+)
+from insitu.training.report import Report, plot
+from insitu.training.store import RunStore, set_aside
+from insitu.training.validation import Validation
+from insitu.trajectories.builder import GroupRecord
+from insitu.trajectories.groups import build_rows, call_advantages
+
+logger = logging.getLogger(__name__)
+
+_BACKEND_METRICS = (
+    "loss",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "clip_fraction",
+    "tokens",
+    "rows",
+    "steps",
+    "learning_rate",
+    "logprob_gap",
+    "ratio_mean",
+)
+
+
+class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
+    advantages: AdvantageConfig = Field(default_factory=AdvantageConfig)
+    """How a group's rewards become advantages."""
+    credit: Literal["episode", "step"] = "episode"
+    """`episode`: every call gets its episode's advantage. `step`: each call that of its own return."""
+    discount: float = Field(default=1.0, ge=0, le=1)
+    """With credit: step, how much a later step's reward counts for an earlier call."""
+
+
+class InsituTrainer(Trainer):
+    """Collects, filters, submits, waits and records each epoch; validates before, between and after."""
+
+    def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder) -> None:
+        super().__init__(trainer_config)
+        self.config = trainer_config
+        self._builder = builder
+        self._loaded: Config = builder.config  # type: ignore[assignment]
+        self.run_id = f"insitu_run_{uuid.uuid4().hex[:8]}"
+        self.report = Report()
+        self.rewards: list[dict[str, Any]] = []
+        self.validation: Validation | None = None
+        self._store: RunStore | None = None
+        self._metrics: dict[str, Any] = {}
+        self._curriculum: CurriculumState = None  # type: ignore[assignment]  # set by initialize
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        folder = Path(run_config.output_dir)
+        moved = await asyncio.to_thread(set_aside, folder)
+        if moved is not None:
+            self.report.note(f"{folder} held an earlier run: it is now {moved}")
+        self._store = RunStore(folder)
+        self.report.note("starting the backend ...")
+        await super().initialize(run_config)
+        self._curriculum = CurriculumState(run_config.curriculum_learning.initial_percentile)
+        if run_config.validation is not None:
+            self.validation = Validation(run_config, self._builder, self.trainer_adapter, self.report, self.store)
+
+    @property
+    def store(self) -> RunStore:
+        if self._store is None:
+            raise TrajectoryError("the trainer has not been initialized")
+        return self._store
+
+    async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
+        """A status for each epoch that trained. Raises when a job fails, or when no epoch could train anything."""
+        self._write_header(num_epochs)
+        statuses: list[TrainingJobStatus] = []
+        if self.validation is not None:
+            await self.validation.run(0)
+        for epoch in range(1, num_epochs + 1):
+            ref = await self.run_epoch(epoch, self.run_id)
+            if ref is not None:
+                statuses.append(await self._wait(epoch, ref))
+            validated = None
+            if self.validation is not None and (epoch % self.validation.config.interval == 0 or epoch == num_epochs):
+                validated = await self.validation.run(epoch)
+            self._metrics["seconds"]["validate"] = validated["seconds"] if validated else 0.0
+            self.log_progress(epoch, self._metrics)
+            self.report.epoch(epoch, num_epochs, self._metrics)
+        await self._conclude(statuses)
+        return statuses
+
+    async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
+        """Collect the epoch's groups and submit what can be trained; None when that is nothing."""
+        started = time.perf_counter()
+        version = await self._served_version()
+        collection = await self._collect(epoch, run_id)
+        self._metrics = self._epoch_metrics(epoch, run_id, collection)
+        self._check_versions(collection, version)
+        collection = self.apply_curriculum_learning(collection, epoch)
+        self._weigh(collection)
+        self._metrics |= {
+            "dropped": dict(sorted(collection.dropped.items())),
+            "filtered_trajectories": sum(map(len, collection.trajectories)),
+            "filtered_groups": len(collection.trajectories),
+            "policy_version": version,
+            "seconds": {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
+        }
+        if not any(t.rows for group in collection.trajectories for t in group):
+            self.report.note(f"epoch {epoch} trains nothing: {self._metrics['dropped']}")
+            return None
+        return await self.trainer_adapter.submit(collection)
+
+    async def _collect(self, epoch: int, run_id: str) -> TrajectoryCollection:
+        errors: Counter[str] = Counter()
+
+        def on_episode(episode: Episode) -> None:
+            self.report.advance()
+            if episode.error is not None:
+                errors[f"{episode.reason}: {episode.error}"] += 1
+
+        def on_group(record: GroupRecord) -> None:
+            self.store.append_group(record, epoch)
+
+        self.report.begin(f"epoch {epoch}: playing", getattr(self.trajectory_builder, "episodes_per_epoch", None))
+        try:
+            meta = {"epoch": epoch, "on_episode": on_episode, "on_group": on_group}
+            await self.trajectory_builder.start_run(run_id, meta)
+            collection = await self.trajectory_builder.finalize(run_id, meta)
+        finally:
+            self.report.end()
+        for error, count in errors.most_common(3):
+            self.report.note(f"epoch {epoch}: {count} x {error}")
+        if not collection.trajectories:
+            first = errors.most_common(1)
+            raise TrajectoryError(
+                f"epoch {epoch}: no episode can be trained on; left out: {collection.dropped}"
+                + (f"; most often {first[0][0]}" if first else "")
+            )
+        return collection
+
+    def apply_curriculum_learning(
+        self, trajectory_collection: TrajectoryCollection, epoch: int
+    ) -> TrajectoryCollection:
+        groups = {_row_id(group): group for group in trajectory_collection.trajectories}
+        rewards = {row_id: [t.reward for t in group] for row_id, group in groups.items()}
+        left_out = select(self.curriculum_config, self._curriculum, epoch, rewards, self._loaded.general.seed)
+        self._curriculum_state = self._curriculum.to_json()
+        return _without(trajectory_collection, {row_id: str(reason) for row_id, reason in left_out.items()})
+
+    def _weigh(self, collection: TrajectoryCollection) -> None:
+        """Give each trajectory its rows and advantages; groups whose advantages are all 0 teach nothing and go."""
+        flat: dict[str, str] = {}
+        for group in collection.trajectories:
+            advantages = call_advantages(group, self.config.advantages, self.config.credit, self.config.discount)
+            if not any(a for of_episode in advantages for a in of_episode.values()):
+                flat[_row_id(group)] = str(DropReason.SINGLE_MEMBER if len(group) == 1 else DropReason.NO_VARIANCE)
+                continue
+            build_rows(group, advantages)
+        kept = _without(collection, flat)
+        collection.trajectories, collection.dropped = kept.trajectories, kept.dropped
+
+    async def _wait(self, epoch: int, ref: TrainingJobRef) -> TrainingJobStatus:
+        started = time.perf_counter()
+        self.report.begin(f"epoch {epoch}: training", None)
+        try:
+            status = await self.trainer_adapter.wait_until_complete(ref)
+        finally:
+            self.report.end()
+        metadata = status.metadata or {}
+        self._metrics |= {name: metadata[name] for name in _BACKEND_METRICS if name in metadata}
+        self._metrics["seconds"]["train"] = time.perf_counter() - started
+        if status.status is not TrainingStatusEnum.COMPLETED:
+            self.log_progress(epoch, self._metrics)
+            raise JobFailed(
+                f"epoch {epoch}: the training job is {status.status.value}: {status.message or 'no reason given'}"
+            )
+        before, after = self._metrics["policy_version"], await self._served_version()
+        if before is not None and after == before:
+            raise BackendError(
+                f"epoch {epoch}: the job is completed, but the backend still serves policy version {after}: "
+                "what is sampled would not be what is trained"
+            )
+        self._metrics["policy_version"] = after
+        if self.validation is not None:
+            self.validation.checkpoints[after] = metadata.get("checkpoint")
+        return status
+
+    async def _served_version(self) -> int | None:
+        endpoint = getattr(self.trainer_adapter, "policy_endpoint", None)
+        return (await endpoint()).version if endpoint is not None else None
+
+    def _check_versions(self, collection: TrajectoryCollection, served: int | None) -> None:
+        """Raise if a trained call was sampled from other weights than those about to be trained."""
+        if served is None:
+            return
+        for group in collection.trajectories:
+            for trajectory in group:
+                for place in trajectory.trained_calls:
+                    call = trajectory.calls[place]
+                    if call.policy_version != served:
+                        raise BackendError(
+                            f"episode {trajectory.id}: a call to be trained was answered by {call.model!r} at policy "
+                            f"version {call.policy_version}, but the trainer's model is at version {served}: is the "
+                            "llm the model that the trainer adapter trains? (_type: policy always is)"
+                        )
+
+    def _epoch_metrics(self, epoch: int, run_id: str, collection: TrajectoryCollection) -> dict[str, Any]:
+        rewards = [t.reward for group in collection.trajectories for t in group]
+        metrics = {
+            "epoch": epoch,
+            "timestamp": datetime.now(UTC).isoformat(),
+            "run_id": run_id,
+            "avg_reward": sum(rewards) / len(rewards),
+            "min_reward": min(rewards),
+            "max_reward": max(rewards),
+            "num_trajectories": len(rewards),
+            "num_groups": len(collection.trajectories),
+        }
+        self.rewards.append(
+            {k: metrics[k] for k in ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")}
+        )
+        return metrics
+
+    def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        state = self.get_curriculum_state()
+        line = metrics | {
+            "curriculum_percentile": state["current_percentile"] if self.curriculum_config.enabled else None,
+            "curriculum_state": {k: v for k, v in state.items() if k != "reward_sums"}
+            if self.curriculum_config.enabled
+            else None,
+        }
+        self.store.append("training_metrics.jsonl", [line])
+        self.store.write("reward_history.json", self.rewards)
+        self.store.write("curriculum_state.json", state)
+
+    async def get_metrics(self, run_id: str) -> dict[str, Any]:
+        validations = self.validation.history if self.validation else []
+        return {"run_id": run_id, "rewards": self.rewards, "validations": validations, "last": self._metrics}
+
+    async def cleanup(self) -> None:
+        self.report.end()
+        if self._store is not None:
+            self._store.close()
+
+    def _write_header(self, num_epochs: int) -> None:
+        settings = {
+            "epochs": num_epochs,
+            "seed": self._loaded.general.seed,
+            "advantages": self.config.advantages.model_dump(),
+            "credit": self.config.credit,
+            "discount": self.config.discount,
+            "on_failure": self.run_config.reward_function.on_failure if self.run_config.reward_function else None,
+        }
+        training = getattr(getattr(self.trainer_adapter, "config", None), "training", None)
+        if training is not None:
+            settings["training"] = training.model_dump(mode="json", exclude_none=True)
+        self.store.write(
+            "run.json", {"run_id": self.run_id, "insitu": __version__, "source": self._loaded.source, **settings}
+        )
+        self.report.header(self.run_id, settings)
+
+    async def _conclude(self, statuses: list[TrainingJobStatus]) -> None:
+        """The picture and the table; raises if the run did not do what was asked."""
+        history = self.validation.history if self.validation else []
+        await plot(self.store.folder / "reward_plot.png", self.rewards, history)
+        self.report.summary(history, self.validation.best if self.validation else None, self.store.folder)
+        if not statuses:
+            raise TrajectoryError("no epoch trained anything: every group was left out (the reasons stand above)")
+        failed = [v for v in history if "error" in v]
+        if failed:
+            raise InsituError(
+                f"{len(failed)} validation(s) failed; the first, at epoch {failed[0]['epoch']}: {failed[0]['error']}"
+            )
+
+
+def _row_id(group: list[Trajectory]) -> str:
+    return str((group[0].metadata or {}).get("row_id"))
+
+
+def _without(collection: TrajectoryCollection, reasons: dict[str, str]) -> TrajectoryCollection:
+    """The collection less the groups named in `reasons`, whose episodes are counted as dropped."""
+    dropped = Counter(collection.dropped)
+    kept = []
+    for group in collection.trajectories:
+        reason = reasons.get(_row_id(group))
+        if reason is None:
+            kept.append(group)
+        else:
+            dropped[reason] += len(group)
+    return collection.model_copy(update={"trajectories": kept, "dropped": dict(dropped)})
+
+
+@register_trainer(config_type=InsituTrainerConfig)
+async def insitu_trainer(config: InsituTrainerConfig, builder: Builder) -> AsyncIterator[InsituTrainer]:
+    yield InsituTrainer(config, builder)

@@ -1,0 +1,165 @@
+"""What a run tells on the console, and its picture; everything here is read from what the store keeps."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from insitu.algorithms.statistics import mean_ci95
+from insitu.evaluation.evaluators import scores_by_row
+from insitu.schemas.evaluation import EvaluationRunOutput
+
+
+class Report:
+    """The console of one run: a header, a bar while it works, a line per epoch, and a table at the end."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=False, highlight=False)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
+            transient=True,
+            refresh_per_second=4,
+        )
+        self._task: TaskID | None = None
+
+    def header(self, run_id: str, settings: Mapping[str, Any]) -> None:
+        self.console.print(f"[bold]run {run_id}[/bold]")
+        for name, value in settings.items():
+            self.console.print(f"  {name}: {value}", markup=False)
+
+    def note(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def begin(self, what: str, total: int | None) -> None:
+        """Show a bar; the one before it, if any, is gone."""
+        self.end()
+        self._progress.start()
+        self._task = self._progress.add_task(what, total=total)
+
+    def advance(self) -> None:
+        if self._task is not None:
+            self._progress.advance(self._task)
+
+    def end(self) -> None:
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+            self._progress.stop()
+            self._task = None
+
+    def validation(self, record: Mapping[str, Any]) -> None:
+        if "error" in record:
+            self.note(f"validation at epoch {record['epoch']} FAILED: {record['error']}")
+            return
+        low, high = record["ci95"]
+        dropped = f", left out: {counts(record['dropped'])}" if record["dropped"] else ""
+        self.note(
+            f"validation at epoch {record['epoch']}: {record['avg_reward']:.3f} "
+            f"(95 % CI {low:.3f} to {high:.3f}, n = {record['num_examples']}{dropped})"
+        )
+
+    def epoch(self, number: int, last: int, m: Mapping[str, Any]) -> None:
+        seconds = m.get("seconds", {})
+        parts = [
+            f"epoch {number}/{last}",
+            f"reward {_number(m.get('avg_reward'))}",
+            f"{m['num_trajectories']} episodes",
+        ]
+        parts += [
+            f"{name} {_number(m[name])}"
+            for name in ("loss", "kl", "entropy", "grad_norm", "clip_fraction")
+            if name in m
+        ]
+        if m.get("tokens"):
+            parts.append(f"{m['tokens']} tokens")
+        if m["dropped"]:
+            parts.append(f"left out: {counts(m['dropped'])}")
+        parts.append("+".join(f"{seconds.get(k, 0.0):.1f}" for k in ("collect", "train", "validate")) + " s")
+        self.note("  ".join(parts))
+
+    def summary(self, validations: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None, folder: Path) -> None:
+        """Before and after, the best version, and where everything lies."""
+        scored = [v for v in validations if "error" not in v]
+        table = Table("held-out score", "epoch", "policy version", "mean", "95 % CI", "n", "left out")
+        rows = [("before", scored[0]), ("after", scored[-1])] if scored else []
+        if best is not None:
+            rows.append(("best", best))
+        for name, record in rows:
+            low, high = record["ci95"]
+            version, n = record.get("policy_version"), record["num_examples"]
+            table.add_row(
+                name,
+                str(record["epoch"]),
+                "?" if version is None else str(version),
+                f"{record['avg_reward']:.3f}",
+                f"{low:.3f} to {high:.3f}",
+                str(n),
+                counts(record["dropped"]) or "none",
+            )
+        if rows:
+            self.console.print(table)
+        self.note(
+            f"files: {folder}/  (validation_history.json, training_metrics.jsonl, reward_plot.png, episodes.jsonl ...)"
+        )
+
+
+def evaluation_table(output: EvaluationRunOutput) -> Table:
+    """A row per evaluator: mean and 95 % confidence interval over dataset rows, and what is missing."""
+    items = output.eval_input.eval_input_items
+    failed = sum(item.error is not None for item in items)
+    table = Table("evaluator", "mean", "95 % CI", "rows", "episodes", "failed", "unscored")
+    for name, result in output.evaluation_results:
+        rows = scores_by_row(result)
+        scored = sum(map(len, rows.values()))
+        mean, interval = "-", "-"
+        if rows:
+            estimate = mean_ci95([sum(scores) / len(scores) for scores in rows.values()])
+            mean, interval = f"{estimate.mean:.4f}", f"{estimate.low:.4f} to {estimate.high:.4f}"
+        unscored = len(result.eval_output_items) - scored
+        table.add_row(name, mean, interval, str(len(rows)), str(len(items)), str(failed), str(unscored))
+    return table
+
+
+def counts(dropped: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {reason}" for reason, n in sorted(dropped.items()))
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+async def plot(path: Path, rewards: Sequence[Mapping[str, Any]], validations: Sequence[Mapping[str, Any]]) -> None:
+    """Draw training and held-out reward over the epochs, off the event loop."""
+    await asyncio.to_thread(_plot, path, rewards, validations)
+
+
+def _plot(path: Path, rewards: Sequence[Mapping[str, Any]], validations: Sequence[Mapping[str, Any]]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    trained = [r for r in rewards if r["avg_reward"] is not None]
+    if trained:
+        axes.plot(
+            [r["epoch"] for r in trained], [r["avg_reward"] for r in trained], ".-", color="0.6", label="training"
+        )
+    scored = [v for v in validations if "error" not in v]
+    if scored:
+        means = [v["avg_reward"] for v in scored]
+        errors = [[m - v["ci95"][0] for m, v in zip(means, scored, strict=True)]]
+        axes.errorbar([v["epoch"] for v in scored], means, errors * 2, fmt="o-", capsize=3, label="held out, 95 % CI")
+    axes.set(xlabel="epoch", ylabel="mean reward")
+    axes.grid(alpha=0.3)
+    if trained or scored:
+        axes.legend(loc="lower right")
+    temporary = path.with_name(f".{path.name}")
+    FigureCanvasAgg(figure).print_figure(str(temporary), format="png", dpi=110)
+    temporary.replace(path)

@@ -1,0 +1,112 @@
+"""From a file to a finished run: builds the components, drives the trainer, and takes everything down again."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from insitu.config import Config, load_config
+from insitu.errors import ConfigError, JobFailed
+from insitu.interfaces import Trainer
+from insitu.registry import LLM, TRAINER_ADAPTER, Builder
+from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus, TrainingStatusEnum, ValidationConfig
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+async def run_finetuning(runner: Trainer) -> list[TrainingJobStatus]:
+    """Run an initialized trainer for its configured epochs; raises JobFailed if a job did not complete."""
+    statuses = await runner.run(runner.run_config.num_epochs)
+    for status in statuses:
+        if status.status is not TrainingStatusEnum.COMPLETED:
+            raise JobFailed(f"run {status.run_id}: a training job is {status.status.value}: {status.message}")
+    return statuses
+
+
+async def finetuning_main(run_config: FinetuneRunConfig) -> list[TrainingJobStatus]:
+    """The command `finetune`: everything from the file to the last status. `cleanup` is called whatever happens."""
+    config = load_config(run_config.config_file, run_config.override)
+    check_ready(config)
+    config.finetuning.run_configuration = run_config
+    config.finetuning.validation = _validation(config, run_config)
+    finetuning = config.finetuning
+    async with Builder(config) as builder:
+        trajectory_builder = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
+        adapter = await builder.get_trainer_adapter(str(finetuning.trainer_adapter))
+        trainer = await builder.get_trainer(str(finetuning.trainer), trajectory_builder, adapter)
+        try:
+            await trainer.initialize(finetuning)
+            return await run_finetuning(trainer)
+        finally:
+            await trainer.cleanup()
+
+
+def run_finetuning_sync(run_config: FinetuneRunConfig) -> list[TrainingJobStatus]:
+    """`finetuning_main` for callers without an event loop."""
+    return run_async(finetuning_main(run_config))
+
+
+@asynccontextmanager
+async def serve_policy(config: Config, builder: Builder, checkpoint: Path | None = None) -> AsyncIterator[None]:
+    """Serve the model under training for a run without training, if the file has an llm of _type policy.
+
+    Its starting weights, or those of the folder `checkpoint`.
+    """
+    policies = [name for name in config.names(LLM) if config.block(LLM, name).type == "policy"]
+    adapter_name = config.finetuning.trainer_adapter
+    if policies and adapter_name:
+        block = config.block(TRAINER_ADAPTER, adapter_name)
+        if checkpoint is not None:
+            if getattr(block, "model", None) is None:
+                raise ConfigError(
+                    f"--checkpoint: trainer_adapters.{adapter_name} starts no backend of its own (no model)"
+                )
+            block.model = str(config.find_path(checkpoint, "--checkpoint"))  # type: ignore[attr-defined]
+        adapter = await builder.get_trainer_adapter(adapter_name)
+        with TemporaryDirectory(prefix="insitu-") as scratch:
+            await adapter.initialize(config.finetuning.model_copy(update={"output_dir": Path(scratch)}))
+            try:
+                yield
+            finally:
+                await builder.aclose()
+        return
+    if checkpoint is not None:
+        raise ConfigError("--checkpoint is for llms of _type policy; this file has none, or names no trainer adapter")
+    yield
+
+
+def check_ready(config: Config) -> None:
+    """ConfigError if the file does not ask for training."""
+    if not config.finetuning.enabled:
+        raise ConfigError(f"{config.source}: finetuning.enabled is false; set it to true to train")
+
+
+def _validation(config: Config, asked: FinetuneRunConfig) -> ValidationConfig | None:
+    """The file's `finetuning.validation`, with what the command line says in its place."""
+    given = {k: getattr(asked, k) for k in asked.model_fields_set}
+    options: dict[str, Any] = {
+        "dataset": given.get("validation_dataset"),
+        "interval": given.get("validation_interval"),
+        "config_file": given.get("validation_config_file"),
+    }
+    options = {k: v for k, v in options.items() if v is not None}
+    in_file = config.finetuning.validation
+    if in_file is None:
+        if options and "dataset" not in options:
+            raise ConfigError(f"{', '.join(options)} for validation, but no validation dataset is given")
+        return ValidationConfig(**options) if options else None
+    return in_file.model_copy(update=options)
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """Run on uvloop where it is installed: half the cost of a request on the client's side."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return asyncio.run(main)
+    return uvloop.run(main)

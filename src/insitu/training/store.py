@@ -1,0 +1,166 @@
+"""A run's directory: plain files from which everything (resume, report, tables) is read.
+
+run.json                 what was asked: run id, conventions, settings, versions
+episodes.jsonl           a line per episode as its group completes: outcome, reward, cost, drop reason, policy version
+calls.jsonl              a line per model call; a call that continues an earlier one holds only what it adds
+groups.jsonl             a line per group: rewards of its members, drops
+training_metrics.jsonl   a line per epoch
+reward_history.json      validation_history.json   curriculum_state.json   best.json   reward_plot.png
+backend/                 what the embedded backend wrote: its log and checkpoints
+
+The first line of episodes, calls and groups names the format: {"format": 1}.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from insitu.evaluation.run import to_json, write_json
+from insitu.schemas.episodes import FORMAT_VERSION, Episode, ModelCall
+from insitu.trajectories.builder import GroupRecord
+
+RUN_FILES = ("run.json", "episodes.jsonl", "training_metrics.jsonl", "reward_history.json", "validation_history.json")
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move a run that lies in `folder` to `<folder>.1` (or .2, ...); where it went, or None if there was none."""
+    if not any((folder / name).exists() for name in RUN_FILES):
+        return None
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(target)
+    return target
+
+
+class RunStore:
+    """Appends to and replaces files of one run's directory; the only writer of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._files: dict[str, IO[bytes]] = {}
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        self._files.clear()
+
+    def append(self, name: str, records: Iterable[Any]) -> None:
+        """Add lines to a file of records, opened with the format's version; whole lines reach the file at once."""
+        file = self._files.get(name)
+        if file is None:
+            path = self.folder / name
+            fresh = not path.exists()
+            file = self._files[name] = path.open("ab")
+            if fresh and name != "training_metrics.jsonl":  # documented: a line per epoch and nothing else
+                file.write(_line({"format": FORMAT_VERSION}))
+        file.write(b"".join(map(_line, records)))
+        file.flush()
+
+    def write(self, name: str, data: Any) -> Path:
+        """Replace a whole JSON file."""
+        return write_json(self.folder / name, data)
+
+    def append_group(self, record: GroupRecord, epoch: int) -> None:
+        self.append("calls.jsonl", (line for e in record.episodes for line in call_records(e.key.text(), e.calls)))
+        self.append("episodes.jsonl", map(episode_record, record.episodes))
+        group = {
+            "epoch": epoch,
+            "row_id": record.row_id,
+            "episodes": [t.id for t in record.trajectories],
+            "rewards": [t.reward for t in record.trajectories],
+            "dropped": dict(record.dropped),
+        }
+        self.append("groups.jsonl", [group])
+
+
+def _line(record: Any) -> bytes:
+    return orjson.dumps(record, default=to_json, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
+
+
+def episode_record(episode: Episode) -> dict[str, Any]:
+    """The accounting of one episode, from which every table, plot and total is derived."""
+    calls = episode.calls
+    versions = {call.policy_version for call in calls if call.policy_version is not None}
+    return {
+        "episode": episode.key.text(),
+        "epoch": episode.key.epoch,
+        "row_id": episode.key.row_id,
+        "generation": episode.key.generation,
+        "attempt": episode.key.attempt,
+        "outcome": episode.outcome,
+        "reason": episode.reason,
+        "error": episode.error,
+        "output": episode.output,
+        "reward": episode.reward,
+        "step_rewards": episode.step_rewards,
+        "reasoning": episode.reasoning,
+        "policy_versions": sorted(versions),
+        "calls": len(calls),
+        "prompt_tokens": sum(len(call.prompt_token_ids or ()) for call in calls),
+        "sampled_tokens": sum(len(call.token_ids or ()) for call in calls),
+        "seconds": round(episode.seconds, 4),
+    }
+
+
+_CALL_FIELDS = tuple(f.name for f in fields(ModelCall))
+
+
+def call_records(episode: str, calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
+    """Calls as stored: `continues` names an earlier call (its place) whose messages and tokens this one begins with.
+
+    Then `messages` and `prompt_token_ids` hold only what comes after them, so that a long dialogue takes space in
+    proportion to its length and not to its square. `restore_calls` is the inverse.
+    """
+    records = []
+    for place, call in enumerate(calls):
+        record = {"episode": episode, **{name: getattr(call, name) for name in _CALL_FIELDS}}
+        earlier = _continued(calls, place)
+        if earlier is not None:
+            before = calls[earlier]
+            record["continues"] = earlier
+            record["messages"] = call.messages[len(before.messages) :]
+            record["prompt_token_ids"] = (call.prompt_token_ids or [])[len(_tokens(before)) :]
+        records.append(record)
+    return records
+
+
+def restore_calls(records: Iterable[dict[str, Any]]) -> list[ModelCall]:
+    """The calls of one episode from its lines of `calls.jsonl`."""
+    calls: list[ModelCall] = []
+    for record in records:
+        values = {name: record[name] for name in _CALL_FIELDS}
+        if "continues" in record:
+            before = calls[record["continues"]]
+            values["messages"] = before.messages + values["messages"]
+            values["prompt_token_ids"] = _tokens(before) + values["prompt_token_ids"]
+        values["functions"] = tuple(values["functions"])
+        calls.append(ModelCall(**values))
+    return calls
+
+
+def _tokens(call: ModelCall) -> list[int]:
+    return (call.prompt_token_ids or []) + (call.token_ids or [])
+
+
+def _continued(calls: Sequence[ModelCall], place: int) -> int | None:
+    """The latest earlier call whose messages and tokens the call at `place` begins with."""
+    call = calls[place]
+    for earlier in range(place - 1, -1, -1):
+        before = calls[earlier]
+        n, tokens = len(before.messages), _tokens(before)
+        if (
+            before.token_ids is not None
+            and len(call.messages) > n
+            and call.messages[:n] == before.messages
+            and (call.prompt_token_ids or [])[: len(tokens)] == tokens
+        ):
+            return earlier
+    return None

@@ -1,0 +1,87 @@
+"""Held-out evaluation inside a run: the same episodes each time, the model as it is now, and which version was best."""
+
+import logging
+import math
+import time
+from typing import Any
+
+from insitu.config import Config, load_config
+from insitu.errors import InsituError
+from insitu.evaluation.run import EvaluationRun
+from insitu.interfaces import TrainerAdapter, validation_metrics
+from insitu.registry import TRAINER_ADAPTER, Builder
+from insitu.schemas.evaluation import EvaluationRunConfig
+from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
+from insitu.training.report import Report
+from insitu.training.store import RunStore
+
+logger = logging.getLogger(__name__)
+
+
+class Validation:
+    """Runs the held-out dataset on the run's own components and keeps `validation_history.json` and `best.json`.
+
+    `checkpoints` says which folder holds the weights of which policy version.
+    """
+
+    def __init__(
+        self, run_config: FinetuneConfig, builder: Builder, adapter: TrainerAdapter, report: Report, store: RunStore
+    ) -> None:
+        assert run_config.validation is not None
+        self.config: ValidationConfig = run_config.validation
+        self.history: list[dict[str, Any]] = []
+        self.best: dict[str, Any] | None = None
+        self.checkpoints: dict[int | None, str | None] = {}
+        self._run_config = run_config
+        self._builder = builder
+        self._loaded: Config = builder.config  # type: ignore[assignment]
+        self._adapter = adapter
+        self._report = report
+        self._store = store
+
+    async def run(self, epoch: int) -> dict[str, Any]:
+        """One validation, recorded; one that fails has `error` and no reward. 0 is before the first step."""
+        started = time.perf_counter()
+        endpoint = getattr(self._adapter, "policy_endpoint", None)
+        version = (await endpoint()).version if endpoint is not None else None
+        try:
+            record = await self._evaluate(epoch)
+        except InsituError as error:
+            record = {"epoch": epoch, "error": f"{type(error).__name__}: {error}", "dropped": {}}
+        finally:
+            self._report.end()
+        record = {"epoch": epoch, "policy_version": version, **record, "seconds": time.perf_counter() - started}
+        self.history.append(record)
+        self._report.validation(record)
+        if "error" not in record and (self.best is None or record["avg_reward"] > self.best["avg_reward"]):
+            self.best = record
+            self._store.write("best.json", {**record, "checkpoint": self.checkpoints.get(version)})
+        self._store.write("validation_history.json", [{k: _json(v) for k, v in r.items()} for r in self.history])
+        return record
+
+    async def _evaluate(self, epoch: int) -> dict[str, Any]:
+        builder, loaded = self._builder, self._loaded
+        if self.config.config_file is not None:
+            path = loaded.find_path(self.config.config_file, "finetuning.validation.config_file")
+            loaded = load_config(path)
+            loaded.finetuning = self._run_config
+            builder = Builder(loaded)
+            builder.adopt(TRAINER_ADAPTER, str(self._run_config.trainer_adapter), self._adapter)
+        asked = EvaluationRunConfig(
+            config_file=loaded, dataset=self.config.dataset, reps=self.config.reps, write_output=False
+        )
+        run = EvaluationRun(asked, builder, on_episode=lambda _: self._report.advance())
+        self._report.begin(f"epoch {epoch}: validating", None)
+        try:
+            output = await run.run_and_evaluate()
+        finally:
+            if builder is not self._builder:
+                await builder.aclose()
+        return validation_metrics(output, self._run_config, epoch)
+
+
+def _json(value: Any) -> Any:
+    """JSON has no NaN: the interval of a single example has no ends."""
+    if isinstance(value, list):
+        return [_json(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,1 @@
+"""Episodes -> trajectories -> groups -> training rows."""

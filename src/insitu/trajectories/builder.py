@@ -1,0 +1,217 @@
+"""The built-in trajectory builder: rows x generations in one scheduler, each group given on as it completes."""
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from insitu.config import Config
+from insitu.errors import ConfigError, TrajectoryError
+from insitu.evaluation.datasets import load_dataset
+from insitu.evaluation.episodes import EpisodeRules, run_episode, run_limited
+from insitu.evaluation.evaluators import number, score
+from insitu.interfaces import TrajectoryBuilder
+from insitu.registry import LLM, Builder, EvaluatorInfo, register_trajectory_builder
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
+from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.finetuning import FinetuneConfig, Trajectory, TrajectoryBuilderConfig, TrajectoryCollection
+from insitu.trajectories.groups import dialogue, targeted_calls
+
+logger = logging.getLogger(__name__)
+
+_PENALISED = (DropReason.WORKFLOW_ERROR, DropReason.TIMEOUT)
+"""Failures that are the episode's own: these get `reward_function.on_failure` where it is a number."""
+
+
+class EpisodesBuilderConfig(TrajectoryBuilderConfig, name="insitu_traj_builder"):
+    num_generations: int = Field(default=8, ge=1)
+    """Episodes for each row and epoch: the size of a group."""
+    rows_per_epoch: int | None = Field(default=None, ge=1)
+    """Rows gone through in an epoch, in a seeded order over the whole dataset; none: all of them."""
+
+
+class GroupRecord(NamedTuple):
+    """A completed group: all its episodes, and the trajectories of those that can be trained on."""
+
+    row_id: str
+    episodes: list[Episode]
+    trajectories: list[Trajectory]
+    dropped: Counter[str]
+
+
+@dataclass
+class _Collection:
+    """One epoch being collected."""
+
+    epoch: int
+    on_episode: Callable[[Episode], None]
+    on_group: Callable[[GroupRecord], None]
+    groups: dict[str, GroupRecord] = field(default_factory=dict)
+    task: asyncio.Task[None] | None = None
+
+
+class EpisodesBuilder(TrajectoryBuilder):
+    """Runs the workflow `num_generations` times on each row and groups the episodes by row.
+
+    `start_run(run_id, meta)` takes from `meta`: `epoch` (1 first), `on_episode(episode)` and `on_group(record)`, called
+    as each ends. Failed and unscored episodes are counted by reason and are not in the collection.
+    """
+
+    def __init__(self, trajectory_builder_config: EpisodesBuilderConfig, builder: Builder) -> None:
+        super().__init__(trajectory_builder_config)
+        self.config = trajectory_builder_config
+        self._builder = builder
+        self._loaded: Config = builder.config  # type: ignore[assignment]
+        self._rows: list[EvalInputItem] = []
+        self._runs: dict[str, _Collection] = {}
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        await super().initialize(run_config)
+        if run_config.reward_function is None:
+            raise ConfigError("finetuning.reward_function is missing: training needs the name of an evaluator")
+        asked = run_config.run_configuration
+        self._rows = await asyncio.to_thread(load_dataset, self._loaded, asked.dataset if asked else None)
+
+    @property
+    def episodes_per_epoch(self) -> int:
+        return self.config.num_generations * min(self.config.rows_per_epoch or len(self._rows), len(self._rows))
+
+    async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
+        meta = meta or {}
+        if run_id in self._runs:
+            raise TrajectoryError(f"run {run_id} is being collected already: finalize it first")
+        ignore: Callable[[Any], None] = lambda _: None  # noqa: E731
+        collection = _Collection(meta.get("epoch", 1), meta.get("on_episode") or ignore, meta.get("on_group") or ignore)
+        self._runs[run_id] = collection
+        collection.task = asyncio.create_task(self._collect(run_id, collection), name=f"collect {run_id}")
+
+    async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
+        collection = self._runs.get(run_id)
+        if collection is None or collection.task is None:
+            raise TrajectoryError(f"run {run_id} has not been started")
+        try:
+            await collection.task
+        finally:
+            collection.task.cancel()
+            await asyncio.gather(collection.task, return_exceptions=True)
+            del self._runs[run_id]
+        order = sorted(collection.groups)  # completion order differs from run to run; training must not
+        dropped: Counter[str] = Counter()
+        for record in collection.groups.values():
+            dropped.update(record.dropped)
+        return TrajectoryCollection(
+            trajectories=[t for row_id in order if (t := collection.groups[row_id].trajectories)],
+            run_id=run_id,
+            epoch=collection.epoch,
+            dropped=dict(dropped),
+        )
+
+    def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        logger.info("run %s: collected %s", run_id, metrics)
+
+    def rows_of_epoch(self, epoch: int) -> list[EvalInputItem]:
+        """The rows of an epoch in the order they are run: pass after pass over the dataset, each shuffled anew."""
+        total, seed = len(self._rows), self._loaded.general.seed
+        size = min(self.config.rows_per_epoch or total, total)
+        places = range((epoch - 1) * size, epoch * size)
+        passes = {p // total for p in (places[0], places[-1])}
+        orders = {p: random.Random(f"{seed}|dataset|{p}").sample(self._rows, total) for p in passes}
+        chosen = (orders[place // total][place % total] for place in places)
+        return list({str(row.id): row for row in chosen}.values())  # a row at the end of one pass may begin the next
+
+    async def _collect(self, run_id: str, collection: _Collection) -> None:
+        """Consumes the epoch's rows x generations; waits for episodes; a group is given on with its last one."""
+        workflow = await self._builder.get_workflow()
+        name = self.run_config.reward_function.name  # type: ignore[union-attr]
+        evaluator = await self._builder.get_evaluator(name)
+        limits = self._loaded.eval
+        rules = EpisodeRules(self._loaded.general.seed, limits.episode_timeout, limits.retries, training=True)
+
+        def tasks() -> Iterator[tuple[EvalInputItem, EpisodeKey]]:
+            for row in self.rows_of_epoch(collection.epoch):
+                for generation in range(self.config.num_generations):
+                    yield row, EpisodeKey(run_id, collection.epoch, str(row.id), generation)
+
+        async def run(task: tuple[EvalInputItem, EpisodeKey]) -> Episode:
+            row, key = task
+            episode = await run_episode(workflow, row, key, rules)
+            await self._reward(episode, row, evaluator, name)
+            episode.steps = []  # read by the evaluator; a whole epoch of them would not stay small
+            return episode
+
+        waiting: dict[str, list[Episode]] = {}
+        async for episode in run_limited(tasks(), run, limits.max_concurrency):
+            collection.on_episode(episode)
+            group = waiting.setdefault(episode.key.row_id, [])
+            group.append(episode)
+            if len(group) == self.config.num_generations:
+                record = self._group(waiting.pop(episode.key.row_id))
+                collection.groups[record.row_id] = record._replace(episodes=[])
+                collection.on_group(record)
+
+    async def _reward(self, episode: Episode, row: EvalInputItem, evaluator: EvaluatorInfo, name: str) -> None:
+        if episode.outcome is Outcome.FAILED:
+            on_failure = self.run_config.reward_function.on_failure  # type: ignore[union-attr]
+            if isinstance(on_failure, float) and episode.reason in _PENALISED:
+                episode.reward = on_failure
+            return
+        item = row.model_copy(update={"output_obj": episode.output, "trajectory": episode.steps})
+        given = (await score(evaluator, name, [item])).eval_output_items[0]
+        _, episode.reason, message = number(given)
+        if episode.reason is not None:
+            episode.error = message
+            return
+        episode.reward = await self.compute_reward(given)
+        episode.reasoning = given.reasoning
+        if given.step_scores is not None:
+            episode.step_rewards = [float(s) for s in given.step_scores]
+
+    def _group(self, episodes: list[Episode]) -> GroupRecord:
+        episodes.sort(key=lambda e: e.key.generation)
+        dropped: Counter[str] = Counter()
+        trajectories = []
+        for episode in episodes:
+            trajectory = self._trajectory(episode) if episode.reward is not None else None
+            if trajectory is None:
+                dropped[str(episode.reason or DropReason.NO_SCORE)] += 1
+            else:
+                trajectories.append(trajectory)
+        return GroupRecord(episodes[0].key.row_id, episodes, trajectories, dropped)
+
+    def _trajectory(self, episode: Episode) -> Trajectory | None:
+        """The episode as a trajectory; None, with the reason set, when it has no call to train on."""
+        run = self.run_config
+        policies = [n for n in self._loaded.names(LLM) if self._loaded.block(LLM, n).type == "policy"]
+        trained = targeted_calls(episode.calls, run.target_functions, run.target_model, policies)
+        if not trained:
+            if episode.reason is None:
+                episode.reason = DropReason.NO_TARGET_CALLS if episode.calls else DropReason.NO_CALLS
+            return None
+        steps = episode.step_rewards
+        if steps is not None and len(steps) == len(episode.calls):
+            steps = [steps[place] for place in trained]
+        return Trajectory.model_construct(
+            episode=dialogue(episode.calls),
+            reward=episode.reward,
+            shaped_rewards=steps,
+            metadata={"row_id": episode.key.row_id, "generation": episode.key.generation},
+            id=episode.key.text(),
+            calls=episode.calls,
+            trained_calls=trained,
+            rows=[],
+        )
+
+
+@register_trajectory_builder(config_type=EpisodesBuilderConfig)
+async def episodes_builder(config: EpisodesBuilderConfig, builder: Builder) -> AsyncIterator[EpisodesBuilder]:
+    made = EpisodesBuilder(config, builder)
+    yield made
+    for collection in made._runs.values():
+        if collection.task is not None:
+            collection.task.cancel()
+            await asyncio.gather(collection.task, return_exceptions=True)

@@ -1,0 +1,128 @@
+"""From the calls of a group's episodes to its training rows: which calls are trained, and with what advantage."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from insitu.algorithms.advantages import AdvantageConfig, group_advantages
+from insitu.algorithms.rows import rows_of
+from insitu.config import WORKFLOW
+from insitu.errors import TrajectoryError
+from insitu.schemas.episodes import ModelCall
+from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory
+
+_ROLES = {role.value: role for role in EpisodeItemRole} | {"developer": EpisodeItemRole.SYSTEM}
+
+
+def targeted_calls(
+    calls: Sequence[ModelCall], functions: Sequence[str], model: str | None, llms: Collection[str]
+) -> list[int]:
+    """The places of the calls that are trained.
+
+    A call counts if it was made inside one of `functions` and to the targeted model: `model` names it by its key
+    under `llms`, its model name, or `name@step`; without one, the calls of `llms` count (all calls if that is empty).
+    """
+    everywhere = WORKFLOW in functions
+    return [
+        place
+        for place, call in enumerate(calls)
+        if call.token_ids
+        and (everywhere or not set(functions).isdisjoint(call.functions))
+        and (_is_model(call, model) if model is not None else not llms or call.llm in llms)
+    ]
+
+
+def _is_model(call: ModelCall, name: str) -> bool:
+    return call.llm == name or call.model == name or call.model.rpartition("@")[0] == name
+
+
+def dialogue(calls: Sequence[ModelCall]) -> list[EpisodeItem]:
+    """The readable dialogue: the messages and answer of the last call that continues the first.
+
+    Calls that did not continue it are dialogues of their own and stay in the trajectory's `calls`.
+    """
+    last: ModelCall | None = None
+    for call in calls:
+        if call.message is not None and (last is None or _continues(call, last)):
+            last = call
+    if last is None:
+        return []
+    answers = [call for call in calls if call.message is not None]
+    items = [_item(message, answers) for message in last.messages]
+    return [*items, _assistant(last)]
+
+
+def _continues(call: ModelCall, earlier: ModelCall) -> bool:
+    n = len(earlier.messages)
+    return len(call.messages) > n and call.messages[:n] == earlier.messages
+
+
+def _item(message: dict[str, Any], answers: Iterable[ModelCall]) -> EpisodeItem:
+    role = _ROLES.get(str(message.get("role")), EpisodeItemRole.OTHER)
+    extra = {k: v for k, v in message.items() if k not in ("role", "content")} or None
+    if role is EpisodeItemRole.ASSISTANT:
+        said = text_of(message.get("content"))
+        logprobs = next((c.logprobs for c in answers if c.message and text_of(c.message.get("content")) == said), None)
+        return EpisodeItem(role=role, content=said, logprobs=logprobs or [], metadata=extra)
+    return EpisodeItem(role=role, content=text_of(message.get("content")), metadata=extra)
+
+
+def _assistant(call: ModelCall) -> EpisodeItem:
+    message = call.message or {}
+    metadata: dict[str, Any] = {"call": call.index, "finish_reason": call.finish_reason}
+    if message.get("tool_calls"):
+        metadata["tool_calls"] = message["tool_calls"]
+    content = text_of(message.get("content"))
+    return EpisodeItem(role=EpisodeItemRole.ASSISTANT, content=content, logprobs=call.logprobs or [], metadata=metadata)
+
+
+def text_of(content: Any) -> str:
+    """A message's content as text; of a list of parts, the text parts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return "" if content is None else str(content)
+
+
+def step_returns(rewards: Sequence[float], discount: float) -> list[float]:
+    """G_k = sum over j >= k of discount^(j-k) r_j, for the steps of one episode."""
+    returns: list[float] = []
+    following = 0.0
+    for reward in reversed(rewards):
+        following = reward + discount * following
+        returns.append(following)
+    return returns[::-1]
+
+
+def call_advantages(
+    group: Sequence[Trajectory], config: AdvantageConfig, credit: str = "episode", discount: float = 1.0
+) -> list[dict[int, float]]:
+    """For each trajectory of a group, the advantage of each of its trained calls, by place in `calls`.
+
+    `credit: episode` gives every call of an episode the advantage of its reward within the group. `credit: step`
+    compares the (discounted) returns of all trained calls of the group with one another.
+    """
+    if credit == "episode":
+        advantages = group_advantages([t.reward for t in group], config)
+        return [dict.fromkeys(t.trained_calls, a) for t, a in zip(group, advantages, strict=True)]
+    returns = [step_returns(_step_rewards(t), discount) for t in group]
+    flat = iter(group_advantages([g for of_episode in returns for g in of_episode], config))
+    return [{place: next(flat) for place in t.trained_calls} for t in group]
+
+
+def _step_rewards(trajectory: Trajectory) -> list[float]:
+    if trajectory.shaped_rewards is None:
+        raise TrajectoryError(
+            f"credit: step needs a reward for each model call; episode {trajectory.id} has none: give them by "
+            "Context.get().reward(value), by custom steps with a `reward`, or as step_scores of the evaluator"
+        )
+    if len(trajectory.shaped_rewards) != len(trajectory.trained_calls):
+        raise TrajectoryError(
+            f"episode {trajectory.id} has {len(trajectory.trained_calls)} trained calls "
+            f"and {len(trajectory.shaped_rewards)} step rewards"
+        )
+    return trajectory.shaped_rewards
+
+
+def build_rows(group: Sequence[Trajectory], advantages: Sequence[dict[int, float]]) -> None:
+    """Set the rows of each trajectory from its calls and their advantages."""
+    for trajectory, of_calls in zip(group, advantages, strict=True):
+        trajectory.rows = rows_of(trajectory.calls, of_calls, trajectory.id or "")
