@@ -1,22 +1,22 @@
 """YAML -> Config in one pass: environment variables, overrides, and every key checked before anything runs."""
 
 import importlib
-import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu import registry as reg
+from insitu.config.keys import references, unknown_keys
+from insitu.config.reading import expand, override, parse_yaml
 from insitu.errors import ConfigError, PluginError
 from insitu.registry import Kind, not_found, registry
-from insitu.schemas.components import ComponentRef, FunctionBaseConfig, TypedBaseModel
+from insitu.schemas.components import FunctionBaseConfig, TypedBaseModel
 from insitu.schemas.finetuning import FinetuneConfig
 
 WORKFLOW = "<workflow>"
@@ -32,7 +32,6 @@ _COMPONENT_SECTIONS = (
     reg.TRAINER,
 )
 _SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
 
 
@@ -117,43 +116,6 @@ class Config:
         raise ConfigError(f"{key}: {str(path)!r} does not exist; looked for {' and '.join(map(str, candidates))}")
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's core schema: 1e-5 is a number, `on` and `no` are text, a key stands once."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if tag.rsplit(":", 1)[1] not in ("bool", "int", "float")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|nan))$"),
-    "-+0123456789.",
-)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), "-+0123456789")
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
-
-
-def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
-        seen.add(key)
-    loader.flatten_mapping(node)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-
-
-def parse_yaml(text: str) -> Any:
-    """Numbers and truth values as YAML 1.2 has them."""
-    return yaml.load(text, _Loader)
-
-
 def load_config(source: Any, overrides: Iterable[tuple[str, str]] = ()) -> Config:
     """Read, override and check a file (a Config is given back as it is).
 
@@ -175,34 +137,8 @@ def load_config(source: Any, overrides: Iterable[tuple[str, str]] = ()) -> Confi
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping of sections ({', '.join(_SECTIONS)})")
     for key, value in overrides:
-        _override(data, key, value)
+        override(data, key, value)
     return _Check(path).run(data)
-
-
-def _override(data: dict[str, Any], key: str, text: str) -> None:
-    """Apply `-o KEY VALUE`: KEY with dots into mappings (and numbers into lists), VALUE read as YAML."""
-    try:
-        value = parse_yaml(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"-o {key}: the value {text!r} is not valid YAML: {error}") from error
-    node: Any = data
-    *parents, last = key.split(".")
-    for depth, part in enumerate([*parents, last]):
-        where = ".".join(key.split(".")[:depth]) or "the file"
-        if isinstance(node, list):
-            if not part.isdigit() or int(part) >= len(node):
-                raise ConfigError(f"-o {key}: {where} is a list of {len(node)}; {part!r} is not one of its places")
-            index: Any = int(part)
-        elif isinstance(node, dict):
-            index = part
-        else:
-            raise ConfigError(f"-o {key}: {where} is {node!r}, which has no keys")
-        if depth == len(parents):
-            node[index] = value
-        else:
-            if isinstance(node, dict) and node.get(index) is None:
-                node[index] = {}
-            node = node[index]
 
 
 class _Check:
@@ -214,7 +150,7 @@ class _Check:
         self.from_environment: dict[str, str] = {}
 
     def run(self, data: dict[str, Any]) -> Config:
-        data = self._expand(data, "")
+        data = expand(data, self.problems, self.from_environment)
         self._fail_if_any()
         config = Config(folder=self.path.resolve().parent, source=str(self.path))
         for key in data:
@@ -225,16 +161,16 @@ class _Check:
         self._import_plugins(config)
         self._components(config, data)
         evaluation = self._mapping_of(data.get("eval"), "eval", allowed=("general", "evaluators"))
-        config.eval = self._model(EvalGeneralConfig, evaluation.get("general") or {}, "eval.general")
-        if config.eval and config.eval.dataset is not None:
+        general = self._model(EvalGeneralConfig, evaluation.get("general") or {}, "eval.general")
+        config.eval = general or EvalGeneralConfig()
+        if config.eval.dataset is not None:
             config.eval.dataset = self._component(reg.DATASET, config.eval.dataset, "eval.general.dataset")
         for name, block in self._mapping_of(evaluation.get("evaluators"), "eval.evaluators").items():
             self._store(config, reg.EVALUATOR, name, block, f"eval.evaluators.{name}")
         finetuning = data.get("finetuning") or {}
         if isinstance(finetuning, dict) and finetuning.pop("run_configuration", None) is not None:
             self.problems.append("finetuning.run_configuration: set by the command line, it cannot stand in the file")
-        config.finetuning = self._model(FinetuneConfig, finetuning, "finetuning")
-        self._fail_if_any()
+        config.finetuning = self._model(FinetuneConfig, finetuning, "finetuning") or FinetuneConfig()
         self._references(config)
         self._fail_if_any()
         return config
@@ -242,25 +178,6 @@ class _Check:
     def _fail_if_any(self) -> None:
         if self.problems:
             raise ConfigError("\n".join([f"{self.path}:", *(f"  {p}" for p in self.problems)]))
-
-    def _expand(self, node: Any, where: str) -> Any:
-        if isinstance(node, dict):
-            return {k: self._expand(v, f"{where}.{k}" if where else str(k)) for k, v in node.items()}
-        if isinstance(node, list):
-            return [self._expand(v, f"{where}.{i}") for i, v in enumerate(node)]
-        if not isinstance(node, str):
-            return node
-
-        def value(match: re.Match[str]) -> str:
-            name, default = match.groups()
-            found = os.environ.get(name, default)
-            if found is None:
-                self.problems.append(f"{where}: the environment variable {name} is not set (and has no :-default)")
-                return ""
-            self.from_environment[where] = name
-            return found
-
-        return _VARIABLE.sub(value, node)
 
     def _import_plugins(self, config: Config) -> None:
         folder = str(config.folder)
@@ -314,7 +231,9 @@ class _Check:
         try:
             return model.model_validate(node)
         except ValidationError as error:
-            self.problems.extend(self._sentence(where, e) for e in error.errors(include_url=False))
+            self.problems.extend(
+                self._sentence(where, e) for e in error.errors(include_url=False) if e["type"] != "extra_forbidden"
+            )
             return None
 
     def _sentence(self, where: str, error: Any) -> str:
@@ -352,51 +271,3 @@ class _Check:
         names = [n for s, n in config.blocks if s == section and n != WORKFLOW]
         if name is not None and name not in names:
             self.problems.append(not_found(f"{where}:", name, names) + f" under {section}")
-
-
-def unknown_keys(model: type[BaseModel], node: Mapping[str, Any], where: str) -> Iterator[str]:
-    """A sentence for every key of `node` that `model`, or a model inside it, does not have."""
-    fields = {f.validation_alias or f.alias or n: f for n, f in model.model_fields.items()}
-    fields |= {n: f for n, f in model.model_fields.items() if n != "type"}
-    allows_more = model.model_config.get("extra") == "allow"
-    for key, value in node.items():
-        if key not in fields:
-            if not allows_more and model.model_config.get("extra") != "forbid":  # forbid: pydantic says it itself
-                yield not_found(f"{where}: key", str(key), sorted(str(f) for f in fields if f != "reward"))
-            continue
-        inner = _model_in(fields[key].annotation)
-        if inner is None:
-            continue
-        place = f"{where}.{key}"
-        if isinstance(value, dict):
-            yield from unknown_keys(inner, value, place)
-        elif isinstance(value, list):
-            for index, item in enumerate(value):
-                if isinstance(item, dict):
-                    yield from unknown_keys(inner, item, f"{place}.{index}")
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The one model a field's type mentions, itself or inside a list or an optional; None where there are several."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Union, UnionType, list, tuple):
-        models = {m for a in get_args(annotation) if (m := _model_in(a)) is not None}
-        return models.pop() if len(models) == 1 else None
-    return None
-
-
-def references(node: Any, where: str) -> Iterator[tuple[str, ComponentRef]]:
-    """Every reference to another block inside a validated block, with its place."""
-    walk: Callable[[Any, str], Iterator[tuple[str, ComponentRef]]] = references
-    if isinstance(node, ComponentRef):
-        yield where, node
-    elif isinstance(node, BaseModel):
-        for name in type(node).model_fields:
-            yield from walk(getattr(node, name), f"{where}.{name}")
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            yield from walk(value, f"{where}.{key}")
-    elif isinstance(node, list | tuple | set):
-        for index, value in enumerate(node):
-            yield from walk(value, f"{where}.{index}")
