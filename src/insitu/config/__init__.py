@@ -147,6 +147,7 @@ class _Check:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problems: list[str] = []
+        self.present: set[tuple[str, str]] = set()
         self.from_environment: dict[str, str] = {}
 
     def run(self, data: dict[str, Any]) -> Config:
@@ -197,6 +198,7 @@ class _Check:
             self._store(config, reg.FUNCTION, WORKFLOW, data["workflow"], "workflow")
 
     def _store(self, config: Config, kind: Kind, name: Any, block: Any, where: str) -> None:
+        self.present.add((kind.section, str(name)))
         checked = self._component(kind, block, where)
         if checked is not None:
             config.blocks[kind.section, str(name)] = checked
@@ -251,23 +253,23 @@ class _Check:
         for (section, name), block in config.blocks.items():
             where = "workflow" if name == WORKFLOW else f"{section}.{name}"
             for place, ref in references(block, where):
-                self._exists(config, place, ref.section, ref)
+                self._exists(place, ref.section, ref)
         finetuning = config.finetuning
         for key in ("trainer", "trajectory_builder", "trainer_adapter"):
-            self._exists(config, f"finetuning.{key}", f"{key}s", getattr(finetuning, key))
+            self._exists(f"finetuning.{key}", f"{key}s", getattr(finetuning, key))
         if finetuning.reward_function is not None:
             reward = finetuning.reward_function.name
-            self._exists(config, "finetuning.reward_function.name", "eval.evaluators", reward)
+            self._exists("finetuning.reward_function.name", "eval.evaluators", reward)
         for function in finetuning.target_functions:
             if function != WORKFLOW:
-                self._exists(config, "finetuning.target_functions", "functions", function)
+                self._exists("finetuning.target_functions", "functions", function)
         models = {n: getattr(config.block(reg.LLM, n), "model_name", None) for n in config.names(reg.LLM)}
         target = finetuning.target_model
         if target is not None and target not in models and target not in models.values():
             known = [*models, *(m for m in models.values() if m)]
             self.problems.append(not_found("finetuning.target_model:", target, known))
 
-    def _exists(self, config: Config, where: str, section: str, name: str | None) -> None:
-        names = [n for s, n in config.blocks if s == section and n != WORKFLOW]
+    def _exists(self, where: str, section: str, name: str | None) -> None:
+        names = sorted(n for s, n in self.present if s == section and n != WORKFLOW)
         if name is not None and name not in names:
             self.problems.append(not_found(f"{where}:", name, names) + f" under {section}")
