@@ -1,0 +1,227 @@
+"""Turns a job's rows into the next policy version: its weights, ready to serve, and a checkpoint of them."""
+
+import contextlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from insitu.backend.batches import Row
+from insitu.backend.checkpoints import (
+    TrainingRecord,
+    atomically,
+    forget_optimizer,
+    read_optimizer,
+    read_record,
+    write_training,
+)
+from insitu.backend.model import LoadedModel, load_model
+from insitu.backend.policy import held_adapter, make_policy
+from insitu.backend.scoring import Scorer
+from insitu.backend.updates import Progress, Trainer, Updates
+from insitu.errors import RequestRefused
+from insitu.schemas.wire import LoRASettings, TrainingSettings
+
+logger = logging.getLogger(__name__)
+
+KEPT_OPTIMIZERS = 2
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+class Trained(NamedTuple):
+    """What a job has led to; `module` is frozen, of the served type, and not the learner's own."""
+
+    module: nn.Module
+    version: int
+    checkpoint: Path
+    metrics: dict[str, Any]
+
+
+class Learner:
+    """Owns the weights under training; `version` counts the jobs it has finished, 0 being the model as loaded.
+
+    Its truth is the newest checkpoint (or, before the first, the loaded model): a job that fails or is cancelled just
+    drops what is in memory, and the next one starts from there again. The loaded module is never changed.
+    """
+
+    def __init__(self, loaded: LoadedModel, output_dir: Path) -> None:
+        self.version = 0
+        self._loaded = loaded
+        self._folder = output_dir / "checkpoints"
+        self._checkpoints: dict[int, Path] = {}
+        self._trainer: Trainer | None = None
+        self._scorer = Scorer(loaded)
+        self._reference: nn.Module | None = None
+        source = str(Path(loaded.source).resolve()) if Path(loaded.source).exists() else loaded.source
+        self._origin = read_record(source) or TrainingRecord(step=0, version=0, started_from=source)
+        self._origin_folder = Path(source)
+        self._lora = self._origin.lora or held_adapter(loaded.module)
+        self._lora_fixed = self._lora is not None or self._origin.step > 0
+        self._tokenizer_files: dict[str, bytes] = {}
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids lie below this."""
+        return self._loaded.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+
+    @property
+    def max_length(self) -> int:
+        return self._loaded.max_length
+
+    def check(self, settings: TrainingSettings) -> None:
+        """Raises RequestRefused where the job asks for other adapters than those under training."""
+        if self._lora_fixed and not _same(settings.lora, self._lora):
+            held = self._lora.model_dump_json() if self._lora else "none (all weights)"
+            raise RequestRefused(
+                f"settings.lora differs from what this backend trains; allowed here: {held}",
+                status=409,
+                param="settings.lora",
+                code="lora_fixed",
+            )
+
+    def run(self, settings: TrainingSettings, rows: Sequence[Row]) -> Generator[Progress, None, Trained]:
+        """Yields after every micro-batch; closing it early leaves weights and optimiser as they were before."""
+        steps = self._job(settings, rows)
+        try:
+            while True:
+                with _all_cores(self._loaded.device):
+                    try:
+                        progress = next(steps)
+                    except StopIteration as end:
+                        return end.value
+                yield progress
+        except BaseException:
+            self._trainer = None
+            raise
+
+    def module_at(self, version: int) -> nn.Module:
+        """The weights of an earlier version, from its checkpoint, frozen and of the served type."""
+        if version == 0:
+            return self._loaded.module
+        if version not in self._checkpoints:
+            raise RequestRefused(
+                f"there is no version {version}; there are {', '.join(map(str, (0, *self._checkpoints)))}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        policy = make_policy(self._loaded, self._lora, seed=0)
+        policy.load(self._checkpoints[version])
+        return policy.served()
+
+    def _job(self, settings: TrainingSettings, rows: Sequence[Row]) -> Generator[Progress, None, Trained]:
+        began = time.monotonic()
+        self.check(settings)
+        if self._trainer is None:
+            self._trainer = self._restore(settings)
+        trainer = self._trainer
+        for group in trainer.optimizer.param_groups:
+            group["betas"] = settings.betas
+            group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
+        metrics = yield from Updates(trainer, settings, rows).run()
+        served = trainer.policy.served()
+        checkpoint = self._write(trainer, served)
+        # From here on nothing can fail: version, checkpoint and weights change together.
+        self.version += 1
+        self._checkpoints[self.version] = checkpoint
+        self._lora, self._lora_fixed = trainer.policy.lora, True
+        for version in self._checkpoints:
+            if version <= self.version - KEPT_OPTIMIZERS:
+                forget_optimizer(self._checkpoints[version])
+        metrics |= {
+            "tokens": sum(len(row.positions) for row in rows),
+            "rows": len(rows),
+            "episodes": len({row.episode or index for index, row in enumerate(rows)}),
+            "seconds": time.monotonic() - began,
+        }
+        logger.info(
+            "version %d: loss %.4g, %d rows, %.1f s", self.version, metrics["loss"], len(rows), metrics["seconds"]
+        )
+        return Trained(served, self.version, checkpoint, metrics)
+
+    def _restore(self, settings: TrainingSettings) -> Trainer:
+        """The trainer as the newest checkpoint holds it, or as the loaded model begins."""
+        lora = self._lora if self._lora_fixed else settings.lora
+        policy = make_policy(self._loaded, lora, settings.seed)
+        folder = self._checkpoints.get(self.version)
+        if folder is not None:
+            policy.load(folder)
+        saved = read_optimizer(folder or self._origin_folder)
+        policy.overwrite((name, saved[f"weights.{name}"]) for name in policy.trained if f"weights.{name}" in saved)
+        optimizer = _adamw(policy.trained, self._loaded.device)
+        for name, parameter in policy.trained.items():
+            if f"exp_avg.{name}" in saved:
+                optimizer.state[parameter] = {key: saved[f"{key}.{name}"].to(parameter.device) for key in MOMENTS}
+        return Trainer(policy, optimizer, self._scorer, self._starting_weights)
+
+    def _starting_weights(self) -> nn.Module:
+        """Those that training began with, in whichever process that was."""
+        if self._reference is None:
+            began = self._origin.started_from
+            same = self._origin.step == 0
+            dtype = str(self._loaded.dtype).removeprefix("torch.")
+            self._reference = self._loaded.module if same else load_model(began, str(self._loaded.device), dtype).module
+        return self._reference
+
+    def _write(self, trainer: Trainer, served: nn.Module) -> Path:
+        step = self._origin.step + self.version + 1
+        target = self._folder / f"step_{step:06d}"
+        record = TrainingRecord(
+            step=step, version=self.version + 1, started_from=self._origin.started_from, lora=trainer.policy.lora
+        )
+        state: dict[str, Tensor] = {}
+        for name, parameter in trainer.policy.trained.items():
+            state |= {f"{key}.{name}": value for key, value in trainer.optimizer.state[parameter].items()}
+            if self._loaded.dtype != torch.float32:
+                state[f"weights.{name}"] = parameter.detach()
+        with atomically(target) as draft:
+            trainer.policy.save(draft, served)
+            for name, content in self._tokenizer().items():
+                (draft / name).write_bytes(content)
+            write_training(draft, record, state)
+        return target
+
+    def _tokenizer(self) -> dict[str, bytes]:
+        """Its files, which are the same in every checkpoint."""
+        if not self._tokenizer_files:
+            with tempfile.TemporaryDirectory() as folder:
+                self._loaded.tokenizer.save_pretrained(folder)
+                self._tokenizer_files = {
+                    path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()
+                }
+        return self._tokenizer_files
+
+
+def _adamw(parameters: dict[str, nn.Parameter], device: torch.device) -> torch.optim.AdamW:
+    """Weight decay is for matrices; norms and biases go without."""
+    matrices = [p for p in parameters.values() if p.ndim > 1]
+    vectors = [p for p in parameters.values() if p.ndim <= 1]
+    groups = [{"params": matrices, "decays": True}, {"params": vectors, "decays": False}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], fused=device.type in ("cpu", "cuda"))
+
+
+def _same(asked: LoRASettings | None, held: LoRASettings | None) -> bool:
+    if asked is None or held is None:
+        return asked is held
+    if isinstance(asked.target_modules, str) and not isinstance(held.target_modules, str):
+        # The adapter's file lists by name what `all-linear` stood for.
+        asked = asked.model_copy(update={"target_modules": held.target_modules})
+    return asked == held
+
+
+@contextlib.contextmanager
+def _all_cores(device: torch.device) -> Iterator[None]:
+    """All cores for a piece of training; sampling, which comes in between, keeps its own number."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,152 @@
+"""The weights under training: all of a model's, or low-rank adapters over weights shared with what is served."""
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from insitu.backend.model import LoadedModel
+from insitu.errors import BackendError
+from insitu.schemas.wire import LoRASettings
+
+
+@dataclass
+class Policy:
+    """`module` is trained, in float32 where it is trainable; `trained` are those of its parameters by name."""
+
+    module: nn.Module
+    lora: LoRASettings | None
+    loaded: LoadedModel
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    @contextlib.contextmanager
+    def dropout(self) -> Iterator[None]:
+        """Within the block the adapters' own dropout is active; that of the model below never is."""
+        layers = [module for name, module in self.module.named_modules() if "lora_dropout" in name] if self.lora else []
+        try:
+            for layer in layers:
+                layer.train()
+            yield
+        finally:
+            for layer in layers:
+                layer.eval()
+
+    def served(self) -> nn.Module:
+        """A frozen copy in the types of the loaded model, whose untrained tensors it shares."""
+        if self.lora is not None:
+            weights = {name: p.detach().to(self.loaded.dtype, copy=True) for name, p in self.trained.items()}
+            return _frozen(with_weights(self.module, weights))
+        kinds = {name: p.dtype for name, p in self.loaded.module.named_parameters()}
+        weights = {name: p.detach().to(kinds[name], copy=True) for name, p in self.trained.items()}
+        return _frozen(with_weights(self.loaded.module, weights))
+
+    def save(self, folder: Path, served: nn.Module) -> None:
+        """Adapters as they are trained, full weights as they are served."""
+        if self.lora is None:
+            served.save_pretrained(folder)  # type: ignore[operator]
+            return
+        self.module.save_pretrained(folder, save_embedding_layers=False)  # type: ignore[operator]
+        (folder / "README.md").unlink(missing_ok=True)
+
+    def load(self, folder: Path) -> None:
+        """Take over the weights `save` wrote."""
+        if self.lora is None:
+            saved: Iterable[tuple[str, Tensor]] = _from_pretrained(self.loaded, folder).named_parameters()
+        else:
+            prefix = f".{self.module.active_adapter}."
+            short = {name.replace(prefix, "."): name for name in self.trained}
+            saved = ((short[key], value) for key, value in load_file(folder / "adapter_model.safetensors").items())
+        self.overwrite(saved)
+
+    @torch.no_grad()
+    def overwrite(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        trained = self.trained
+        for name, value in values:
+            trained[name].copy_(value)
+
+
+def make_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> Policy:
+    """Ready to train from the weights of `loaded`, which stay as they are; `seed` initialises new adapters."""
+    if lora is None:
+        weights = {name: p.detach().to(torch.float32, copy=True) for name, p in loaded.module.named_parameters()}
+        module = with_weights(loaded.module, weights)
+    elif held_adapter(loaded.module) is not None:
+        adapters = {name: p for name, p in loaded.module.named_parameters() if "lora_" in name}
+        weights = {name: p.detach().to(torch.float32, copy=True) for name, p in adapters.items()}
+        module = with_weights(loaded.module, weights)
+    else:
+        module = _with_adapters(loaded, lora, seed)
+        weights = {name: p for name, p in module.named_parameters() if "lora_" in name}
+    for name, parameter in module.named_parameters():
+        if name in weights:
+            parameter.requires_grad_(True)
+    return Policy(module, lora, loaded)
+
+
+def held_adapter(module: nn.Module) -> LoRASettings | None:
+    """The shape of the adapters a loaded model already has."""
+    configs = getattr(module, "peft_config", None)
+    if not configs:
+        return None
+    config = configs[module.active_adapter]
+    if config.peft_type != "LORA" or config.modules_to_save:
+        raise BackendError(
+            f"the adapter is of type {config.peft_type} with modules_to_save {config.modules_to_save}; "
+            "only plain LORA adapters can be trained on"
+        )
+    targets = config.target_modules
+    return LoRASettings(
+        rank=config.r,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        target_modules=targets if isinstance(targets, str) else sorted(targets),
+    )
+
+
+def with_weights(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    """A copy of the structure alone: parameters named in `weights` are those, all other tensors are shared."""
+    shared: dict[int, object] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    for name, parameter in module.named_parameters():
+        if name in weights:
+            shared[id(parameter)] = nn.Parameter(weights[name], requires_grad=False)
+    return copy.deepcopy(module, shared).eval()
+
+
+def _frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False).eval()
+
+
+def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        # GPT-2 stores its projections transposed; peft finds that out by itself, and says so.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")
+        torch.manual_seed(seed)
+        try:
+            return get_peft_model(with_weights(loaded.module, {}), config).eval()
+        except ValueError as error:
+            raise BackendError(f"lora.target_modules is {lora.target_modules!r}: {error}") from error
+
+
+def _from_pretrained(loaded: LoadedModel, folder: Path) -> nn.Module:
+    """The folder's weights in the structure and types of the loaded model."""
+    kind = type(loaded.module)
+    attention = loaded.module.config._attn_implementation  # type: ignore[union-attr]
+    return kind.from_pretrained(folder, dtype=loaded.dtype, attn_implementation=attention).to(loaded.device)  # type: ignore[attr-defined]

@@ -1,0 +1,191 @@
+"""The optimiser steps of one job, micro-batch by micro-batch.
+
+Shapes: B rows of a micro-batch, K trained tokens of the row that has most, N trained tokens of all its rows.
+"""
+
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from insitu.backend.batches import Row, lay_out, micro_batches, optimiser_steps
+from insitu.backend.losses import PolicyBatch, kl_estimate, policy_loss, row_weights
+from insitu.backend.policy import Policy
+from insitu.backend.scoring import Scorer
+from insitu.errors import JobFailed
+from insitu.schemas.wire import TrainingSettings
+
+CPU_MICRO_BATCH = 4096
+"""Padded tokens of a micro-batch on a CPU at most: more do not run faster, and sampling waits for each."""
+KL_ROWS = 128
+"""Without a KL penalty the metric is measured after the last step, on this many rows."""
+SUMS = ("loss", "clipped", "kl", "gap", "sampled_ratio", "entropy")
+
+
+class Progress(NamedTuple):
+    """After a micro-batch; `metrics` are given at the end of an optimiser step."""
+
+    percent: float
+    metrics: dict[str, Any] | None = None
+
+
+class Step(NamedTuple):
+    """One optimiser step: sums over its trained tokens by the names of SUMS, and what the optimiser did."""
+
+    tokens: int
+    sums: dict[str, float]
+    grad_norm: float
+    learning_rate: float
+
+
+def learning_rate(settings: TrainingSettings, step: int, steps: int) -> float:
+    """Of the job's step number `step` (from 0) of `steps`, each an equal part of the job's share of the run."""
+    first, last = settings.progress
+    begun, ended = (first + (last - first) * number / steps for number in (step, step + 1))
+    if begun < settings.warmup:  # rises by the end of a step, so that the first one is not lost
+        return settings.learning_rate * min(1.0, ended / settings.warmup)
+    fallen = (begun - settings.warmup) / (1 - settings.warmup)
+    factor = {"constant": 1.0, "linear": 1 - fallen, "cosine": (1 + math.cos(math.pi * fallen)) / 2}
+    return settings.learning_rate * factor[settings.schedule]
+
+
+@dataclass
+class Trainer:
+    """What lasts from job to job; `reference` gives the starting weights, which may have to be loaded for it."""
+
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    scorer: Scorer
+    reference: Callable[[], nn.Module]
+
+
+class Updates:
+    """One job: takes the trainer's policy through all optimiser steps over its rows."""
+
+    def __init__(self, trainer: Trainer, settings: TrainingSettings, rows: Sequence[Row]) -> None:
+        self._policy = trainer.policy
+        self._optimizer = trainer.optimizer
+        self._score = trainer.scorer
+        self._reference = trainer.reference() if settings.kl.beta > 0 else None
+        self._trainer = trainer
+        self._settings = settings
+        self._rows = rows
+        self._device = trainer.policy.loaded.device
+        self._old: dict[int, Tensor] = {}  # by row: log-probabilities (K) of the policy at the start of the job
+        self._budget = settings.micro_batch_tokens
+        if self._device.type == "cpu":
+            self._budget = min(self._budget, CPU_MICRO_BATCH)
+
+    def run(self) -> Generator[Progress, None, dict[str, Any]]:
+        """Yields after each micro-batch; returns the job's metrics. Raises JobFailed at a number that is not finite."""
+        plan = optimiser_steps(self._rows, self._settings)
+        for _ in self._score_old(set(range(len(self._rows))) - set(plan[0])):
+            yield Progress(0.0)
+        steps: list[Step] = []
+        for number, chosen in enumerate(plan):
+            rate = learning_rate(self._settings, number, len(plan))
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            computing = self._compute(chosen)
+            try:
+                while True:
+                    yield Progress(100 * (number + next(computing)) / len(plan))
+            except StopIteration as end:
+                sums = end.value
+            steps.append(self._advance(sums, sum(len(self._rows[index].positions) for index in chosen)))
+            yield Progress(100 * (number + 1) / len(plan), describe(steps[-1:], self._settings))
+        metrics = describe(steps, self._settings)
+        if self._reference is None:
+            metrics["kl"] = self._sampled_kl(plan[-1][:KL_ROWS])
+        return metrics
+
+    def _score_old(self, rows: set[int]) -> Iterator[None]:
+        """Only what the first step does not train: the others' are what that step computes anyway."""
+        for part in micro_batches(self._rows, rows, self._budget):
+            batch = lay_out([self._rows[index] for index in part], self._device)
+            with torch.no_grad():
+                self._keep_old(part, self._score(self._policy.module, batch).logprobs_N)
+            yield
+
+    def _keep_old(self, part: list[int], logprobs_N: Tensor) -> None:
+        counts = [len(self._rows[index].positions) for index in part]
+        self._old.update(zip(part, logprobs_N.detach().split(counts), strict=True))
+
+    def _compute(self, chosen: list[int]) -> Generator[float, None, dict[str, float]]:
+        """The gradients of one optimiser step; yields the share that is done, returns the sums named in SUMS."""
+        rows = [self._rows[index] for index in chosen]
+        weights = row_weights([len(row.positions) for row in rows], [row.episode for row in rows], self._settings)
+        weight_of = dict(zip(chosen, weights, strict=True))
+        totals = torch.zeros(len(SUMS), device=self._device)
+        done = 0
+        self._optimizer.zero_grad()
+        for part in micro_batches(self._rows, chosen, self._budget):
+            weight_B = torch.tensor([weight_of[index] for index in part], device=self._device)
+            totals += self._backward(part, weight_B)
+            done += len(part)
+            yield done / len(chosen)
+        return dict(zip(SUMS, totals.tolist(), strict=True))
+
+    def _backward(self, part: list[int], weight_B: Tensor) -> Tensor:
+        batch = lay_out([self._rows[index] for index in part], self._device)
+        with self._policy.dropout():
+            new_N, entropy_N = self._score(self._policy.module, batch)
+        if part[0] not in self._old:  # the first step: nothing has moved yet
+            self._keep_old(part, new_N)
+        ref_BK = None
+        if self._reference is not None:
+            with torch.no_grad():
+                ref_BK = batch.spread(self._score(self._reference, batch).logprobs_N)
+        inputs = PolicyBatch(
+            old_BT=batch.spread(torch.cat([self._old[index] for index in part])),
+            rollout_BT=batch.rollout_BK,
+            ref_BT=ref_BK,
+            advantage_BT=batch.advantage_BK,
+            mask_BT=batch.mask_BK,
+            weight_B=weight_B,
+        )
+        result = policy_loss(batch.spread(new_N), inputs, self._settings)
+        result.loss.backward()
+        return torch.stack([*(value.detach().float() for value in result), entropy_N.sum()])
+
+    def _advance(self, sums: dict[str, float], tokens: int) -> Step:
+        parameters = list(self._policy.trained.values())
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.max_grad_norm).item()
+        if not (math.isfinite(norm) and math.isfinite(sums["loss"])):
+            raise JobFailed(
+                f"the loss is {sums['loss']} and the norm of its gradient {norm}; the job is undone, and the weights "
+                "are those before it"
+            )
+        self._optimizer.step()
+        return Step(tokens, sums, norm, self._optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def _sampled_kl(self, chosen: list[int]) -> float:
+        total, tokens = 0.0, 0
+        reference = self._trainer.reference()
+        for part in micro_batches(self._rows, chosen, self._budget):
+            batch = lay_out([self._rows[index] for index in part], self._device)
+            new_N, ref_N = (self._score(module, batch).logprobs_N for module in (self._policy.module, reference))
+            total += kl_estimate(new_N, ref_N, self._settings.kl).sum().item()
+            tokens += len(new_N)
+        return total / tokens
+
+
+def describe(steps: Sequence[Step], settings: TrainingSettings) -> dict[str, Any]:
+    """The metrics of these optimiser steps; the gap to the sampler is that of the first, before anything moved."""
+    tokens = sum(step.tokens for step in steps)
+    total = {name: math.fsum(step.sums[name] for step in steps) for name in SUMS}
+    return {
+        "loss": total["loss"] / len(steps),
+        "kl": total["kl"] / tokens if settings.kl.beta > 0 else None,
+        "entropy": total["entropy"] / tokens,
+        "clip_fraction": total["clipped"] / tokens,
+        "grad_norm": math.fsum(step.grad_norm for step in steps) / len(steps),
+        "learning_rate": steps[-1].learning_rate,
+        "logprob_gap": steps[0].sums["gap"] / steps[0].tokens,
+        "ratio_mean": steps[0].sums["sampled_ratio"] / steps[0].tokens,
+        "steps": len(steps),
+    }
