@@ -44,10 +44,10 @@ class Numbers:
 class EpisodeScope:
     """All that is recorded while one episode, or a plain run, is going on.
 
-    `calls` in order of their end; `rewards` step rewards by call index; `failed_attempts` requests that brought no
-    answer, by reason (a client that tries again makes one call all the same); `late_calls` requests that were not
-    recorded because the episode had ended; `capture_error` what a model call lacked, even if the workflow has
-    swallowed the exception.
+    `calls` in order of their end, from `close` on in order of their start; `rewards` step rewards by call index;
+    `failed_attempts` requests that brought no answer, by reason (a client that tries again makes one call all the
+    same); `late_calls` requests that were not recorded because the episode had ended; `capture_error` what a model
+    call lacked, even if the workflow has swallowed the exception.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class EpisodeScope:
         """Nothing that comes later is recorded."""
         if not self.closed:
             self.closed = True
+            self.calls.sort(key=lambda call: call.index)
             self.step_manager.complete()
 
     def refuse_late_call(self) -> None:

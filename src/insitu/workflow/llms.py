@@ -11,8 +11,10 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from pydantic import Field, SecretStr
 
 from insitu.errors import ConfigError
@@ -22,6 +24,9 @@ from insitu.schemas.components import LLMBaseConfig
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
     from openai.types.chat import ChatCompletion
+
+
+_FOR_THE_CLIENT = frozenset(("stream", "timeout", "extra_body", "extra_headers", "extra_query"))
 
 
 class SamplingConfig(LLMBaseConfig):
@@ -87,9 +92,18 @@ class PlainLLM:
     recorder: Any
     closers: list[Callable[[], Any]] = field(default_factory=list)
 
+    @cached_property
+    def _completion_type(self) -> "type[ChatCompletion]":
+        from openai.types.chat import ChatCompletion
+
+        return ChatCompletion
+
     async def complete(self, messages: list[dict[str, Any]], **overrides: Any) -> "ChatCompletion":
         """One chat completion with the configured parameters, `overrides` before them."""
         request: dict[str, Any] = {"model": self.model, "messages": messages, **self.params, **overrides}
+        if _is_plain_json(request):
+            # `create` walks the request to translate what is no JSON, a quarter of the client's CPU time
+            return await self.client.post("/chat/completions", cast_to=self._completion_type, body=request)
         return await self.client.chat.completions.create(**request)
 
     async def aclose(self) -> None:
@@ -97,6 +111,17 @@ class PlainLLM:
             closing = close()
             if inspect.isawaitable(closing):
                 await closing
+
+
+def _is_plain_json(request: dict[str, Any]) -> bool:
+    """Whether a request can be sent as it is: nothing in it is for the client (time-out, streaming) or an object."""
+    if not _FOR_THE_CLIENT.isdisjoint(request):
+        return False
+    try:
+        orjson.dumps(request)
+    except TypeError:
+        return False
+    return True
 
 
 def http_library() -> Any:
