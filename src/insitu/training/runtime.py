@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -104,9 +105,24 @@ def _validation(config: Config, asked: FinetuneRunConfig) -> ValidationConfig | 
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop where it is installed: half the cost of a request on the client's side."""
+    """Run on uvloop where it is installed: half the cost of a request on the client's side.
+
+    SIGTERM ends it like Ctrl-C: everything is taken down, then KeyboardInterrupt is raised.
+    """
+
+    async def stoppable() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await main
+
     try:
         import uvloop
     except ModuleNotFoundError:
-        return asyncio.run(main)
-    return uvloop.run(main)
+        run = asyncio.run
+    else:
+        run = uvloop.run
+    try:
+        return run(stoppable())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
