@@ -31,11 +31,11 @@ class Compute:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop after what is being computed now; driven generators are closed."""
+    def close(self, timeout: float | None = None) -> None:
+        """Stop after what is being computed now, waiting `timeout` seconds for it; driven generators are closed."""
         self._inbox.put(_stop)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout)
 
     def wake(self) -> None:
         """There may be something to sample; callable from any thread."""

@@ -81,7 +81,11 @@ class Engine:
             Request(prompt, each, _resolver(future), False, version) for each, future in zip(params, done, strict=True)
         ]
         with self._submitted(loop, requests):
-            return await asyncio.gather(*done)
+            pieces = await asyncio.gather(*done)
+        for piece, request in zip(pieces, requests, strict=True):
+            if request.text is None:
+                piece.text = self.tokens.decode([token.id for token in piece.tokens])
+        return pieces
 
     async def stream(
         self, prompt: list[int], params: Sequence[SamplingParams], version: int | None

@@ -1,0 +1,222 @@
+"""`POST /v1/chat/completions` and `GET /v1/models`: requests in, the engine's completions out."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from insitu.backend.answers import Answer
+from insitu.backend.chat import ChatRequest, parse_request, template_messages
+from insitu.backend.engine import Engine
+from insitu.backend.http import JSON, error_body, read_body, refused_response
+from insitu.backend.lane import Piece
+from insitu.backend.sampling import SamplingParams
+from insitu.errors import RequestRefused
+
+MAX_BODY = 16 * 2**20
+PATIENCE = 0.5
+"""Seconds a completion may take before its client is watched for leaving; most are over by then."""
+
+T = TypeVar("T")
+Sink = Callable[[list[int], Sequence[SamplingParams], Sequence[Piece]], None]
+
+
+class SampleLog:
+    """Appends every completed choice to a file, one JSON line each."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+
+    def __call__(self, prompt: list[int], params: Sequence[SamplingParams], pieces: Sequence[Piece]) -> None:
+        for each, piece in zip(params, pieces, strict=True):
+            line = {
+                "prompt_token_ids": prompt,
+                "token_ids": [token.id for token in piece.tokens],
+                "logprobs": [token.logprob for token in piece.tokens],
+                "version": piece.version,
+                "seed": each.seed,
+                "finish_reason": piece.finish_reason,
+            }
+            self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+        self._file.flush()
+
+
+class Models:
+    """The names this server answers to: `NAME` for the newest weights, `NAME@K` for those of version K."""
+
+    def __init__(self, name: str, versions: Callable[[], Sequence[int]]) -> None:
+        self.name = name
+        self._versions = versions
+
+    def version(self, model: str) -> int | None:
+        """The version asked for, none for the newest. Raises RequestRefused (404) listing what exists."""
+        if model == self.name:
+            return None
+        name, _, number = model.rpartition("@")
+        if name == self.name and number.isdigit() and int(number) in self._versions():
+            return int(number)
+        raise RequestRefused(
+            f"there is no model {model!r}; existing: {', '.join(self.names())}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+    def names(self) -> list[str]:
+        return [self.name, *(f"{self.name}@{version}" for version in self._versions())]
+
+    async def list(self, request: Request) -> Response:
+        """GET /v1/models"""
+        model = {"object": "model", "created": 0, "owned_by": "insitu"}
+        return JSON({"object": "list", "data": [{"id": name, **model} for name in self.names()]})
+
+    async def get(self, request: Request) -> Response:
+        """GET /v1/models/{model}"""
+        model = request.path_params["model"]
+        version = self.version(model)
+        newest = self._versions()[-1]
+        about = {"object": "model", "created": 0, "owned_by": "insitu"}
+        return JSON({"id": model, **about, "policy_version": newest if version is None else version})
+
+
+class Call(NamedTuple):
+    """What the engine is asked for."""
+
+    prompt: list[int]
+    params: list[SamplingParams]
+    version: int | None
+
+
+class ChatCompletions:
+    """The chat endpoint, as a plain ASGI application: it is the path every sampled token takes."""
+
+    def __init__(self, engine: Engine, models: Models, log: Sink | None = None) -> None:
+        self._engine = engine
+        self._models = models
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            request = parse_request(await read_body(receive, MAX_BODY))
+            version = self._models.version(request.model)
+            prompt = self._prompt(request)
+            call = Call(prompt, request.sampling(self._room(prompt)), version)
+            if request.stream:
+                await self._stream(request, call, receive, send)
+            else:
+                await self._whole(request, call, receive, send)
+        except RequestRefused as error:
+            await refused_response(error)(scope, receive, send)
+
+    async def _whole(self, request: ChatRequest, call: Call, receive: Receive, send: Send) -> None:
+        pieces = await _unless_gone(self._engine.complete(*call), receive)
+        if pieces is None:
+            return
+        self._record(call, pieces)
+        body = orjson.dumps(Answer(request, call.prompt, self._engine.tokens).whole(pieces))
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"x-policy-version", str(pieces[0].version).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def _record(self, call: Call, pieces: Sequence[Piece]) -> None:
+        if self._log is not None:
+            self._log(call.prompt, call.params, pieces)
+
+    def _prompt(self, request: ChatRequest) -> list[int]:
+        messages = template_messages(request.messages)
+        return self._engine.tokens.prompt(messages, request.usable_tools, **(request.chat_template_kwargs or {}))
+
+    def _room(self, prompt: list[int]) -> int:
+        """Tokens that fit behind the prompt. Raises RequestRefused where there is no room, or no prompt."""
+        longest = self._engine.options.max_length
+        if not prompt:
+            raise RequestRefused("the chat template made an empty prompt of these messages", param="messages")
+        if len(prompt) >= longest:
+            raise RequestRefused(
+                f"the prompt has {len(prompt)} tokens; prompt and completion together may have {longest}",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        return longest - len(prompt)
+
+    async def _stream(self, request: ChatRequest, call: Call, receive: Receive, send: Send) -> None:
+        """Server-sent events, one for each piece; a failure after the first becomes an event itself."""
+        answer = Answer(request, call.prompt, self._engine.tokens)
+        parts: list[list[Piece]] = [[] for _ in call.params]
+        handler = asyncio.current_task()
+        assert handler is not None
+
+        def leave(_: asyncio.Task[None]) -> None:
+            handler.cancel()
+
+        watcher = asyncio.create_task(_gone(receive))
+        watcher.add_done_callback(leave)
+        try:
+            async for index, piece in self._engine.stream(*call):
+                if not any(parts):
+                    await send(_event_stream(piece.version))
+                parts[index].append(piece)
+                await send(_event(orjson.dumps(answer.chunk(index, piece))))
+            if request.wants_usage:
+                await send(_event(orjson.dumps(answer.usage_chunk(parts[0][0].version))))
+            await send(_event(b"[DONE]", last=True))
+        except asyncio.CancelledError:
+            if not watcher.done():
+                raise
+            return
+        except Exception as error:  # the answer has begun, so its failure can only be told inside it
+            if isinstance(error, RequestRefused) or not any(parts):
+                raise
+            await send(_event(orjson.dumps(error_body(str(error), 500)), last=True))
+        finally:
+            watcher.remove_done_callback(leave)
+            watcher.cancel()
+        self._record(call, [_joined(pieces) for pieces in parts])
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+    """The result of `work`, or none, the work cancelled, if the client leaves first."""
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait([task], timeout=PATIENCE)
+        if not done:
+            watcher = asyncio.ensure_future(_gone(receive))
+            await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
+            watcher.cancel()
+        return await task if task.done() else None
+    finally:
+        task.cancel()
+
+
+def _event_stream(version: int) -> dict[str, Any]:
+    headers = [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-policy-version", str(version).encode()),
+    ]
+    return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+def _event(data: bytes, last: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": not last}
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    """The pieces of one choice as the single piece it is where nothing is streamed."""
+    tokens = [token for piece in pieces for token in piece.tokens]
+    return Piece(pieces[0].version, "".join(piece.text for piece in pieces), tokens, pieces[-1].finish_reason)
