@@ -116,13 +116,13 @@ class FakeOpenAI:
 
         for index in range(body.get("n") or 1):
             await send([{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
-        if text == "stall":
-            await asyncio.sleep(30)
         for index in range(body.get("n") or 1):
             for delta, tokens in _deltas(text, index):
                 choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
                 self._add_tokens(body, choice, tokens)
                 await send([choice])
+                if text == "stall":
+                    await asyncio.sleep(30)
             reason = "tool_calls" if text == "tool" else "stop"
             await send([{"index": index, "delta": {}, "finish_reason": reason}])
         if (body.get("stream_options") or {}).get("include_usage"):

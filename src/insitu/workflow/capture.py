@@ -11,7 +11,7 @@ It knows nothing of HTTP libraries; `transport` and the gateway put it under the
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -32,11 +32,17 @@ _HINTS = {
 
 
 class Recorder:
-    """Records the chat completions of one model object. `llm` is its key under `llms`, `server` its address."""
+    """Records the chat completions of one model object.
 
-    def __init__(self, server: str, llm: str | None = None) -> None:
+    `server` is its address, `llm` its key under `llms`, `error_type` what is raised when training lacks something.
+    """
+
+    def __init__(
+        self, server: str, llm: str | None = None, error_type: Callable[[str], CaptureError] = CaptureError
+    ) -> None:
         self.server = server
         self.llm = llm
+        self.error_type = error_type
 
     def begin(self, method: str, path: str, content: bytes, scope: EpisodeScope | None = None) -> "Exchange | None":
         """Start a call of the current episode (or `scope`); None for all that is no such call."""
@@ -97,8 +103,10 @@ class Exchange:
             return body
         try:
             reply = orjson.loads(body)
-            choices = reply["choices"]
-        except (orjson.JSONDecodeError, KeyError, TypeError):
+        except orjson.JSONDecodeError:
+            reply = None
+        choices = reply.get("choices") if isinstance(reply, dict) else None
+        if not isinstance(choices, list):
             self.fail("unreadable answer")
             return body
         self._finish(reply, headers)
@@ -150,7 +158,7 @@ class Exchange:
         if self._scope.closed:
             self._scope.refuse_late_call()
             return
-        version = reply.get("policy_version", headers.get("x-policy-version"))
+        version = str(reply.get("policy_version", headers.get("x-policy-version")))
         sampling = {name: value for name, value in self._request.items() if name not in _NOT_SAMPLING}
         for index, choice in zip(self._indices, reply["choices"], strict=False):
             call = ModelCall(
@@ -166,7 +174,7 @@ class Exchange:
                 token_ids=choice.get("token_ids"),
                 logprobs=_logprobs(choice),
                 finish_reason=choice.get("finish_reason"),
-                policy_version=None if version is None else int(version),
+                policy_version=int(version) if version.isdecimal() else None,
                 functions=self._invocation.names,
                 started=self._started,
                 ended=time.time(),
@@ -188,7 +196,7 @@ class Exchange:
 
     def _capture_error(self, what: str, did: str) -> CaptureError:
         """Also kept on the episode, which fails with it even if the workflow swallows the exception."""
-        self._scope.capture_error = CaptureError(
+        self._scope.capture_error = self._recorder.error_type(
             f"training needs the {what} of every model call, but {self._recorder.server} (model "
             f"{self._request.get('model')!r}) {did}: {_HINTS[what]}"
         )

@@ -11,13 +11,13 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from pydantic import Field, SecretStr
 
-from insitu.errors import ConfigError
+from insitu.errors import CaptureError, ConfigError
 from insitu.registry import LLM, Builder, register_llm_provider
 from insitu.schemas.components import LLMBaseConfig
 
@@ -132,6 +132,14 @@ def http_library() -> Any:
     return importlib.import_module(base.__module__.partition(".")[0])
 
 
+@cache
+def _capture_error_type() -> type[CaptureError]:
+    """A CaptureError that the client passes on: release 2 takes errors not its own for lost connections."""
+    from openai import OpenAIError
+
+    return type("CaptureError", (CaptureError, OpenAIError), {})
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """Where a model is served."""
@@ -149,7 +157,8 @@ def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> PlainLLM:
     from insitu.workflow.transport import for_library
 
     http = http_library()
-    recorder = Recorder(server=endpoint.base_url or os.environ.get("OPENAI_BASE_URL", "api.openai.com"), llm=name)
+    server = endpoint.base_url or os.environ.get("OPENAI_BASE_URL", "api.openai.com")
+    recorder = Recorder(server, name, _capture_error_type())
     http_client = http.AsyncClient(transport=for_library(http).asynchronous(recorder), follow_redirects=True)
     options: dict[str, Any] = {} if config.timeout is None else {"timeout": config.timeout}
     client = AsyncOpenAI(
