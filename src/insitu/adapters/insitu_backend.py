@@ -104,8 +104,9 @@ class InsituTrainerAdapter(TrainerAdapter):
 
     async def policy_endpoint(self) -> PolicyEndpoint:
         health = await self._request("GET", "/health")
+        models = await self._request("GET", "/v1/models")
         key = self.config.api_key.get_secret_value() if self.config.api_key else "none"
-        return PolicyEndpoint(f"{self._address}/v1", health["model"], key, health["policy_version"])
+        return PolicyEndpoint(f"{self._address}/v1", models["data"][0]["id"], key, health["policy_version"])
 
     async def is_healthy(self) -> bool:
         try:
