@@ -13,6 +13,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class SlotLayer(CacheLayerMixin):
     """One layer's keys and values for all slots, (S, H, T + 1, D); the last position takes what is never read."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, cache: "SlotCache") -> None:
         super().__init__()
         self.cache = cache
@@ -27,8 +30,6 @@ class SlotLayer(CacheLayerMixin):
         """Grow to the cache's size, keeping what is there."""
         for name in ("keys", "values"):
             old = getattr(self, name)
-            if old is None:
-                continue
             new = old.new_zeros(self.cache.slots, old.shape[1], self.cache.length + 1, old.shape[3])
             new[: old.shape[0], :, : old.shape[2] - 1] = old[:, :, :-1]
             setattr(self, name, new)
@@ -76,20 +77,22 @@ class SlotCache(Cache):
     def __init__(self, num_layers: int, slots: int = 4, length: int = 64) -> None:
         self.slots, self.length = slots, length
         self.plan: Plan = Plan(torch.empty(0), torch.empty(0), slice(0), 0)
-        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+        self.slot_layers = [SlotLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self.slot_layers))
 
     def ensure(self, slots: int, length: int) -> None:
         """Hold at least `slots` requests of `length` positions."""
         if slots <= self.slots and length <= self.length:
             return
         self.slots, self.length = max(self.slots, slots), max(self.length, length)
-        for layer in self.layers:
-            layer.resize()
+        for layer in self.slot_layers:
+            if layer.is_initialized:
+                layer.resize()
 
     def load(self, slot: int, start: int, chunk: "Chunk") -> None:
         """Copy a chunk that another request's prefill computed into `slot`."""
         end = start + chunk.length
-        for layer, (keys, values) in zip(self.layers, chunk.layers, strict=True):
+        for layer, (keys, values) in zip(self.slot_layers, chunk.layers, strict=True):
             layer.keys[slot, :, start:end] = keys[chunk.row, :, -chunk.length :]
             layer.values[slot, :, start:end] = values[chunk.row, :, -chunk.length :]
 

@@ -67,9 +67,7 @@ class Engine:
 
     def publish(self, module: nn.Module, version: int) -> None:
         """Serve these weights from the next request on; for the compute thread. Requests under way keep theirs."""
-        if self._shapes is None:
-            raise BackendError("weights were published before the engine was started")
-        self._lanes[version] = Lane(module, version, self._shapes, self.tokens, self.options)
+        self._open(module, version)
         self.version = version
         self._drop_idle()
 
@@ -150,10 +148,13 @@ class Engine:
             while len(self._asked) > self.options.kept_versions:
                 self._asked.popitem(last=False)
         if version not in self._lanes:
-            assert self._shapes is not None
-            module = self._module_at(version)
-            self._lanes[version] = Lane(module, version, self._shapes, self.tokens, self.options)
+            self._open(self._module_at(version), version)
         return self._lanes[version]
+
+    def _open(self, module: nn.Module, version: int) -> None:
+        if self._shapes is None:
+            raise BackendError("weights were published before the engine was started")
+        self._lanes[version] = Lane(module, version, self._shapes, self.tokens, self.options)
 
     def _advance(self, lane: Lane) -> None:
         try:
@@ -161,7 +162,7 @@ class Engine:
         except Exception as error:  # whatever a forward pass raises must not end the thread that serves the others
             logger.exception("version %d: a sampling step failed", lane.version)
             told = [(request, error) for request in lane.requests]
-            self._lanes[lane.version] = Lane(lane.module, lane.version, self._shapes, self.tokens, self.options)
+            self._open(lane.module, lane.version)
         self._deliver([(request.loop, request, what) for request, what in told])
 
     def _drop_idle(self) -> None:
@@ -184,8 +185,8 @@ def eos_token_ids(module: nn.Module) -> set[int]:
     stated: set[int] = set()
     for source in (getattr(module, "generation_config", None), module.config):
         value = getattr(source, "eos_token_id", None)
-        stated |= set(value) if isinstance(value, list) else {value}
-    return stated - {None}
+        stated.update(value if isinstance(value, list) else [] if value is None else [value])
+    return stated
 
 
 def _notify_all(batch: list[tuple[Callable[[Any], None], Any]]) -> None:

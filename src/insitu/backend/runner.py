@@ -10,7 +10,7 @@ Shapes: R rows, C columns (tokens a row), T positions looked at, V vocabulary.
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,8 +55,7 @@ class Runner:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.device = next(module.parameters()).device
-        self.config = module.config
-        self.cache = SlotCache(self.config.get_text_config().num_hidden_layers)
+        self.cache = SlotCache(text_config(module).num_hidden_layers)
         self._dtype = _dtype_of(module)
         parameters = inspect.signature(_innermost(module).forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
@@ -134,7 +133,7 @@ class Shapes:
         self._exact = next(module.parameters()).device.type == "cpu"
         self._prefill_tokens = prefill_tokens
         self._prefill_rows: dict[int, tuple[int, ...]] = {}
-        self._vocabulary = module.config.get_text_config().vocab_size
+        self._vocabulary = text_config(module).vocab_size
         self.decode_rows = self._agreeing("decode", self._probe_decode, max_rows)
 
     def prefill_rows(self, columns: int) -> tuple[int, ...]:
@@ -166,7 +165,7 @@ class Shapes:
         prompt = _probe_prompt(self._vocabulary, 12)
         runner.cache.ensure(size, MIN_WIDTH)
         runner.prefill([prompt], [row], [next_span(len(prompt), 0)], 1)
-        for layer in runner.cache.layers:
+        for layer in runner.cache.slot_layers:
             others = torch.arange(runner.cache.slots) != row
             for stored in (layer.keys, layer.values):
                 stored[others] = torch.randn_like(stored[others])
@@ -188,8 +187,8 @@ class Shapes:
 
 def check_fits(module: nn.Module) -> None:
     """Raise BackendError where prompts and steps computed over this cache are not what the plain model computes."""
-    name = module.config.model_type
-    prompt = _probe_prompt(module.config.get_text_config().vocab_size, 21)
+    name = text_config(module).model_type
+    prompt = _probe_prompt(text_config(module).vocab_size, 21)
     device = next(module.parameters()).device
     try:
         with torch.inference_mode():
@@ -218,6 +217,11 @@ def _dtype_of(module: nn.Module) -> torch.dtype:
     return next(module.parameters()).dtype
 
 
-def _innermost(module: nn.Module) -> nn.Module:
+def text_config(module: Any) -> Any:
+    """The configuration of the language model, where it is part of something larger too."""
+    return module.config.get_text_config()
+
+
+def _innermost(module: Any) -> nn.Module:
     """The transformers model itself, below a PEFT wrapper."""
     return module.get_base_model() if hasattr(module, "get_base_model") else module

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 import insitu
@@ -23,6 +23,7 @@ from insitu.backend.completions import ChatCompletions, Models, SampleLog
 from insitu.backend.compute import Compute
 from insitu.backend.engine import Engine
 from insitu.backend.http import EXCEPTION_HANDLERS, JSON, TokenGate
+from insitu.backend.jobs import Jobs, training_routes
 from insitu.backend.lane import EngineOptions
 from insitu.backend.learner import Learner
 from insitu.backend.model import LoadedModel, load_model
@@ -45,6 +46,7 @@ class Backend:
     app: ASGIApp
     compute: Compute
     engine: Engine
+    jobs: Jobs
 
     async def start(self) -> None:
         """Check the model and begin to serve it. Raises BackendError where it cannot be served."""
@@ -55,12 +57,19 @@ class Backend:
             self.compute.close()
             raise
 
+    async def close(self) -> None:
+        """Cancel what trains, and stop; what the thread is in the middle of gets `GRACE` seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.jobs.close(), GRACE)
+        self.compute.close(timeout=GRACE)
+
 
 def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> Backend:
     """Engine, learner and the routes to both, not yet started."""
     compute = Compute()
     learner = Learner(loaded, output_dir)
     engine = Engine(loaded, compute, learner.module_at, _engine_options(loaded, options))
+    jobs = Jobs(learner, compute, engine.publish, output_dir)
     models = Models(options.name, lambda: range(engine.version + 1))
     chat = ChatCompletions(engine, models, SampleLog(options.log_samples) if options.log_samples else None)
 
@@ -70,15 +79,16 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     async def openapi(request: Request) -> Response:
         return JSON(document(routes, insitu.__version__))
 
-    routes = [
+    routes: list[BaseRoute] = [
         Route("/health", health),
         Route("/v1/models", models.list),
         Route("/v1/models/{model}", models.get),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/openapi.json", openapi),
+        *training_routes(jobs),
     ]
     app: ASGIApp = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
-    return Backend(TokenGate(app, options.token) if options.token else app, compute, engine)
+    return Backend(TokenGate(app, options.token) if options.token else app, compute, engine, jobs)
 
 
 async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
@@ -103,7 +113,7 @@ async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
             async with _stopping(server, options.parent_pid):
                 await server.serve(sockets=[listener])
         finally:
-            backend.compute.close(timeout=GRACE)
+            await backend.close()
 
 
 class _Server(uvicorn.Server):

@@ -1,7 +1,7 @@
 """Messages to prompt tokens through the tokenizer's own chat template, and sampled tokens back to text."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -18,7 +18,7 @@ _REMEMBERED_PROMPTS = 1024
 class ChatTokenizer:
     """A tokenizer with its chat template; renders and encodes without the detours of `apply_chat_template`."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", eos_token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", eos_token_ids: Iterable[int] = ()) -> None:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         self._tokenizer = tokenizer
@@ -31,9 +31,7 @@ class ChatTokenizer:
         self._pieces: dict[int, tuple[str, list[int]]] = {}
         self.eos_token_ids = frozenset(eos_token_ids) | {tokenizer.eos_token_id} - {None}
 
-    def prompt(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **template: Any
-    ) -> list[int]:
+    def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **template: Any) -> list[int]:
         """The prompt's token ids; `template` are further variables of the chat template. Refuses what it refuses."""
         try:
             source = self._tokenizer.get_chat_template(tools=tools)

@@ -1,4 +1,4 @@
-"""Tool calls in sampled text, as Hermes and Qwen write them: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
+"""Tool calls in sampled text, spelt `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen)."""
 
 import re
 import secrets
