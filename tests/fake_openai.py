@@ -5,6 +5,7 @@ A real HTTP server in a thread of its own. What it answers is decided by the las
     "slow 0.5"       after half a second                  "fail 2"        500 for the first two attempts with this text
     "status 400"     that status                          "tool"          a tool call
     "hang up"        closes the connection                "stall"         streams one piece, then nothing
+    "gzip"           compressed
     anything else    "echo: " and that text, one token a character
 """
 
@@ -77,7 +78,10 @@ class FakeOpenAI:
             return await self._stream(request, body, text)
         choices = [self._choice(body, text, index) for index in range(body.get("n") or 1)]
         reply = {**self._head(body, "chat.completion"), "choices": choices, "usage": _usage(body, choices)}
-        return web.json_response(reply)
+        response = web.json_response(reply)
+        if text == "gzip":
+            response.enable_compression(web.ContentCoding.gzip)
+        return response
 
     def _head(self, body: dict[str, Any], kind: str) -> dict[str, Any]:
         head = {"id": "c1", "object": kind, "created": 1, "model": body["model"]}

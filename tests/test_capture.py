@@ -170,6 +170,14 @@ async def test_a_cancelled_call_is_an_attempt(server: FakeOpenAI) -> None:
     assert scope.failed_attempts == {"CancelledError": 1}
 
 
+async def test_compressed_answers(server: FakeOpenAI) -> None:
+    async with model(server) as plain:
+        with EpisodeScope(training=True) as scope:
+            assert await text_of(plain, "gzip") == "echo: gzip"
+        assert await text_of(plain, "gzip") == "echo: gzip"
+    assert scope.calls[0].token_ids == encode("echo: gzip")
+
+
 async def test_each_choice_is_a_call(server: FakeOpenAI) -> None:
     async with model(server) as plain:
         with EpisodeScope(training=True) as scope:

@@ -137,6 +137,7 @@ async def test_synchronous_calls(server: FakeOpenAI) -> None:
             assert (await asyncio.to_thread(chat.invoke, "fail 1")).content == "echo: fail 1"
             with pytest.raises(openai.BadRequestError):
                 await asyncio.to_thread(chat.invoke, "status 400")
+        assert (await asyncio.to_thread(chat.invoke, "gzip")).content == "echo: gzip"
         assert (await asyncio.to_thread(chat.invoke, "outside")).content == "echo: outside"
     assert [c.token_ids for c in scope.calls] == [encode(f"echo: {text}") for text in ("hi", "ho", "fail 1")]
     assert scope.failed_attempts == {"http 500": 1, "http 400": 1}

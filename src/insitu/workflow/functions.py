@@ -151,10 +151,6 @@ class Function:
         finally:
             run.leave()
 
-    async def acall_invoke(self, *args: Any, **kwargs: Any) -> Any:
-        """`ainvoke` in the form of a plain call: keywords are the fields of the input."""
-        return await self.ainvoke(args[0] if args else kwargs)
-
     def _open_stream(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncIterator[Any]:
         assert self._info.stream_fn is not None
         return self._info.stream_fn(*args, **kwargs)

@@ -125,7 +125,10 @@ class _AsyncBody:
         self._end()
 
     async def aclose(self) -> None:
-        self._answer.close() if not self._answer.content.at_eof() else self._answer.release()
+        if self._answer.content.at_eof():
+            self._answer.release()
+        else:
+            self._answer.close()  # the rest is not wanted: the connection cannot be used again
         self._end()
 
     def _end(self, error: str | None = None) -> None:
