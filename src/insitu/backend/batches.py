@@ -1,6 +1,9 @@
 """Cuts a job's rows into optimiser steps and micro-batches, and lays a micro-batch out as tensors.
 
-Shapes: B rows, T tokens of the longest row, K trained tokens of the row that has most, N trained tokens of all rows.
+Rows that hold the same tokens (short answers to the same prompt often do) are computed once.
+
+Shapes: B rows, S different sequences among them, T tokens of the longest, K trained tokens of the one that has most,
+N trained tokens of all sequences.
 """
 
 import random
@@ -34,21 +37,29 @@ class Row:
         """Tokens the model must see: all before the last trained one."""
         return int(self.positions[-1])
 
+    @property
+    def sequence(self) -> bytes:
+        """The same for rows whose trained tokens get the same log-probabilities from any model."""
+        return self.token_ids[: self.length + 1].tobytes() + self.positions.tobytes()
+
 
 class MicroBatch(NamedTuple):
-    """Rows computed at once. `predecessors_N` are positions in the flattened (B x T) whose output predicts
-    `targets_N`; `mask_BK` says which of the K places a row fills, row by row in the order of N."""
+    """Rows computed at once. `predecessors_N` are positions in the flattened (S x T) whose output predicts
+    `targets_N`; `filled_SK` says which of the K places a sequence fills, in the order of N."""
 
-    tokens_BT: Tensor
+    tokens_ST: Tensor
     predecessors_N: Tensor
     targets_N: Tensor
+    filled_SK: Tensor
+    sequence_B: Tensor
     mask_BK: Tensor
     rollout_BK: Tensor
     advantage_BK: Tensor
 
     def spread(self, values_N: Tensor) -> Tensor:
         """(N) to (B, K), zeros where a row has no more trained tokens."""
-        return values_N.new_zeros(self.mask_BK.shape).masked_scatter(self.mask_BK, values_N)
+        values_SK = values_N.new_zeros(self.filled_SK.shape).masked_scatter(self.filled_SK, values_N)
+        return values_SK.index_select(0, self.sequence_B)
 
 
 def optimiser_steps(rows: Sequence[Row], settings: TrainingSettings) -> list[list[int]]:
@@ -79,12 +90,16 @@ def _cut(episodes: list[list[int]], parts: int, total: int) -> list[list[int]]:
 
 
 def micro_batches(rows: Sequence[Row], chosen: Iterable[int], budget: int) -> Iterator[list[int]]:
-    """Splits the chosen rows, shortest first, into parts of at most `budget` padded tokens, or one row."""
+    """Splits the chosen rows, shortest first, into parts of at most `budget` padded tokens, or of one sequence."""
     part: list[int] = []
-    for index in sorted(chosen, key=lambda index: (rows[index].length, index)):
-        if part and (len(part) + 1) * rows[index].length > budget:
-            yield part
-            part = []
+    sequences = 0
+    latest = b""
+    for length, sequence, index in sorted((rows[index].length, rows[index].sequence, index) for index in chosen):
+        if sequence != latest:
+            if part and (sequences + 1) * length > budget:
+                yield part
+                part, sequences = [], 0
+            sequences, latest = sequences + 1, sequence
         part.append(index)
     if part:
         yield part
@@ -92,26 +107,32 @@ def micro_batches(rows: Sequence[Row], chosen: Iterable[int], budget: int) -> It
 
 def lay_out(rows: Sequence[Row], device: torch.device) -> MicroBatch:
     """Right-padded: under causal attention nothing sees the padding, so the model needs no attention mask."""
-    width = max(row.length for row in rows)
-    tokens = np.zeros((len(rows), width), dtype=np.int64)
-    for line, row in zip(tokens, rows, strict=True):
+    numbers: dict[bytes, int] = {}
+    sequence_of = np.array([numbers.setdefault(row.sequence, len(numbers)) for row in rows])
+    different = [rows[index] for index in np.unique(sequence_of, return_index=True)[1]]
+    width = max(row.length for row in different)
+    tokens = np.zeros((len(different), width), dtype=np.int64)
+    for line, row in zip(tokens, different, strict=True):
         line[: row.length] = row.token_ids[: row.length]
-    starts = np.arange(len(rows)) * width
-    counts = np.array([len(row.positions) for row in rows])
-    mask = np.arange(counts.max()) < counts[:, None]
-    predecessors = np.concatenate([row.positions for row in rows]) - 1 + np.repeat(starts, counts)
-    targets = np.concatenate([row.token_ids[row.positions] for row in rows]).astype(np.int64)
+    counts = np.array([len(row.positions) for row in different])
+    starts = np.repeat(np.arange(len(different)) * width, counts)
+    filled = np.arange(counts.max()) < counts[:, None]
+    mask = filled[sequence_of]
+    arrays = {
+        "tokens_ST": tokens,
+        "predecessors_N": np.concatenate([row.positions for row in different]) - 1 + starts,
+        "targets_N": np.concatenate([row.token_ids[row.positions] for row in different]).astype(np.int64),
+        "filled_SK": filled,
+        "sequence_B": sequence_of,
+        "mask_BK": mask,
+        "rollout_BK": place([row.rollout for row in rows], mask),
+        "advantage_BK": place([row.advantages for row in rows], mask),
+    }
+    return MicroBatch(**{name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
 
-    def filled(values: list[np.ndarray]) -> Tensor:
-        laid = np.zeros(mask.shape, dtype=np.float32)
-        laid[mask] = np.concatenate(values)
-        return torch.from_numpy(laid).to(device)
 
-    return MicroBatch(
-        tokens_BT=torch.from_numpy(tokens).to(device),
-        predecessors_N=torch.from_numpy(predecessors).to(device),
-        targets_N=torch.from_numpy(targets).to(device),
-        mask_BK=torch.from_numpy(mask).to(device),
-        rollout_BK=filled([row.rollout for row in rows]),
-        advantage_BK=filled([row.advantages for row in rows]),
-    )
+def place(values: list[np.ndarray], mask_BK: np.ndarray) -> np.ndarray:
+    """Each row's (K) values in one (B, K), zeros behind them."""
+    placed = np.zeros(mask_BK.shape, dtype=np.float32)
+    placed[mask_BK] = np.concatenate(values)
+    return placed

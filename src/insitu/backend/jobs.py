@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from torch import nn
 
@@ -163,7 +163,7 @@ class Jobs:
 
 
 def training_routes(jobs: Jobs) -> list[Route]:
-    """The routes under /v1/train/jobs."""
+    """The routes under /v1/train/jobs, for an application that turns RequestRefused into an answer."""
 
     async def submit(request: Request) -> Response:
         key = request.headers.get("idempotency-key")
@@ -172,7 +172,10 @@ def training_routes(jobs: Jobs) -> list[Route]:
                 pass
         else:
             encoding = request.headers.get("content-encoding", "").lower()
-            settings, rows = await read_job(request.stream(), encoding, jobs.limits)
+            try:
+                settings, rows = await read_job(request.stream(), encoding, jobs.limits)
+            except ClientDisconnect:
+                raise RequestRefused("the client left before its job was complete") from None
             job = jobs.submit(key, settings, rows)
         return _answer(job)
 
@@ -190,10 +193,10 @@ def training_routes(jobs: Jobs) -> list[Route]:
 
     base = "/v1/train/jobs"
     return [
-        Route(base, _explained(submit), methods=["POST"]),
-        Route(f"{base}/{{id}}", _explained(state), methods=["GET"]),
-        Route(f"{base}/{{id}}/events", _explained(events), methods=["GET"]),
-        Route(f"{base}/{{id}}/cancel", _explained(cancel), methods=["POST"]),
+        Route(base, submit, methods=["POST"]),
+        Route(f"{base}/{{id}}", state, methods=["GET"]),
+        Route(f"{base}/{{id}}/events", events, methods=["GET"]),
+        Route(f"{base}/{{id}}/cancel", cancel, methods=["POST"]),
     ]
 
 
@@ -211,18 +214,3 @@ async def _server_sent(job: Job) -> AsyncIterator[str]:
 
 def _answer(job: Job) -> Response:
     return Response(job.state.model_dump_json(), media_type="application/json")
-
-
-def _explained(handler: Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """Refusals in the shape of OpenAI's errors, in any application the routes are mounted in."""
-
-    async def handle(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except RequestRefused as error:
-            body = {"message": str(error), "type": "invalid_request_error", "param": error.param, "code": error.code}
-            return JSONResponse({"error": body}, error.status)
-        except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it; the job was not submitted
-
-    return handle

@@ -1,6 +1,6 @@
 """Log-probabilities a causal language model gives to chosen tokens, in float32 and in bounded memory.
 
-Shapes: B rows, T tokens, N scored tokens, D hidden size, V vocabulary.
+Shapes: S sequences, T tokens, N scored tokens, D hidden size, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -37,10 +37,10 @@ class Scorer:
     def __call__(self, module: nn.Module, batch: MicroBatch) -> Scores:
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
             if not self._ends_in_projection:
-                logits_BTV = module(input_ids=batch.tokens_BT, use_cache=False).logits
-                return _score(logits_BTV.flatten(0, 1)[batch.predecessors_N], batch.targets_N)
+                logits_STV = module(input_ids=batch.tokens_ST, use_cache=False).logits
+                return _score(logits_STV.flatten(0, 1)[batch.predecessors_N], batch.targets_N)
             head = module.get_output_embeddings()  # type: ignore[operator]
-            hidden_ND = _hidden(module, head, batch.tokens_BT).flatten(0, 1).index_select(0, batch.predecessors_N)
+            hidden_ND = _hidden(module, head, batch.tokens_ST).flatten(0, 1).index_select(0, batch.predecessors_N)
             return _in_chunks(head, self._vocabulary, hidden_ND, batch.targets_N)
 
     @torch.no_grad()
@@ -58,8 +58,8 @@ class Scorer:
         return len(projected) == 1 and torch.equal(projected[0], logits)
 
 
-def _hidden(module: nn.Module, head: nn.Module, tokens_BT: Tensor) -> Tensor:
-    """What goes into the projection (B, T, D); the projection itself is spared all but one position."""
+def _hidden(module: nn.Module, head: nn.Module, tokens_ST: Tensor) -> Tensor:
+    """What goes into the projection (S, T, D); the projection itself is spared all but one position."""
     caught: list[Tensor] = []
 
     def catch(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -68,7 +68,7 @@ def _hidden(module: nn.Module, head: nn.Module, tokens_BT: Tensor) -> Tensor:
 
     handle = head.register_forward_pre_hook(catch)
     try:
-        module(input_ids=tokens_BT, use_cache=False)
+        module(input_ids=tokens_ST, use_cache=False)
     finally:
         handle.remove()
     return caught[0]

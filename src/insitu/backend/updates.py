@@ -8,10 +8,11 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from insitu.backend.batches import Row, lay_out, micro_batches, optimiser_steps
+from insitu.backend.batches import MicroBatch, Row, lay_out, micro_batches, optimiser_steps, place
 from insitu.backend.losses import PolicyBatch, kl_estimate, policy_loss, row_weights
 from insitu.backend.policy import Policy
 from insitu.backend.scoring import Scorer
@@ -74,7 +75,7 @@ class Updates:
         self._settings = settings
         self._rows = rows
         self._device = trainer.policy.loaded.device
-        self._old: dict[int, Tensor] = {}  # by row: log-probabilities (K) of the policy at the start of the job
+        self._old: dict[int, np.ndarray] = {}  # by row: log-probabilities (K) of the policy at the start of the job
         self._budget = settings.micro_batch_tokens
         if self._device.type == "cpu":
             self._budget = min(self._budget, CPU_MICRO_BATCH)
@@ -107,12 +108,12 @@ class Updates:
         for part in micro_batches(self._rows, rows, self._budget):
             batch = lay_out([self._rows[index] for index in part], self._device)
             with torch.no_grad():
-                self._keep_old(part, self._score(self._policy.module, batch).logprobs_N)
+                self._keep_old(part, batch.spread(self._score(self._policy.module, batch).logprobs_N))
             yield
 
-    def _keep_old(self, part: list[int], logprobs_N: Tensor) -> None:
-        counts = [len(self._rows[index].positions) for index in part]
-        self._old.update(zip(part, logprobs_N.detach().split(counts), strict=True))
+    def _keep_old(self, part: list[int], logprobs_BK: Tensor) -> None:
+        for index, logprobs in zip(part, logprobs_BK.cpu().numpy(), strict=True):
+            self._old[index] = logprobs[: len(self._rows[index].positions)]
 
     def _compute(self, chosen: list[int]) -> Generator[float, None, dict[str, float]]:
         """The gradients of one optimiser step; yields the share that is done, returns the sums named in SUMS."""
@@ -133,23 +134,30 @@ class Updates:
         batch = lay_out([self._rows[index] for index in part], self._device)
         with self._policy.dropout():
             new_N, entropy_N = self._score(self._policy.module, batch)
-        if part[0] not in self._old:  # the first step: nothing has moved yet
-            self._keep_old(part, new_N)
+        new_BK = batch.spread(new_N)
         ref_BK = None
         if self._reference is not None:
             with torch.no_grad():
                 ref_BK = batch.spread(self._score(self._reference, batch).logprobs_N)
         inputs = PolicyBatch(
-            old_BT=batch.spread(torch.cat([self._old[index] for index in part])),
+            old_BT=self._old_logprobs(part, batch, new_BK),
             rollout_BT=batch.rollout_BK,
             ref_BT=ref_BK,
             advantage_BT=batch.advantage_BK,
             mask_BT=batch.mask_BK,
             weight_B=weight_B,
         )
-        result = policy_loss(batch.spread(new_N), inputs, self._settings)
+        result = policy_loss(new_BK, inputs, self._settings)
         result.loss.backward()
-        return torch.stack([*(value.detach().float() for value in result), entropy_N.sum()])
+        return torch.stack([*(value.detach().float() for value in result), batch.spread(entropy_N).sum()])
+
+    def _old_logprobs(self, part: list[int], batch: MicroBatch, new_BK: Tensor) -> Tensor:
+        if part[0] in self._old:
+            old = place([self._old[index] for index in part], batch.mask_BK.cpu().numpy())
+            return torch.from_numpy(old).to(self._device)
+        if self._settings.passes > 1:  # otherwise nobody asks again
+            self._keep_old(part, new_BK.detach())
+        return new_BK.detach()  # the first step: nothing has moved yet
 
     def _advance(self, sums: dict[str, float], tokens: int) -> Step:
         parameters = list(self._policy.trained.values())
@@ -164,14 +172,13 @@ class Updates:
 
     @torch.no_grad()
     def _sampled_kl(self, chosen: list[int]) -> float:
-        total, tokens = 0.0, 0
+        total = 0.0
         reference = self._trainer.reference()
         for part in micro_batches(self._rows, chosen, self._budget):
             batch = lay_out([self._rows[index] for index in part], self._device)
             new_N, ref_N = (self._score(module, batch).logprobs_N for module in (self._policy.module, reference))
-            total += kl_estimate(new_N, ref_N, self._settings.kl).sum().item()
-            tokens += len(new_N)
-        return total / tokens
+            total += batch.spread(kl_estimate(new_N, ref_N, self._settings.kl)).sum().item()
+        return total / sum(len(self._rows[index].positions) for index in chosen)
 
 
 def describe(steps: Sequence[Step], settings: TrainingSettings) -> dict[str, Any]:
