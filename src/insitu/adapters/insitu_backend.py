@@ -34,6 +34,8 @@ _ENDED = ("completed", "failed", "canceled")
 
 
 class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
+    """Trains through an `insitu backend`, one it starts itself or one that runs already."""
+
     model: str | None = None
     """A folder or hub name: the adapter starts `insitu backend` with it on a free port."""
     url: str | None = None
@@ -49,6 +51,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     startup_timeout: float = Field(default=300.0, gt=0)
     """Seconds a backend may take to load its model."""
     training: TrainingOptions = Field(default_factory=TrainingOptions)
+    """What a training job is told."""
 
     @model_validator(mode="after")
     def _model_or_url(self) -> "InsituAdapterConfig":

@@ -52,6 +52,7 @@ class OutputConfig(BaseModel):
     model_config = _STRICT
 
     dir: Path = Path(".tmp/insitu/eval")
+    """Where an evaluation writes its files, from the working directory."""
 
 
 class EvalGeneralConfig(BaseModel):
@@ -62,6 +63,7 @@ class EvalGeneralConfig(BaseModel):
     max_concurrency: int = Field(default=8, ge=1)
     """Episodes in flight at once."""
     output_dir: Path | None = None
+    """Where an evaluation writes its files, from the working directory; none: what `output` says."""
     output: OutputConfig | None = None
     """`output: {dir: ...}` is another spelling of `output_dir`."""
     episode_timeout: float | None = Field(default=None, gt=0)
@@ -69,6 +71,7 @@ class EvalGeneralConfig(BaseModel):
     retries: int = Field(default=0, ge=0)
     """Further attempts at an episode that failed for a passing reason (time-out, backend unavailable)."""
     dataset: Any = None
+    """The rows: a block with the `_type` of the file's format."""
 
     @property
     def folder(self) -> Path:

@@ -29,12 +29,14 @@ class StructureConfig(BaseModel):
 
 
 class FileDatasetConfig(DatasetBaseConfig):
-    """The block `eval.general.dataset`."""
+    """A file of rows."""
 
     file_path: Path
+    """From the working directory, or else from the folder of the YAML file."""
     id_key: str = "id"
     """The column that identifies a row; rows without it are numbered from 0."""
     structure: StructureConfig = Field(default_factory=StructureConfig)
+    """The columns' names, where they are others."""
 
 
 def _json_rows(path: Path) -> Rows:

@@ -62,6 +62,7 @@ class CurriculumLearningConfig(BaseModel):
     model_config = _DOCUMENTED
 
     enabled: bool = False
+    """Whether epochs are limited to part of the examples."""
     initial_percentile: float = Field(default=0.3, gt=0, le=1)
     """Share of the examples trained on at first."""
     increment_percentile: float = Field(default=0.2, gt=0, le=1)
@@ -98,6 +99,7 @@ class ValidationConfig(BaseModel):
     model_config = _DOCUMENTED
 
     dataset: str | Path
+    """A file of held-out rows; its format is told by its suffix."""
     interval: int = Field(default=5, ge=1)
     """Validate before the first step, every this many epochs, and after the last."""
     config_file: str | Path | None = None
@@ -112,6 +114,7 @@ class FinetuneConfig(BaseModel):
     model_config = _DOCUMENTED
 
     enabled: bool = False
+    """The command `finetune` refuses a file in which this is false."""
     trainer: str | None = None
     """A key of `trainers`."""
     trajectory_builder: str | None = None
@@ -119,14 +122,19 @@ class FinetuneConfig(BaseModel):
     trainer_adapter: str | None = None
     """A key of `trainer_adapters`."""
     reward_function: RewardFunctionConfig | None = None
+    """Where rewards come from; training needs it."""
     target_functions: list[str] = Field(default_factory=lambda: ["<workflow>"])
     """Only model calls made inside these functions are trained; `<workflow>` stands for all of them."""
     target_model: str | None = None
     """Only calls of this model are trained: its key under `llms`, or its model name."""
     curriculum_learning: CurriculumLearningConfig = Field(default_factory=CurriculumLearningConfig)
+    """Which examples an epoch trains on."""
     num_epochs: int = Field(default=1, ge=1)
+    """Times episodes are collected and trained on."""
     output_dir: Path = Path("./.tmp/nat/finetuning/")
+    """The run's directory, from the working directory; an earlier run in it is moved aside."""
     validation: ValidationConfig | None = None
+    """Scores on held-out rows before, during and after training; none: no validation."""
     run_configuration: FinetuneRunConfig | None = None
     """Set from the command line, never in the file."""
 

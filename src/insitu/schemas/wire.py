@@ -31,9 +31,13 @@ class LoRASettings(BaseModel):
     model_config = _SETTINGS
 
     rank: int = Field(default=16, ge=1)
+    """Of the two matrices whose product is added to each weight."""
     alpha: float = Field(default=32, gt=0)
+    """The product is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the adapters' inputs set to 0 while training."""
     target_modules: str | list[str] = "all-linear"
+    """The layers that get adapters: their names or the ends of them, or `all-linear`."""
 
 
 class LossSettings(BaseModel):
@@ -56,6 +60,7 @@ class LossSettings(BaseModel):
     truncated_importance: float | None = Field(default=None, gt=0)
     """Cap of exp(old - rollout), which corrects for a sampler that differs from the learner."""
     kl: KLSettings = Field(default_factory=KLSettings)
+    """The penalty on moving away from the starting weights."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """`token`: mean over all trained tokens. `sequence`: mean over episodes of their token mean.
     `constant`: sum / (episodes x constant) (Dr. GRPO, arXiv:2503.20783)."""
@@ -75,15 +80,19 @@ class TrainingOptions(LossSettings):
     """What a user may set: the block `training` of the adapter."""
 
     method: Literal["grpo"] = "grpo"
+    """The family of losses: policy gradients with group-relative advantages (arXiv:2402.03300)."""
     learning_rate: float = Field(default=5e-5, ge=0)
+    """AdamW's, at its highest."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls over the run: not at all, straight to 0, or along half a cosine to 0."""
     warmup: float = Field(default=0.0, ge=0, lt=1)
     """Share of the run over which the learning rate rises from 0 first."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's, for matrices only."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients of a greater norm are scaled down to it."""
     batch_rows: int | None = Field(default=None, ge=1)
     """Rows of one optimiser step (rows of an episode stay together); none: all rows of the job."""
     passes: int = Field(default=1, ge=1)

@@ -53,6 +53,8 @@ _BACKEND_METRICS = (
 
 
 class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
+    """Collects, trains and validates, one epoch after the other."""
+
     advantages: AdvantageConfig = Field(default_factory=AdvantageConfig)
     """How a group's rewards become advantages."""
     credit: Literal["episode", "step"] = "episode"

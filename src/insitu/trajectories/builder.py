@@ -29,6 +29,8 @@ _PENALISED = (DropReason.WORKFLOW_ERROR, DropReason.TIMEOUT)
 
 
 class EpisodesBuilderConfig(TrajectoryBuilderConfig, name="insitu_traj_builder"):
+    """Several episodes for each row, grouped by row."""
+
     num_generations: int = Field(default=8, ge=1)
     """Episodes for each row and epoch: the size of a group."""
     rows_per_epoch: int | None = Field(default=None, ge=1)

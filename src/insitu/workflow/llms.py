@@ -33,7 +33,9 @@ class SamplingConfig(LLMBaseConfig):
     """How to sample. What is not given is left to the server."""
 
     temperature: float | None = Field(default=None, ge=0)
+    """What logits are divided by; 0 always takes the likeliest token."""
     top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample among the likeliest tokens that together have this probability."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest completion, in tokens."""
     stop: str | list[str] | None = None
@@ -43,6 +45,7 @@ class SamplingConfig(LLMBaseConfig):
     logprobs: bool | None = None
     """Only if the workflow itself reads them; training asks for them anyway."""
     top_logprobs: int | None = Field(default=None, ge=0)
+    """How many of the likeliest tokens are told along with each; only if the workflow reads them."""
     timeout: float | None = Field(default=None, gt=0)
     """Seconds to wait for the server; none: the OpenAI client's own 600."""
     max_retries: int = Field(default=2, ge=0)
@@ -58,6 +61,7 @@ class OpenAIConfig(SamplingConfig, name="openai"):
     """A model behind an OpenAI-compatible address."""
 
     model_name: str
+    """As the server calls it."""
     base_url: str | None = None
     """Up to and including `/v1`; none: the environment variable OPENAI_BASE_URL, or OpenAI itself."""
     api_key: SecretStr | None = None
@@ -68,6 +72,7 @@ class NIMConfig(OpenAIConfig, name="nim"):
     """A model served by NVIDIA NIM."""
 
     base_url: str | None = "https://integrate.api.nvidia.com/v1"
+    """Up to and including `/v1`."""
     api_key: SecretStr | None = None
     """None: the environment variable NVIDIA_API_KEY."""
 
