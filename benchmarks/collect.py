@@ -113,6 +113,7 @@ async def insitu(url: str, through: str, folder: Path) -> dict[str, float]:
     async with Builder(config) as builder:
         episodes = await builder.get_trajectory_builder("episodes")
         await episodes.initialize(config.finetuning)
+        await builder.get_workflow()  # imports the client, as the bare loops have before they are measured
         meter = Meter()
         await episodes.start_run("bench", {"epoch": 1, "on_group": lambda group: store.append_group(group, 1)})
         collection = await episodes.finalize("bench")
