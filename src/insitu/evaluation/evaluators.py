@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from statistics import fmean
 
+from insitu.evaluation.episodes import being_cancelled
 from insitu.registry import EvaluatorInfo
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem
@@ -29,7 +30,9 @@ class BaseEvaluator(ABC):
             async with limit:
                 try:
                     return await self.evaluate_item(item)
-                except Exception as error:  # an evaluator is the user's code: what it raises belongs to the item
+                except (Exception, asyncio.CancelledError) as error:  # user code: what it raises belongs to the item
+                    if being_cancelled(error):
+                        raise
                     return EvalOutputItem(id=item.id, rep=item.rep, error=f"{type(error).__name__}: {error}")
 
         items = await asyncio.gather(*(one(item) for item in eval_input.eval_input_items))
@@ -40,17 +43,25 @@ async def score(info: EvaluatorInfo, name: str, items: Sequence[EvalInputItem]) 
     """The evaluator's output for `items`: one output item each, in their order; what is missing has an `error`."""
     try:
         output = await info.evaluate_fn(EvalInput(eval_input_items=list(items)))
-    except Exception as error:  # an evaluator is the user's code: what it raises belongs to its items
-        message = f"evaluator {name} raised {type(error).__name__}: {error}"
-        failed = [EvalOutputItem(id=item.id, rep=item.rep, error=message) for item in items]
-        return EvalOutput(average_score=None, eval_output_items=failed)
+    except (Exception, asyncio.CancelledError) as error:  # user code: what it raises belongs to its items
+        if being_cancelled(error):
+            raise
+        return _failed(f"evaluator {name} raised {type(error).__name__}: {error}", items)
+    if not isinstance(output, EvalOutput):
+        return _failed(f"evaluator {name} gave a {type(output).__name__}; it must give an EvalOutput", items)
     if len(output.eval_output_items) == len(items):
         pairs = zip(items, output.eval_output_items, strict=True)
         if all(str(given.id) == str(item.id) for item, given in pairs):
             for item, given in zip(items, output.eval_output_items, strict=True):
                 given.rep = item.rep
+            if output.average_score is None:
+                output.average_score = average(output.eval_output_items)
             return output
     return _in_order(name, items, output)
+
+
+def _failed(message: str, items: Sequence[EvalInputItem]) -> EvalOutput:
+    return EvalOutput(eval_output_items=[EvalOutputItem(id=item.id, rep=item.rep, error=message) for item in items])
 
 
 def _in_order(name: str, items: Sequence[EvalInputItem], output: EvalOutput) -> EvalOutput:

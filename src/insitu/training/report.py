@@ -27,16 +27,19 @@ class Report:
             console=self.console,
             transient=True,
             refresh_per_second=4,
+            disable=not self.console.is_terminal,
         )
         self._task: TaskID | None = None
 
     def header(self, run_id: str, settings: Mapping[str, Any]) -> None:
         self.console.print(f"[bold]run {run_id}[/bold]")
         for name, value in settings.items():
-            self.console.print(f"  {name}: {value}", markup=False)
+            if isinstance(value, Mapping):
+                value = ", ".join(f"{k} {v}" for k, v in value.items())
+            self.note(f"  {name}: {value}")
 
     def note(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def begin(self, what: str, total: int | None) -> None:
         """Show a bar; the one before it, if any, is gone."""
@@ -87,7 +90,7 @@ class Report:
     def summary(self, validations: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None, folder: Path) -> None:
         """Before and after, the best version, and where everything lies."""
         scored = [v for v in validations if "error" not in v]
-        table = Table("held-out score", "epoch", "policy version", "mean", "95 % CI", "n", "left out")
+        table = Table("held out", "epoch", "version", "score", "95 % CI", "n", "left out")
         rows = [("before", scored[0]), ("after", scored[-1])] if scored else []
         if best is not None:
             rows.append(("best", best))

@@ -1,0 +1,52 @@
+"""A small workflow for tests of whole runs: the model answers, the evaluator likes answers that mention small squares.
+
+A row's question says what happens: {"say": text} asks the model; "raise", "nan", "hang" and "none" fail each in its way.
+"""
+
+import asyncio
+from typing import Any
+
+from insitu.registry import Builder, EvaluatorInfo, register_evaluator, register_function
+from insitu.schemas.components import EvaluatorBaseConfig, FunctionBaseConfig, LLMRef
+from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem
+from insitu.workflow.functions import FunctionInfo
+
+
+class AskConfig(FunctionBaseConfig, name="ask"):
+    llm: LLMRef
+
+
+@register_function(config_type=AskConfig)
+async def ask(config: AskConfig, builder: Builder):
+    llm = await builder.get_llm(config.llm)
+
+    async def answer(question: dict[str, Any]) -> str:
+        reply = await llm.complete([{"role": "user", "content": question["say"]}])
+        if "raise" in question:
+            raise RuntimeError(question["raise"])
+        if "hang" in question:
+            await asyncio.sleep(600)
+        return f"{question.get('score', '')}|{reply.choices[0].message.content}"
+
+    yield FunctionInfo.from_fn(answer, description="asks the model")
+
+
+class DigitsConfig(EvaluatorBaseConfig, name="digits"):
+    """Mean of the digits in the answer, in [0, 1]."""
+
+
+@register_evaluator(config_type=DigitsConfig)
+async def digits(config: DigitsConfig, builder: Builder):
+    async def evaluate(given: EvalInput) -> EvalOutput:
+        return EvalOutput(eval_output_items=[score(item.id, item.output_obj) for item in given.eval_input_items])
+
+    def score(row_id: Any, output: str) -> EvalOutputItem:
+        asked, _, text = output.partition("|")
+        if asked == "none":
+            return EvalOutputItem(id=row_id, score=None)
+        if asked:
+            return EvalOutputItem(id=row_id, score=float(asked))
+        found = [int(c) for c in text if c.isdigit()]
+        return EvalOutputItem(id=row_id, score=sum(found) / len(found) / 9 if found else 0.0)
+
+    yield EvaluatorInfo(config=config, evaluate_fn=evaluate, description="mean digit")

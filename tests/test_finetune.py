@@ -1,0 +1,263 @@
+"""Whole runs by the command line: real processes, the real backend, a real model; and what goes wrong in them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODEL = ROOT / "examples/tic_tac_toe/model"
+
+CONFIG = """
+general: {{seed: 3, plugins: [digits_plugin]}}
+llms:
+  player: {{_type: policy, max_tokens: 6, max_retries: 0}}
+workflow: {{_type: ask, llm: player}}
+eval:
+  general:
+    max_concurrency: 16
+    episode_timeout: 20
+    dataset: {{_type: jsonl, file_path: rows.jsonl}}
+  evaluators:
+    score: {{_type: digits}}
+trajectory_builders:
+  episodes: {{_type: insitu_traj_builder, num_generations: 4}}
+trainer_adapters:
+  backend:
+    _type: insitu_trainer_adapter
+    {backend}
+    training: {{learning_rate: 1e-3, batch_rows: 16}}
+trainers:
+  grpo: {{_type: insitu_trainer}}
+finetuning:
+  enabled: true
+  trainer: grpo
+  trajectory_builder: episodes
+  trainer_adapter: backend
+  reward_function: {{name: score}}
+  num_epochs: 2
+  output_dir: run
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with a configuration, a plugin and six rows."""
+    (tmp_path / "config.yml").write_text(CONFIG.format(backend=f"model: {MODEL}"))
+    (tmp_path / "digits_plugin.py").write_text((ROOT / "tests/digits_plugin.py").read_text())
+    write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(6)])
+    return tmp_path
+
+
+def write_rows(folder: Path, questions: list[dict[str, Any]], name: str = "rows.jsonl") -> None:
+    rows = [json.dumps({"id": i, "question": question}) for i, question in enumerate(questions)]
+    (folder / name).write_text("\n".join(rows))
+
+
+def start(folder: Path, *arguments: str, command: str = "finetune") -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONWARNINGS": "error", "COLUMNS": "200"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "insitu", command, "--config_file", "config.yml", *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(folder: Path, *arguments: str, command: str = "finetune") -> tuple[int, str, str]:
+    process = start(folder, *arguments, command=command)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without(record: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {k: v for k, v in record.items() if k not in names}
+
+
+def test_a_run_trains_validates_records_and_can_be_repeated(project: Path) -> None:
+    write_rows(project, [{"say": f"Held out {i}"} for i in range(5)], "validation.jsonl")
+    options = ("--validation_dataset", "validation.jsonl", "--validation_interval", "1")
+    code, out, err = run(project, *options)
+    assert code == 0, err
+    folder = project / "run"
+
+    metrics = lines(folder / "training_metrics.jsonl")
+    assert [m["epoch"] for m in metrics] == [1, 2]
+    assert [m["policy_version"] for m in metrics] == [1, 2]
+    for m in metrics:
+        assert m["num_groups"] == 6
+        assert m["num_trajectories"] == 24
+        assert m["logprob_gap"] < 1e-3
+        assert abs(m["ratio_mean"] - 1) < 1e-3
+        assert m["tokens"] > 0
+        assert m["min_reward"] <= m["avg_reward"] <= m["max_reward"]
+        assert {"loss", "kl", "entropy", "grad_norm", "clip_fraction", "learning_rate"} <= m.keys()
+        assert m["seconds"].keys() == {"collect", "train", "validate"}
+
+    validations = json.loads((folder / "validation_history.json").read_text())
+    assert [(v["epoch"], v["policy_version"]) for v in validations] == [(0, 0), (1, 1), (2, 2)]
+    assert all(v["num_examples"] == 5 and v["dropped"] == {} for v in validations)
+    assert json.loads((folder / "best.json").read_text())["avg_reward"] == max(v["avg_reward"] for v in validations)
+    assert [r["epoch"] for r in json.loads((folder / "reward_history.json").read_text())] == [1, 2]
+    assert (folder / "reward_plot.png").read_bytes().startswith(b"\x89PNG")
+    assert "before" in out
+    assert "after" in out
+
+    episodes = lines(folder / "episodes.jsonl")
+    assert episodes[0] == {"format": 1}
+    assert len(episodes) == 1 + 2 * 24
+    calls = lines(folder / "calls.jsonl")[1:]
+    assert len(calls) == 48
+    assert all(len(c["token_ids"]) == len(c["logprobs"]) > 0 and c["functions"] for c in calls)
+    assert {c["policy_version"] for c in calls} == {0, 1}
+
+    code, out, err = run(project, *options)
+    assert code == 0, err
+    assert "run.1" in out  # the earlier run is moved, never overwritten
+    again = lines(project / "run/training_metrics.jsonl")
+    changing = ("run_id", "timestamp", "seconds")
+    first = lines(project / "run.1/training_metrics.jsonl")
+    assert [without(m, *changing) for m in first] == [without(m, *changing) for m in again]
+    assert first[0]["run_id"] != again[0]["run_id"]
+
+
+def test_a_workflow_exception_in_one_row_is_counted_and_the_rest_trains(project: Path) -> None:
+    write_rows(project, [{"say": "a"}, {"say": "b", "raise": "the board fell over"}, {"say": "c"}])
+    code, out, err = run(project, "-o", "finetuning.num_epochs", "1")
+    assert code == 0, err
+    assert "the board fell over" in out
+    metrics = lines(project / "run/training_metrics.jsonl")[0]
+    assert metrics["dropped"]["workflow_error"] == 4
+    assert metrics["num_groups"] == 2
+    failed = [e for e in lines(project / "run/episodes.jsonl")[1:] if e["outcome"] == "failed"]
+    assert {e["reason"] for e in failed} == {"workflow_error"}
+    assert all(e["reward"] is None for e in failed)
+
+
+def test_failed_episodes_get_the_configured_penalty(project: Path) -> None:
+    write_rows(project, [{"say": "a"}, {"say": "b", "raise": "lost"}])
+    code, _, err = run(project, "-o", "finetuning.num_epochs", "1", "-o", "finetuning.reward_function.on_failure", "-0.5")
+    assert code == 0, err
+    metrics = lines(project / "run/training_metrics.jsonl")[0]
+    assert metrics["min_reward"] == -0.5
+    assert metrics["num_trajectories"] == 8
+    assert metrics["dropped"] == {"no_variance": 4}
+
+
+@pytest.mark.parametrize(("asked", "reason"), [("nan", "nan_score"), ("none", "no_score")])
+def test_an_unscored_episode_is_left_out_and_never_zero(project: Path, asked: str, reason: str) -> None:
+    write_rows(project, [{"say": "a"}, {"say": "b", "score": asked}])
+    code, _, err = run(project, "-o", "finetuning.num_epochs", "1")
+    assert code == 0, err
+    metrics = lines(project / "run/training_metrics.jsonl")[0]
+    assert metrics["dropped"][reason] == 4
+    assert metrics["num_trajectories"] == 4
+
+
+def test_nothing_to_train_on_fails_the_run_and_says_why(project: Path) -> None:
+    write_rows(project, [{"say": "a", "score": "nan"}])
+    code, _, err = run(project)
+    assert code == 1
+    assert "nan_score" in err
+    write_rows(project, [{"say": "a", "score": "0.5"}])
+    code, _, err = run(project)
+    assert code == 1
+    assert "no epoch trained anything" in err
+    assert [m["dropped"] for m in lines(project / "run/training_metrics.jsonl")] == [{"no_variance": 4}] * 2
+
+
+def test_an_episode_that_hangs_is_timed_out(project: Path) -> None:
+    write_rows(project, [{"say": "a"}, {"say": "b", "hang": True}])
+    code, _, err = run(project, "-o", "finetuning.num_epochs", "1", "-o", "eval.general.episode_timeout", "1.5")
+    assert code == 0, err
+    assert lines(project / "run/training_metrics.jsonl")[0]["dropped"]["timeout"] == 4
+
+
+def test_a_dead_backend_is_named(project: Path) -> None:
+    (project / "config.yml").write_text(CONFIG.format(backend="url: http://127.0.0.1:9"))
+    code, _, err = run(project)
+    assert code == 1
+    assert "http://127.0.0.1:9" in err
+
+
+def test_a_model_that_cannot_be_loaded_shows_the_end_of_the_log(project: Path) -> None:
+    (project / "empty").mkdir()
+    (project / "config.yml").write_text(CONFIG.format(backend="model: empty"))
+    code, _, err = run(project)
+    assert code == 1
+    assert "exit code" in err
+    assert "empty" in err
+
+
+def test_a_failed_validation_fails_the_run_and_is_no_reward(project: Path) -> None:
+    write_rows(project, [{"say": "a", "score": "nan"}], "validation.jsonl")
+    code, out, err = run(project, "--validation_dataset", "validation.jsonl", "-o", "finetuning.num_epochs", "1")
+    assert code == 1
+    assert "validation" in err
+    records = json.loads((project / "run/validation_history.json").read_text())
+    assert all("error" in r and "avg_reward" not in r for r in records)
+
+
+def backend_of(process: subprocess.Popen[str]) -> psutil.Process:
+    """The backend process a run has started, once it is there."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        children = psutil.Process(process.pid).children()
+        if children:
+            return children[0]
+        time.sleep(0.1)
+    raise AssertionError("no backend was started")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signals, code: int) -> None:
+    process = start(project, "-o", "finetuning.num_epochs", "500")
+    backend = backend_of(process)
+    deadline = time.monotonic() + 60
+    while not (project / "run/training_metrics.jsonl").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == code
+    backend.wait(timeout=15)
+
+
+def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
+    process = start(project, "-o", "finetuning.num_epochs", "500")
+    backend = backend_of(process)
+    deadline = time.monotonic() + 60
+    while not (project / "run/training_metrics.jsonl").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    backend.kill()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "backend" in err
+
+
+def test_eval_and_run_serve_the_starting_model(project: Path) -> None:
+    code, out, err = run(project, "--reps", "2", "-o", "eval.general.output_dir", "results", command="eval")
+    assert code == 0, err
+    assert "95 % CI" in out
+    items = json.loads((project / "results/workflow_output.json").read_text())
+    assert [(i["id"], i["rep"]) for i in items] == [(i, rep) for i in range(6) for rep in range(2)]
+    code, out, err = run(project, "--input", '{"say": "hello"}', command="run")
+    assert code == 0, err
+    assert "|" in out
