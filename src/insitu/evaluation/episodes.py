@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from insitu.errors import BackendUnavailable, CaptureError, EpisodeTimeout
+from insitu.errors import BackendUnavailable, CaptureError, EpisodeTimeout, WorkflowError
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.workflow.context import EpisodeScope
@@ -24,13 +24,13 @@ _PASSING_OPENAI_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServ
 class EpisodeRules:
     """How an episode is run: `timeout` in seconds for each attempt, `retries` after passing failures.
 
-    `seed` is the configured one. `training` asks the model server for token ids and logprobs and insists on them.
+    `seed` is the configured one. `training` names the llms (True: all) whose server is asked for token ids and logprobs.
     """
 
     seed: int = 0
     timeout: float | None = None
     retries: int = 0
-    training: bool = False
+    training: bool | frozenset[str] = False
 
 
 async def run_episode(workflow: Any, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules) -> Episode:
@@ -63,7 +63,9 @@ async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, rules: E
                 episode.output = await workflow.ainvoke(item.input_obj)
         if scope.capture_error is not None:
             raise scope.capture_error
-    except Exception as error:  # the workflow is the user's code: what it raises is this episode's failure
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # user code: what it raises is its failure
+        if being_cancelled(error):
+            raise
         if isinstance(error, TimeoutError) and limit.expired():
             error = EpisodeTimeout(f"no answer within episode_timeout: {rules.timeout:g} s")
         elif scope.capture_error is not None:
@@ -77,6 +79,12 @@ async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, rules: E
     if scope.rewards:
         episode.step_rewards = [scope.rewards.get(call.index, 0.0) for call in episode.calls]
     return episode, passing
+
+
+def being_cancelled(error: BaseException) -> bool:
+    """Whether `error` comes of someone cancelling this task, and not of a cancelled task that user code waited for."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def classify(error: BaseException) -> tuple[DropReason, bool]:
@@ -97,18 +105,31 @@ def classify(error: BaseException) -> tuple[DropReason, bool]:
     return DropReason.WORKFLOW_ERROR, False
 
 
-async def run_limited(tasks: Iterable[T], run: Callable[[T], Awaitable[R]], limit: int) -> AsyncIterator[R]:
+class _End:
+    """Comes after the last result."""
+
+
+_END = _End()
+
+
+async def run_limited(tasks: Iterable[T], run: Callable[[T], Awaitable[R]], limit: int) -> AsyncGenerator[R, None]:
     """The results of `run(task)` for all tasks, as they come, at most `limit` of them in flight.
 
-    Consumes `tasks` lazily, waits for whichever task ends first, and holds no more than `limit` results that nobody
-    has taken yet. An exception of `run`, or closing the iterator, cancels what is in flight.
+    Consumes `tasks` lazily, waits for whichever task ends first, and stops when `2 * limit` results wait to be taken.
+    An exception of `run`, or closing the iterator (`aclosing`), cancels what is in flight.
     """
-    results: asyncio.Queue[R | None] = asyncio.Queue(maxsize=limit)
+    results: asyncio.Queue[R | _End] = asyncio.Queue(maxsize=limit)
     source = iter(tasks)
 
     async def work() -> None:
         for task in source:
-            await results.put(await run(task))
+            try:
+                result = await run(task)
+            except asyncio.CancelledError as error:
+                if being_cancelled(error):
+                    raise
+                raise WorkflowError(f"{task!r:.200} was cancelled from inside") from error  # else it would just vanish
+            await results.put(result)
 
     async def supervise() -> None:
         try:
@@ -116,11 +137,11 @@ async def run_limited(tasks: Iterable[T], run: Callable[[T], Awaitable[R]], limi
                 for _ in range(limit):
                     group.create_task(work())
         finally:
-            await results.put(None)
+            await results.put(_END)
 
     supervisor = asyncio.create_task(supervise(), name="episodes")
     try:
-        while (result := await results.get()) is not None:
+        while not isinstance(result := await results.get(), _End):
             yield result
         await supervisor
     except BaseExceptionGroup as group:

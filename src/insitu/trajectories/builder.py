@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -126,13 +128,21 @@ class EpisodesBuilder(TrajectoryBuilder):
         chosen = (orders[place // total][place % total] for place in places)
         return list({str(row.id): row for row in chosen}.values())  # a row at the end of one pass may begin the next
 
+    def _trained_llms(self) -> frozenset[str]:
+        """The keys of `llms` whose calls are trained: the targeted model, else every policy, else all there are."""
+        target = self.run_config.target_model
+        blocks = {name: self._loaded.block(LLM, name) for name in self._loaded.names(LLM)}
+        if target is not None:
+            return frozenset(n for n, b in blocks.items() if target in (n, getattr(b, "model_name", None)))
+        return frozenset(n for n, b in blocks.items() if b.type == "policy") or frozenset(blocks)
+
     async def _collect(self, run_id: str, collection: _Collection) -> None:
         """Consumes the epoch's rows x generations; waits for episodes; a group is given on with its last one."""
         workflow = await self._builder.get_workflow()
         name = self.run_config.reward_function.name  # type: ignore[union-attr]
         evaluator = await self._builder.get_evaluator(name)
         limits = self._loaded.eval
-        rules = EpisodeRules(self._loaded.general.seed, limits.episode_timeout, limits.retries, training=True)
+        rules = EpisodeRules(self._loaded.general.seed, limits.episode_timeout, limits.retries, self._trained_llms())
 
         def tasks() -> Iterator[tuple[EvalInputItem, EpisodeKey]]:
             for row in self.rows_of_epoch(collection.epoch):
@@ -147,20 +157,23 @@ class EpisodesBuilder(TrajectoryBuilder):
             return episode
 
         waiting: dict[str, list[Episode]] = {}
-        async for episode in run_limited(tasks(), run, limits.max_concurrency):
-            collection.on_episode(episode)
-            group = waiting.setdefault(episode.key.row_id, [])
-            group.append(episode)
-            if len(group) == self.config.num_generations:
-                record = self._group(waiting.pop(episode.key.row_id))
-                collection.groups[record.row_id] = record._replace(episodes=[])
-                collection.on_group(record)
+        async with aclosing(run_limited(tasks(), run, limits.max_concurrency)) as episodes:
+            async for episode in episodes:
+                collection.on_episode(episode)
+                group = waiting.setdefault(episode.key.row_id, [])
+                group.append(episode)
+                if len(group) == self.config.num_generations:
+                    record = self._group(waiting.pop(episode.key.row_id))
+                    collection.groups[record.row_id] = record._replace(episodes=[])
+                    collection.on_group(record)
 
     async def _reward(self, episode: Episode, row: EvalInputItem, evaluator: EvaluatorInfo, name: str) -> None:
         if episode.outcome is Outcome.FAILED:
             on_failure = self.run_config.reward_function.on_failure  # type: ignore[union-attr]
             if isinstance(on_failure, float) and episode.reason in _PENALISED:
                 episode.reward = on_failure
+                if episode.calls and episode.step_rewards is None:  # it falls to the last call
+                    episode.step_rewards = [0.0] * (len(episode.calls) - 1) + [on_failure]
             return
         item = row.model_copy(update={"output_obj": episode.output, "trajectory": episode.steps})
         given = (await score(evaluator, name, [item])).eval_output_items[0]
@@ -171,7 +184,10 @@ class EpisodesBuilder(TrajectoryBuilder):
         episode.reward = await self.compute_reward(given)
         episode.reasoning = given.reasoning
         if given.step_scores is not None:
-            episode.step_rewards = [float(s) for s in given.step_scores]
+            episode.step_rewards = given.step_scores
+        if not all(map(math.isfinite, episode.step_rewards or ())):
+            episode.reward, episode.reason = None, DropReason.NAN_SCORE
+            episode.error = f"the step rewards are {episode.step_rewards}"
 
     def _group(self, episodes: list[Episode]) -> GroupRecord:
         episodes.sort(key=lambda e: e.key.generation)
@@ -188,8 +204,7 @@ class EpisodesBuilder(TrajectoryBuilder):
     def _trajectory(self, episode: Episode) -> Trajectory | None:
         """The episode as a trajectory; None, with the reason set, when it has no call to train on."""
         run = self.run_config
-        policies = [n for n in self._loaded.names(LLM) if self._loaded.block(LLM, n).type == "policy"]
-        trained = targeted_calls(episode.calls, run.target_functions, run.target_model, policies)
+        trained = targeted_calls(episode.calls, run.target_functions, run.target_model, self._trained_llms())
         if not trained:
             if episode.reason is None:
                 episode.reason = DropReason.NO_TARGET_CALLS if episode.calls else DropReason.NO_CALLS
@@ -212,8 +227,10 @@ class EpisodesBuilder(TrajectoryBuilder):
 @register_trajectory_builder(config_type=EpisodesBuilderConfig)
 async def episodes_builder(config: EpisodesBuilderConfig, builder: Builder) -> AsyncIterator[EpisodesBuilder]:
     made = EpisodesBuilder(config, builder)
-    yield made
-    for collection in made._runs.values():
-        if collection.task is not None:
-            collection.task.cancel()
-            await asyncio.gather(collection.task, return_exceptions=True)
+    try:
+        yield made
+    finally:
+        for collection in made._runs.values():
+            if collection.task is not None:
+                collection.task.cancel()
+                await asyncio.gather(collection.task, return_exceptions=True)

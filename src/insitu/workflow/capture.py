@@ -79,10 +79,11 @@ class Exchange:
         self._indices = [scope.call_indices.take() for _ in range(choices if isinstance(choices, int) else 1)]
         self._messages_digest = hashlib.blake2b(orjson.dumps(request["messages"]), digest_size=16).digest()
         self._turn = scope.turns[self._messages_digest].take()
-        if scope.training:
+        self._trains = scope.trains(recorder.llm)
+        if self._trains:
             request["logprobs"] = True
             request["return_token_ids"] = True
-        if (scope.training or scope.is_evaluating) and request.get("seed") is None:
+        if (self._trains or scope.is_evaluating) and request.get("seed") is None:
             request["seed"] = self._seed()
         self._assembly = StreamAssembly(self) if self.streamed else None
         self._started = time.time()
@@ -150,7 +151,7 @@ class Exchange:
     def _refused(self, status: int, body: bytes) -> None:
         self.fail(f"http {status}")
         for what, word in (("token ids", b"return_token_ids"), ("logprobs", b"logprobs")):
-            if self._scope.training and status < 500 and word in body:
+            if self._trains and status < 500 and word in body:
                 raise self._capture_error(what, f"refused a request for them ({body[:300].decode(errors='replace')})")
 
     def _finish(self, reply: dict[str, Any], headers: Mapping[str, str], error: str | None = None) -> None:
@@ -181,7 +182,7 @@ class Exchange:
                 usage=reply.get("usage"),
                 error=error,
             )
-            if self._scope.training and error is None:
+            if self._trains and error is None:
                 self._check(call)
             self._scope.record(call, self._invocation)
 

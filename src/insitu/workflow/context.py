@@ -13,6 +13,7 @@ import heapq
 import logging
 import math
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from contextvars import ContextVar, Token
 from typing import Any, Self
 
@@ -44,10 +45,11 @@ class Numbers:
 class EpisodeScope:
     """All that is recorded while one episode, or a plain run, is going on.
 
-    `calls` in order of their end, from `close` on in order of their start; `rewards` step rewards by call index;
-    `failed_attempts` requests that brought no answer, by reason (a client that tries again makes one call all the
-    same); `late_calls` requests that were not recorded because the episode had ended; `capture_error` what a model
-    call lacked, even if the workflow has swallowed the exception.
+    `training` says which calls are to be trained on: all, none, or those to some keys of `llms`. `calls` in order of
+    their end, from `close` on in order of their start; `rewards` step rewards by call index; `failed_attempts` requests
+    that brought no answer, by reason (a client that tries again makes one call all the same); `late_calls` requests that
+    were not recorded because the episode had ended; `capture_error` what a model call lacked, even if the workflow has
+    swallowed the exception.
     """
 
     def __init__(
@@ -57,14 +59,14 @@ class EpisodeScope:
         seed: int = 0,
         input_message: Any = None,
         is_evaluating: bool = False,
-        training: bool = False,
+        training: bool | Collection[str] = False,
         on_step: OnStep | None = None,
     ) -> None:
         self.key = key
         self.seed = seed
         self.input_message = input_message
         self.is_evaluating = is_evaluating
-        self.training = training
+        self._training = training
         self.calls: list[ModelCall] = []
         self.steps: list[IntermediateStep] = []
         self.rewards: dict[int, float] = {}
@@ -93,6 +95,10 @@ class EpisodeScope:
     def activate(self) -> Self:
         """For `with scope.activate():`, the same as `with scope:`."""
         return self
+
+    def trains(self, llm: str | None) -> bool:
+        """Whether calls to this key of `llms` are to be trained on, so that token ids and logprobs are insisted on."""
+        return self._training if isinstance(self._training, bool) else llm in self._training
 
     def close(self) -> None:
         """Nothing that comes later is recorded."""
