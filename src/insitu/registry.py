@@ -16,6 +16,7 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import entry_points
@@ -125,8 +126,10 @@ class Registry:
             )
         if not issubclass(config_type, kind.base):
             raise PluginError(f"{config_type.__name__} ({name}) is not a {kind.base.__name__}")
+        if name in kind.built_in and not config_type.__module__.startswith("insitu."):
+            raise PluginError(f"{name!r} of {kind.section} is a part of insitu; {config_type} needs another name")
         known = self._known.get((kind.section, name))
-        if known is not None and known.config_type.__qualname__ != config_type.__qualname__:
+        if known is not None and _place_of(known.config_type) != _place_of(config_type):
             raise PluginError(
                 f"two components of {kind.section} are called {name!r}: {known.config_type} and {config_type}"
             )
@@ -156,6 +159,11 @@ class Registry:
                     raise PluginError(
                         f"plugin {point.name!r} ({point.value}) could not be imported: {error!r}"
                     ) from error
+
+
+def _place_of(config_type: type) -> tuple[str, str]:
+    """Stays the same when a module is loaded again."""
+    return config_type.__module__, config_type.__qualname__
 
 
 registry = Registry()
@@ -215,6 +223,10 @@ def _config_getter(kind: Kind) -> Callable[["Builder", str], TypedBaseModel]:
     return get_config
 
 
+_building: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("insitu_building", default=())
+"""The components being built here, each for the one before it."""
+
+
 class Builder:
     """Builds each block of the file once, when it is first asked for, and keeps it alive until `aclose`.
 
@@ -252,17 +264,30 @@ class Builder:
         return await self._once((kind.section, name), lambda: self._build(kind, name))
 
     async def _once(self, key: tuple[str, str], build: Callable[[], Awaitable[Any]]) -> Any:
-        future = self._live.get(key)
-        if future is None:
-            future = self._live[key] = asyncio.get_running_loop().create_future()
+        while (future := self._live.get(key)) is not None:
+            if key in _building.get() and not future.done():
+                raise ConfigError(f"{' -> '.join('.'.join(k) for k in (*_building.get(), key))}: each needs the next")
             try:
-                future.set_result(await build())
-            except BaseException as error:
-                del self._live[key]
+                return await asyncio.shield(future)
+            except asyncio.CancelledError:
+                if not future.cancelled() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                    raise  # else it was the one who built that was cancelled: build it here
+        future = self._live[key] = asyncio.get_running_loop().create_future()
+        token = _building.set((*_building.get(), key))
+        try:
+            made = await build()
+        except BaseException as error:
+            self._live.pop(key, None)
+            if isinstance(error, asyncio.CancelledError):
+                future.cancel()
+            else:
                 future.set_exception(error)
                 future.exception()  # whoever waits gets it; nobody waiting is no reason for a warning
-                raise
-        return await asyncio.shield(future)
+            raise
+        finally:
+            _building.reset(token)
+        future.set_result(made)
+        return made
 
     async def _build(self, kind: Kind, name: str) -> Any:
         config = self.block(kind, name)

@@ -71,7 +71,8 @@ def select(
     if config.enabled:
         _expand(config, state, epoch)
         dropped |= {e: DropReason.CURRICULUM for e in rewards if e not in state.included_groups}
-        flat = [e for e, g in rewards.items() if e not in dropped and max(g) - min(g) < config.min_reward_diff]
+        spread = {e: round(max(g) - min(g), 9) for e, g in rewards.items()}  # 0.3 - 0.2 is not below 0.1
+        flat = [e for e in rewards if e not in dropped and spread[e] < config.min_reward_diff]
         dropped |= dict.fromkeys(flat, DropReason.NO_VARIANCE)
         if config.random_subsample is not None:
             rest = [e for e in rewards if e not in dropped]

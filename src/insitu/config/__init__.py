@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu import registry as reg
-from insitu.config.keys import references, unknown_keys
-from insitu.config.reading import expand, override, parse_yaml
+from insitu.config.keys import holds_secret, references, unknown_keys
+from insitu.config.reading import expand, override, parse_yaml, type_name
 from insitu.errors import ConfigError, PluginError
 from insitu.registry import Kind, not_found, registry
 from insitu.schemas.components import FunctionBaseConfig, TypedBaseModel
@@ -32,7 +31,7 @@ _COMPONENT_SECTIONS = (
     reg.TRAINER,
 )
 _SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
-_SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
+_SECRET = re.compile(r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$", re.IGNORECASE)
 
 
 class GeneralConfig(BaseModel):
@@ -133,10 +132,12 @@ def load_config(source: Any, overrides: Iterable[tuple[str, str]] = ()) -> Confi
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the configuration file {path} is not UTF-8 text: {error.reason}") from error
     try:
         data = parse_yaml(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path} is {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping of sections ({', '.join(_SECTIONS)})")
     for key, value in overrides:
@@ -160,18 +161,20 @@ class _Check:
         for key in data:
             if key not in _SECTIONS:
                 self.problems.append(not_found("section", str(key), _SECTIONS))
-        config.general = self._model(GeneralConfig, data.get("general") or {}, "general")
-        self._fail_if_any()
+        general = self._model(GeneralConfig, data.get("general"), "general")
+        if general is None:
+            self._fail_if_any()
+        config.general = general
         self._import_plugins(config)
         self._components(config, data)
         evaluation = self._mapping_of(data.get("eval"), "eval", allowed=("general", "evaluators"))
-        general = self._model(EvalGeneralConfig, evaluation.get("general") or {}, "eval.general")
-        config.eval = general or EvalGeneralConfig()
-        if config.eval.dataset is not None:
-            config.eval.dataset = self._component(reg.DATASET, config.eval.dataset, "eval.general.dataset")
+        config.eval = self._model(EvalGeneralConfig, evaluation.get("general"), "eval.general") or EvalGeneralConfig()
+        settings = evaluation.get("general")
+        if isinstance(settings, dict) and settings.get("dataset") is not None:
+            config.eval.dataset = self._component(reg.DATASET, settings["dataset"], "eval.general.dataset")
         for name, block in self._mapping_of(evaluation.get("evaluators"), "eval.evaluators").items():
             self._store(config, reg.EVALUATOR, name, block, f"eval.evaluators.{name}")
-        finetuning = data.get("finetuning") or {}
+        finetuning = data.get("finetuning")
         if isinstance(finetuning, dict) and finetuning.pop("run_configuration", None) is not None:
             self.problems.append("finetuning.run_configuration: set by the command line, it cannot stand in the file")
         config.finetuning = self._model(FinetuneConfig, finetuning, "finetuning") or FinetuneConfig()
@@ -191,6 +194,9 @@ class _Check:
             try:
                 importlib.import_module(module)
             except Exception as error:  # a plugin's import may raise anything; say which one it was
+                if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+                    self.problems.append(f"general.plugins: there is no module {module!r} (looked in {folder} too)")
+                    continue
                 raise PluginError(f"general.plugins: {module!r} could not be imported: {error!r}") from error
 
     def _components(self, config: Config, data: dict[str, Any]) -> None:
@@ -210,7 +216,7 @@ class _Check:
         if node is None:
             return {}
         if not isinstance(node, dict):
-            self.problems.append(f"{where} must be a mapping, not {node!r}")
+            self.problems.append(f"{where} must be a mapping, not {type_name(node)}")
             return {}
         for key in node:
             if allowed is not None and key not in allowed:
@@ -228,8 +234,9 @@ class _Check:
         return self._model(registration.config_type, block, where)
 
     def _model(self, model: type[BaseModel], node: Any, where: str) -> Any:
+        node = {} if node is None else node
         if not isinstance(node, dict):
-            self.problems.append(f"{where} must be a mapping, not {node!r}")
+            self.problems.append(f"{where} must be a mapping, not {type_name(node)}")
             return None
         unknown = list(unknown_keys(model, node, where))
         self.problems.extend(unknown)
@@ -237,18 +244,21 @@ class _Check:
             return model.model_validate(node)
         except ValidationError as error:
             self.problems.extend(
-                self._sentence(where, e) for e in error.errors(include_url=False) if e["type"] != "extra_forbidden"
+                self._sentence(where, e, holds_secret(model, e["loc"]))
+                for e in error.errors(include_url=False)
+                if e["type"] != "extra_forbidden"
             )
             return None
 
-    def _sentence(self, where: str, error: Any) -> str:
+    def _sentence(self, where: str, error: Any, secret: bool) -> str:
         place = ".".join([where, *(str(p) for p in error["loc"])])
         message = error["msg"].removeprefix("Value error, ")
         if error["type"] == "missing":
             return f"{place} is missing"
-        if place in self.from_environment:
-            return f"{place}: {message} (the value of ${{{self.from_environment[place]}}})"
-        if _SECRET.search(place.rsplit(".", 1)[-1]) or isinstance(error["input"], dict):
+        for taken, variable in self.from_environment.items():
+            if f"{place}.".startswith(f"{taken}."):  # pydantic names the member of a union after the key
+                return f"{place}: {message} (the value of ${{{variable}}})"
+        if secret or _SECRET.search(place) or isinstance(error["input"], dict | list):
             return f"{place}: {message}"
         return f"{place}: {message} (got {error['input']!r:.200})"
 

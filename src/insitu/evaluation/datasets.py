@@ -58,16 +58,27 @@ def _jsonl_rows(path: Path) -> Rows:
 
 def _csv_rows(path: Path) -> Rows:
     with path.open(newline="", encoding="utf-8-sig") as file:
-        yield from csv.DictReader(file)
+        for number, row in enumerate(csv.DictReader(file), 1):
+            if None in row or None in row.values():
+                raise ConfigError(f"dataset {path}, row {number} has not as many fields as the header names")
+            yield row
 
 
-def _table_rows(path: Path) -> Rows:
+def _parquet_rows(path: Path) -> Rows:
+    return _table_rows(path, "read_parquet")
+
+
+def _excel_rows(path: Path) -> Rows:
+    return _table_rows(path, "read_excel")
+
+
+def _table_rows(path: Path, reader: str) -> Rows:
     try:
         import polars
     except ModuleNotFoundError as error:
         raise ConfigError(f"dataset {path} needs the package polars: pip install 'insitu[tables]'") from error
     try:
-        table = polars.read_parquet(path) if path.suffix == ".parquet" else polars.read_excel(path)
+        table = getattr(polars, reader)(path)
     except ModuleNotFoundError as error:
         raise ConfigError(f"dataset {path} needs the package {error.name}: pip install {error.name}") from error
     except polars.exceptions.PolarsError as error:
@@ -79,8 +90,8 @@ _READERS: dict[str, Callable[[Path], Rows]] = {
     "json": _json_rows,
     "jsonl": _jsonl_rows,
     "csv": _csv_rows,
-    "parquet": _table_rows,
-    "xls": _table_rows,
+    "parquet": _parquet_rows,
+    "xls": _excel_rows,
 }
 _BY_SUFFIX = {".json": "json", ".jsonl": "jsonl", ".csv": "csv", ".parquet": "parquet", ".xls": "xls", ".xlsx": "xls"}
 

@@ -1,13 +1,16 @@
 """One evaluation: the workflow on every row x repetition, every evaluator on the answers, the documented files."""
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic_core import to_jsonable_python
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
@@ -44,6 +47,11 @@ class EvaluationRun:
 
     async def run_and_evaluate(self) -> EvaluationRunOutput:
         """Run and score everything; a row that fails is an item with `error`, never the end of the run."""
+        for option in ("skip_workflow", "skip_completed_entries", "endpoint"):
+            if getattr(self.config, option):
+                raise ConfigError(f"{option}: this release runs the workflow itself, on every row")
+        if self.config.result_json_path != "$":
+            raise ConfigError("result_json_path: this release takes the workflow's whole answer ('$')")
         loaded = load_config(self.config.config_file, self.config.override)
         rows = load_dataset(loaded, self.config.dataset)
         if self._builder is not None:
@@ -79,9 +87,10 @@ class EvaluationRun:
             item.error, item.reason = episode.error, episode.reason
             return episode
 
-        async for episode in run_limited(items, run, loaded.max_concurrency):
-            if self._on_episode is not None:
-                self._on_episode(episode)
+        async with aclosing(run_limited(items, run, loaded.max_concurrency)) as episodes:
+            async for episode in episodes:
+                if self._on_episode is not None:
+                    self._on_episode(episode)
 
 
 def write_files(output: EvaluationRunOutput, folder: Path) -> None:
@@ -90,8 +99,7 @@ def write_files(output: EvaluationRunOutput, folder: Path) -> None:
     records = [_workflow_record(item) for item in output.eval_input.eval_input_items]
     output.workflow_output_file = write_json(folder / "workflow_output.json", records)
     output.evaluator_output_files = [
-        write_json(folder / f"{name}_output.json", result.model_dump(mode="json"))
-        for name, result in output.evaluation_results
+        write_json(folder / f"{name}_output.json", to_json(result)) for name, result in output.evaluation_results
     ]
 
 
@@ -102,21 +110,29 @@ def _workflow_record(item: EvalInputItem) -> dict[str, Any]:
         "question": item.input_obj,
         "answer": item.expected_output_obj,
         "generated_answer": item.output_obj,
-        "intermediate_steps": [step.model_dump(mode="json") for step in item.trajectory],
-        "expected_intermediate_steps": [step.model_dump(mode="json") for step in item.expected_trajectory],
+        "intermediate_steps": to_json(item.trajectory),
+        "expected_intermediate_steps": to_json(item.expected_trajectory),
         "error": item.error,
     }
 
 
 def to_json(value: Any) -> Any:
-    """What JSON has no form for: pydantic models as objects, anything else as text."""
-    dump = getattr(value, "model_dump", None)
-    return dump(mode="json") if callable(dump) else str(value)
+    """What JSON has no form for: models and dataclasses as objects, anything unknown as text."""
+    return to_jsonable_python(value, serialize_unknown=True, inf_nan_mode="null")
+
+
+def dump_json(data: Any, option: int = 0) -> bytes:
+    """JSON of anything a workflow may answer."""
+    try:
+        return orjson.dumps(data, default=to_json, option=option | orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # integers beyond 64 bits, lone surrogates, keys that are tuples: slower, but it must be kept
+        ending = "\n" if option & orjson.OPT_APPEND_NEWLINE else ""
+        return (json.dumps(to_json(data)) + ending).encode()
 
 
 def write_json(path: Path, data: Any) -> Path:
     """Write `data` beside `path` and move it there, so that a reader never sees half a file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(orjson.dumps(data, default=to_json, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
+    temporary.write_bytes(dump_json(data, orjson.OPT_INDENT_2))
     temporary.replace(path)
     return path

@@ -16,7 +16,8 @@ from insitu.schemas.steps import IntermediateStep
 class EvalInputItem(BaseModel):
     """One dataset row, and after the workflow has run what it answered and did.
 
-    `rep` counts the repetitions of a row in one run (0 first); `error` says why there is no output, `reason` the same as a code.
+    `rep` counts the repetitions of a row in one run (0 first); `error` says why there is no output, `reason` the same
+    as a code.
     """
 
     model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import orjson
 
-from insitu.evaluation.run import to_json, write_json
+from insitu.evaluation.run import dump_json, write_json
 from insitu.schemas.episodes import FORMAT_VERSION, Episode, ModelCall
 from insitu.trajectories.builder import GroupRecord
 
@@ -82,7 +82,7 @@ class RunStore:
 
 
 def _line(record: Any) -> bytes:
-    return orjson.dumps(record, default=to_json, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
+    return dump_json(record, orjson.OPT_APPEND_NEWLINE)
 
 
 def episode_record(episode: Episode) -> dict[str, Any]:
@@ -158,9 +158,10 @@ def _continued(calls: Sequence[ModelCall], place: int) -> int | None:
         n, tokens = len(before.messages), _tokens(before)
         if (
             before.token_ids is not None
+            and call.prompt_token_ids is not None
             and len(call.messages) > n
             and call.messages[:n] == before.messages
-            and (call.prompt_token_ids or [])[: len(tokens)] == tokens
+            and call.prompt_token_ids[: len(tokens)] == tokens
         ):
             return earlier
     return None

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from insitu.config import Config, load_config
-from insitu.errors import InsituError
+from insitu.errors import ConfigError, InsituError
 from insitu.evaluation.run import EvaluationRun
 from insitu.interfaces import TrainerAdapter, validation_metrics
 from insitu.registry import TRAINER_ADAPTER, Builder
@@ -46,6 +46,8 @@ class Validation:
         version = (await endpoint()).version if endpoint is not None else None
         try:
             record = await self._evaluate(epoch)
+        except ConfigError:
+            raise
         except InsituError as error:
             record = {"epoch": epoch, "error": f"{type(error).__name__}: {error}", "dropped": {}}
         finally:

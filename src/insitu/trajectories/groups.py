@@ -1,6 +1,6 @@
 """From the calls of a group's episodes to its training rows: which calls are trained, and with what advantage."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from insitu.algorithms.advantages import AdvantageConfig, group_advantages
@@ -40,15 +40,15 @@ def dialogue(calls: Sequence[ModelCall]) -> list[EpisodeItem]:
 
     Calls that did not continue it are dialogues of their own and stay in the trajectory's `calls`.
     """
-    last: ModelCall | None = None
+    turns: list[ModelCall] = []
     for call in calls:
-        if call.message is not None and (last is None or _continues(call, last)):
-            last = call
-    if last is None:
+        if call.message is not None and (not turns or _continues(call, turns[-1])):
+            turns.append(call)
+    if not turns:
         return []
-    answers = [call for call in calls if call.message is not None]
-    items = [_item(message, answers) for message in last.messages]
-    return [*items, _assistant(last)]
+    last = turns[-1]
+    answers = {len(call.messages): call for call in turns}
+    return [*(_item(message, answers.get(place)) for place, message in enumerate(last.messages)), _assistant(last)]
 
 
 def _continues(call: ModelCall, earlier: ModelCall) -> bool:
@@ -56,12 +56,14 @@ def _continues(call: ModelCall, earlier: ModelCall) -> bool:
     return len(call.messages) > n and call.messages[:n] == earlier.messages
 
 
-def _item(message: dict[str, Any], answers: Iterable[ModelCall]) -> EpisodeItem:
+def _item(message: dict[str, Any], call: ModelCall | None) -> EpisodeItem:
+    """A message of a prompt; `call` is the one whose answer stood at this place, if it was one of ours."""
     role = _ROLES.get(str(message.get("role")), EpisodeItemRole.OTHER)
     extra = {k: v for k, v in message.items() if k not in ("role", "content")} or None
     if role is EpisodeItemRole.ASSISTANT:
         said = text_of(message.get("content"))
-        logprobs = next((c.logprobs for c in answers if c.message and text_of(c.message.get("content")) == said), None)
+        unchanged = call is not None and call.message is not None and text_of(call.message.get("content")) == said
+        logprobs = call.logprobs if call is not None and unchanged else None
         return EpisodeItem(role=role, content=said, logprobs=logprobs or [], metadata=extra)
     return EpisodeItem(role=role, content=text_of(message.get("content")), metadata=extra)
 

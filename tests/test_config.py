@@ -1,0 +1,492 @@
+"""From a file to a checked configuration: the dialect, every kind of mistake, secrets, plugins."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import plain_parts
+import pytest
+
+from insitu.config import load_config
+from insitu.config.reading import override, parse_yaml
+from insitu.errors import ConfigError, PluginError
+from insitu.registry import FUNCTION, LLM
+from insitu.schemas.finetuning import CurriculumLearningConfig
+
+SECRET = "sk-very-secret"
+
+
+def complaint(path: Path, *overrides: tuple[str, str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+# the dialect
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("-1E3", -1000.0),
+        ("1.5e-3", 1.5e-3),
+        (".5", 0.5),
+        ("1.", 1.0),
+        ("-.inf", float("-inf")),
+        ("010", 10),
+        ("0x1f", 31),
+        ("0o17", 15),
+        ("+3", 3),
+        ("1_000", "1_000"),
+        ("12:30", "12:30"),
+        ("2024-08-06", "2024-08-06"),
+        ("on", "on"),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("y", "y"),
+        ("true", True),
+        ("FALSE", False),
+        ("null", None),
+        ("~", None),
+        ("1.2.3", "1.2.3"),
+        ("'1'", "1"),
+        ("=", "="),
+    ],
+)
+def test_scalars_are_those_of_yaml_1_2(text: str, value: Any) -> None:
+    found = parse_yaml(f"key: {text}")["key"]
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("text", [".nan", ".NaN", ".NAN"])
+def test_nan(text: str) -> None:
+    assert parse_yaml(text) != parse_yaml(text)
+
+
+def test_a_key_that_stands_twice_is_told_by_its_line_and_without_its_value(write: Any) -> None:
+    message = complaint(write(f"llms:\n  m:\n    api_key: a\n    api_key: {SECRET}\n"))
+    assert "line 4" in message
+    assert "'api_key' stands twice" in message
+    assert SECRET not in message
+
+
+def test_merge_keys_work_and_may_be_overridden() -> None:
+    data = parse_yaml("base: &b {x: 1, y: 2}\nmore: {<<: *b, y: 3}\n")
+    assert data["more"] == {"x": 1, "y": 3}
+
+
+def test_an_override_does_not_reach_what_an_alias_shares() -> None:
+    data = parse_yaml("a: &x {deep: {n: 1}, list: [{n: 1}]}\nb: *x\n")
+    override(data, "a.deep.n", "2")
+    override(data, "a.list.0.n", "2")
+    assert data == {"a": {"deep": {"n": 2}, "list": [{"n": 2}]}, "b": {"deep": {"n": 1}, "list": [{"n": 1}]}}
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [1", f"a: {{b\nkey: '{SECRET}", "a: {{ template }}", "a: !!python/name:os.system x", "\ta: 1"]
+)
+def test_invalid_yaml_is_one_sentence(write: Any, text: str) -> None:
+    message = complaint(write(text))
+    assert "not valid YAML, line" in message
+    assert SECRET not in message
+    assert len(message.splitlines()) == 1
+
+
+def test_other_unreadable_files(write: Any, tmp_path: Path) -> None:
+    assert "cannot read" in complaint(tmp_path / "missing.yml")
+    assert "cannot read" in complaint(tmp_path)
+    assert "must hold a mapping of sections (general," in complaint(write(""))
+    binary = tmp_path / "binary.yml"
+    binary.write_bytes(b"a: \xff\xfe")
+    assert "is not UTF-8 text" in complaint(binary)
+
+
+# the environment
+
+
+def test_values_come_from_the_environment(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEED", "7")
+    monkeypatch.delenv("ABSENT", raising=False)
+    path = write(
+        "general: {seed: '${SEED}'}\nworkflow: {_type: parts, words: ['a${SEED}b', '${ABSENT:-c d}${ABSENT:-}']}"
+    )
+    config = load_config(path)
+    assert config.general.seed == 7
+    assert config.workflow.words == ["a7b", "c d"]  # type: ignore[attr-defined]
+
+
+def test_an_override_may_name_a_variable(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEED", "8")
+    assert load_config(write({"general": {}}), [("general.seed", "${SEED}")]).general.seed == 8
+
+
+def test_missing_variables_are_all_named_with_their_keys(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MISSING_A", "MISSING_B"):
+        monkeypatch.delenv(name, raising=False)
+    message = complaint(write("llms: {m: {api_key: '${MISSING_A}'}}\neval: {evaluators: ['${MISSING_B}']}"))
+    assert "llms.m.api_key: the environment variable MISSING_A is not set" in message
+    assert "eval.evaluators.0: the environment variable MISSING_B is not set" in message
+
+
+# secrets
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"seconds": "${KEY}"},
+        {"words": {"a": "${KEY}"}},
+        {"inner": "${KEY}"},
+        {"inner": ["${KEY}"]},
+        {"inners": ["${KEY}"]},
+        {"credentials": {"a": "${KEY}"}},
+        {"api_key": [SECRET]},
+        {"api_key": {"a": SECRET}},
+        {"password": {"a": SECRET}},
+        {"password": [SECRET]},
+        {"credentials": {"a": SECRET}},
+    ],
+)
+def test_neither_secrets_nor_the_environment_are_shown(
+    write: Any, monkeypatch: pytest.MonkeyPatch, block: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("KEY", SECRET)
+    message = complaint(write({"workflow": {"_type": "parts", **block}}))
+    assert f"workflow.{next(iter(block))}" in message
+    assert SECRET not in message
+    assert SECRET not in repr(message)
+
+
+@pytest.mark.parametrize("key", ["llms.m.api_key.x", "llms.m.words.x.y"])
+def test_a_wrong_override_shows_no_value(write: Any, key: str) -> None:
+    path = write({"llms": {"m": {"api_key": SECRET, "words": [SECRET]}}})
+    message = complaint(path, (key, "1"))
+    assert f"-o {key}" in message
+    assert SECRET not in message
+
+
+def test_a_secret_in_place_of_a_section_is_not_shown(write: Any) -> None:
+    assert SECRET not in complaint(write({"llms": SECRET, "functions": {"f": SECRET}, "eval": [SECRET]}))
+
+
+def test_a_plain_wrong_value_is_shown(write: Any) -> None:
+    assert "llms.m.max_tokens" in (
+        message := complaint(write({"llms": {"m": {"_type": "policy", "max_tokens": "many", "temperature": -1}}}))
+    )
+    assert "(got 'many')" in message
+    assert "(got -1)" in message
+
+
+# keys and references
+
+
+@pytest.mark.parametrize(
+    ("data", "place", "nearest"),
+    [
+        ({"finetunning": {}}, "section 'finetunning'", "finetuning"),
+        ({"general": {"sead": 1}}, "general: key 'sead'", "seed"),
+        ({"eval": {"evaluator": {}}}, "eval: key 'evaluator'", "evaluators"),
+        ({"eval": {"general": {"max_concurency": 1}}}, "eval.general: key 'max_concurency'", "max_concurrency"),
+        ({"eval": {"general": {"output": {"dri": 1}}}}, "eval.general.output: key 'dri'", "dir"),
+        (
+            {"eval": {"general": {"dataset": {"_type": "json", "file_path": "x", "structure": {"question": "q"}}}}},
+            "eval.general.dataset.structure: key 'question'",
+            "question_key",
+        ),
+        ({"finetuning": {"num_epoch": 1}}, "finetuning: key 'num_epoch'", "num_epochs"),
+        (
+            {"finetuning": {"curriculum_learning": {"enable": True}}},
+            "finetuning.curriculum_learning: key 'enable'",
+            "enabled",
+        ),
+        ({"llms": {"m": {"_type": "policy", "temprature": 1}}}, "llms.m: key 'temprature'", "temperature"),
+        ({"workflow": {"_type": "parts", "secconds": 1}}, "workflow: key 'secconds'", "seconds"),
+        ({"functions": {"f": {"_type": "parts", "inner": {"dept": 1}}}}, "functions.f.inner: key 'dept'", "depth"),
+        ({"workflow": {"_type": "parts", "inners": [{}, {"dept": 1}]}}, "workflow.inners.1: key 'dept'", "depth"),
+        ({"workflow": {"_type": "parts", "named": {"a": {"dept": 1}}}}, "workflow.named.a: key 'dept'", "depth"),
+        (
+            {"workflow": {"_type": "parts", "either": {"height": 1, "widht": 1}}},
+            "workflow.either: key 'widht'",
+            "width",
+        ),
+        ({"workflow": {"_type": "parts", "spelled": 2}}, "workflow: key 'spelled'", "spelt"),
+        (
+            {"trainers": {"t": {"_type": "insitu_trainer", "advantages": {"base_line": "mean"}}}},
+            "trainers.t.advantages: key 'base_line'",
+            "baseline",
+        ),
+        (
+            {"trajectory_builders": {"b": {"_type": "insitu_traj_builder", "num_generation": 2}}},
+            "trajectory_builders.b: key 'num_generation'",
+            "num_generations",
+        ),
+        (
+            {"trainer_adapters": {"a": {"_type": "insitu_trainer_adapter", "url": "http://x", "training": {"lr": 1}}}},
+            "trainer_adapters.a.training: key 'lr'",
+            None,
+        ),
+        ({"eval": {"evaluators": {"e": {"_type": "judge", "sais": 1}}}}, "eval.evaluators.e: key 'sais'", "says"),
+    ],
+)
+def test_an_unknown_key_is_told_with_its_place_and_all_there_are(
+    write: Any, data: dict[str, Any], place: str, nearest: str | None
+) -> None:
+    message = complaint(write(data))
+    line = next(line for line in message.splitlines() if place in line)
+    assert f"{place} does not exist" in line
+    assert "there is: " in line
+    if nearest is not None:
+        assert f"(did you mean {nearest!r}?)" in line
+        assert nearest in line.split("there is: ")[1]
+
+
+def test_an_unknown_type_lists_what_exists(write: Any) -> None:
+    message = complaint(
+        write({"llms": {"m": {"_type": "opnai"}}, "workflow": {"_type": "part"}, "trainers": {"t": {}}})
+    )
+    assert "llms.m: _type 'opnai' does not exist (did you mean 'openai'?); there is: nim, openai, policy" in message
+    assert "workflow: _type 'part' does not exist (did you mean 'parts'?)" in message
+    assert "trainers.t must be a mapping with the key _type" in message
+
+
+def test_references_must_lead_somewhere(write: Any) -> None:
+    inner = {"llm": "nowhere", "functions": ["f", "gone"]}
+    data = {
+        "llms": {"m": {"_type": "openai", "model_name": "big", "api_key": "k"}},
+        "functions": {"f": {"_type": "parts", "llm": "n"}},
+        "workflow": {"_type": "parts", "inner": inner, "inners": [inner], "named": {"x": inner}},
+        "eval": {"evaluators": {"score": {"_type": "judge"}}},
+        "finetuning": {
+            "enabled": True,
+            "trainer": "t",
+            "trajectory_builder": "b",
+            "trainer_adapter": "a",
+            "reward_function": {"name": "judge"},
+            "target_functions": ["<workflow>", "f", "g"],
+            "target_model": "bigger",
+        },
+    }
+    message = complaint(write(data))
+    for place in (
+        "functions.f.llm: 'n'",
+        "workflow.inner.llm: 'nowhere'",
+        "workflow.inner.functions.1: 'gone'",
+        "workflow.inners.0.llm: 'nowhere'",
+        "workflow.named.x.functions.1: 'gone'",
+        "finetuning.trainer: 't'",
+        "finetuning.trajectory_builder: 'b'",
+        "finetuning.trainer_adapter: 'a'",
+        "finetuning.reward_function.name: 'judge'",
+        "finetuning.target_functions: 'g'",
+        "finetuning.target_model: 'bigger'",
+    ):
+        assert f"{place} does not exist" in message
+    assert "there is: score under eval.evaluators" in message
+    assert "there is: m, big" in message
+    assert "'f'" not in message
+
+
+@pytest.mark.parametrize("target", ["m", "big"])
+def test_target_model_is_a_key_or_a_model_name(write: Any, target: str) -> None:
+    llms = {"m": {"_type": "openai", "model_name": "big", "api_key": "k"}}
+    assert load_config(write({"llms": llms, "finetuning": {"target_model": target}})).finetuning.target_model == target
+
+
+def test_a_block_that_is_wrong_itself_is_no_dangling_reference(write: Any) -> None:
+    message = complaint(write({"llms": {"m": {"_type": "openai"}}, "workflow": {"_type": "parts", "llm": "m"}}))
+    assert "llms.m.model_name is missing" in message
+    assert "workflow.llm" not in message
+
+
+def test_everything_wrong_is_told_at_once(write: Any) -> None:
+    data = {
+        "typo": 1,
+        "general": {"seed": 1, "plugins": ["no_such_module_anywhere"]},
+        "llms": {"a": {"_type": "policy", "x": 1, "top_p": 7}},
+        "workflow": 3,
+        "eval": {"general": {"retries": -1, "dataset": {"_type": "tsv"}}},
+        "finetuning": {"enabled": True, "trainer": "t", "run_configuration": {"dataset": "x"}},
+    }
+    message = complaint(write(data))
+    for part in (
+        "section 'typo'",
+        "there is no module 'no_such_module_anywhere'",
+        "llms.a: key 'x'",
+        "llms.a.top_p",
+        "workflow must be a mapping",
+        "eval.general.retries",
+        "eval.general.dataset: _type 'tsv'",
+        "does not name: trajectory_builder, trainer_adapter",
+        "finetuning.run_configuration: set by the command line",
+    ):
+        assert part in message
+    assert len(message.splitlines()) == 10
+
+
+def test_the_python_side_is_lenient() -> None:
+    assert CurriculumLearningConfig(enabled=True, surplus=1).enabled
+    assert plain_parts.PartsConfig(surplus=1).type == "parts"
+
+
+# overrides
+
+
+def test_overrides_reach_every_part(write: Any) -> None:
+    path = write(
+        {
+            "llms": {"m": {"_type": "policy"}},
+            "workflow": {"_type": "parts", "inners": [{"depth": 1}, {"depth": 2}]},
+            "trainer_adapters": {"a": {"_type": "insitu_trainer_adapter", "model": "x"}},
+            "trainers": {"t": {"_type": "insitu_trainer"}},
+        }
+    )
+    config = load_config(
+        path,
+        [
+            ("general.seed", "5"),
+            ("llms.m.temperature", "0.5"),
+            ("workflow.inners.1.depth", "9"),
+            ("trainer_adapters.a.training.learning_rate", "1e-3"),
+            ("trainers.t.advantages.scale", "none"),
+            ("finetuning.num_epochs", "50"),
+            ("finetuning.num_epochs", "51"),
+            ("finetuning.curriculum_learning", "{enabled: true}"),
+            ("eval.general.max_concurrency", "3"),
+            ("eval.evaluators.e._type", "judge"),
+        ],
+    )
+    block = dict(config.blocks)
+    assert config.general.seed == 5
+    assert config.block(LLM, "m").temperature == 0.5  # type: ignore[attr-defined]
+    assert [i.depth for i in config.workflow.inners] == [1, 9]  # type: ignore[attr-defined]
+    assert block["trainer_adapters", "a"].training.learning_rate == 1e-3  # type: ignore[attr-defined]
+    assert block["trainers", "t"].advantages.scale == "none"  # type: ignore[attr-defined]
+    assert config.finetuning.num_epochs == 51
+    assert config.finetuning.curriculum_learning.enabled
+    assert config.max_concurrency == 3
+    assert block["eval.evaluators", "e"].type == "judge"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("workflow.inners.2.depth", "1", "workflow.inners is a list of 1; '2' is not one of its places"),
+        ("workflow.inners.x", "1", "'x' is not one of its places"),
+        ("workflow._type.x", "1", "workflow._type is no mapping (but text)"),
+        ("general.seed", "[1", "-o general.seed: the value is not valid YAML"),
+        ("workflow.innner.depth", "1", "workflow: key 'innner' does not exist (did you mean 'inner'?)"),
+        ("finetuning.num_epochs", "many", "finetuning.num_epochs"),
+    ],
+)
+def test_wrong_overrides(write: Any, key: str, value: str, message: str) -> None:
+    assert message in complaint(write({"workflow": {"_type": "parts", "inners": [{}]}}), (key, value))
+
+
+def test_overrides_do_not_apply_to_what_is_loaded(write: Any) -> None:
+    config = load_config(write({"general": {}}))
+    assert load_config(config) is config
+    with pytest.raises(ConfigError, match="loaded already"):
+        load_config(config, [("general.seed", "1")])
+
+
+# paths
+
+
+def test_paths_are_looked_up_from_here_and_then_from_the_file(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(write({"general": {}}, "project/config.yml"))
+    monkeypatch.chdir(tmp_path)
+    beside = write("x", "project/data.txt")
+    assert config.find_path("data.txt", "key") == beside
+    here = write("x", "data.txt")
+    assert config.find_path("data.txt", "key") == here
+    assert config.find_path(beside, "key") == beside
+    with pytest.raises(ConfigError) as caught:
+        config.find_path("gone.txt", "eval.general.dataset.file_path")
+    message = str(caught.value)
+    assert message.startswith("eval.general.dataset.file_path: 'gone.txt' does not exist")
+    assert str(tmp_path / "gone.txt") in message
+    assert str(tmp_path / "project" / "gone.txt") in message
+
+
+def test_what_is_asked_for_and_not_there(write: Any) -> None:
+    config = load_config(write({"functions": {"f": {"_type": "parts"}}}))
+    with pytest.raises(ConfigError, match="has no section workflow"):
+        _ = config.workflow
+    with pytest.raises(ConfigError, match=r"functions: 'g' does not exist; there is: f"):
+        config.block(FUNCTION, "g")
+
+
+# plugins
+
+PLUGIN = """
+from insitu.registry import register_function
+from insitu.schemas.components import FunctionBaseConfig
+class C(FunctionBaseConfig, name="{name}"):
+    x: int = 0
+@register_function(config_type=C)
+async def f(config, builder):
+    async def answer(text: str) -> str:
+        return text
+    yield answer
+"""
+
+
+@pytest.fixture
+def _clean_imports() -> Any:
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("_clean_imports")
+def test_plugins_come_from_the_folder_of_the_file(write: Any) -> None:
+    write(PLUGIN.format(name="from_the_folder"), "my_plugin_in_a_folder.py")
+    path = write({"general": {"plugins": ["my_plugin_in_a_folder"]}, "workflow": {"_type": "from_the_folder", "x": 2}})
+    assert load_config(path).workflow.x == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("_clean_imports")
+def test_a_plugin_that_fails_is_named(write: Any) -> None:
+    write("raise RuntimeError('broken inside')", "my_broken_plugin.py")
+    write("import a_package_that_is_not_there", "my_hungry_plugin.py")
+    for name, reason in (("my_broken_plugin", "broken inside"), ("my_hungry_plugin", "a_package_that_is_not_there")):
+        with pytest.raises(PluginError, match=f"general.plugins: '{name}' could not be imported.*{reason}"):
+            load_config(write({"general": {"plugins": [name]}}))
+
+
+CHECK = """
+import sys
+from insitu.config import load_config
+from insitu.errors import InsituError
+try:
+    print(load_config(sys.argv[1]).workflow.x)
+except InsituError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("group", "source", "expected"),
+    [
+        ("insitu.components", PLUGIN.format(name="installed"), "4"),
+        ("nat.plugins", PLUGIN.format(name="installed"), "4"),
+        ("nat.components", "raise OSError('half installed')", "PluginError plugin 'mine' (tiny_package) could not be"),
+    ],
+)
+def test_installed_packages_are_found_by_their_entry_points(write: Any, group: str, source: str, expected: str) -> None:
+    package = write(source, "site/tiny_package.py")
+    write("Metadata-Version: 2.1\nName: tiny\nVersion: 1\n", "site/tiny-1.dist-info/METADATA")
+    write(f"[{group}]\nmine = tiny_package\n", "site/tiny-1.dist-info/entry_points.txt")
+    path = write({"workflow": {"_type": "installed", "x": 4}})
+    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, str(path)], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(expected)

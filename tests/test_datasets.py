@@ -1,0 +1,123 @@
+"""Dataset files of every format, and every way in which a row can be wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from insitu.config import Config, load_config
+from insitu.errors import ConfigError
+from insitu.evaluation.datasets import load_dataset
+
+ROWS: list[dict[str, Any]] = [
+    {"id": "a", "question": "1 + 1", "answer": "2", "level": "easy"},
+    {"id": "b", "question": "2 + 2", "answer": "4", "level": "hard"},
+]
+
+
+def as_file(folder: Path, form: str, rows: list[dict[str, Any]] = ROWS, suffix: str | None = None) -> Path:
+    path = folder / f"data.{suffix or form}"
+    if form == "json":
+        path.write_bytes(orjson.dumps(rows))
+    elif form == "jsonl":
+        path.write_bytes(b"\n\n".join(map(orjson.dumps, rows)))
+    elif form == "csv":
+        lines = [",".join(rows[0]), *(",".join(f'"{v}"' for v in row.values()) for row in rows)]
+        path.write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8")
+    else:
+        pytest.importorskip("polars").DataFrame(rows).write_parquet(path)
+    return path
+
+
+def config_for(write: Any, **dataset: Any) -> Config:
+    return load_config(write({"eval": {"general": {"dataset": dataset}}}))
+
+
+def complaint(config: Config, path: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_dataset(config, path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("given", ["in the file", "by --dataset", "with another suffix"])
+def test_every_format(write: Any, tmp_path: Path, form: str, given: str) -> None:
+    path = as_file(tmp_path, form, suffix="txt" if given == "with another suffix" else form.upper())
+    if given == "by --dataset":
+        items = load_dataset(config_for(write, _type="json", file_path="elsewhere.json"), path)
+    else:
+        items = load_dataset(config_for(write, _type=form, file_path=path.name))
+    assert [(i.id, i.input_obj, i.expected_output_obj) for i in items] == [("a", "1 + 1", "2"), ("b", "2 + 2", "4")]
+    assert [i.full_dataset_entry for i in items] == ROWS
+    assert {i.rep for i in items} == {0}
+
+
+def test_a_dataset_of_the_command_line_needs_no_block(write: Any, tmp_path: Path) -> None:
+    config = load_config(write({"general": {}}))
+    assert len(load_dataset(config, as_file(tmp_path, "json"))) == 2
+    assert "eval.general.dataset is missing" in complaint(config)
+
+
+def test_columns_may_have_other_names(write: Any, tmp_path: Path) -> None:
+    rows = [{"key": 7, "prompt": {"x": 1}, "target": [1, 2], "more": None}, {"key": 8, "prompt": ""}]
+    as_file(tmp_path, "jsonl", rows)
+    structure = {"question_key": "prompt", "answer_key": "target"}
+    config = config_for(write, _type="jsonl", file_path="data.jsonl", id_key="key", structure=structure)
+    first, second = load_dataset(config)
+    assert (first.id, first.input_obj, first.expected_output_obj) == (7, {"x": 1}, [1, 2])
+    assert first.full_dataset_entry == rows[0]
+    assert (second.id, second.input_obj, second.expected_output_obj) == (8, "", None)
+    other = as_file(tmp_path, "json", [{"key": 1, "prompt": "p", "target": "t"}])
+    assert load_dataset(config, other)[0].input_obj == "p"
+
+
+def test_rows_without_id_are_numbered(write: Any, tmp_path: Path) -> None:
+    path = as_file(tmp_path, "jsonl", [{"question": "a"}, {"question": "b"}])
+    assert [i.id for i in load_dataset(config_for(write, _type="jsonl", file_path=path))] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("d.jsonl", '{"question": 1}\n{"qestion": 2, "id": 5}\n', ["row 2", "'question'", "'qestion'", "qestion, id"]),
+        ("d.jsonl", '{"question": 1}\n\n{"question": \n', ["line 3", "not valid JSON"]),
+        ("d.jsonl", '{"question": 1, "id": "x"}\n{"question": 2, "id": "x"}', ["rows 1 and 2", "same id 'x'"]),
+        ("d.jsonl", '{"question": 1, "id": 1}\n{"question": 2, "id": "1"}', ["rows 1 and 2", "same id '1'"]),
+        ("d.jsonl", '{"question": 1}\n[1, 2]', ["row 2", "must be a mapping of columns, not [1, 2]"]),
+        ("d.jsonl", "\n \n", ["has no rows"]),
+        ("d.json", "[]", ["has no rows"]),
+        ("d.json", '{"rows": []}', ["must hold a list of rows, not dict"]),
+        ("d.json", '[{"question": 1}', ["cannot be read"]),
+        ("d.csv", "id,question\n1,a,surplus\n", ["row 1", "not as many fields"]),
+        ("d.csv", "id,question\n1,a\n2\n", ["row 2", "not as many fields"]),
+        ("d.csv", "id,query\n1,a\n", ["row 1", "'question' does not exist", "there is: id, query"]),
+        ("d.csv", "", ["has no rows"]),
+        ("d.parquet", "no table", ["cannot be read"]),
+    ],
+)
+def test_what_is_wrong_is_told_with_file_and_row(write: Any, name: str, content: str, parts: list[str]) -> None:
+    path = write(content, name)
+    message = complaint(load_config(write({"general": {}})), path)
+    assert str(path) in message
+    for part in parts:
+        assert part in message
+
+
+def test_other_files_that_cannot_be_read(write: Any, tmp_path: Path) -> None:
+    config = load_config(write({"general": {}}))
+    latin = tmp_path / "latin.csv"
+    latin.write_bytes("id,question\n1,ä".encode("latin-1"))
+    assert f"{latin} cannot be read" in complaint(config, latin)
+    (tmp_path / "folder.json").mkdir()
+    assert "cannot be read" in complaint(config, tmp_path / "folder.json")
+    assert "the file format '.tsv' does not exist" in complaint(config, tmp_path / "x.tsv")
+
+
+def test_a_missing_file_is_told_with_both_places(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    message = complaint(config_for(write, _type="json", file_path="gone.json"))
+    assert "eval.general.dataset.file_path: 'gone.json' does not exist" in message
+    assert str(tmp_path / "here" / "gone.json") in message
+    assert str(tmp_path / "gone.json") in message

@@ -1,0 +1,170 @@
+"""The house rules that a machine can hold: who may import whom, lengths, docstrings, errors, printing."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "insitu"
+ORDER = [
+    "errors",
+    "schemas",
+    "algorithms",
+    "registry",
+    "config",
+    "workflow",
+    "frameworks",
+    "evaluation",
+    "interfaces",
+    "trajectories",
+    "training",
+    "adapters",
+    "cli",
+]
+BACKEND_MAY = {"errors", "schemas", "algorithms", "backend"}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]
+each_module = pytest.mark.parametrize("path", MODULES, ids=NAMES)
+
+
+def part_of(path: Path) -> str:
+    """`training` for training/loop.py, `registry` for registry.py, empty for the package's own files."""
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "" if first.startswith("__") else first
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, module) of every static import, those in functions and under TYPE_CHECKING included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            if node.module == "insitu":
+                yield from ((node.lineno, f"insitu.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, node.module or ""
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def may_import(importer: str, imported: str) -> bool:
+    if importer == "backend":
+        return imported in BACKEND_MAY
+    if imported == "backend" or imported not in ORDER:
+        return False
+    return importer in ("", imported) or ORDER.index(imported) < ORDER.index(importer)
+
+
+def test_every_part_has_its_place_in_the_order() -> None:
+    assert {part_of(m) for m in MODULES} - {""} <= {*ORDER, "backend"}
+
+
+@each_module
+def test_imports_go_leftwards_only(path: Path) -> None:
+    wrong = []
+    for line, module in imports(parse(path)):
+        top, _, rest = module.partition(".")
+        assert top != "nat", f"line {line}: nothing in insitu imports nat"
+        if top != "insitu" or not rest or rest == "__version__":
+            continue
+        imported = rest.partition(".")[0]
+        starts_the_backend = path == PACKAGE / "cli" / "backend.py" and imported == "backend"
+        if not may_import(part_of(path), imported) and not starts_the_backend:
+            wrong.append(f"line {line}: {module}")
+    assert not wrong
+
+
+def test_the_check_of_imports_sees_what_it_must() -> None:
+    text = "if TYPE_CHECKING:\n from insitu.cli import options\ndef f():\n import insitu.training.loop\n"
+    assert [m for _, m in imports(ast.parse(text))] == ["insitu.cli", "insitu.training.loop"]
+    assert may_import("backend", "schemas")
+    assert not may_import("backend", "config")
+    assert not may_import("cli", "backend")
+    assert not may_import("schemas", "registry")
+    assert may_import("training", "training")
+
+
+def test_folders_are_at_most_two_deep() -> None:
+    deep = [name for name in NAMES if name.count("/") > 2]
+    assert not deep
+
+
+@each_module
+def test_lengths(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+    long = [f"{f.name}: {n}" for f in functions(parse(path)) if (n := f.end_lineno - f.lineno + 1) > 60]  # type: ignore[operator]
+    assert not long
+
+
+@each_module
+def test_at_most_six_parameters(path: Path) -> None:
+    if part_of(path) == "cli":
+        pytest.skip("click hands each option of a command to it as a parameter of its own")
+    many = []
+    for function in functions(parse(path)):
+        a = function.args
+        names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs) if p.arg not in ("self", "cls")]
+        if len(names) > 6:
+            many.append(f"{function.name}({', '.join(names)})")
+    assert not many
+
+
+@each_module
+def test_a_module_opens_with_one_sentence(path: Path) -> None:
+    docstring = ast.get_docstring(parse(path)) or ""
+    first = docstring.partition("\n\n")[0].partition("\n")[0]
+    assert re.fullmatch(r"[A-Za-z`].*[.:]", first), first
+    assert not re.search(r"\w\. [A-Z]", first), "one sentence"
+
+
+@each_module
+def test_broad_excepts_say_why(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    for node in ast.walk(parse(path)):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        assert node.type is not None, f"line {node.lineno}: bare except"
+        names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)}
+        reraises = isinstance(node.body[-1], ast.Raise)  # so nothing is swallowed
+        if names & {"Exception", "BaseException"} and not reraises:
+            assert re.search(r"# (?!type:|noqa)\w", lines[node.lineno - 1]), f"line {node.lineno}: no reason given"
+
+
+@each_module
+def test_only_the_command_line_prints(path: Path) -> None:
+    if part_of(path) == "cli":
+        pytest.skip("it is the part that prints")
+    calls = (n for n in ast.walk(parse(path)) if isinstance(n, ast.Call))
+    assert not [n.lineno for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"]
+
+
+@each_module
+def test_left_out_things_stay_out(path: Path) -> None:
+    text = path.read_text()
+    assert "TypedDict" not in text, "configuration is pydantic, data inside is a dataclass or NamedTuple"
+    assert not re.search(r"\b(TODO|FIXME|XXX)\b", text)
+    assert not re.search(r"#\s*[-=#*]{4,}", text), "no banners"
+
+
+@each_module
+def test_nothing_configures_logging_or_reads_the_environment_at_import(path: Path) -> None:
+    for statement in parse(path).body:
+        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            source = ast.unparse(statement)
+            assert "os.environ" not in source
+            assert "basicConfig" not in source
+
+
+def test_our_own_classes_are_not_mocked() -> None:
+    word = "Magic" + "Mock|Async" + r"Mock|mock\.patch"
+    assert not [p.name for p in (ROOT / "tests").rglob("*.py") if re.search(word, p.read_text())]
