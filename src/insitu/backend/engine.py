@@ -62,7 +62,8 @@ class Engine:
         count = sum(parameter.numel() for parameter in module.parameters())
         torch.set_num_threads(self.options.threads or (1 if count < SMALL_MODEL else os.cpu_count() or 1))
         check_fits(module)
-        self._shapes = Shapes(module, self.options.max_batch, self.options.prefill_tokens)
+        options = self.options
+        self._shapes = Shapes(module, options.max_batch, options.prefill_tokens, options.max_length)
         self.publish(module, 0)
 
     def publish(self, module: nn.Module, version: int) -> None:

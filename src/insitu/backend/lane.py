@@ -217,7 +217,8 @@ class Lane:
             return []
         slots = sorted(self.active)
         size = next(size for size in self._shapes.decode_rows if size > slots[-1])
-        logits_BV = self._runner.decode(self._token_S[:size], self._position_S[:size], self._live_S[:size])
+        arrays = self._token_S[:size], self._position_S[:size], self._live_S[:size]
+        logits_BV = self._runner.decode(*arrays, self._shapes.least_width)
         if len(slots) < size:
             logits_BV = logits_BV[torch.tensor(slots, device=logits_BV.device)]
         return self._draw(logits_BV, [self.active[slot] for slot in slots])

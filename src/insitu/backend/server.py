@@ -159,10 +159,16 @@ async def _stopping(server: uvicorn.Server, parent_pid: int | None) -> AsyncIter
 
 async def _watch_parent(pid: int, stop: Callable[[], None]) -> None:
     """Looks at a process now and then; calls `stop` once it is gone."""
-    while _lives(pid):  # noqa: ASYNC110 - another process sets no event here
+    lives = _is_parent if _is_parent(pid) else _lives
+    while lives(pid):  # noqa: ASYNC110 - another process sets no event here
         await asyncio.sleep(PARENT_POLL)
     logger.info("process %d is gone; stopping", pid)
     stop()
+
+
+def _is_parent(pid: int) -> bool:
+    """Tells even of a parent that was killed and that nobody has waited for: its children get another at once."""
+    return os.getppid() == pid
 
 
 def _lives(pid: int) -> bool:

@@ -35,7 +35,7 @@ class ChatTokenizer:
         """The prompt's token ids; `template` are further variables of the chat template. Refuses what it refuses."""
         try:
             source = self._tokenizer.get_chat_template(tools=tools)
-            texts, _ = self._render(
+            rendered = self._render(
                 [messages],
                 tools=tools,
                 chat_template=source,
@@ -46,7 +46,7 @@ class ChatTokenizer:
             raise RequestRefused(
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error
-        return list(self._encode(texts[0]))
+        return list(self._encode(rendered[0][0]))
 
     def _encode(self, text: str) -> list[int]:
         ids = self._prompts.get(text)

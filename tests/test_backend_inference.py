@@ -1,0 +1,387 @@
+"""The server as its clients see it: a process of its own, asked over HTTP with the official OpenAI client."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tiny_models import byte_tokenizer, save_tiny_model
+
+from insitu.backend.answers import ChatCompletion, ChatCompletionChunk
+from insitu.backend.chat import Message, template_messages
+from insitu.backend.tokens import ChatTokenizer, StopFinder, TextStream
+from insitu.backend.toolcalls import split_tool_calls
+
+TOKEN = "s3cret"
+HELLO = [{"role": "user", "content": "hello"}]
+START = """
+import sys
+from pathlib import *
+from insitu.backend.options import BackendOptions
+from insitu.cli.backend import serve
+sys.exit(serve(BackendOptions(**eval(sys.argv[1]))))
+"""
+
+
+@contextlib.contextmanager
+def backend(model: Path, **options: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running server process and its address."""
+    told = {"model": str(model), "port": 0, "threads": 1} | options
+    command = [sys.executable, "-W", "ignore", "-c", START, repr(told)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("insitu backend ready at http://127.0.0.1:")
+        try:
+            yield process, line.split()[-1]
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> Iterator[tuple[str, Path]]:
+    """A server with a token over a tiny Llama, and the file it logs samples to."""
+    folder = tmp_path_factory.mktemp("served")
+    log = folder / "samples.jsonl"
+    with backend(save_tiny_model(folder / "model"), token=TOKEN, log_samples=log, max_batch=16) as (_, address):
+        yield address, log
+
+
+@pytest.fixture
+def client(served) -> openai.OpenAI:
+    with openai.OpenAI(base_url=f"{served[0]}/v1", api_key=TOKEN, max_retries=0) as client:
+        yield client
+
+
+def post(address: str, body: Any, token: str = TOKEN, path: str = "/v1/chat/completions", method: str = "POST"):
+    """(status, answer, headers) of a request with exactly this body."""
+    raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    request = urllib.request.Request(address + path, raw, {"Authorization": f"Bearer {token}"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.loads(answer.read()), answer.headers
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read()), error.headers
+
+
+def test_a_completion_has_everything_training_needs(served):
+    body = {"model": "policy", "messages": HELLO, "max_tokens": 6, "seed": 3, "logprobs": True, "top_logprobs": 2}
+    status, answer, headers = post(served[0], {**body, "return_token_ids": True, "n": 2, "user": "me"})
+    assert status == 200
+    checked = ChatCompletion.model_validate(answer)
+    assert headers["x-policy-version"] == "0"
+    assert checked.policy_version == 0
+    assert checked.prompt_token_ids == ChatTokenizer(byte_tokenizer()).prompt(HELLO)
+    assert [choice.index for choice in checked.choices] == [0, 1]
+    assert checked.choices[0].token_ids != checked.choices[1].token_ids
+    for choice in checked.choices:
+        assert len(choice.token_ids) == len(choice.logprobs.content) <= 6
+        assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+        assert all(entry.top_logprobs[0].logprob >= entry.logprob for entry in choice.logprobs.content)
+    total = sum(len(choice.token_ids) for choice in checked.choices)
+    assert checked.usage.completion_tokens == total
+    assert checked.usage.total_tokens == total + len(checked.prompt_token_ids)
+
+
+def test_a_seed_gives_the_same_answer_and_none_another(client):
+    def text(**more):
+        answer = client.chat.completions.create(model="policy", messages=HELLO, max_tokens=20, **more)
+        return answer.choices[0].message.content
+
+    assert text(seed=5) == text(seed=5) != text(seed=6)
+    assert text() != text()
+    assert text(temperature=0) == text(temperature=0)
+
+
+def test_a_stream_is_the_whole_in_parts(served, client):
+    asked = {"model": "policy@0", "messages": HELLO, "max_tokens": 40, "seed": 9, "logprobs": True}
+    extra = {"return_token_ids": True, "ignore_eos": True}
+    whole = client.chat.completions.create(**asked, extra_body=extra)
+    stream = client.chat.completions.create(
+        **asked, extra_body=extra, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [ChatCompletionChunk.model_validate(chunk.model_dump(exclude_unset=True)) for chunk in stream]
+    *pieces, last = chunks
+    assert last.choices == []
+    assert last.usage.completion_tokens == 40
+    assert pieces[0].prompt_token_ids == whole.prompt_token_ids
+    assert all(piece.policy_version == 0 for piece in chunks)
+    choices = [piece.choices[0] for piece in pieces]
+    assert "".join(choice.delta.content for choice in choices) == whole.choices[0].message.content
+    assert [token for choice in choices for token in choice.token_ids] == whole.choices[0].token_ids
+    told = [entry.logprob for choice in choices for entry in choice.logprobs.content]
+    assert told == [entry.logprob for entry in whole.choices[0].logprobs.content]
+    assert [choice.finish_reason for choice in choices] == [None] * 39 + ["length"]
+
+
+def test_stop_strings_end_the_text_and_keep_the_tokens(served, client):
+    asked = {"model": "policy", "messages": HELLO, "max_tokens": 60, "seed": 1}
+    extra = {"return_token_ids": True, "ignore_eos": True}
+    full = client.chat.completions.create(**asked, extra_body=extra).choices[0]
+    readable = [index for index, letter in enumerate(full.message.content) if letter.isascii() and index > 3]
+    stop = full.message.content[readable[0]]
+    cut = client.chat.completions.create(**asked, extra_body=extra, stop=["not there", stop]).choices[0]
+    assert cut.finish_reason == "stop"
+    assert cut.message.content == full.message.content[: full.message.content.index(stop)]
+    assert cut.token_ids == full.token_ids[: len(cut.token_ids)]
+    assert 0 < len(cut.token_ids) < len(full.token_ids)
+    streamed = client.chat.completions.create(**asked, extra_body=extra, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].delta.content for chunk in streamed) == cut.message.content
+
+
+def test_tools_and_past_tool_calls_reach_the_template(served):
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "seen"},
+    ]
+    body = {"model": "policy", "messages": messages, "tools": tools, "max_tokens": 1, "return_token_ids": True}
+    status, answer, _ = post(served[0], body)
+    assert status == 200
+    prompt = byte_tokenizer().decode(answer["prompt_token_ids"])
+    assert '"name": "look"' in prompt.split("<|im_end|>")[0]
+    assert '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>' in prompt
+    assert "user\nhello<" in prompt
+
+
+REFUSED = [
+    (b"{not json", 400, None, "not JSON"),
+    (b"[]", 400, None, "expected an object"),
+    ({"messages": HELLO}, 400, "model", "model"),
+    ({"model": "policy"}, 400, "messages", "messages"),
+    ({"model": "policy", "messages": []}, 400, "messages", "at least 1"),
+    ({"model": "policy", "messages": "hi"}, 400, "messages", "list"),
+    ({"model": "policy", "messages": [{"content": "x"}]}, 400, "messages.0.role", "role"),
+    ({"model": "policy", "messages": HELLO, "temperature": "hot"}, 400, "temperature", "'hot'"),
+    ({"model": "policy", "messages": HELLO, "temperature": -1}, 400, "temperature", "-1"),
+    ({"model": "policy", "messages": HELLO, "top_p": 0}, 400, "top_p", "greater than 0"),
+    ({"model": "policy", "messages": HELLO, "max_tokens": 0}, 400, "max_tokens", "1"),
+    ({"model": "policy", "messages": HELLO, "n": True}, 400, "n", "integer"),
+    ({"model": "policy", "messages": HELLO, "top_logprobs": 3}, 400, "top_logprobs", "needs logprobs"),
+    ({"model": "policy", "messages": HELLO, "logit_bias": {"5": 1}}, 400, "logit_bias", "not supported"),
+    ({"model": "policy", "messages": HELLO, "presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
+    ({"model": "policy", "messages": HELLO, "response_format": {"type": "json"}}, 400, "response_format", "text"),
+    ({"model": "policy", "messages": HELLO, "temprature": 1}, 400, "temprature", "not supported"),
+    ({"model": "policy", "messages": HELLO, "tool_choice": "required"}, 400, "tool_choice", "auto"),
+    ({"model": "other", "messages": HELLO}, 404, "model", "existing: policy, policy@0"),
+    ({"model": "policy@7", "messages": HELLO}, 404, "model", "existing: policy, policy@0"),
+    ({"model": "policy", "messages": [{"role": "user", "content": "x" * 300}]}, 400, "messages", r"3\d\d tokens.*256"),
+    ({"model": "policy", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
+     "messages.0.content", "'image_url'; only text"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "status", "param", "message"), REFUSED)
+def test_bad_input_is_refused_with_a_sentence_and_the_server_goes_on(served, body, status, param, message):
+    got, answer, _ = post(served[0], body)
+    assert got == status
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert answer["error"]["param"] == param
+    assert re.search(message, answer["error"]["message"])
+    assert post(served[0], {"model": "policy", "messages": HELLO, "max_tokens": 1})[0] == 200
+
+
+def test_values_that_ask_for_nothing_are_taken(served):
+    neutral = {"presence_penalty": 0, "logit_bias": {}, "top_k": -1, "response_format": {"type": "text"}, "store": True}
+    assert post(served[0], {"model": "policy", "messages": HELLO, "max_tokens": 1, **neutral})[0] == 200
+
+
+def test_other_paths_methods_and_tokens(served):
+    address = served[0]
+    assert post(address, None, path="/v1/nothing", method="GET")[0] == 404
+    status, answer, _ = post(address, None, method="GET")
+    assert (status, answer["error"]["type"]) == (405, "invalid_request_error")
+    status, answer, _ = post(address, {}, token="wrong")
+    assert (status, answer["error"]["type"]) == (401, "authentication_error")
+    status, answer, _ = post(address, None, token="", path="/health", method="GET")
+    assert (status, answer) == (200, {"status": "ok", "policy_version": 0})
+    assert post(address, b"x" * (16 * 2**20 + 1))[0] == 413
+
+
+def test_models_are_listed(client):
+    assert [model.id for model in client.models.list()] == ["policy", "policy@0"]
+    assert client.models.retrieve("policy@0").id == "policy@0"
+    with pytest.raises(openai.NotFoundError, match="existing: policy"):
+        client.models.retrieve("gpt-4o")
+
+
+def test_the_openapi_document_covers_every_route(served):
+    status, document, _ = post(served[0], None, path="/openapi.json", method="GET")
+    assert status == 200
+    assert document["openapi"].startswith("3.1")
+    from insitu.backend.openapi import OPERATIONS
+
+    served_operations = {(m.upper(), path) for path, methods in document["paths"].items() for m in methods}
+    assert served_operations == set(OPERATIONS)
+    schemas = document["components"]["schemas"]
+    referred = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
+    assert referred <= set(schemas)
+    assert "temperature" in schemas["ChatRequest"]["properties"]
+
+
+async def test_many_at_once_get_what_they_get_alone(served):
+    async with openai.AsyncOpenAI(base_url=f"{served[0]}/v1", api_key=TOKEN, max_retries=0) as client:
+
+        async def one(seed: int) -> list[int]:
+            answer = await client.chat.completions.create(
+                model="policy",
+                messages=HELLO,
+                seed=seed,
+                max_tokens=seed % 17 + 1,
+                extra_body={"return_token_ids": True},
+            )
+            return answer.choices[0].token_ids
+
+        together = await asyncio.gather(*map(one, range(40)))
+        assert [await one(seed) for seed in range(0, 40, 8)] == together[::8]
+
+
+def test_completions_are_logged(served, client):
+    answer = client.chat.completions.create(
+        model="policy", messages=HELLO, seed=123456, max_tokens=3, logprobs=True, extra_body={"return_token_ids": True}
+    )
+    line = next(line for line in map(json.loads, served[1].read_text().splitlines()) if line["seed"] == 123456)
+    assert line["token_ids"] == answer.choices[0].token_ids
+    assert line["prompt_token_ids"] == answer.prompt_token_ids
+    assert line["logprobs"] == [entry.logprob for entry in answer.choices[0].logprobs.content]
+    assert line["version"] == 0
+
+
+async def test_clients_that_leave_free_their_slots(served):
+    """Sixteen long requests fill every slot; once their clients are gone, another is served at once."""
+    async with openai.AsyncOpenAI(base_url=f"{served[0]}/v1", api_key=TOKEN, max_retries=0) as client:
+        long = {"model": "policy", "messages": HELLO, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+        tasks = [asyncio.create_task(client.chat.completions.create(**long, n=20)) for _ in range(20)]
+        await asyncio.sleep(0.2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        stream = await client.chat.completions.create(**long, stream=True)
+        await anext(aiter(stream))
+        await stream.close()
+        await asyncio.wait_for(client.chat.completions.create(model="policy", messages=HELLO, max_tokens=1), 8)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_it_stops_when_asked_to_even_while_it_streams(tmp_path, name):
+    with backend(save_tiny_model(tmp_path)) as (process, address):
+        body = {"model": "policy", "messages": HELLO, "stream": True, "ignore_eos": True}
+        request = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode())
+        with urllib.request.urlopen(request) as stream:
+            stream.readline()
+            process.send_signal(getattr(signal, name))
+            assert process.wait(timeout=15) == 0
+
+
+def test_it_ends_when_its_parent_has_been_killed(tmp_path):
+    save_tiny_model(tmp_path)
+    told = {"model": str(tmp_path), "port": 0, "threads": 1}
+    parent = (
+        "import os, subprocess, sys;"
+        f"p = subprocess.Popen([sys.executable, '-W', 'ignore', '-c', {START!r},"
+        f" repr({told!r} | {{'parent_pid': os.getpid()}})], stdout=subprocess.PIPE, text=True);"
+        "print(p.pid, p.stdout.readline(), flush=True); p.wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline().split()[0])
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 15
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process exists and is not merely waiting to be buried."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_model_that_cannot_be_served_is_one_sentence_and_exit_code_1(tmp_path):
+    told = repr({"model": str(tmp_path / "missing"), "port": 0})
+    done = subprocess.run([sys.executable, "-c", START, told], capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 1
+    assert done.stderr.startswith("insitu backend: there is no folder")
+    assert "Traceback" not in done.stderr
+
+
+# --- text ----------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_those_of_apply_chat_template():
+    tokenizer = byte_tokenizer()
+    tokens = ChatTokenizer(tokenizer)
+    tools = [{"type": "function", "function": {"name": "look", "description": "ünïcode"}}]
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": [1, "é"]}}}
+    for messages, given in [
+        (HELLO, None),
+        ([{"role": "system", "content": "Be brief. 🙂"}, *HELLO, {"role": "assistant", "content": "<|im_end|>"}], None),
+        ([*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}], tools),
+    ]:
+        expected = tokenizer.apply_chat_template(
+            messages, tools=given, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        assert tokens.prompt(messages, given) == expected
+
+
+def test_streamed_text_never_splits_a_character():
+    tokenizer = byte_tokenizer()
+    tokens = ChatTokenizer(tokenizer)
+    text = "naïve 🙂 日本 end"
+    stream = TextStream(tokens)
+    parts = [stream.add(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    assert "".join(parts) == text
+    assert "�" not in "".join(parts)
+    assert stream.finish() == ""
+    half = TextStream(tokens)
+    assert half.add(tokenizer.encode("🙂", add_special_tokens=False)[0]) == ""
+    assert half.finish() == "�"
+    assert tokens.piece(tokenizer.encode("é", add_special_tokens=False)[0]) == ("�", [0xC3])
+
+
+def test_stop_strings_are_found_across_parts():
+    finder = StopFinder(["END", "\n\n"])
+    assert [finder.add(part) for part in ["abc E", "N", "x\n", "y E", "ND more"]] == ["abc ", "", "ENx", "\ny ", ""]
+    assert finder.found
+    unfinished = StopFinder(["END"])
+    assert (unfinished.add("the EN"), unfinished.finish()) == ("the ", "EN")
+
+
+def test_tool_calls_are_read_from_text():
+    text = 'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call><tool_call>{"name": "go"}'
+    content, calls = split_tool_calls(text)
+    assert content == "I look."
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in calls] == [
+        ("look", '{"at":1}'),
+        ("go", "{}"),
+    ]
+    assert split_tool_calls("<tool_call>not json</tool_call>") == ("<tool_call>not json</tool_call>", [])
+    assert split_tool_calls("plain") == ("plain", [])
+
+
+def test_arguments_of_past_calls_become_objects():
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    message = Message(role="assistant", tool_calls=[call], name="bot")
+    (plain,) = template_messages([message])
+    assert plain["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert (plain["content"], plain["name"]) == ("", "bot")

@@ -1,0 +1,452 @@
+"""The engine: reproducible sampling whatever the company, shared prompts, versions, cancellation; and its parts."""
+
+import asyncio
+import contextlib
+import math
+import random
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import byte_tokenizer, save_tiny_model
+from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM, T5Config
+
+from insitu.backend.cache import Chunk, PrefixCache
+from insitu.backend.compute import Compute
+from insitu.backend.engine import Engine
+from insitu.backend.lane import EngineOptions, Piece
+from insitu.backend.model import clone, load_model
+from insitu.backend.sampling import Draws, SamplingParams, choice_seed, sample, uniforms
+from insitu.errors import BackendError, RequestRefused
+
+Sampled = list[tuple[int, float]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "llama": save_tiny_model(root / "llama", "llama", max_position_embeddings=1024),
+        "qwen2": save_tiny_model(root / "qwen2", "qwen2", hidden_size=48, num_attention_heads=3, num_key_value_heads=1),
+        "gpt2": save_tiny_model(root / "gpt2", "gpt2"),
+    }
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, dtype: str = "auto", module_at=None, **options):
+    """A started engine over the model in `folder`."""
+    loaded = load_model(str(folder), "cpu", dtype)
+    compute = Compute()
+    compute.start()
+    engine = Engine(
+        loaded,
+        compute,
+        module_at or (lambda version: loaded.module),
+        EngineOptions(**({"max_length": loaded.max_length, "max_batch": 16, "threads": 1} | options)),
+    )
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        compute.close()
+
+
+def params(seed: int, tokens: int, **more) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=tokens, **({"ignore_eos": True} | more))
+
+
+def pairs(piece: Piece) -> Sampled:
+    return [(token.id, token.logprob) for token in piece.tokens]
+
+
+def mixed_load(seed: int, count: int, longest: int) -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(256) for _ in range(rng.choice([1, 7, 20, 33, 60, longest]))] for _ in range(count // 2)]
+    return [
+        (
+            rng.choice(prompts),
+            params(
+                seed=index,
+                tokens=rng.randrange(1, 40),
+                temperature=rng.choice([0, 0.6, 1.0, 1.7]),
+                top_p=rng.choice([1, 1, 0.8]),
+                top_logprobs=rng.choice([0, 0, 3]),
+            ),
+        )
+        for index in range(count)
+    ]
+
+
+async def sampled_in_order(engine: Engine, load, order: list[int], gap: float, seed: int) -> list[Sampled]:
+    """Sends `load` in `order`, each after a random wait of up to `gap` seconds; the results in the load's own order."""
+    rng = random.Random(seed)
+
+    async def one(index: int) -> tuple[int, Sampled]:
+        await asyncio.sleep(rng.random() * gap)
+        prompt, each = load[index]
+        return index, pairs((await engine.complete(prompt, [each], None))[0])
+
+    return [result for _, result in sorted(await asyncio.gather(*map(one, order)))]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+async def test_what_is_sampled_depends_on_the_request_alone(folders, name):
+    load = mixed_load(seed=1, count=40, longest=150)
+    results = []
+    for trial, (gap, prefix_bytes) in enumerate([(0, 2**28), (0.2, 2**28), (0.05, 1)]):
+        async with running(folders[name], prefix_bytes=prefix_bytes) as engine:
+            order = list(range(len(load)))
+            random.Random(trial).shuffle(order)
+            results.append(await sampled_in_order(engine, load, order, gap, trial))
+            if trial == 0:
+                alone = [pairs((await engine.complete(p, [each], None))[0]) for p, each in load[:5]]
+    assert alone == results[0][:5]
+    assert results[1] == results[0]
+    assert results[2] == results[0]
+
+
+@pytest.mark.parametrize(("name", "prompt_length"), [("llama", 30), ("llama", 600), ("qwen2", 100), ("gpt2", 40)])
+async def test_logprobs_are_those_of_the_plain_model(folders, name, prompt_length):
+    prompt = [random.Random(2).randrange(256) for _ in range(prompt_length)]
+    async with running(folders[name]) as engine:
+        piece = (await engine.complete(prompt, [params(3, 30, temperature=0.5, top_p=0.9)], None))[0]
+    ids = [*prompt, *(token.id for token in piece.tokens)]
+    module = load_model(str(folders[name])).module
+    with torch.no_grad():
+        expected = torch.log_softmax(module(torch.tensor([ids])).logits[0].float(), dim=-1)
+    for position, token in enumerate(piece.tokens, start=prompt_length - 1):
+        assert token.logprob == pytest.approx(expected[position, token.id].item(), abs=2e-5)
+
+
+async def test_bfloat16_is_served(folders):
+    prompt = [random.Random(2).randrange(256) for _ in range(40)]
+    async with running(folders["llama"], "bfloat16") as engine:
+        piece = (await engine.complete(prompt, [params(3, 30)], None))[0]
+    ids = torch.tensor([[*prompt, *(token.id for token in piece.tokens)]])
+    with torch.no_grad():
+        logits = load_model(str(folders["llama"])).module(ids).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits, dim=-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    assert [token.logprob for token in piece.tokens] == pytest.approx(expected.tolist(), abs=0.1)
+
+
+async def test_greedy_is_what_generate_gives(folders):
+    prompt = list(range(40, 60))
+    async with running(folders["llama"]) as engine:
+        piece = (await engine.complete(prompt, [params(0, 20, temperature=0)], None))[0]
+    module = load_model(str(folders["llama"])).module
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        expected = module.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=20, max_new_tokens=20
+        )
+    # generate() bars the end of turn until min_new_tokens; the engine was told to sample through it.
+    assert [token.id for token in piece.tokens] == expected[0, len(prompt) :].tolist()
+
+
+async def test_a_groups_prompt_is_computed_once(folders):
+    prompt_rows: list[int] = []
+    async with running(folders["llama"]) as engine:
+        # Batch sizes are tried on the first prompt of a length.
+        await engine.complete(list(range(1, 31)), [params(0, 3)], None)
+        engine._loaded.module.register_forward_pre_hook(
+            lambda module, args, kwargs: prompt_rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        prompt = list(range(30))
+        await engine.complete(prompt, [params(seed, 3) for seed in range(8)], None)
+        await engine.complete(prompt, [params(9, 3)], None)
+    assert [columns for columns in prompt_rows if columns > 1] == [32]
+
+
+async def test_requests_leave_and_join_while_others_sample(folders):
+    """One long request must not hold up short ones that come after it."""
+    async with running(folders["llama"]) as engine:
+        long = asyncio.ensure_future(engine.complete([1, 2, 3], [params(0, 900)], None))
+        await asyncio.sleep(0.05)
+        for seed in range(5):
+            await engine.complete([4, 5], [params(seed, 4)], None)
+        assert not long.done()
+        assert len((await long)[0].tokens) == 900
+
+
+async def test_more_requests_than_slots_all_finish(folders):
+    async with running(folders["qwen2"], max_batch=4) as engine:
+        pieces = await asyncio.gather(*(engine.complete([n, 1], [params(n, 6)], None) for n in range(30)))
+    assert all(len(piece.tokens) == 6 for (piece,) in pieces)
+
+
+async def test_cancelled_requests_free_their_slots(folders):
+    async with running(folders["llama"], max_batch=2) as engine:
+        tasks = [asyncio.ensure_future(engine.complete([n], [params(n, 1000)], None)) for n in range(6)]
+        await asyncio.sleep(0.1)
+        for task in tasks:
+            task.cancel()
+        stream = engine.stream([1], [params(7, 1000)], None)
+        await anext(stream)
+        await stream.aclose()
+        piece = (await asyncio.wait_for(engine.complete([1], [params(8, 3)], None), 5))[0]
+        assert len(piece.tokens) == 3
+        assert sum(len(lane.requests) for lane in engine._lanes.values()) == 0
+
+
+async def test_requests_under_way_finish_with_the_weights_they_began_with(folders):
+    async with running(folders["llama"]) as engine:
+        module = engine._loaded.module.requires_grad_(True)
+        changed = clone(module)
+        module.requires_grad_(False)
+        with torch.no_grad():
+            for parameter in changed.parameters():
+                parameter.mul_(1.3)
+        reference = pairs((await engine.complete([5, 6, 7], [params(1, 200)], None))[0])
+        under_way = asyncio.ensure_future(engine.complete([5, 6, 7], [params(1, 200)], None))
+        await asyncio.sleep(0.03)
+        await engine._compute.call(engine.publish, changed, 1)
+        after = (await engine.complete([5, 6, 7], [params(1, 200)], None))[0]
+        before = (await under_way)[0]
+        again = (await engine.complete([5, 6, 7], [params(1, 200)], 0))[0]
+    assert (before.version, after.version, again.version) == (0, 1, 0)
+    assert pairs(before) == reference == pairs(again)
+    assert pairs(after) != reference
+
+
+async def test_lanes_of_old_weights_are_dropped(folders):
+    def module_at(version: int):
+        if version > 4:
+            raise RequestRefused(f"there is no version {version}", status=404)
+        return load_model(str(folders["llama"])).module
+
+    async with running(folders["llama"], module_at=module_at, kept_versions=2) as engine:
+        for version in (1, 2, 3, 4):
+            await engine._compute.call(engine.publish, engine._loaded.module, version)
+        for version in (0, 1, 2, 3):
+            assert (await engine.complete([1], [params(0, 2)], version))[0].version == version
+        await engine.complete([1], [params(0, 2)], None)
+        assert set(engine._lanes) == {2, 3, 4}
+        with pytest.raises(RequestRefused, match="no version 9"):
+            await engine.complete([1], [params(0, 2)], 9)
+
+
+async def test_a_failing_step_fails_its_requests_and_nothing_else(folders):
+    async with running(folders["llama"]) as engine:
+        failing = engine._loaded.module.register_forward_pre_hook(_fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await engine.complete([1, 2], [params(0, 2)], None)
+        failing.remove()
+        assert len((await engine.complete([1, 2], [params(0, 2)], None))[0].tokens) == 2
+
+
+def _fail(module, args):
+    raise RuntimeError("out of memory")
+
+
+async def test_min_tokens_bars_the_end_of_turn(folders):
+    async with running(folders["llama"]) as engine:
+        end = next(iter(engine.tokens.eos_token_ids))
+        each = [params(seed, 300, ignore_eos=False, min_tokens=20) for seed in range(30)]
+        pieces = await engine.complete([1, 2, 3], each, None)
+    assert all(len(piece.tokens) > 20 for piece in pieces)
+    assert all(token.id != end for piece in pieces for token in piece.tokens[:20])
+    ended = [piece for piece in pieces if piece.finish_reason == "stop"]
+    assert ended, "of 30 completions of 300 tokens some end by themselves"
+    assert all(piece.tokens[-1].id == end for piece in ended)
+
+
+async def test_prompt_and_completion_end_at_the_maximum_length(folders):
+    async with running(folders["llama"], max_length=40) as engine:
+        piece = (await engine.complete(list(range(30)), [params(0, 100)], None))[0]
+    assert (len(piece.tokens), piece.finish_reason) == (10, "length")
+
+
+# --- drawing -------------------------------------------------------------------------------------------------------
+
+
+def draws(count: int, temperature=1.0, top_p=1.0, seeds=None, index: int = 0) -> Draws:
+    seeds = np.arange(count, dtype=np.uint64) if seeds is None else seeds
+    return Draws(np.full(count, temperature), np.full(count, top_p), seeds, np.full(count, index))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_drawn_frequencies_are_the_tempered_distribution(temperature):
+    logits_V = torch.tensor([0.0, 1.0, -1.0, 2.0, -torch.inf])
+    count = 40_000
+    drawn = sample(logits_V.expand(count, -1), draws(count, temperature))
+    expected = torch.softmax(logits_V / temperature, dim=-1).tolist()
+    frequencies = Counter(drawn.tokens)
+    for token, probability in enumerate(expected):
+        bound = 4.5 * math.sqrt(probability * (1 - probability) / count)
+        assert abs(frequencies[token] / count - probability) <= bound
+    assert drawn.logprobs[0] == pytest.approx(torch.log_softmax(logits_V, -1)[drawn.tokens[0]].item())
+
+
+def test_the_nucleus_is_the_smallest_set_that_holds_top_p():
+    logits_V = torch.log(torch.tensor([0.1, 0.5, 0.3, 0.1]))
+    for top_p, allowed in [(0.5, {1}), (0.51, {1, 2}), (0.8, {1, 2}), (0.85, {0, 1, 2}), (1.0, {0, 1, 2, 3})]:
+        assert set(sample(logits_V.expand(2000, -1), draws(2000, top_p=top_p)).tokens) == allowed
+
+
+def test_rows_of_a_batch_do_not_change_each_other():
+    logits_BV = torch.randn(16, 300, generator=torch.Generator().manual_seed(0))
+    mixed = Draws(
+        np.tile([0.0, 0.7, 1.0, 1.3], 4),
+        np.tile([1.0, 0.9, 1.0, 0.5], 4),
+        np.arange(16, dtype=np.uint64),
+        np.arange(16),
+    )
+    together = sample(logits_BV, mixed)
+    for row in range(16):
+        one = Draws(*(array[row : row + 1] for array in mixed[:4]))
+        alone = sample(logits_BV[row : row + 1], one)
+        assert (alone.tokens, alone.logprobs) == ([together.tokens[row]], [together.logprobs[row]])
+
+
+def test_numbers_of_a_seed_are_uniform_and_those_of_two_seeds_unrelated():
+    index = np.arange(20_000)
+    one = uniforms(np.full(20_000, 7, dtype=np.uint64), index)
+    two = uniforms(np.full(20_000, 8, dtype=np.uint64), index)
+    for numbers in (one, two):
+        assert np.histogram(numbers, bins=20, range=(0, 1))[0].std() < 60
+    assert abs(np.corrcoef(one, two)[0, 1]) < 0.03
+    assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.03
+    assert one.max() < 1
+
+
+def test_choices_draw_from_different_seeds():
+    assert choice_seed(5, 0) == 5
+    assert choice_seed(-1, 0) == 2**64 - 1
+    assert len({choice_seed(seed, choice) for seed in range(50) for choice in range(50)}) == 2500
+
+
+def test_the_prefix_cache_stays_within_its_limit():
+    def chunk() -> Chunk:
+        layers = [(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2))]
+        return Chunk(layers, 0, 4, torch.zeros(16))
+
+    cache = PrefixCache(limit=3 * chunk().size)
+    for number in range(3):
+        cache.put((number,), chunk())
+    assert cache.get((0,)) is not None
+    cache.put((3,), chunk())
+    assert cache.get((1,)) is None, "the longest unused goes first"
+    assert cache.get((0,)) is not None
+    assert (len(cache), cache.size) == (3, 3 * chunk().size)
+
+
+# --- the compute thread --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def computing():
+    compute = Compute()
+    compute.start()
+    try:
+        yield compute
+    finally:
+        compute.close()
+
+
+async def test_sampling_takes_turns_with_a_driven_generator():
+    trace: list[str] = []
+
+    def sampler() -> bool:
+        trace.append("sample")
+        return True
+
+    def steps():
+        for number in range(3):
+            trace.append("train")
+            yield number
+        return "trained"
+
+    with computing() as compute:
+        await compute.call(setattr, compute, "sampler", sampler)
+        events: list[int] = []
+        assert await compute.drive(steps(), events.append) == "trained"
+        await compute.call(setattr, compute, "sampler", None)
+    assert events == [0, 1, 2]
+    between = "".join(word[0] for word in trace).strip("s")
+    assert between == "tstst"
+
+
+async def test_a_cancelled_drive_closes_its_generator_in_the_thread():
+    closed_in: list[str] = []
+
+    def steps():
+        try:
+            while True:
+                yield None
+        finally:
+            closed_in.append(threading.current_thread().name)
+
+    with computing() as compute:
+        started = asyncio.Event()
+        task = asyncio.create_task(compute.drive(steps(), lambda _: started.set()))
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert closed_in == ["insitu-compute"]
+        assert await compute.call(sum, [1, 2]) == 3
+
+
+async def test_errors_reach_whoever_awaits():
+    def steps():
+        yield 1
+        raise ValueError("bad row")
+
+    with computing() as compute:
+        with pytest.raises(ValueError, match="bad row"):
+            await compute.drive(steps(), lambda _: None)
+        with pytest.raises(ZeroDivisionError):
+            await compute.call(lambda: 1 / 0)
+
+
+# --- loading -------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_shares_what_is_frozen(folders):
+    module = load_model(str(folders["llama"])).module
+    trained = module.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
+    copied = clone(module)
+    assert copied.model.layers[0].mlp.up_proj.weight is not trained
+    assert copied.model.embed_tokens.weight is module.model.embed_tokens.weight
+    assert not any(parameter.requires_grad for parameter in copied.parameters())
+    assert trained.requires_grad
+
+
+def test_sources_that_cannot_be_served_say_why(tmp_path, folders):
+    with pytest.raises(BackendError, match="there is no folder"):
+        load_model(str(tmp_path / "missing"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BackendError, match=r"neither config\.json nor adapter_config\.json"):
+        load_model(str(tmp_path / "empty"))
+    T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2).save_pretrained(tmp_path / "t5")
+    with pytest.raises(BackendError, match="t5 model; only decoder-only"):
+        load_model(str(tmp_path / "t5"))
+    plain = save_tiny_model(tmp_path / "plain")
+    byte_tokenizer(chat_template=None).save_pretrained(plain)
+    (plain / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(BackendError, match="has no chat template"):
+        load_model(str(plain))
+    with pytest.raises(BackendError, match=r"dtype is 'int3'; allowed: auto, float32"):
+        load_model(str(folders["llama"]), dtype="int3")
+
+
+def test_a_sliding_window_caps_the_length(tmp_path):
+    config = MistralConfig(
+        vocab_size=320, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, sliding_window=100,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert load_model(str(tmp_path)).max_length == 100
+
+
+async def test_a_model_with_another_kind_of_state_is_refused(tmp_path):
+    config = MambaConfig(vocab_size=320, hidden_size=16, state_size=4, num_hidden_layers=1)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(BackendError, match="mamba models cannot be served"):
+        async with running(tmp_path):
+            pass
