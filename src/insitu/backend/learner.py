@@ -1,11 +1,9 @@
 """Turns a job's rows into the next policy version: its weights, ready to serve, and a checkpoint of them."""
 
-import contextlib
 import logging
-import os
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +23,7 @@ from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.policy import held_adapter, make_policy
 from insitu.backend.scoring import Scorer
 from insitu.backend.updates import Progress, Trainer, Updates
+from insitu.backend.workers import Workers
 from insitu.errors import RequestRefused
 from insitu.schemas.wire import LoRASettings, TrainingSettings
 
@@ -57,6 +56,7 @@ class Learner:
         self._checkpoints: dict[int, Path] = {}
         self._trainer: Trainer | None = None
         self._scorer = Scorer(loaded)
+        self._workers = Workers(loaded)
         self._reference: nn.Module | None = None
         source = str(Path(loaded.source).resolve()) if Path(loaded.source).exists() else loaded.source
         self._origin = read_record(source) or TrainingRecord(step=0, version=0, started_from=source)
@@ -90,7 +90,7 @@ class Learner:
         steps = self._job(settings, rows)
         try:
             while True:
-                with _all_cores(self._loaded.device):
+                with self._workers.threads():
                     try:
                         progress = next(steps)
                     except StopIteration as end:
@@ -158,7 +158,7 @@ class Learner:
         for name, parameter in policy.trained.items():
             if f"exp_avg.{name}" in saved:
                 optimizer.state[parameter] = {key: saved[f"{key}.{name}"].to(parameter.device) for key in MOMENTS}
-        return Trainer(policy, optimizer, self._scorer, self._starting_weights)
+        return Trainer(policy, optimizer, self._scorer, self._workers, self._starting_weights)
 
     def _starting_weights(self) -> nn.Module:
         """Those that training began with, in whichever process that was."""
@@ -213,15 +213,3 @@ def _same(asked: LoRASettings | None, held: LoRASettings | None) -> bool:
         # The adapter's file lists by name what `all-linear` stood for.
         asked = asked.model_copy(update={"target_modules": held.target_modules})
     return asked == held
-
-
-@contextlib.contextmanager
-def _all_cores(device: torch.device) -> Iterator[None]:
-    """All cores for a piece of training; sampling, which comes in between, keeps its own number."""
-    before = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(os.cpu_count() or 1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

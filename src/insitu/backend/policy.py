@@ -28,17 +28,26 @@ class Policy:
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
+    @property
+    def drops_out(self) -> bool:
+        return self.lora is not None and self.lora.dropout > 0
+
     @contextlib.contextmanager
-    def dropout(self) -> Iterator[None]:
+    def dropout(self, seed: int) -> Iterator[None]:
         """Within the block the adapters' own dropout is active; that of the model below never is."""
-        layers = [module for name, module in self.module.named_modules() if "lora_dropout" in name] if self.lora else []
-        try:
-            for layer in layers:
-                layer.train()
+        if not self.drops_out:
             yield
-        finally:
-            for layer in layers:
-                layer.eval()
+            return
+        layers = [module for name, module in self.module.named_modules() if "lora_dropout" in name]
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            try:
+                for layer in layers:
+                    layer.train()
+                yield
+            finally:
+                for layer in layers:
+                    layer.eval()
 
     def served(self) -> nn.Module:
         """A frozen copy in the types of the loaded model, whose untrained tensors it shares."""
@@ -136,8 +145,10 @@ def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Mod
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(), warnings.catch_warnings():
-        # GPT-2 stores its projections transposed; peft finds that out by itself, and says so.
+        # GPT-2 stores its projections transposed; peft finds that out by itself, and says so. The other one is peft
+        # asking transformers by a name of old.
         warnings.filterwarnings("ignore", message="fan_in_fan_out")
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
         torch.manual_seed(seed)
         try:
             return get_peft_model(with_weights(loaded.module, {}), config).eval()

@@ -31,7 +31,7 @@ class Scorer:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._device, self._dtype = loaded.device, loaded.dtype
-        self._vocabulary = 0
+        self._vocabulary = loaded.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         self._ends_in_projection = self._try(loaded.module)
 
     def __call__(self, module: nn.Module, batch: MicroBatch) -> Scores:
@@ -39,39 +39,26 @@ class Scorer:
             if not self._ends_in_projection:
                 logits_STV = module(input_ids=batch.tokens_ST, use_cache=False).logits
                 return _score(logits_STV.flatten(0, 1)[batch.predecessors_N], batch.targets_N)
-            head = module.get_output_embeddings()  # type: ignore[operator]
-            hidden_ND = _hidden(module, head, batch.tokens_ST).flatten(0, 1).index_select(0, batch.predecessors_N)
+            body, head = _parts(module)
+            hidden_STD = body(input_ids=batch.tokens_ST, use_cache=False).last_hidden_state
+            hidden_ND = hidden_STD.flatten(0, 1).index_select(0, batch.predecessors_N)
             return _in_chunks(head, self._vocabulary, hidden_ND, batch.targets_N)
 
     @torch.no_grad()
     def _try(self, module: nn.Module) -> bool:
-        head = module.get_output_embeddings()  # type: ignore[operator]
-        if head is None:  # an architecture with another end
+        body, head = _parts(module)
+        tokens_ST = torch.arange(min(8, self._vocabulary), device=self._device)[None]
+        hidden = getattr(body(input_ids=tokens_ST, use_cache=False), "last_hidden_state", None)
+        if hidden is None or head is None:  # an architecture with other parts
             return False
-        projected: list[Tensor] = []
-        handle = head.register_forward_hook(lambda _module, _args, output: projected.append(output))
-        try:
-            logits = module(input_ids=torch.arange(8, device=self._device)[None], use_cache=False).logits
-        finally:
-            handle.remove()
-        self._vocabulary = logits.shape[-1]
-        return len(projected) == 1 and torch.equal(projected[0], logits)
+        return torch.equal(head(hidden), module(input_ids=tokens_ST, use_cache=False).logits)
 
 
-def _hidden(module: nn.Module, head: nn.Module, tokens_ST: Tensor) -> Tensor:
-    """What goes into the projection (S, T, D); the projection itself is spared all but one position."""
-    caught: list[Tensor] = []
-
-    def catch(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        caught.append(args[0])
-        return (args[0][:1, :1].detach(),)
-
-    handle = head.register_forward_pre_hook(catch)
-    try:
-        module(input_ids=tokens_ST, use_cache=False)
-    finally:
-        handle.remove()
-    return caught[0]
+def _parts(module: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """A causal language model's body, which ends in hidden states, and its projection to the vocabulary."""
+    if hasattr(module, "get_base_model"):  # adapters sit inside the layers of the model they are for
+        module = module.get_base_model()  # type: ignore[operator]
+    return module.base_model, module.get_output_embeddings()  # type: ignore[return-value, operator]
 
 
 def _in_chunks(head: nn.Module, vocabulary: int, hidden_ND: Tensor, targets_N: Tensor) -> Scores:

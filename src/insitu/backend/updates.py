@@ -3,8 +3,9 @@
 Shapes: B rows of a micro-batch, K trained tokens of the row that has most, N trained tokens of all its rows.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,10 +17,11 @@ from insitu.backend.batches import MicroBatch, Row, lay_out, micro_batches, opti
 from insitu.backend.losses import PolicyBatch, kl_estimate, policy_loss, row_weights
 from insitu.backend.policy import Policy
 from insitu.backend.scoring import Scorer
+from insitu.backend.workers import Workers
 from insitu.errors import JobFailed
 from insitu.schemas.wire import TrainingSettings
 
-CPU_MICRO_BATCH = 4096
+CPU_MICRO_BATCH = 2048
 """Padded tokens of a micro-batch on a CPU at most: more do not run faster, and sampling waits for each."""
 KL_ROWS = 128
 """Without a KL penalty the metric is measured after the last step, on this many rows."""
@@ -60,6 +62,7 @@ class Trainer:
     policy: Policy
     optimizer: torch.optim.Optimizer
     scorer: Scorer
+    workers: Workers
     reference: Callable[[], nn.Module]
 
 
@@ -69,7 +72,9 @@ class Updates:
     def __init__(self, trainer: Trainer, settings: TrainingSettings, rows: Sequence[Row]) -> None:
         self._policy = trainer.policy
         self._optimizer = trainer.optimizer
+        self._trained = list(trainer.policy.trained.values())
         self._score = trainer.scorer
+        self._workers = trainer.workers
         self._reference = trainer.reference() if settings.kl.beta > 0 else None
         self._trainer = trainer
         self._settings = settings
@@ -83,7 +88,9 @@ class Updates:
     def run(self) -> Generator[Progress, None, dict[str, Any]]:
         """Yields after each micro-batch; returns the job's metrics. Raises JobFailed at a number that is not finite."""
         plan = optimiser_steps(self._rows, self._settings)
-        for _ in self._score_old(set(range(len(self._rows))) - set(plan[0])):
+        # Only what the first step does not train: the others' are what that step computes anyway.
+        for parts in self._rounds(set(range(len(self._rows))) - set(plan[0])):
+            self._workers.map(self._score_old, parts)
             yield Progress(0.0)
         steps: list[Step] = []
         for number, chosen in enumerate(plan):
@@ -103,13 +110,20 @@ class Updates:
             metrics["kl"] = self._sampled_kl(plan[-1][:KL_ROWS])
         return metrics
 
-    def _score_old(self, rows: set[int]) -> Iterator[None]:
-        """Only what the first step does not train: the others' are what that step computes anyway."""
-        for part in micro_batches(self._rows, rows, self._budget):
-            batch = lay_out([self._rows[index] for index in part], self._device)
-            with torch.no_grad():
-                self._keep_old(part, batch.spread(self._score(self._policy.module, batch).logprobs_N))
-            yield
+    def _rounds(self, chosen: Iterable[int]) -> Iterator[tuple[list[int], ...]]:
+        """Micro-batches of the chosen rows, as many at a time as there are workers, and about equally long."""
+        lengths = {self._rows[index].sequence: self._rows[index].length for index in chosen}
+        total, longest = sum(lengths.values()), max(lengths.values(), default=0)
+        rounds = math.ceil(total / (self._budget * self._workers.count))
+        share = math.ceil(total / max(rounds * self._workers.count, 1)) + longest
+        parts = micro_batches(self._rows, chosen, min(share, self._budget))
+        while several := tuple(itertools.islice(parts, self._workers.count)):
+            yield several
+
+    @torch.no_grad()
+    def _score_old(self, part: list[int]) -> None:
+        batch = lay_out([self._rows[index] for index in part], self._device)
+        self._keep_old(part, batch.spread(self._score(self._policy.module, batch).logprobs_N))
 
     def _keep_old(self, part: list[int], logprobs_BK: Tensor) -> None:
         for index, logprobs in zip(part, logprobs_BK.cpu().numpy(), strict=True):
@@ -123,17 +137,28 @@ class Updates:
         totals = torch.zeros(len(SUMS), device=self._device)
         done = 0
         self._optimizer.zero_grad()
-        for part in micro_batches(self._rows, chosen, self._budget):
-            weight_B = torch.tensor([weight_of[index] for index in part], device=self._device)
-            totals += self._backward(part, weight_B)
-            done += len(part)
+        for parts in self._rounds(chosen):
+            with self._policy.dropout(self._settings.seed + done):
+                results = self._workers.map(lambda part: self._backward(part, weight_of), parts)
+            for part, (sums, gradients) in zip(parts, results, strict=True):  # in this order, whoever was first
+                totals += sums
+                self._accumulate(gradients)
+                done += len(part)
             yield done / len(chosen)
         return dict(zip(SUMS, totals.tolist(), strict=True))
 
-    def _backward(self, part: list[int], weight_B: Tensor) -> Tensor:
+    def _accumulate(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._trained, gradients, strict=False):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is not None:
+                parameter.grad += gradient
+
+    def _backward(self, part: list[int], weight_of: dict[int, float]) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Sums, and gradients where several workers must not add to the same ones at once; else they are added."""
         batch = lay_out([self._rows[index] for index in part], self._device)
-        with self._policy.dropout():
-            new_N, entropy_N = self._score(self._policy.module, batch)
+        weight_B = torch.tensor([weight_of[index] for index in part], device=self._device)
+        new_N, entropy_N = self._score(self._policy.module, batch)
         new_BK = batch.spread(new_N)
         ref_BK = None
         if self._reference is not None:
@@ -148,8 +173,11 @@ class Updates:
             weight_B=weight_B,
         )
         result = policy_loss(new_BK, inputs, self._settings)
+        sums = torch.stack([*(value.detach().float() for value in result), batch.spread(entropy_N).sum()])
+        if self._workers.count > 1:
+            return sums, torch.autograd.grad(result.loss, self._trained, allow_unused=True)
         result.loss.backward()
-        return torch.stack([*(value.detach().float() for value in result), batch.spread(entropy_N).sum()])
+        return sums, ()
 
     def _old_logprobs(self, part: list[int], batch: MicroBatch, new_BK: Tensor) -> Tensor:
         if part[0] in self._old:
@@ -160,8 +188,7 @@ class Updates:
         return new_BK.detach()  # the first step: nothing has moved yet
 
     def _advance(self, sums: dict[str, float], tokens: int) -> Step:
-        parameters = list(self._policy.trained.values())
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.max_grad_norm).item()
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, self._settings.max_grad_norm).item()
         if not (math.isfinite(norm) and math.isfinite(sums["loss"])):
             raise JobFailed(
                 f"the loss is {sums['loss']} and the norm of its gradient {norm}; the job is undone, and the weights "

@@ -1,0 +1,374 @@
+"""The learner on tiny models: what a job does to weights, optimiser, checkpoints and metrics."""
+
+import contextlib
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import save_tiny_model
+
+from insitu.backend.batches import Row, lay_out, micro_batches, optimiser_steps
+from insitu.backend.learner import Learner
+from insitu.backend.model import LoadedModel, clone, load_model
+from insitu.backend.scoring import Scorer
+from insitu.backend.updates import learning_rate
+from insitu.errors import JobFailed, RequestRefused
+from insitu.schemas.wire import TrainingSettings
+
+LORA = {"rank": 4, "alpha": 8}
+
+# peft asks transformers by a name of old
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """As the server has it for small models; more only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, LoadedModel]:
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: load_model(str(save_tiny_model(folder / kind, kind)), "cpu") for kind in ("llama", "gpt2")}
+
+
+@pytest.fixture
+def llama(models) -> LoadedModel:
+    return models["llama"]
+
+
+def reference_logprobs(module, tokens: list[int]) -> torch.Tensor:
+    """Of each token but the first, by one full forward pass of one row."""
+    with torch.no_grad():
+        logits = module(input_ids=torch.tensor([tokens])).logits[0].float()
+    return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def make_rows(module, count=12, seed=0, advantage=None) -> list[Row]:
+    """Random rows of several lengths, sampled (as far as their logprobs tell) from `module`; two rows an episode."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(count):
+        tokens = rng.integers(0, 300, int(rng.integers(6, 30)))
+        positions = np.sort(rng.choice(np.arange(1, len(tokens)), int(rng.integers(1, 5)), replace=False))
+        logprobs = reference_logprobs(module, tokens.tolist()).numpy()[positions - 1]
+        weight = rng.normal() if advantage is None else advantage
+        advantages = np.full(len(positions), weight, dtype=np.float32)
+        rows.append(Row(tokens.astype(np.int32), positions, logprobs, advantages, f"e{index // 2}"))
+    return rows
+
+
+def train(learner: Learner, rows, **settings):
+    steps = learner.run(TrainingSettings(**({"learning_rate": 1e-2} | settings)), rows)
+    events = []
+    while True:
+        try:
+            events.append(next(steps))
+        except StopIteration as end:
+            return end.value, events
+
+
+def weights(module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("projection", [True, False])
+def test_scores_are_those_of_a_plain_forward_pass(models, kind, projection):
+    """Padded, with rows of the same tokens computed once, and by both ways to the logits."""
+    loaded = models[kind]
+    rows = make_rows(loaded.module, 8)
+    rows += [rows[3], rows[3], rows[0]]
+    batch = lay_out(rows, loaded.device)
+    assert len(batch.tokens_ST) == 8
+    scorer = Scorer(loaded)
+    assert scorer._ends_in_projection
+    scorer._ends_in_projection = projection
+    scores = scorer(loaded.module, batch)
+    expected = torch.cat([torch.from_numpy(row.rollout) for row in rows])
+    assert torch.allclose(batch.spread(scores.logprobs_N)[batch.mask_BK], expected, atol=1e-5)
+    row = rows[0]
+    logits = loaded.module(input_ids=torch.from_numpy(row.token_ids.astype(np.int64))[None]).logits[0]
+    entropy = torch.distributions.Categorical(logits=logits[row.positions - 1]).entropy()
+    assert torch.allclose(batch.spread(scores.entropy_N)[0, : len(entropy)], entropy, atol=1e-5)
+
+
+def test_a_model_that_does_more_than_project_is_scored_in_full(tmp_path):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        final_logit_softcapping=0.5,
+    )
+    module = Gemma2ForCausalLM(config).eval().requires_grad_(False)
+    scorer = Scorer(LoadedModel(module, None, torch.device("cpu"), torch.float32, 64, "none"))
+    assert not scorer._ends_in_projection
+    row = Row(np.arange(9, dtype=np.int32), np.array([2, 7]), np.zeros(2), np.zeros(2))
+    scored = scorer(module, lay_out([row], torch.device("cpu"))).logprobs_N
+    assert torch.allclose(scored, reference_logprobs(module, list(range(9)))[[1, 6]], atol=1e-6)
+
+
+def test_many_logits_are_computed_in_chunks(llama, monkeypatch):
+    rows = make_rows(llama.module)
+    batch = lay_out(rows, llama.device)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        module = clone(llama.module)
+        module.load_state_dict({k: v.clone() for k, v in llama.module.state_dict().items()}, assign=True)
+        module.requires_grad_(True)
+        scores = Scorer(llama)(module, batch)
+        return (scores.logprobs_N, *torch.autograd.grad(scores.logprobs_N.sum(), list(module.parameters())))
+
+    whole = gradients()
+    monkeypatch.setattr("insitu.backend.scoring.CHUNK_ELEMENTS", 320 * 5)
+    for a, b in zip(whole, gradients(), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_a_step_makes_good_rows_likelier(llama, tmp_path):
+    before = weights(llama.module)
+    learner = Learner(llama, tmp_path)
+    rows = make_rows(llama.module)
+    for row in rows[:6]:
+        row.advantages[:] = 1
+    for row in rows[6:]:
+        row.advantages[:] = -1
+    result, _ = train(learner, rows)
+
+    def mean(module, chosen):
+        return np.mean([reference_logprobs(module, row.token_ids.tolist())[row.positions - 1].mean() for row in chosen])
+
+    assert mean(result.module, rows[:6]) > mean(llama.module, rows[:6])
+    assert mean(result.module, rows[6:]) < mean(llama.module, rows[6:])
+    assert same(weights(llama.module), before), "the served module was changed in place"
+    assert not any(p.requires_grad for p in result.module.parameters())
+
+
+def test_metrics_at_the_first_step_compare_learner_and_sampler(llama, tmp_path):
+    rows = make_rows(llama.module)
+    result, events = train(Learner(llama, tmp_path), rows, batch_rows=4, passes=2)
+    metrics = result.metrics
+    assert metrics["logprob_gap"] < 1e-5
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["steps"] == 6
+    assert metrics["rows"] == 12
+    assert metrics["episodes"] == 6
+    assert metrics["tokens"] == sum(len(row.positions) for row in rows)
+    assert 0 < metrics["entropy"] <= math.log(320)
+    assert metrics["kl"] > 0
+    assert all(math.isfinite(value) for value in metrics.values())
+    described = [event.metrics for event in events if event.metrics]
+    assert [each["steps"] for each in described] == [1] * 6
+    assert described[0]["clip_fraction"] == 0
+    percents = [event.percent for event in events]
+    assert percents == sorted(percents)
+    assert percents[-1] == 100
+
+
+def test_two_runs_are_equal_bit_for_bit(llama, tmp_path):
+    rows = make_rows(llama.module, 40)
+    results = []
+    for name in "ab":
+        learner = Learner(llama, tmp_path / name)
+        for seed in (1, 2):
+            result, _ = train(learner, rows, batch_rows=8, passes=2, seed=seed, kl={"beta": 0.1})
+        results.append(result)
+    first, second = results
+    assert same(weights(first.module), weights(second.module))
+    assert first.metrics | {"seconds": 0} == second.metrics | {"seconds": 0}
+    other, _ = train(Learner(llama, tmp_path / "c"), rows, batch_rows=8, passes=2, seed=5)
+    assert not same(weights(first.module), weights(other.module))
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_the_size_of_micro_batches_changes_nothing(llama, tmp_path, aggregation):
+    rows = make_rows(llama.module, 20)
+    ends = []
+    for budget in (1, 64, 10_000):
+        learner = Learner(llama, tmp_path / str(budget))
+        settings = {"micro_batch_tokens": budget, "aggregation": aggregation, "constant": 8, "kl": {"beta": 0.1}}
+        result, _ = train(learner, rows, learning_rate=1e-3, passes=2, **settings)
+        ends.append(result)
+    for end in ends[1:]:
+        for key in ("loss", "kl", "grad_norm", "entropy"):
+            assert end.metrics[key] == pytest.approx(ends[0].metrics[key], rel=1e-4, abs=1e-6)
+
+
+def test_a_row_of_no_advantage_and_no_penalty_trains_nothing(llama, tmp_path):
+    result, _ = train(Learner(llama, tmp_path), make_rows(llama.module, advantage=0.0))
+    assert same(weights(result.module), weights(llama.module))
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_a_job_that_fails_leaves_everything_as_it_was(llama, tmp_path, lora):
+    """At the first version and later; a job closed half-way too. The next job then goes as if nothing had been."""
+    good, bad = make_rows(llama.module, 16), make_rows(llama.module, 16, advantage=math.inf)
+    disturbed, quiet = Learner(llama, tmp_path / "a"), Learner(llama, tmp_path / "b")
+    for version in (1, 2):
+        with pytest.raises(JobFailed, match="loss is"):
+            train(disturbed, good[:8] + bad[8:], lora=lora, batch_rows=4)
+        half_way = disturbed.run(TrainingSettings(learning_rate=0.1, lora=lora, batch_rows=4), good)
+        for _ in range(8):
+            next(half_way)
+        half_way.close()
+        assert disturbed.version == version - 1
+        a, b = (train(learner, good, lora=lora, batch_rows=4)[0] for learner in (disturbed, quiet))
+        assert same(weights(a.module), weights(b.module))
+    assert sorted(p.name for p in (tmp_path / "a/checkpoints").iterdir()) == ["step_000001", "step_000002"]
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_checkpoint_is_a_model_and_training_goes_on_from_it(models, tmp_path, kind, lora):
+    loaded = models[kind]
+    rows = make_rows(loaded.module)
+    settings = {"lora": lora, "kl": {"beta": 0.2}}
+    learner = Learner(loaded, tmp_path / "a")
+    first, _ = train(learner, rows, **settings)
+    second, _ = train(learner, rows, **settings)
+
+    again = load_model(str(first.checkpoint), "cpu")
+    tokens = rows[0].token_ids.tolist()
+    assert torch.equal(reference_logprobs(again.module, tokens), reference_logprobs(first.module, tokens))
+    assert again.tokenizer.chat_template == loaded.tokenizer.chat_template
+    resumed = Learner(again, tmp_path / "b")
+    result, _ = train(resumed, rows, **settings)
+    assert (result.version, result.checkpoint.name) == (1, "step_000002")
+    assert torch.equal(reference_logprobs(result.module, tokens), reference_logprobs(second.module, tokens))
+    assert result.metrics | {"seconds": 0} == second.metrics | {"seconds": 0}
+
+
+def test_earlier_versions_come_from_their_checkpoints(llama, tmp_path):
+    for lora in (None, LORA):
+        learner = Learner(llama, tmp_path / str(lora is None))
+        rows = make_rows(llama.module)
+        made = [train(learner, rows, lora=lora)[0] for _ in range(3)]
+        assert learner.module_at(0) is llama.module
+        for result in made:
+            assert same(weights(learner.module_at(result.version)), weights(result.module))
+        with pytest.raises(RequestRefused, match="no version 7; there are 0, 1, 2, 3") as refused:
+            learner.module_at(7)
+        assert refused.value.status == 404
+        kept = [(result.checkpoint / "optimizer.safetensors").exists() for result in made]
+        assert kept == [False, True, True]
+        assert json.loads((made[1].checkpoint / "training.json").read_text())["step"] == 2
+
+
+def test_adapters_share_the_base_with_what_is_served(llama, tmp_path):
+    learner = Learner(llama, tmp_path)
+    result, _ = train(learner, make_rows(llama.module), lora=LORA)
+    base = {p.data_ptr() for p in llama.module.parameters()}
+    trained = {name for name, p in result.module.named_parameters() if p.data_ptr() not in base}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert not (set(weights(llama.module)) & trained)
+    size = sum(path.stat().st_size for path in result.checkpoint.glob("*.safetensors"))
+    assert (result.checkpoint / "adapter_model.safetensors").exists()
+    assert size < 200_000
+
+
+def test_the_first_job_fixes_the_adapters(llama, tmp_path):
+    learner = Learner(llama, tmp_path)
+    learner.check(TrainingSettings(lora=LORA))
+    result, _ = train(learner, make_rows(llama.module), lora=LORA)
+    for other in (None, {"rank": 8, "alpha": 8}):
+        with pytest.raises(RequestRefused, match=r'settings\.lora differs.*"rank":4') as refused:
+            learner.check(TrainingSettings(lora=other))
+        assert refused.value.status == 409
+    resumed = Learner(load_model(str(result.checkpoint), "cpu"), tmp_path / "b")
+    resumed.check(TrainingSettings(lora=LORA))
+    (result.checkpoint / "training.json").unlink()  # as any other peft folder
+    foreign = Learner(load_model(str(result.checkpoint), "cpu"), tmp_path / "c")
+    foreign.check(TrainingSettings(lora=LORA))
+    with pytest.raises(RequestRefused):
+        foreign.check(TrainingSettings(lora={"rank": 8, "alpha": 8}))
+    train(foreign, make_rows(llama.module), lora=LORA)
+
+
+@pytest.mark.parametrize("lora", [None, LORA | {"dropout": 0.1}])
+def test_bfloat16_is_served_and_float32_trained(tmp_path, lora):
+    loaded = load_model(str(save_tiny_model(tmp_path / "m")), "cpu", "bfloat16")
+    learner = Learner(loaded, tmp_path / "out")
+    rows = make_rows(loaded.module)
+    first, _ = train(learner, rows, learning_rate=1e-6, lora=lora)
+    assert {p.dtype for p in first.module.parameters()} == {torch.bfloat16}
+    assert first.metrics["logprob_gap"] < 0.1
+    # Steps far below bfloat16's resolution add up in the float32 weights, across a restart too.
+    masters = weights(learner._trainer.policy.module)
+    assert {value.dtype for name, value in masters.items() if lora is None or "lora_" in name} == {torch.float32}
+    restored = Learner(load_model(str(first.checkpoint), "cpu", "bfloat16"), tmp_path / "b")
+    assert same(weights(restored._restore(TrainingSettings(lora=lora)).policy.module), masters)
+
+
+def test_steps_hold_whole_episodes_and_cover_each_pass():
+    row = lambda episode: Row(np.zeros(3, np.int32), np.array([1]), np.zeros(1), np.zeros(1), episode)  # noqa: E731
+    rows = [row(f"e{index // 3}") for index in range(60)] + [row("") for _ in range(10)]
+    steps = optimiser_steps(rows, TrainingSettings(batch_rows=20, passes=3))
+    assert len(steps) == 12
+    assert all(14 <= len(step) <= 21 for step in steps)
+    for first in (0, 4, 8):
+        assert sorted(itertools.chain(*steps[first : first + 4])) == list(range(70))
+    for step in steps:
+        for episode in {rows[index].episode for index in step} - {""}:
+            assert sum(rows[index].episode == episode for index in step) == 3
+    assert steps[:4] != steps[4:8]
+    assert steps == optimiser_steps(rows, TrainingSettings(batch_rows=20, passes=3))
+    assert len(optimiser_steps(rows, TrainingSettings())) == 1
+
+
+def test_micro_batches_stay_within_their_budget():
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(40):
+        length = int(rng.integers(2, 50))
+        rows.append(Row(rng.integers(0, 9, length).astype(np.int32), np.array([length - 1]), np.zeros(1), np.zeros(1)))
+    rows += rows[:10]
+    parts = list(micro_batches(rows, range(50), 100))
+    assert sorted(itertools.chain(*parts)) == list(range(50))
+    for part in parts:
+        assert len({rows[i].sequence for i in part}) * max(rows[i].length for i in part) <= 100
+
+
+def test_the_learning_rate_over_a_run():
+    rates = lambda steps, **settings: [  # noqa: E731
+        learning_rate(TrainingSettings(learning_rate=1.0, **settings), step, steps) for step in range(steps)
+    ]
+    assert rates(4) == [1, 1, 1, 1]
+    assert rates(4, schedule="linear") == [1, 0.75, 0.5, 0.25]
+    assert rates(2, schedule="linear", progress=(0.5, 1.0)) == [0.5, 0.25]
+    assert rates(4, schedule="cosine") == pytest.approx([1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])
+    assert rates(5, warmup=0.4) == pytest.approx([0.5, 1, 1, 1, 1])
+    assert rates(5, warmup=0.4, schedule="linear") == pytest.approx([0.5, 1, 1, 2 / 3, 1 / 3])
+
+
+def test_folders_are_replaced_whole(tmp_path):
+    from insitu.backend.checkpoints import atomically
+
+    target = tmp_path / "step_000001"
+    for content in ("old", "new"):
+        with atomically(target) as draft:
+            (draft / content).write_text(content)
+    assert [path.name for path in target.iterdir()] == ["new"]
+    with contextlib.suppress(InterruptedError), atomically(target) as draft:
+        (draft / "half").write_text("x")
+        raise InterruptedError
+    assert [path.name for path in Path(tmp_path).rglob("*")] == ["step_000001", "new"]
