@@ -74,7 +74,7 @@ def test_columns_may_have_other_names(write: Any, tmp_path: Path) -> None:
 
 def test_rows_without_id_are_numbered(write: Any, tmp_path: Path) -> None:
     path = as_file(tmp_path, "jsonl", [{"question": "a"}, {"question": "b"}])
-    assert [i.id for i in load_dataset(config_for(write, _type="jsonl", file_path=path))] == [0, 1]
+    assert [i.id for i in load_dataset(config_for(write, _type="jsonl", file_path=str(path)))] == [0, 1]
 
 
 @pytest.mark.parametrize(

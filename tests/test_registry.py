@@ -6,6 +6,7 @@ from typing import Any
 
 import plain_parts  # noqa: F401  (registers `parts`)
 import pytest
+from pydantic import Field
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, PluginError
@@ -16,7 +17,7 @@ events: list[str] = []
 
 
 class LoggedConfig(FunctionBaseConfig, name="logged"):
-    needs: list[str] = []
+    needs: list[str] = Field(default_factory=list)
     seconds: float = 0.0
     fails: int = 0
 
@@ -58,10 +59,14 @@ async def test_concurrent_askers_get_the_one_object(write: Any) -> None:
 
 async def test_taken_down_in_reverse_also_when_the_block_fails(write: Any) -> None:
     config = file(write, a={}, b={"needs": ["a"]}, c={"needs": ["b", "a"], "seconds": 0.001})
-    with pytest.raises(KeyError):
+
+    async def block() -> None:
         async with Builder(config) as builder:
             assert await (await builder.get_function("c")).ainvoke("x") == "x x x x"
             raise KeyError
+
+    with pytest.raises(KeyError):
+        await block()
     ups = [e.removeprefix("up ") for e in events if e.startswith("up")]
     downs = [e.removeprefix("down ") for e in events if e.startswith("down")]
     assert len(ups) == 3
@@ -142,7 +147,7 @@ async def test_frameworks_without_support_are_named(write: Any, monkeypatch: pyt
 
 async def test_a_policy_without_an_adapter_says_what_is_missing(write: Any) -> None:
     async with Builder(load_config(write({"llms": {"m": {"_type": "policy"}}}))) as builder:
-        with pytest.raises(ConfigError, match="finetuning.trainer_adapter names no adapter"):
+        with pytest.raises(ConfigError, match=r"finetuning\.trainer_adapter names no adapter"):
             await builder.get_llm("m")
 
 
@@ -156,7 +161,7 @@ def test_names_clash_even_between_classes_of_the_same_name() -> None:
     other = type("Config", (FunctionBaseConfig,), {"__module__": "package_b"}, name="same")
     mine.add(FUNCTION, one, factory)
     mine.add(FUNCTION, type("Config", (FunctionBaseConfig,), {"__module__": "package_a"}, name="same"), factory)
-    with pytest.raises(PluginError, match="two components of functions are called 'same'.*package_a.*package_b"):
+    with pytest.raises(PluginError, match=r"two components of functions are called 'same'.*package_a.*package_b"):
         mine.add(FUNCTION, other, factory)
 
 

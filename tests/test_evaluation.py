@@ -1,0 +1,408 @@
+"""Evaluation runs on a real workflow: failures stay in their row, limits hold, scores are scores, files are whole."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import plain_parts
+import pytest
+
+from insitu.config import Config, load_config
+from insitu.errors import ConfigError, WorkflowError
+from insitu.evaluation.episodes import run_limited
+from insitu.evaluation.evaluators import BaseEvaluator, average, number
+from insitu.evaluation.run import EvaluationRun
+from insitu.interfaces import validation_metrics
+from insitu.schemas.evaluation import (
+    EvalInput,
+    EvalInputItem,
+    EvalOutputItem,
+    EvaluationRunConfig,
+    EvaluationRunOutput,
+)
+from insitu.schemas.finetuning import FinetuneConfig, RewardFunctionConfig
+from insitu.training.report import evaluation_table
+
+
+class Bench:
+    """Writes a project whose rows tell the workflow what to do, and evaluates it."""
+
+    def __init__(self, write: Any, folder: Path) -> None:
+        self.write, self.folder = write, folder
+        self.output = folder / "out"
+
+    def config(
+        self, inputs: list[str], says: str = "", workflow: dict[str, Any] | None = None, **general: Any
+    ) -> Config:
+        rows = [{"id": f"row {i}", "question": text, "answer": text.upper()} for i, text in enumerate(inputs)]
+        self.write(rows, "rows.jsonl")
+        general = {"dataset": {"_type": "jsonl", "file_path": "rows.jsonl"}, "output_dir": str(self.output), **general}
+        evaluation = {"general": general, "evaluators": {"exact": {"_type": "judge", "says": says}}}
+        return load_config(self.write({"workflow": {"_type": "parts", **(workflow or {})}, "eval": evaluation}))
+
+    async def run(
+        self, inputs: list[str], reps: int = 1, write_output: bool = False, **other: Any
+    ) -> EvaluationRunOutput:
+        asked = EvaluationRunConfig(config_file=self.config(inputs, **other), reps=reps, write_output=write_output)
+        return await EvaluationRun(asked).run_and_evaluate()
+
+
+@pytest.fixture
+def bench(write: Any, tmp_path: Path) -> Bench:
+    return Bench(write, tmp_path)
+
+
+def scores(output: EvaluationRunOutput) -> list[Any]:
+    return [item.score for item in output.evaluation_results[0][1].eval_output_items]
+
+
+# rows that fail
+
+
+async def test_a_failing_row_never_stops_the_others(bench: Bench) -> None:
+    bad = ["raise no number", "cancelled", "exit", "hang"]
+    output = await bench.run(["a", *bad, "b"], max_concurrency=1, episode_timeout=0.1)
+    items = output.eval_input.eval_input_items
+    assert [i.output_obj for i in items] == ["A", None, None, None, None, "B"]
+    assert [i.error and i.error.partition(":")[0] for i in items] == [
+        None,
+        "ValueError",
+        "CancelledError",
+        "SystemExit",
+        "EpisodeTimeout",
+        None,
+    ]
+    assert [i.reason for i in items[1:5]] == ["workflow_error"] * 3 + ["timeout"]
+    assert "no number" in str(items[1].error)
+    assert "episode_timeout: 0.1 s" in str(items[4].error)
+    assert scores(output) == [1.0, 1.0]
+    row = evaluation_table(output).columns
+    assert [next(iter(c.cells)) for c in row[3:]] == ["2", "6", "4", "0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "retries", "attempts", "succeeds"),
+    [
+        ("unavailable 1", 1, 2, True),
+        ("unavailable 2", 1, 2, False),
+        ("unavailable 2", 5, 3, True),
+        ("unavailable 1", 0, 1, False),
+        ("raise x", 3, 1, False),
+        ("hang", 2, 3, False),
+    ],
+)
+async def test_only_passing_failures_are_tried_again(
+    bench: Bench, text: str, retries: int, attempts: int, succeeds: bool
+) -> None:
+    output = await bench.run([text], retries=retries, episode_timeout=0.05)
+    assert plain_parts.made[-1].attempts[text] == attempts
+    (item,) = output.eval_input.eval_input_items
+    assert (item.error is None) is succeeds
+    reasons = {"unavailable": "backend_error", "raise": "workflow_error", "hang": "timeout"}
+    assert item.reason == (None if succeeds else reasons[text.split()[0]])
+
+
+# the schedule
+
+
+@pytest.mark.parametrize("limit", [1, 3, 16])
+async def test_the_limit_is_kept_and_reached(bench: Bench, limit: int) -> None:
+    await bench.run([f"t{i}" for i in range(6)], reps=3, max_concurrency=limit, workflow={"seconds": 0.005})
+    parts = plain_parts.made[-1]
+    assert len(parts.begun) == 18
+    assert parts.most == limit
+
+
+async def test_repetitions_have_numbers_and_seeds_of_their_own(bench: Bench) -> None:
+    output = await bench.run(["seed 1", "seed 2"], reps=3)
+    items = output.eval_input.eval_input_items
+    assert [(i.id, i.rep) for i in items] == [(f"row {r}", rep) for r in (0, 1) for rep in (0, 1, 2)]
+    assert len({i.output_obj for i in items}) == 6
+    assert [i.rep for i in output.evaluation_results[0][1].eval_output_items] == [0, 1, 2] * 2
+    again = await bench.run(["seed 1", "seed 2"], reps=3, max_concurrency=1)
+    assert [i.output_obj for i in again.eval_input.eval_input_items] == [i.output_obj for i in items]
+
+
+# evaluators
+
+
+@pytest.mark.parametrize(
+    ("says", "first", "message", "reason"),
+    [
+        ("nan", "nan", "the score is nan", "nan_score"),
+        ("none", "None", "gave no score", "no_score"),
+        ("words", "good", "'good' is not a number", "no_score"),
+        ("fewer", "None", "exact gave no score for this item", "evaluator_error"),
+    ],
+)
+async def test_a_missing_score_is_never_zero(bench: Bench, says: str, first: str, message: str, reason: str) -> None:
+    output = await bench.run(["a", "b", "c"], says=says)
+    given = output.evaluation_results[0][1].eval_output_items
+    assert str(given[0].score) == first
+    value, why, text = number(given[0])
+    assert (value, str(why)) == (None, reason)
+    assert message in str(text)
+    assert [number(g)[0] for g in given[1:]] == [1.0, 1.0]
+    run_config = FinetuneConfig(reward_function=RewardFunctionConfig(name="exact"))
+    metrics = validation_metrics(output, run_config, 4)
+    assert (metrics["avg_reward"], metrics["num_examples"], metrics["dropped"]) == (1.0, 2, {reason: 1})
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        ("raise", "evaluator exact raised RuntimeError: no judge today"),
+        ("cancelled", "evaluator exact raised CancelledError"),
+        ("nothing", "evaluator exact gave a NoneType; it must give an EvalOutput"),
+    ],
+)
+async def test_an_evaluator_that_fails_gives_errors_and_no_scores(bench: Bench, says: str, message: str) -> None:
+    output = await bench.run(["a", "b"], says=says, write_output=True)
+    assert scores(output) == [None, None]
+    assert all(message in str(i.error) for i in output.evaluation_results[0][1].eval_output_items)
+    run_config = FinetuneConfig(reward_function=RewardFunctionConfig(name="exact"))
+    metrics = validation_metrics(output, run_config, 4)
+    assert "avg_reward" not in metrics
+    assert metrics["dropped"] == {"evaluator_error": 2}
+    assert "no example could be scored" in metrics["error"]
+
+
+async def test_scores_in_another_order_find_their_items(bench: Bench) -> None:
+    output = await bench.run(["a", "b", "raise c", "d"], reps=2, says="reordered")
+    given = output.evaluation_results[0][1].eval_output_items
+    assert [(g.id, g.rep, g.reasoning) for g in given] == [
+        (f"row {row}", rep, text) for row, text in ((0, "A"), (1, "B"), (3, "D")) for rep in (0, 1)
+    ]
+
+
+class Halves(BaseEvaluator):
+    """Scores 0.5, and shows how many it was scoring at once."""
+
+    running = most = 0
+
+    async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.001)
+        self.running -= 1
+        if item.id == 3:
+            raise LookupError("3")
+        if item.id == 4:
+            await asyncio.ensure_future(_cancelled())
+        return EvalOutputItem(id=item.id, score=0.5)
+
+
+async def _cancelled() -> None:
+    raise asyncio.CancelledError
+
+
+async def test_the_base_evaluator_limits_itself_and_keeps_errors_with_their_items() -> None:
+    halves = Halves(max_concurrency=3)
+    output = await halves.evaluate(EvalInput(eval_input_items=[EvalInputItem(id=i) for i in range(8)]))
+    assert halves.most == 3
+    assert [i.id for i in output.eval_output_items] == list(range(8))
+    assert [i.error for i in output.eval_output_items if i.error] == ["LookupError: 3", "CancelledError: "]
+    assert output.average_score == 0.5
+    assert average([]) is None
+
+
+async def test_a_file_without_evaluators_is_refused(write: Any) -> None:
+    write([{"question": "a"}], "rows.jsonl")
+    data = {
+        "workflow": {"_type": "parts"},
+        "eval": {"general": {"dataset": {"_type": "jsonl", "file_path": "rows.jsonl"}}},
+    }
+    with pytest.raises(ConfigError, match="has no evaluators"):
+        await EvaluationRun(EvaluationRunConfig(config_file=write(data))).run_and_evaluate()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"endpoint": "http://x"}, {"skip_workflow": True}, {"skip_completed_entries": True}, {"result_json_path": "$.a"}],
+)
+async def test_what_cannot_be_done_is_refused_by_name(bench: Bench, option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(option))):
+        await EvaluationRun(EvaluationRunConfig(config_file=bench.config(["a"]), **option)).run_and_evaluate()
+
+
+async def test_validation_means_are_over_rows() -> None:
+    output = EvaluationRunOutput(
+        eval_input=EvalInput(eval_input_items=[EvalInputItem(id="x", error="E", reason="timeout")]),
+        evaluation_results=[
+            (
+                "exact",
+                plain_parts.EvalOutput(
+                    eval_output_items=[
+                        EvalOutputItem(id="a", score=1),
+                        EvalOutputItem(id="a", score=0),
+                        EvalOutputItem(id="b", score=1.0),
+                    ]
+                ),
+            )
+        ],
+    )
+    metrics = validation_metrics(output, FinetuneConfig(reward_function=RewardFunctionConfig(name="exact")), 0)
+    assert metrics["avg_reward"] == 0.75
+    assert (metrics["min_reward"], metrics["max_reward"], metrics["num_examples"]) == (0, 1, 3)
+    assert metrics["dropped"] == {"timeout": 1}
+    low, high = metrics["ci95"]
+    assert (low + high) / 2 == pytest.approx(0.75)
+    assert high - low == pytest.approx(2 * 12.706 * 0.25, rel=1e-4)  # Student's t with 1 degree of freedom
+
+
+# files
+
+
+async def test_the_documented_files(bench: Bench) -> None:
+    output = await bench.run(["a", "raise b"], reps=2, write_output=True)
+    assert output.workflow_output_file == bench.output / "workflow_output.json"
+    assert output.evaluator_output_files == [bench.output / "exact_output.json"]
+    records = json.loads(output.workflow_output_file.read_text())
+    assert [(r["id"], r["rep"], r["generated_answer"]) for r in records] == [
+        ("row 0", 0, "A"),
+        ("row 0", 1, "A"),
+        ("row 1", 0, None),
+        ("row 1", 1, None),
+    ]
+    assert set(records[0]) >= {"question", "answer", "intermediate_steps", "expected_intermediate_steps", "error"}
+    assert records[0]["question"] == "a"
+    assert [s["payload"]["event_type"] for s in records[0]["intermediate_steps"]] == ["FUNCTION_START", "FUNCTION_END"]
+    assert records[2]["error"] == "ValueError: b"
+    written = json.loads(output.evaluator_output_files[0].read_text())
+    assert [(i["id"], i["rep"], i["score"]) for i in written["eval_output_items"]] == [("row 0", 0, 1), ("row 0", 1, 1)]
+    assert sorted(p.name for p in bench.output.iterdir()) == ["exact_output.json", "workflow_output.json"]
+
+
+async def test_whatever_a_workflow_answers_can_be_written(bench: Bench) -> None:
+    output = await bench.run(["odd", "big"], says="objects", write_output=True)
+    assert output.workflow_output_file is not None
+    odd, big = json.loads(output.workflow_output_file.read_text())
+    assert big["generated_answer"] == 2**100
+    assert odd["generated_answer"]["1,2"].startswith("<object object")
+    assert odd["generated_answer"]["text"] == "\ud800"
+    assert odd["generated_answer"]["nan"] is None
+    (written,) = output.evaluator_output_files
+    assert "object" in json.loads(written.read_text())["eval_output_items"][0]["reasoning"]["seen"]
+
+
+# run_limited
+
+
+def names_of_tasks() -> set[str]:
+    return {t.get_name() for t in asyncio.all_tasks()} - {asyncio.current_task().get_name()}  # type: ignore[union-attr]
+
+
+async def double(n: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * n
+
+
+async def test_all_results_come_the_empty_ones_too() -> None:
+    async def nothing(n: int) -> int | None:
+        return None if n % 2 else n
+
+    assert sorted([r async for r in run_limited(range(100), double, 7)]) == list(range(0, 200, 2))
+    assert [r async for r in run_limited([], double, 7)] == []
+    assert len([r async for r in run_limited(range(10), nothing, 3)]) == 10
+
+
+async def test_tasks_are_taken_as_they_are_needed() -> None:
+    taken: list[int] = []
+
+    def source() -> Iterator[int]:
+        for n in range(1_000_000):
+            taken.append(n)
+            yield n
+
+    async with aclosing(run_limited(source(), double, 4)) as results:
+        received = 0
+        async for _ in results:
+            received += 1
+            await asyncio.sleep(0.001)
+            assert len(taken) <= received + 2 * 4
+            if received == 20:
+                break
+    assert len(taken) <= 20 + 2 * 4
+    assert names_of_tasks() == set()
+
+
+async def test_closing_early_leaves_no_task() -> None:
+    cancelled = []
+
+    async def wait(n: int) -> int:
+        if n == 0:
+            return n
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(n)
+            raise
+        return n
+
+    async with aclosing(run_limited(range(10), wait, 4)) as results:
+        async for result in results:
+            assert result == 0
+            await asyncio.sleep(0)
+            break
+    assert sorted(cancelled) == [1, 2, 3, 4]
+    assert names_of_tasks() == set()
+
+
+async def test_an_exception_ends_it_and_leaves_no_task() -> None:
+    async def fail(n: int) -> int:
+        await asyncio.sleep(0.001 if n == 3 else 60)
+        raise KeyError(n)
+
+    with pytest.raises(KeyError):
+        _ = [r async for r in run_limited(range(10), fail, 5)]
+    assert names_of_tasks() == set()
+
+
+async def test_cancelling_the_consumer_cancels_everything() -> None:
+    async def consume() -> None:
+        async with aclosing(run_limited(range(10), asyncio.sleep, 5)) as results:
+            async for _ in results:
+                await asyncio.sleep(60)
+
+    task = asyncio.create_task(consume())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert names_of_tasks() == set()
+
+
+async def test_a_task_cancelled_from_inside_does_not_vanish() -> None:
+    async def odd_ones_out(n: int) -> int:
+        if n == 2:
+            await _cancelled()
+        return n
+
+    with pytest.raises(WorkflowError, match="2 was cancelled from inside"):
+        _ = [r async for r in run_limited(range(10), odd_ones_out, 2)]
+
+
+async def test_a_failing_listener_stops_the_episodes(bench: Bench) -> None:
+    def listen(_: Any) -> None:
+        raise OSError("disk full")
+
+    asked = EvaluationRunConfig(config_file=bench.config(["a", "hang", "hang 2"]), write_output=False)
+    with pytest.raises(OSError, match="disk full"):
+        await EvaluationRun(asked, on_episode=listen).run_and_evaluate()
+    assert names_of_tasks() == set()
+
+
+async def test_a_source_that_fails_is_told() -> None:
+    def source() -> Iterator[int]:
+        yield 1
+        raise LookupError("no more")
+
+    async def collect() -> AsyncIterator[int]:
+        async for result in run_limited(source(), double, 3):
+            yield result
+
+    with pytest.raises(LookupError, match="no more"):
+        _ = [r async for r in collect()]
