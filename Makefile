@@ -26,6 +26,7 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.torch
 	$(PIP) -c constraints.txt -e '.[dev]'
+	$(PIP) --target $(VENV)/openai2 --upgrade --no-deps 'openai<3'  # the release that stands on httpx; see test_capture
 	@touch $@ $(VENV)/.installed
 
 install: $(VENV)/.installed

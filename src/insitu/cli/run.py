@@ -31,5 +31,5 @@ async def _run(config_file: Path, text: str, checkpoint: Path | None, override: 
     async with Builder(config) as builder, serve_policy(config, builder, checkpoint):
         workflow = await builder.get_workflow()
         seed = EpisodeKey("run", 0, "input", 0).seed(config.general.seed)
-        with EpisodeScope(seed=seed, input_message=text).activate():
+        with EpisodeScope(seed=seed, input_message=text, is_evaluating=True).activate():
             return await workflow.ainvoke(text, to_type=str)

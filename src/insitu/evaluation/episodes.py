@@ -24,7 +24,7 @@ _PASSING_OPENAI_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServ
 class EpisodeRules:
     """How an episode is run: `timeout` in seconds for each attempt, `retries` after passing failures.
 
-    `seed` is the configured one. `training` names the llms (True: all) whose server is asked for token ids and logprobs.
+    `seed` is the configured one. `training` names the llms (True: all) whose servers are asked for token ids.
     """
 
     seed: int = 0

@@ -78,6 +78,12 @@ class EpisodesBuilder(TrajectoryBuilder):
         await super().initialize(run_config)
         if run_config.reward_function is None:
             raise ConfigError("finetuning.reward_function is missing: training needs the name of an evaluator")
+        for llm in sorted(self._trained_llms()):
+            if getattr(self._loaded.block(LLM, llm), "seed", None) is not None:
+                raise ConfigError(
+                    f"llms.{llm}.seed: with a fixed seed all episodes of a group would sample the same; leave it out, and "
+                    "each episode gets a seed of its own, derived from general.seed"
+                )
         asked = run_config.run_configuration
         self._rows = await asyncio.to_thread(load_dataset, self._loaded, asked.dataset if asked else None)
 

@@ -26,6 +26,7 @@ def targeted_calls(
         place
         for place, call in enumerate(calls)
         if call.token_ids
+        and call.error is None
         and (everywhere or not set(functions).isdisjoint(call.functions))
         and (_is_model(call, model) if model is not None else not llms or call.llm in llms)
     ]

@@ -47,9 +47,9 @@ class EpisodeScope:
 
     `training` says which calls are to be trained on: all, none, or those to some keys of `llms`. `calls` in order of
     their end, from `close` on in order of their start; `rewards` step rewards by call index; `failed_attempts` requests
-    that brought no answer, by reason (a client that tries again makes one call all the same); `late_calls` requests that
-    were not recorded because the episode had ended; `capture_error` what a model call lacked, even if the workflow has
-    swallowed the exception.
+    that brought no answer, by reason (a client that tries again makes one call all the same); `late_calls` requests
+    that were not recorded because the episode had ended; `capture_error` what a model call lacked, even if the workflow
+    has swallowed the exception.
     """
 
     def __init__(
