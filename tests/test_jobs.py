@@ -1,0 +1,277 @@
+"""Training jobs over a real port: uploads good and bad, events, idempotency, queueing, cancelling."""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import math
+from types import SimpleNamespace
+
+import aiohttp
+import pytest
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from tiny_models import save_tiny_model
+
+from insitu.backend.compute import Compute
+from insitu.backend.http import EXCEPTION_HANDLERS
+from insitu.backend.jobs import Jobs, training_routes
+from insitu.backend.learner import Learner
+from insitu.backend.model import load_model
+from insitu.backend.uploads import Limits, read_job
+from insitu.errors import RequestRefused
+
+SETTINGS = {"learning_rate": 0.01, "batch_rows": 4}
+JOBS = "/v1/train/jobs"
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield load_model(str(save_tiny_model(tmp_path_factory.mktemp("model") / "llama")), "cpu")
+    torch.set_num_threads(before)
+
+
+@contextlib.asynccontextmanager
+async def serving(loaded, folder):
+    """The routes on a port; `post` and `get` give (status, JSON), `published` are the versions that were served."""
+    compute = Compute()
+    compute.start()
+    learner = Learner(loaded, folder)
+    published: list[int] = []
+    jobs = Jobs(learner, compute, lambda module, version: published.append(version), folder)
+    app = Starlette(routes=training_routes(jobs), exception_handlers=EXCEPTION_HANDLERS)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+    task = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+
+        async def post(body: bytes = b"", path=JOBS, **headers: str):
+            headers = {name.replace("_", "-"): value for name, value in headers.items()}
+            async with session.post(path, data=body, headers=headers) as response:
+                return response.status, await response.json()
+
+        async def get(path: str):
+            async with session.get(path) as response:
+                return response.status, await response.json()
+
+        async def events(id: str) -> list[dict]:
+            async with session.get(f"{JOBS}/{id}/events") as response:
+                assert response.content_type == "text/event-stream"
+                return [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: ")]
+
+        yield SimpleNamespace(
+            post=post, get=get, events=events, jobs=jobs, learner=learner, published=published, session=session
+        )
+    await jobs.close()
+    server.should_exit = True
+    await task
+    compute.close()
+
+
+def row(**changes) -> dict:
+    good = {
+        "token_ids": [1, 5, 9, 7, 2],
+        "loss_mask": [0, 0, 0, 1, 1],
+        "logprobs": [0, 0, 0, -0.1, -0.7],
+        "advantages": 0.5,
+        "episode": "a",
+    }
+    return good | changes
+
+
+def lines(rows, settings=SETTINGS, **header) -> bytes:
+    head = {"settings": settings, "num_rows": len(rows)} | header
+    return "\n".join(json.dumps(line) for line in (head, *rows)).encode()
+
+
+MANY = [row(token_ids=[1, 5, 9, index, 2], episode=str(index)) for index in range(60)]
+
+
+async def test_a_job_from_upload_to_served_weights(loaded, tmp_path):
+    async with serving(loaded, tmp_path) as backend:
+        status, state = await backend.post(gzip.compress(lines(MANY)), Content_Encoding="gzip", Idempotency_Key="run/1")
+        assert status == 200
+        assert state["status"] in ("pending", "running")
+        events = await backend.events(state["id"])
+        assert [event["status"] for event in events] == ["pending", *["running"] * 16, "completed"]
+        assert [event["progress"] for event in events] == sorted(event["progress"] for event in events)
+        assert all(math.isfinite(event["metrics"]["grad_norm"]) for event in events[2:])
+        _, final = await backend.get(f"{JOBS}/{state['id']}")
+        assert final == events[-1] == (await backend.events(state["id"]))[-1]
+        assert (final["policy_version"], final["progress"]) == (1, 100)
+        assert final["metrics"]["steps"] == 15
+        assert final["metrics"]["rows"] == 60
+        assert backend.published == [1]
+        assert load_model(final["checkpoint"], "cpu").tokenizer.chat_template
+        assert json.loads((tmp_path / "jobs" / f"{state['id']}.json").read_text()) == final
+
+        # the same key again: the first job's result, and nothing trained
+        assert await backend.post(lines(MANY), Idempotency_Key="run/1") == (200, final)
+        assert backend.learner.version == 1
+        # no key, no compression: another job
+        _, other = await backend.post(lines(MANY))
+        assert (await backend.events(other["id"]))[-1]["policy_version"] == 2
+
+
+async def test_jobs_wait_their_turn_and_can_be_canceled(loaded, tmp_path):
+    async with serving(loaded, tmp_path) as backend:
+        long = {"learning_rate": 0.01, "batch_rows": 1, "passes": 50}
+        _, first = await backend.post(lines(MANY, long), Idempotency_Key="run/1")
+        _, second = await backend.post(lines(MANY), Idempotency_Key="run/2")
+        _, third = await backend.post(lines(MANY), Idempotency_Key="run/3")
+        assert (await backend.get(f"{JOBS}/{second['id']}"))[1]["status"] == "pending"
+        _, canceled = await backend.post(path=f"{JOBS}/{second['id']}/cancel")
+        assert canceled["status"] == "canceled"
+        while (await backend.get(f"{JOBS}/{first['id']}"))[1]["progress"] == 0:  # noqa: ASYNC110 - polled over HTTP
+            await asyncio.sleep(0.01)
+        _, canceled = await backend.post(path=f"{JOBS}/{first['id']}/cancel")
+        assert canceled["status"] == "canceled"
+        done = (await backend.events(third["id"]))[-1]
+        assert (done["status"], done["policy_version"]) == ("completed", 1)
+        assert (await backend.post(path=f"{JOBS}/{third['id']}/cancel"))[1] == done
+        assert backend.published == [1]
+        # the third job ran on weights that the canceled one had not touched
+        async with serving(loaded, tmp_path / "quiet") as quiet:
+            _, alone = await quiet.post(lines(MANY))
+            alone = (await quiet.events(alone["id"]))[-1]
+            assert alone["metrics"] | {"seconds": 0} == done["metrics"] | {"seconds": 0}
+        # the key of a canceled job is free again
+        _, again = await backend.post(lines(MANY), Idempotency_Key="run/1")
+        assert again["id"] != first["id"]
+        assert (await backend.events(again["id"]))[-1]["status"] == "completed"
+
+
+async def test_a_failed_job_says_why_and_the_next_one_runs(loaded, tmp_path):
+    async with serving(loaded, tmp_path) as backend:
+        body = lines([row(advantages=1e38), row(episode="b")], {"truncated_importance": 1e38})
+        _, state = await backend.post(body.replace(b"-0.1, -0.7", b"-100, -100"))
+        failed = (await backend.events(state["id"]))[-1]
+        assert failed["status"] == "failed"
+        assert "the job is undone" in failed["message"]
+        assert backend.learner.version == 0
+        _, state = await backend.post(lines(MANY))
+        assert (await backend.events(state["id"]))[-1]["policy_version"] == 1
+
+
+async def test_other_adapters_than_the_first_jobs_are_refused(loaded, tmp_path):
+    async with serving(loaded, tmp_path) as backend:
+        _, state = await backend.post(lines(MANY))
+        await backend.events(state["id"])
+        status, answer = await backend.post(lines(MANY, {"lora": {"rank": 2}}))
+        assert status == 409
+        assert answer["error"]["param"] == "settings.lora"
+
+
+async def test_unknown_jobs_and_cut_off_uploads(loaded, tmp_path):
+    async with serving(loaded, tmp_path) as backend:
+        for call in (backend.get(f"{JOBS}/no"), backend.post(path=f"{JOBS}/no/cancel")):
+            status, answer = await call
+            assert status == 404
+            assert answer["error"]["code"] == "job_not_found"
+        assert (await backend.post(lines(MANY, {"lerning_rate": 1})))[0] == 400
+
+        async def half():
+            yield lines(MANY)[:500]
+            raise ConnectionResetError
+
+        with pytest.raises((aiohttp.ClientError, ConnectionResetError)):
+            await backend.session.post(JOBS, data=half())
+        assert (await backend.post(lines(MANY)))[0] == 200
+        assert len(backend.jobs._jobs) == 1
+
+
+async def read(body: bytes, encoding: str = "", piece: int = 1000, **limits):
+    async def chunks():
+        for start in range(0, len(body), piece):
+            yield body[start : start + piece]
+
+    return await read_job(chunks(), encoding, Limits(**({"vocabulary": 320, "max_length": 256} | limits)))
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"", "the job is empty"),
+        (lines([]), "none of the 0 rows has a trained token"),
+        (lines([row(loss_mask=[0] * 5)]), "none of the 1 rows has a trained token"),
+        (b"{]", "line 1.*not JSON"),
+        (lines([], {"lerning_rate": 1}), r"settings\.lerning_rate: there is no such key; there are .*learning_rate"),
+        (lines([], {"kl": {"betta": 1}}), r"settings\.kl\.betta: there is no such key"),
+        (lines([], {"learning_rate": "fast"}), r"settings\.learning_rate: .*not 'fast'"),
+        (lines([row()], num_rows=2), "ends after 1 of 2 rows"),
+        (lines([row()], num_rows=0), "num_rows 0, but there are more"),
+        (lines([row(), 1]), "row 2"),
+        (lines([row()]) + b"x", "row 1: not JSON"),
+        (lines([row(advantage=1)]), "row 1: advantage: there is no such key"),
+        (lines([row(loss_mask=[0, 1])]), "row 1: loss_mask has 2 entries, token_ids has 5"),
+        (lines([row(), row(logprobs=[-1.0] * 6)]), "row 2: logprobs has 6 entries, token_ids has 5"),
+        (lines([row(advantages=[1.0])]), "row 1: advantages has 1 entries"),
+        (lines([row(loss_mask=[0, 0, 2, 1, 1])]), r"row 1: loss_mask\[2\] is 2; allowed: 0, 1"),
+        (lines([row(loss_mask=[0, 0, True, 1, 1])]), r"row 1: loss_mask\.2"),
+        (lines([row(loss_mask=[1, 0, 0, 1, 1])]), r"row 1: loss_mask\[0\] is 1"),
+        (lines([row(logprobs=[0, 0, 0, math.nan, -1])]), r"row 1: logprobs\[3\] is nan"),
+        (lines([row(logprobs=[0, 0, 0, -1, None])]), r"row 1: logprobs\[4\] is None"),
+        (lines([row(logprobs=[0, 0, 0, -1, -math.inf])]), r"row 1: logprobs\[4\] is -inf"),
+        (lines([row(advantages=math.nan)]), r"row 1: advantages\[3\] is nan"),
+        (lines([row(advantages=None)]), r"row 1: advantages\[3\] is None"),
+        (lines([row(token_ids=[1, 2, 320, 4, 5])]), r"row 1: token_ids\[2\] is 320; the vocabulary ends at 319"),
+        (lines([row(token_ids=[1, 2, -1, 4, 5])]), r"row 1: token_ids\[2\] is -1"),
+        (lines([row(token_ids=[1, 2, 1.5, 4, 5])]), r"row 1: token_ids\.2"),
+        (
+            lines([row(token_ids=[1] * 257, loss_mask=[0] * 257, logprobs=[0] * 257)]),
+            "257 entries; the model takes 256",
+        ),
+    ],
+)
+async def test_what_is_refused_says_where_and_why(body, told):
+    for encoding in ("", "gzip"):
+        with pytest.raises(RequestRefused, match=told) as refused:
+            await read(gzip.compress(body) if encoding else body, encoding)
+        assert refused.value.status == 400
+
+
+async def test_what_is_masked_may_be_anything():
+    nan = math.nan
+    sent = row(logprobs=[None, nan, math.inf, -0.5, -0.25], advantages=[None, nan, 0, 1, -1])
+    settings, rows = await read(lines([row(loss_mask=[0] * 5), sent]))
+    assert settings.batch_rows == 4
+    assert len(rows) == 1
+    assert rows[0].rollout.tolist() == [-0.5, -0.25]
+    assert rows[0].advantages.tolist() == [1, -1]
+    assert rows[0].positions.tolist() == [3, 4]
+
+
+async def test_bad_compression():
+    packed = gzip.compress(lines(MANY))
+    assert len((await read(packed, "gzip", piece=7))[1]) == 60
+    for body, told in ((lines(MANY), "not gzip"), (packed[:-20], "cut off"), (packed + b"more", "behind the end")):
+        with pytest.raises(RequestRefused, match=told):
+            await read(body, "gzip")
+    with pytest.raises(RequestRefused, match="allowed: gzip, identity") as refused:
+        await read(packed, "br")
+    assert refused.value.status == 415
+
+
+async def test_a_compressed_bomb_is_stopped_early():
+    import tracemalloc
+
+    endless = gzip.compress(b"a" * 300_000_000, compresslevel=9)
+    many = gzip.compress(lines([row()] * 200_000))
+    tracemalloc.start()
+    for body, limits, told in (
+        (endless, {}, "a line is longer"),
+        (b"".join([endless]), {"max_bytes": 500_000}, "longer than 500000 bytes"),
+        (many, {"max_bytes": 1_000_000}, "longer than 1000000 bytes"),
+    ):
+        with pytest.raises(RequestRefused, match=told) as refused:
+            await read(body, "gzip", piece=65536, **limits)
+        assert refused.value.status == 413
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20_000_000
