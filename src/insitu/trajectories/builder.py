@@ -81,8 +81,8 @@ class EpisodesBuilder(TrajectoryBuilder):
         for llm in sorted(self._trained_llms()):
             if getattr(self._loaded.block(LLM, llm), "seed", None) is not None:
                 raise ConfigError(
-                    f"llms.{llm}.seed: with a fixed seed all episodes of a group would sample the same; leave it out, and "
-                    "each episode gets a seed of its own, derived from general.seed"
+                    f"llms.{llm}.seed: with a fixed seed all episodes of a group would sample the same; leave it out "
+                    "(each episode gets a seed of its own, derived from general.seed)"
                 )
         asked = run_config.run_configuration
         self._rows = await asyncio.to_thread(load_dataset, self._loaded, asked.dataset if asked else None)
