@@ -37,6 +37,7 @@ async def _evaluate(asked: "EvaluationRunConfig", checkpoint: Path | None) -> st
 
     from insitu.config import load_config
     from insitu.evaluation.datasets import load_dataset
+    from insitu.evaluation.evaluators import number
     from insitu.evaluation.run import EvaluationRun
     from insitu.registry import Builder
     from insitu.training.report import Report, evaluation_table
@@ -60,8 +61,9 @@ async def _evaluate(asked: "EvaluationRunConfig", checkpoint: Path | None) -> st
     errors = [item for item in items if item.error is not None]
     if errors:
         print(f"{len(errors)} of {len(items)} episodes failed; the first, of row {errors[0].id!r}: {errors[0].error}")
-    unscored = [o for _, result in output.evaluation_results for o in result.eval_output_items if o.error]
+    given = [o for _, result in output.evaluation_results for o in result.eval_output_items]
+    unscored = [(o.id, message) for o in given if (message := number(o)[2]) is not None]
     if unscored:
-        print(f"{len(unscored)} scores are missing; the first, of row {unscored[0].id!r}: {unscored[0].error}")
-    scored = any(result.average_score is not None for _, result in output.evaluation_results)
-    return None if scored else "nothing could be scored"
+        row_id, message = unscored[0]
+        print(f"{len(unscored)} scores are missing; the first, of row {row_id!r}: {message}")
+    return None if len(given) > len(unscored) else "nothing could be scored"

@@ -1,0 +1,206 @@
+"""The command line as processes: quick help, exit codes, and messages that name the mistake."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+INSITU = [sys.executable, "-m", "insitu"]
+KEY = "sk-never-to-be-seen"
+
+
+class Measured(NamedTuple):
+    wall: float
+    cpu: float
+    megabytes: float
+
+
+MEASURE = """
+import os, sys, time
+started = time.perf_counter()
+quiet = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
+_, status, usage = os.wait4(os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=quiet), 0)
+print(status, time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss)
+"""
+
+
+def measured(*arguments: str) -> Measured:
+    """One run of the installed command: seconds of wall-clock and CPU, peak of resident memory.
+
+    From a small process: a child's peak begins with the size of the process it was forked from.
+    """
+    command = [sys.executable, "-S", "-c", MEASURE, str(Path(sys.executable).with_name("insitu")), *arguments]
+    status, *numbers = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert status == "0"
+    wall, cpu, memory = map(float, numbers)
+    return Measured(wall, cpu, memory / (2**20 if sys.platform == "darwin" else 2**10))
+
+
+def insitu(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = {"PYTHONPATH": str(TESTS), "COLUMNS": "200", **environment}
+    return subprocess.run([*INSITU, *map(str, arguments)], env=os.environ | path, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["finetune", "--help"]], ids=" ".join)
+def test_help_is_there_at_once(arguments: list[str]) -> None:
+    runs = [measured(*arguments) for _ in range(5)]
+    assert min(run.cpu for run in runs) < 0.2
+    assert min(run.wall for run in runs) < 0.4, "twice what is promised, for machines that are busy with other things"
+    assert max(run.megabytes for run in runs) < 60
+
+
+@pytest.mark.parametrize("command", ["", "finetune", "eval", "run"])
+def test_help_imports_nothing_heavy(command: str) -> None:
+    arguments = [command, "--help"] if command else ["--help"]
+    code = (
+        f"import sys; sys.argv = ['insitu', *{arguments!r}]\n"
+        "from insitu.cli import main\n"
+        "try: main()\n"
+        "finally: print('imported:', *{m.partition('.')[0] for m in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown, _, imported = done.stdout.rpartition("imported:")
+    assert "Usage: insitu" in shown
+    heavy = {"torch", "transformers", "openai", "pydantic", "aiohttp", "numpy", "matplotlib", "rich", "yaml", "uvloop"}
+    assert not heavy & set(imported.split())
+
+
+def test_help_lists_the_commands_and_their_options() -> None:
+    shown = insitu("--help").stdout
+    assert all(name in shown for name in ("finetune", "eval", "run", "backend"))
+    shown = insitu("finetune", "--help").stdout
+    options = (
+        "config_file",
+        "dataset",
+        "override",
+        "validation_dataset",
+        "validation_interval",
+        "validation_config_file",
+    )
+    assert all(f"--{name}" in shown for name in options)
+
+
+# what is wrong with the command line or the file is exit code 2, and says so in a sentence
+
+
+def project(write: Any, question: str = "question", **sections: Any) -> Path:
+    write(
+        [{"id": "r0", question: "hello", "answer": "HELLO"}, {"id": "r1", question: "raise oh no", "answer": "x"}],
+        "rows.jsonl",
+    )
+    general = {"dataset": {"_type": "jsonl", "file_path": "rows.jsonl"}, "output_dir": str(write("", "out/x").parent)}
+    return write(
+        {
+            "general": {"plugins": ["plain_parts"]},
+            "workflow": {"_type": "parts"},
+            "eval": {"general": general, "evaluators": {"exact": {"_type": "judge"}}},
+            **sections,
+        }
+    )
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["finetune", "--config_fil", "x"], "--config_file"),
+        (["finetune", "--learning_rate", "1"], "--learning_rate"),
+        (["finetune"], "Missing option"),
+        (["finetune", "--config_file", "x.yml", "--validation_interval", "0"], "--validation_interval"),
+        (["eval", "--config_file", "x.yml", "--reps", "none"], "--reps"),
+        (["eval", "--config_file", "x.yml", "-o", "only.key"], "-o"),
+        (["finetuen"], "finetuen"),
+        (["eval", "--config_file", "no/such/file.yml"], "cannot read the configuration file no/such/file.yml"),
+    ],
+)
+def test_a_wrong_command_line(arguments: list[str], part: str) -> None:
+    assert_refused(insitu(*arguments), part)
+
+
+@pytest.mark.parametrize("command", ["finetune", "eval"])
+def test_a_wrong_file(write: Any, command: str) -> None:
+    sections = {"llms": {"m": {"_type": "openai", "modle_name": "x", "api_key": "${INSITU_TEST_KEY}"}}}
+    path = project(write, finetuning={"enabeld": True}, **sections)
+    assert_refused(insitu(command, "--config_file", path), "llms.m.api_key: the environment variable INSITU_TEST_KEY")
+    done = insitu(command, "--config_file", path, INSITU_TEST_KEY=KEY)
+    assert_refused(
+        done,
+        "llms.m: key 'modle_name'",
+        "did you mean 'model_name'",
+        "finetuning: key 'enabeld'",
+        "did you mean 'enabled'",
+    )
+    assert KEY not in done.stderr + done.stdout
+
+
+def test_finetuning_that_is_not_enabled(write: Any) -> None:
+    assert_refused(insitu("finetune", "--config_file", project(write)), "finetuning.enabled is false")
+
+
+def test_a_dataset_without_the_question_key(write: Any) -> None:
+    done = insitu("eval", "--config_file", project(write, question="qestion"))
+    assert_refused(done, "rows.jsonl, row 1: the question key 'question' does not exist", "did you mean 'qestion'?")
+
+
+def test_a_training_run_with_a_wrong_dataset_ends_before_anything_is_started(write: Any, tmp_path: Path) -> None:
+    training = {
+        "llms": {"player": {"_type": "policy"}},
+        "trajectory_builders": {"b": {"_type": "insitu_traj_builder"}},
+        "trainer_adapters": {"a": {"_type": "insitu_trainer_adapter", "url": "http://127.0.0.1:9"}},
+        "trainers": {"t": {"_type": "insitu_trainer"}},
+        "finetuning": {
+            "enabled": True,
+            "trainer": "t",
+            "trajectory_builder": "b",
+            "trainer_adapter": "a",
+            "reward_function": {"name": "exact"},
+            "output_dir": str(tmp_path / "run"),
+        },
+    }
+    path = project(write, question="qestion", **training)
+    assert_refused(insitu("finetune", "--config_file", path), "row 1: the question key 'question'")
+    dead = insitu("finetune", "--config_file", project(write, **training))
+    assert dead.returncode == 1
+    assert "failed: the backend at http://127.0.0.1:9 does not answer" in dead.stderr
+    assert "Traceback" not in dead.stderr
+
+
+# evaluating
+
+
+def test_a_row_that_fails_is_told_and_the_rest_is_scored(write: Any, tmp_path: Path) -> None:
+    done = insitu("eval", "--config_file", project(write), "--reps", "2")
+    assert done.returncode == 0, done.stderr
+    assert "2 of 4 episodes failed; the first, of row 'r1': ValueError: oh no" in done.stdout
+    assert str(tmp_path / "out" / "workflow_output.json") in done.stdout
+    assert (tmp_path / "out" / "exact_output.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("says", "code", "message"),
+    [
+        ("nan", 1, "1 scores are missing; the first, of row 'r0': the score is nan"),
+        ("raise", 1, "evaluator exact raised RuntimeError: no judge today"),
+        ("fine", 0, ""),
+    ],
+)
+def test_what_could_not_be_scored_is_told(write: Any, says: str, code: int, message: str) -> None:
+    done = insitu("eval", "--config_file", project(write), "-o", "eval.evaluators.exact.says", says)
+    assert done.returncode == code
+    assert message in done.stdout
+    assert ("failed: nothing could be scored" in done.stderr) is bool(code)
+
+
+def test_run_prints_the_answer(write: Any) -> None:
+    done = insitu("run", "--config_file", project(write), "--input", "good day")
+    assert (done.returncode, done.stdout) == (0, "GOOD DAY\n")

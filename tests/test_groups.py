@@ -1,0 +1,164 @@
+"""From calls to advantages: which calls are trained, what the dialogue was, and the credit of each call."""
+
+from typing import Any
+
+import pytest
+
+from insitu.algorithms.advantages import AdvantageConfig
+from insitu.errors import TrajectoryError
+from insitu.schemas.episodes import ModelCall
+from insitu.schemas.finetuning import EpisodeItemRole, Trajectory
+from insitu.trajectories.groups import build_rows, call_advantages, dialogue, step_returns, targeted_calls, text_of
+
+CENTRED = AdvantageConfig(baseline="mean", scale="none")
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def call(index: int = 0, messages: list[dict[str, Any]] | None = None, answer: Any = "yes", **other: Any) -> ModelCall:
+    values = {"model": "m", "llm": "player", "token_ids": [1], "logprobs": [-float(index + 1)], **other}
+    message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+    return ModelCall(index=index, messages=messages or [user("?")], message=message, **values)
+
+
+# which calls
+
+
+@pytest.mark.parametrize(
+    ("functions", "model", "llms", "expected"),
+    [
+        (["<workflow>"], None, [], [0, 1, 2, 3]),
+        (["<workflow>"], None, ["player"], [0, 1]),
+        (["player_move"], None, [], [1, 3]),
+        (["player_move", "judge"], None, [], [1, 2, 3]),
+        (["nowhere"], None, [], []),
+        (["<workflow>"], "judge", ["player"], [2]),
+        (["<workflow>"], "policy", [], [0, 1, 3]),
+        (["<workflow>"], "policy@7", [], [1]),
+        (["<workflow>"], "pol", [], []),
+        (["player_move"], "policy", [], [1, 3]),
+    ],
+)
+def test_targeted_calls(functions: list[str], model: str | None, llms: list[str], expected: list[int]) -> None:
+    calls = [
+        call(0, model="policy", functions=("<workflow>",)),
+        call(1, model="policy@7", functions=("<workflow>", "player_move", "inner")),
+        call(2, model="big", llm="judge", functions=("<workflow>", "judge")),
+        call(3, model="policy", llm=None, functions=("<workflow>", "player_move")),
+        call(4, model="policy", functions=("<workflow>", "player_move"), token_ids=[]),
+        call(5, model="policy", functions=("<workflow>", "player_move"), token_ids=None),
+    ]
+    assert targeted_calls(calls, functions, model, llms) == expected
+
+
+# the dialogue
+
+
+def test_the_dialogue_is_the_last_call_that_continues_the_first() -> None:
+    start = [{"role": "developer", "content": "rules"}, user("move?")]
+    calls = [
+        call(0, start, "a1"),
+        call(1, [user("unrelated")], "judged"),
+        call(2, [*start, said("a1"), {"role": "tool", "content": "no", "tool_call_id": "t"}], "b2"),
+    ]
+    items = dialogue(calls)
+    assert [(i.role.value, i.content) for i in items] == [
+        ("system", "rules"),
+        ("user", "move?"),
+        ("assistant", "a1"),
+        ("tool", "no"),
+        ("assistant", "b2"),
+    ]
+    assert [i.logprobs for i in items] == [None, None, [-1.0], None, [-3.0]]
+    assert items[3].metadata == {"tool_call_id": "t"}
+    assert items[4].metadata == {"call": 2, "finish_reason": None}
+
+
+def test_equal_answers_keep_their_own_logprobs() -> None:
+    first = [user("go")]
+    second = [*first, said("same"), user("invalid, again")]
+    third = [*second, said("same"), user("invalid, again")]
+    items = dialogue([call(0, first, "same"), call(1, second, "same"), call(2, third, "other")])
+    assert [i.logprobs for i in items if i.role is EpisodeItemRole.ASSISTANT] == [[-1.0], [-2.0], [-3.0]]
+
+
+def test_an_answer_that_was_changed_keeps_no_logprobs() -> None:
+    first = [user("go")]
+    items = dialogue([call(0, first, "<think>hm</think>yes"), call(1, [*first, said("yes"), user("and?")], "no")])
+    answers = [(i.content, i.logprobs) for i in items if i.role is EpisodeItemRole.ASSISTANT]
+    assert answers == [("yes", []), ("no", [-2.0])]
+
+
+def test_calls_that_failed_and_tool_calls() -> None:
+    tools = [{"id": "t1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+    asked = {"role": "assistant", "content": None, "tool_calls": tools}
+    items = dialogue([call(0, answer=None, error="http 500"), call(1, [user("?")], asked, finish_reason="tool_calls")])
+    assert items[-1].content == ""
+    assert items[-1].metadata == {"call": 1, "finish_reason": "tool_calls", "tool_calls": tools}
+    assert dialogue([]) == []
+    assert dialogue([call(0, answer=None)]) == []
+
+
+def test_text_of_parts() -> None:
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": {}},
+        "stray",
+        {"type": "text", "text": "b"},
+    ]
+    assert text_of(parts) == "ab"
+    assert text_of(None) == ""
+
+
+# credit
+
+
+def trajectory(reward: float, trained: list[int], steps: list[float] | None = None) -> Trajectory:
+    calls = [call(i, prompt_token_ids=[i]) for i in range(max(trained) + 1)]
+    return Trajectory(id=f"e{reward:g}", reward=reward, calls=calls, trained_calls=trained, shaped_rewards=steps)
+
+
+def test_step_returns() -> None:
+    assert step_returns([1, 0, -2], 1.0) == [-1, -2, -2]
+    assert step_returns([1, 0, -2], 0.5) == [0.5, -1, -2]
+    assert step_returns([1, 0, -2], 0.0) == [1, 0, -2]
+    assert step_returns([], 0.5) == []
+
+
+def test_credit_of_the_episode_goes_to_all_its_trained_calls() -> None:
+    group = [trajectory(1.0, [0, 2]), trajectory(0.0, [1])]
+    assert call_advantages(group, CENTRED) == [{0: 0.5, 2: 0.5}, {1: -0.5}]
+    assert call_advantages([trajectory(1.0, [0])], CENTRED) == [{0: 0.0}]
+
+
+def test_credit_of_steps_compares_the_returns_of_all_calls() -> None:
+    group = [trajectory(9.0, [0, 2], [1.0, 0.0]), trajectory(-9.0, [1], [-1.0])]
+    assert call_advantages(group, CENTRED, "step", 0.0) == [{0: 1.0, 2: 0.0}, {1: -1.0}]
+    first, second = call_advantages(group, CENTRED, "step", 0.5)
+    assert first == {0: 1.0, 2: 0.0}
+    assert second == {1: -1.0}
+    later = [trajectory(0.0, [0, 1], [0.0, 4.0]), trajectory(0.0, [0], [1.0])]
+    assert call_advantages(later, CENTRED, "step", 0.5) == [{0: 2 - 7 / 3, 1: 4 - 7 / 3}, {0: 1 - 7 / 3}]
+
+
+def test_step_rewards_must_be_there_for_each_trained_call() -> None:
+    with pytest.raises(TrajectoryError, match="episode e1 has none"):
+        call_advantages([trajectory(1.0, [0]), trajectory(0.0, [0], [1.0])], CENTRED, "step")
+    with pytest.raises(TrajectoryError, match="episode e1 has 2 trained calls and 1 step rewards"):
+        call_advantages([trajectory(1.0, [0, 1], [1.0])], CENTRED, "step")
+    with pytest.raises(TrajectoryError, match="nan"):
+        call_advantages([trajectory(float("nan"), [0]), trajectory(1.0, [0])], CENTRED)
+
+
+def test_rows_get_the_weights_of_their_calls() -> None:
+    group = [trajectory(1.0, [0, 2]), trajectory(0.0, [0])]
+    build_rows(group, call_advantages(group, CENTRED))
+    assert [[r.advantages for r in t.rows] for t in group] == [[[0, 0.5], [0, 0.5]], [[0, -0.5]]]
+    assert [[r.calls for r in t.rows] for t in group] == [[[0], [2]], [[0]]]
+    assert [r.episode for r in group[0].rows] == ["e1", "e1"]

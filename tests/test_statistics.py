@@ -1,0 +1,46 @@
+"""Means with confidence intervals, against tables and against repeated sampling."""
+
+import math
+import random
+
+import pytest
+
+from insitu.algorithms.statistics import mean_ci95, student_t975
+
+
+@pytest.mark.parametrize(
+    ("freedom", "value"),  # from the tables of Student's distribution
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (5, 2.5706), (10, 2.2281), (30, 2.0423), (100, 1.9840)],
+)
+def test_student(freedom: int, value: float) -> None:
+    assert student_t975(freedom) == pytest.approx(value, rel=0.01 if freedom > 2 else 1e-4)
+
+
+def test_large_samples_are_normal() -> None:
+    assert student_t975(10**6) == pytest.approx(1.959966, abs=1e-5)
+
+
+def test_an_interval_by_hand() -> None:
+    estimate = mean_ci95([1.0, 2.0, 3.0])
+    half = 4.302653 * 1.0 / math.sqrt(3)
+    assert estimate == pytest.approx((2.0, 2 - half, 2 + half, 3), rel=1e-6)
+
+
+def test_one_value_has_no_interval_and_none_no_mean() -> None:
+    mean, low, high, n = mean_ci95([0.5])
+    assert (mean, n) == (0.5, 1)
+    assert math.isnan(low)
+    assert math.isnan(high)
+    with pytest.raises(ValueError, match="no values"):
+        mean_ci95([])
+    assert mean_ci95([1, 1, 1])[:3] == (1, 1, 1)
+
+
+@pytest.mark.parametrize("size", [3, 8, 40])
+def test_nineteen_of_twenty_intervals_hold_the_mean(size: int) -> None:
+    chance = random.Random(size)
+    held = 0
+    for _ in range(4000):
+        estimate = mean_ci95([chance.gauss(3, 2) for _ in range(size)])
+        held += estimate.low <= 3 <= estimate.high
+    assert held / 4000 == pytest.approx(0.95, abs=0.015)

@@ -1,0 +1,161 @@
+"""A run's directory: nothing is overwritten, lines are whole, calls come back as they were."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
+from insitu.schemas.finetuning import Trajectory
+from insitu.training.store import RUN_FILES, RunStore, call_records, restore_calls, set_aside
+from insitu.trajectories.builder import GroupRecord
+
+
+def lines(path: Path) -> list[Any]:
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def call(index: int, messages: list[dict[str, Any]], prompt: list[int], sampled: list[int]) -> ModelCall:
+    message = {"role": "assistant", "content": f"answer {index}"}
+    logprobs = [-0.5] * len(sampled)
+    return ModelCall(
+        index, "m", messages, message=message, prompt_token_ids=prompt, token_ids=sampled, logprobs=logprobs
+    )
+
+
+def conversation(turns: int) -> list[ModelCall]:
+    calls: list[ModelCall] = []
+    messages: list[dict[str, Any]] = []
+    tokens: list[int] = []
+    for index in range(turns):
+        messages = [*messages, {"role": "user", "content": f"question {index}" + "?" * 20}]
+        tokens = [*tokens, *range(20)]
+        calls.append(call(index, messages, tokens, [7] * 10))
+        messages = [*messages, calls[-1].message or {}]
+        tokens = tokens + [7] * 10
+    return calls
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_an_earlier_run_is_set_aside_under_the_next_number(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run"
+    assert set_aside(folder) is None
+    folder.mkdir()
+    (folder / "notes.txt").write_text("not a run")
+    assert set_aside(folder) is None
+    for number in (1, 2, 3):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(f"run {number}")
+        assert set_aside(folder) == tmp_path / f"run.{number}"
+        assert not folder.exists()
+    assert [(tmp_path / f"run.{n}" / name).read_text() for n in (1, 2, 3)] == ["run 1", "run 2", "run 3"]
+    assert (tmp_path / "run.1" / "notes.txt").exists()
+
+
+def test_records_open_with_their_format_and_grow(tmp_path: Path) -> None:
+    store = RunStore(tmp_path / "deep" / "run")
+    store.append("episodes.jsonl", [{"a": 1}])
+    store.append("episodes.jsonl", [{"a": 2}, {"a": 3}])
+    assert lines(store.folder / "episodes.jsonl") == [{"format": 1}, {"a": 1}, {"a": 2}, {"a": 3}]
+    store.append("training_metrics.jsonl", [{"epoch": 1}])
+    assert lines(store.folder / "training_metrics.jsonl") == [{"epoch": 1}]
+    store.close()
+    again = RunStore(tmp_path / "deep" / "run")
+    again.append("episodes.jsonl", [{"a": 4}])
+    again.close()
+    assert lines(again.folder / "episodes.jsonl")[-2:] == [{"a": 3}, {"a": 4}]
+    assert len(lines(again.folder / "episodes.jsonl")) == 5
+
+
+def test_whole_files_are_replaced_and_leave_nothing_behind(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    store.write("best.json", {"epoch": 1, "mean": float("nan")})
+    store.write("best.json", {"epoch": 2})
+    assert orjson.loads((tmp_path / "best.json").read_bytes()) == {"epoch": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["best.json"]
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    store.write("best.json", {"epoch": 1})
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises((ValueError, RecursionError)):
+        store.write("best.json", endless)
+    assert orjson.loads((tmp_path / "best.json").read_bytes()) == {"epoch": 1}
+
+
+def test_a_group_is_written_with_all_its_episodes(tmp_path: Path) -> None:
+    good = Episode(EpisodeKey("r", 2, "row", 0), Outcome.OK, output={(1, 2): 2**70}, calls=conversation(3), reward=1.0)
+    good.calls[0].policy_version = 4
+    bad = Episode(
+        EpisodeKey("r", 2, "row", 1, 1), Outcome.FAILED, reason=DropReason.TIMEOUT, error="EpisodeTimeout: 1 s"
+    )
+    kept = Trajectory(id=good.key.text(), reward=1.0, calls=good.calls, trained_calls=[0, 1, 2])
+    store = RunStore(tmp_path)
+    store.append_group(GroupRecord("row", [good, bad], [kept], Counter({"timeout": 1})), epoch=2)
+    first, second = lines(tmp_path / "episodes.jsonl")[1:]
+    assert first["output"] == {"1,2": 2**70}
+    assert (first["episode"], first["calls"], first["prompt_tokens"], first["sampled_tokens"]) == (
+        "r/2/row/0/0",
+        3,
+        150,
+        30,
+    )
+    assert (first["policy_versions"], first["reward"], first["outcome"]) == ([4], 1.0, "ok")
+    assert (second["episode"], second["attempt"], second["reason"], second["reward"]) == (
+        "r/2/row/1/1",
+        1,
+        "timeout",
+        None,
+    )
+    assert lines(tmp_path / "groups.jsonl")[1:] == [
+        {"epoch": 2, "row_id": "row", "episodes": ["r/2/row/0/0"], "rewards": [1.0], "dropped": {"timeout": 1}}
+    ]
+    assert restore_calls(lines(tmp_path / "calls.jsonl")[1:]) == good.calls
+    store.close()
+
+
+def test_a_long_dialogue_takes_space_by_its_length_and_not_its_square() -> None:
+    sizes = {n: sum(len(orjson.dumps(r)) for r in call_records("e", conversation(n))) for n in (10, 100)}
+    assert sizes[100] < 11 * sizes[10]
+    records = call_records("e", conversation(100))
+    assert max(len(r["messages"]) for r in records) <= 2
+    assert max(len(r["prompt_token_ids"]) for r in records) <= 20
+
+
+texts = st.sampled_from(["a", "b"])
+tokens = st.lists(st.integers(0, 1), max_size=2)
+
+
+@st.composite
+def episodes(draw: st.DrawFn) -> list[ModelCall]:
+    """Calls that continue an earlier one in their messages, in their tokens, in both or in neither."""
+    calls: list[ModelCall] = []
+    for index in range(draw(st.integers(0, 6))):
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": draw(texts)} for _ in range(draw(st.integers(0, 2)))
+        ]
+        prompt: list[int] = draw(tokens)
+        if calls and draw(st.booleans()):
+            messages = draw(st.sampled_from(calls)).messages + messages
+        if calls and draw(st.booleans()):
+            earlier = draw(st.sampled_from(calls))
+            prompt = [*(earlier.prompt_token_ids or []), *(earlier.token_ids or []), *prompt]
+        made = call(index, messages, prompt, draw(tokens))
+        made.prompt_token_ids = draw(st.sampled_from([prompt, prompt, prompt, None]))
+        made.token_ids = draw(st.sampled_from([made.token_ids, made.token_ids, made.token_ids, None]))
+        made.functions = tuple(draw(st.lists(texts, max_size=2)))
+        made.tools = draw(st.sampled_from([None, [], [{"type": "function"}]]))
+        calls.append(made)
+    return calls
+
+
+@given(episodes())
+def test_calls_come_back_as_they_were(calls: list[ModelCall]) -> None:
+    stored = [orjson.loads(orjson.dumps(record)) for record in call_records("e", calls)]
+    assert restore_calls(stored) == calls
