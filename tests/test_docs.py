@@ -1,0 +1,315 @@
+"""The documentation does what it says: every block is run, loaded or written, every link leads somewhere.
+
+The word after a block's language says what becomes of it; a block with no rule fails.
+
+    ```python                run, in order, in one namespace a page       ```LANGUAGE file=NAME   written to NAME
+    ```yaml                  a whole file: loaded and checked             ```yaml fragment        merged into grpo.yml
+    ```yaml agent            the same, with the module it names made up   ```text, ```json example  only shown
+    ```bash                  run by bash, curl failing on a refusal       ```bash refused         the server must refuse
+
+Commands run in a copy of the examples with few rows and one epoch, on the one backend that is started here for all
+pages. Only the guide's training, and the evaluation of its checkpoint, start their own as they do for a reader.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from insitu.config import load_config
+from insitu.config.reading import parse_yaml
+from insitu.schemas.episodes import DropReason
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = Path("examples/tic_tac_toe")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / EXAMPLE / "README.md"]
+GUIDE = "docs/guides/train-your-agent.md"
+PORT = "http://127.0.0.1:8700"
+BLOCK = re.compile(r"^```(\w*)[ ]*([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
+COMMAND = re.compile(r"^insitu (?:-v )?(finetune|eval|run|backend)\b(.*)$", re.MULTILINE)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    info: str
+    text: str
+
+    @property
+    def file(self) -> str | None:
+        return self.info.removeprefix("file=") if self.info.startswith("file=") else None
+
+
+def blocks_of(page: Path) -> list[Block]:
+    return [Block(*found) for found in BLOCK.findall(page.read_text())]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@dataclass
+class Desk:
+    """Where a page's commands run: a copy of the examples, and what blocks have written and exported so far."""
+
+    folder: Path
+    backend: str
+    is_guide: bool
+    exported: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.exported = self.folder / ".exported"
+        (self.folder / "runs").mkdir()
+        shutil.copytree(ROOT / EXAMPLE, self.folder / EXAMPLE, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("scripts", "tests/data"):
+            shutil.copytree(ROOT / name, self.folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for rows in (self.folder / EXAMPLE).glob("*.jsonl"):
+            rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:4]))
+
+    def bash(self, text: str, *, curl_fails: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run a block; what it exports and assigns is there for the next one."""
+        script = f"set -eauo pipefail\nsource .exported\n{self.made_small(text)}\nexport -p > .exported\n"
+        if curl_fails:
+            script = re.sub(r"\bcurl ", "curl --fail-with-body ", script)
+        self.exported.touch()
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        return subprocess.run(
+            ["bash", "-c", script], cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120
+        )
+
+    def made_small(self, text: str) -> str:
+        """The block with long runs shortened, and with what only a reader's machine has taken out."""
+        lines = []
+        for line in text.replace("\\\n", " ").replace(PORT, self.backend).splitlines():
+            found = COMMAND.match(line)
+            if found and found[1] == "backend":
+                click.Context(command("backend"))
+                command("backend").make_context("backend", shlex.split(found[2]))
+            elif found:
+                lines.append(self.small_run(line, found[1]))
+            elif line.startswith("make "):
+                assert re.search(rf"^{line.split()[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
+            elif not line.startswith(("source .venv/", "git clone ", "cd ")):
+                lines.append(line)
+        return "\n".join(lines)
+
+    def small_run(self, line: str, kind: str) -> str:
+        if kind == "finetune":
+            line += " -o finetuning.num_epochs 1 -o trajectory_builders.episodes.num_generations 4"
+        if not (self.is_guide and (kind == "finetune" or "--checkpoint" in line)):
+            line = re.sub(r"--checkpoint \S+", "", line)
+            line += f" -o trainer_adapters.backend.model null -o trainer_adapters.backend.url {self.backend}"
+        return re.sub(r"step_\d+", "step_000001", line)
+
+
+def command(name: str) -> click.Command:
+    from insitu.cli import insitu
+
+    found = insitu.get_command(click.Context(insitu), name)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a backend on the example's model."""
+    folder = tmp_path_factory.mktemp("backend")
+    asked = ["backend", "--model", str(ROOT / EXAMPLE / "model"), "--port", "0", "--output_dir", str(folder)]
+    asked += ["--parent_pid", str(os.getpid())]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "insitu", *asked], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        yield ready.split()[-1]
+        process.terminate()
+
+
+@pytest.fixture(scope="module")
+def desks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Desk]:
+    return {name_of(page): Desk(tmp_path_factory.mktemp("page"), backend, name_of(page) == GUIDE) for page in PAGES}
+
+
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules that a page's files import are forgotten afterwards."""
+    before, path = set(sys.modules), list(sys.path)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - before:
+        if not name.startswith("insitu"):
+            spec = sys.modules[name].__spec__
+            if spec is not None and spec.origin is not None and "/page" in spec.origin:
+                del sys.modules[name]
+
+
+@each_page
+def test_every_block_does_what_it_says(
+    page: Path, desks: dict[str, Desk], monkeypatch: pytest.MonkeyPatch, importable: None
+) -> None:
+    desk = desks[name_of(page)]
+    monkeypatch.chdir(desk.folder)
+    namespace: dict[str, Any] = {"__name__": page.stem}
+    for number, block in enumerate(blocks_of(page), 1):
+        where = f"{name_of(page)}, block {number}"
+        kind = f"{block.language} {block.info}".strip()
+        if block.file is not None:
+            check_written(desk.folder / block.file, block, where)
+        elif kind == "python":
+            exec(compile(block.text, where, "exec"), namespace)
+        elif block.language == "yaml":
+            check_yaml(desk.folder, block, where)
+        elif kind in ("bash", "bash refused"):
+            done = desk.bash(block.text, curl_fails=block.info != "refused")
+            said = f"{where}:\n{block.text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            assert done.returncode == 0, said
+            assert done.stdout.startswith('{"error":') == (block.info == "refused"), said
+        elif kind == "json example":
+            json.loads(block.text)
+        else:
+            assert kind == "text", f"{where}: there is no rule for {kind!r}"
+
+
+def check_written(path: Path, block: Block, where: str) -> None:
+    path.write_text(block.text)
+    if block.language in ("json", "jsonl"):
+        for line in block.text.splitlines():
+            json.loads(line)
+    elif block.language == "yaml":
+        load_config(path)
+    else:
+        assert block.language == "python", where
+
+
+def check_yaml(folder: Path, block: Block, where: str) -> None:
+    """Loads it like the command does: an unknown key, type or name raises."""
+    data = parse_yaml(block.text)
+    if block.info == "fragment":
+        base = parse_yaml((folder / EXAMPLE / "grpo.yml").read_text())
+        path = folder / EXAMPLE / "fragment.yml"
+        path.write_text(yaml.safe_dump(merged(base, data)))
+    else:
+        path = folder / "page.yml"
+        path.write_text(block.text)
+    if block.info == "agent":
+        made_up = "from insitu.schemas.components import *\nfrom insitu.registry import *\n"
+        made_up += "class A(FunctionBaseConfig, name='my_agent'):\n    model: LLMRef\n"
+        made_up += "class S(EvaluatorBaseConfig, name='my_score'): pass\n"
+        made_up += "register_function(config_type=A)(lambda c, b: None)\n"
+        made_up += "register_evaluator(config_type=S)(lambda c, b: None)\n"
+        (folder / "my_agent.py").write_text(made_up)
+    assert block.info in ("", "agent", "fragment"), where
+    load_config(path)
+
+
+def merged(base: Any, change: Any) -> Any:
+    """`change` over `base`; a block with a `_type` of its own replaces the one that was there."""
+    if not isinstance(base, dict) or not isinstance(change, dict):
+        return change
+    if change.get("_type", base.get("_type")) != base.get("_type"):
+        return change
+    return base | {key: merged(base.get(key), value) for key, value in change.items()}
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(BLOCK.sub("", page.read_text())):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target.partition("#")[0]).exists(), f"{name_of(page)}: {target}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        if page.name != "README.md":
+            assert f"({page.relative_to(ROOT / 'docs')})" in index, page
+
+
+def test_make_targets_and_extras_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        text = page.read_text()
+        for target in re.findall(r"`make (\w+)`|^    make (\w+)", text, re.MULTILINE):
+            assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE), f"{name_of(page)}: make {target}"
+        for named in re.findall(r"insitu\[(\w+)\]", text):
+            assert named in extras, f"{name_of(page)}: insitu[{named}]"
+
+
+def test_the_reference_of_the_configuration_is_up_to_date() -> None:
+    script = ROOT / "scripts" / "write_reference.py"
+    spec = importlib.util.spec_from_file_location("write_reference", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.page(), "run scripts/write_reference.py"
+    undescribed = [line for line in module.page().splitlines() if re.match(r"\| `\w+` .*\|  \|$", line)]
+    assert not undescribed
+
+
+@pytest.mark.parametrize("name", ["finetune", "eval", "run", "backend"])
+def test_every_option_is_documented(name: str) -> None:
+    text = (ROOT / "docs/reference/cli.md").read_text()
+    section = text.partition(f"## `insitu {name}`")[2].partition("\n## ")[0]
+    documented = set(re.findall(r"`(--?\w+)", "".join(line for line in section.splitlines() if line.startswith("|"))))
+    real = {option for parameter in command(name).params for option in parameter.opts}
+    assert documented == real
+
+
+def test_every_reason_code_is_documented() -> None:
+    text = (ROOT / "docs/concepts.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == {reason.value for reason in DropReason}
+
+
+def documented_keys(file: str) -> set[str]:
+    """The keys in the first column of the table under a file's heading in files.md."""
+    text = (ROOT / "docs/reference/files.md").read_text()
+    section = text.partition(f"\n## `{file}`\n")[2].partition("\n#")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return set(re.findall(r"`(\w+)`", " ".join(cells)))
+
+
+def keys_in(path: Path) -> set[str]:
+    if path.suffix == ".jsonl":
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+    else:
+        data = json.loads(path.read_text())
+        records = data if isinstance(data, list) else [data]
+    return {key for record in records if "format" not in record for key in record}
+
+
+def test_the_files_of_a_run_have_the_documented_keys(desks: dict[str, Desk]) -> None:
+    """Uses what the guide has left behind when its commands were run."""
+    folder = desks[GUIDE].folder
+    run, evaluation = folder / "runs" / "digit_agent", folder / ".tmp" / "insitu" / "eval"
+    if not run.exists():
+        pytest.skip("the guide's page was not run")
+    present = {path.name for path in run.iterdir()} - {"backend"}
+    for name in present - {"reward_plot.png"}:
+        optional = {"continues"} if name == "calls.jsonl" else set()
+        assert keys_in(run / name) | optional == documented_keys(name), name
+    assert "reward_plot.png" in present
+    assert keys_in(evaluation / "workflow_output.json") == documented_keys("workflow_output.json")
+    scores = json.loads((evaluation / "reward_output.json").read_text())
+    assert scores.keys() == {"average_score", "eval_output_items"}
+    assert set(scores["eval_output_items"][0]) == documented_keys("<evaluator>_output.json")
+    headings = set(re.findall(r"^## `([\w.]+\.\w+)`", (ROOT / "docs/reference/files.md").read_text(), re.MULTILINE))
+    assert headings - {"workflow_output.json"} == present
