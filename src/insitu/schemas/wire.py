@@ -88,13 +88,15 @@ class TrainingOptions(LossSettings):
     warmup: float = Field(default=0.0, ge=0, lt=1)
     """Share of the run over which the learning rate rises from 0 first."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's, of matrices only."""
     """AdamW's, for matrices only."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients of a greater norm are scaled down to it."""
     batch_rows: int | None = Field(default=None, ge=1)
-    """Rows of one optimiser step (rows of an episode stay together); none: all rows of the job."""
+    """Rows of one optimiser step, none: all rows of the job. The rows are cut into as many steps as batches of this size
+    would fill, evenly, and those of an episode stay together."""
     passes: int = Field(default=1, ge=1)
     """Times the job's rows are gone through, shuffled anew by the seed."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
@@ -135,4 +137,5 @@ class JobState(BaseModel):
     checkpoint: str | None = None
     """The folder those weights lie in."""
     metrics: dict[str, Any] = Field(default_factory=dict)
-    """loss, kl, entropy, grad_norm, clip_fraction, tokens, rows, steps, learning_rate, logprob_gap, ratio_mean."""
+    """loss, kl, entropy, grad_norm, clip_fraction, tokens, rows, episodes, steps, learning_rate, logprob_gap, ratio_mean,
+    seconds. Without a KL penalty kl is measured after the last step, on at most 128 rows."""
