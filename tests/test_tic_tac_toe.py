@@ -122,14 +122,18 @@ class Script:
         return self.answers.pop(0)
 
 
+def free_in(dialogue: list[dict[str, str]]) -> list[str]:
+    """The free squares, read from what the player is shown."""
+    rows = next(line for line in dialogue[0]["content"].splitlines() if line.startswith("Rows: "))
+    return [character for character in rows if character.isdigit()]
+
+
 async def first_free(dialogue: list[dict[str, str]]) -> str:
-    """A player that reads the board it is shown and takes the first free square."""
-    shown = dialogue[0]["content"].split("\n", 1)[1]
-    return prompts.write(next(int(cell) - 1 for cell in shown.split() if cell.isdigit()))
+    return prompts.write(int(free_in(dialogue)[0]) - 1)
 
 
-def test_the_board_is_shown_with_numbers_on_free_squares() -> None:
-    assert prompts.show("X...O....") == "X 2 3\n4 O 6\n7 8 9"
+def test_the_board_is_shown_line_by_line_with_numbers_on_free_squares() -> None:
+    assert prompts.show("X...O....") == "Rows: X23 4O6 789\nColumns: X47 2O8 369\nDiagonals: XO9 3O7"
 
 
 @pytest.mark.parametrize(
@@ -195,8 +199,7 @@ async def test_random_play_scores_what_the_solver_says() -> None:
     rng = random.Random(0)
 
     async def player(dialogue: list[dict[str, str]]) -> str:
-        cells = dialogue[0]["content"].split("\n", 1)[1].split()
-        return prompts.write(int(rng.choice([cell for cell in cells if cell.isdigit()])) - 1)
+        return prompts.write(int(rng.choice(free_in(dialogue))) - 1)
 
     games = [await play_game(Start(mark="XO"[seed % 2]), 0.5, player, 0, seed) for seed in range(4000)]
     exactly = both_sides(random_move, lambda board: solver.moves(board, 0.5))
@@ -229,6 +232,11 @@ async def test_score_and_step_scores() -> None:
     blundered, won = (await evaluate(score, config, blunder, win)).eval_output_items
     assert (blundered.score, blundered.reasoning, blundered.step_scores) == (0.0, "loss", [-0.25, -1.0])
     assert (won.score, won.step_scores) == (1.0, [0.0])
+    # Against a perfect O the five free squares are worth 1, 0.5, 0, 0 and 0: a random one 0.3.
+    config = ScoreConfig(steps="value_gained", unplayable=0.25)
+    blundered, won = (await evaluate(score, config, blunder, win)).eval_output_items
+    assert blundered.step_scores == pytest.approx([-0.25, -0.3])
+    assert won.step_scores == pytest.approx([0.7])
     plain = (await evaluate(score, ScoreConfig(), win)).eval_output_items[0]
     assert plain.step_scores is None
     lost = await evaluate(value_lost_per_move, ValueLostConfig(unplayable=0.25), blunder, win)
@@ -285,14 +293,15 @@ def test_an_extended_dialogue_begins_with_the_tokens_of_what_it_extends() -> Non
             assert after[: len(before) + len(said)] == before + said
 
 
-def test_a_square_is_one_token_and_a_prompt_is_short() -> None:
+def test_a_prompt_and_an_answer_are_short() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLE / "model")
-    dialogue = [{"role": "user", "content": prompts.ask("X...O....", "O")}]
-    tokens = tokenizer.apply_chat_template(dialogue, add_generation_prompt=True)["input_ids"]
-    assert [tokenizer.decode([token]).strip() for token in tokens[4:13]] == list("X234O6789")
-    assert len(tokens) <= 20
+    for board in solver.positions():
+        if not rules.is_over(board):
+            dialogue = [{"role": "user", "content": prompts.ask(board, rules.to_move(board))}]
+            tokens = tokenizer.apply_chat_template(dialogue, add_generation_prompt=True)["input_ids"]
+            assert len(tokens) == 16
     assert len(tokenizer.encode(prompts.write(4))) == 3
 
 

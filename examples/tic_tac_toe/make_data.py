@@ -1,56 +1,44 @@
-"""Writes train.jsonl and validation.jsonl: where each game begins, and which side the model plays.
+"""Writes train.jsonl, train_perfect.jsonl and validation.jsonl: which side the model plays, and against whom.
 
 python make_data.py
 """
 
 import argparse
 import json
-import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tic_tac_toe.board import EMPTY, free_squares, is_over, place
-
 SIDES = ("X", "O")
-Row = dict[str, Any]
 
 
-def opening(rng: random.Random, depth: int) -> str:
-    """An unfinished board after `depth` random moves."""
-    while True:
-        board = EMPTY
-        for _ in range(depth):
-            if not is_over(board):
-                board = place(board, rng.choice(free_squares(board)))
-        if not is_over(board):
-            return board
+def rows(prefix: str, count: int, opponents: tuple[str | float | None, ...]) -> list[dict[str, Any]]:
+    """Whole games, both sides in turn, against each opponent in turn (None: whom the configuration names).
 
-
-def training_rows(count: int, depths: tuple[int, ...], seed: int) -> Iterator[Row]:
-    """Both sides in turn, from openings of the given depths in turn."""
-    rng = random.Random(seed)
+    Rows differ in what the opponent does, which their ids decide.
+    """
+    made = []
     for number in range(count):
-        board = opening(rng, depths[number // 2 % len(depths)])
-        yield {"id": f"train-{number:03}", "question": {"mark": SIDES[number % 2], "board": board}, "answer": "win"}
-
-
-def validation_rows(count: int) -> Iterator[Row]:
-    """Whole games, both sides in turn; they differ in what the opponent does, which their ids decide."""
-    for number in range(count):
-        yield {"id": f"held-out-{number:03}", "question": {"mark": SIDES[number % 2]}, "answer": "win"}
-
-
-def write(path: Path, rows: Iterator[Row]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        question: dict[str, Any] = {"mark": SIDES[number % 2]}
+        opponent = opponents[number // 2 % len(opponents)]
+        if opponent is not None:
+            question["opponent"] = opponent
+        made.append({"id": f"{prefix}-{number:03}", "question": question, "answer": "win"})
+    return made
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent)
     args = parser.parse_args()
-    write(args.output_dir / "train.jsonl", training_rows(64, depths=(0,), seed=0))
-    write(args.output_dir / "validation.jsonl", validation_rows(600))
+    files = {
+        # Half of the games against one that sees every second threat: a random opponent leaves too many unpunished.
+        "train.jsonl": rows("train", 64, ("random", 0.5)),
+        "train_perfect.jsonl": rows("train", 64, ("perfect", 0.5)),
+        "validation.jsonl": rows("held-out", 600, (None,)),
+    }
+    for name, content in files.items():
+        text = "".join(json.dumps(row) + "\n" for row in content)
+        (args.output_dir / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -55,12 +55,12 @@ def lesson(rng: random.Random) -> Dialogue:
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which a square is always one token, whatever stands around it."""
+    """Byte-level BPE in which a line of three squares is one token, and a square on its own another."""
     rng = random.Random(seed)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r"[ \n]?[XO1-9](?![A-Za-z])"), behavior="isolated"),
+            pre_tokenizers.Split(Regex(r" [XO1-9]{3}| ?[XO1-9](?![A-Za-z])"), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -137,7 +137,7 @@ def teach(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "model")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)  # sums in one order, whatever the machine

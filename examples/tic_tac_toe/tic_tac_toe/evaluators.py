@@ -9,28 +9,35 @@ from insitu.registry import Builder, EvaluatorInfo, register_evaluator
 from insitu.schemas.components import EvaluatorBaseConfig
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem
 from tic_tac_toe.game import Answer, GameResult
-from tic_tac_toe.solver import value_lost
+from tic_tac_toe.solver import value_gained, value_lost
 
 
 class ScoreConfig(EvaluatorBaseConfig, name="tic_tac_toe_score"):
     """The game's score: win 1, draw 0.5, loss or forfeit 0."""
 
-    steps: Literal["none", "value_lost"] = "none"
-    """`value_lost` also scores each answer by what it gave away, for `credit: step`."""
-    unplayable: float = Field(default=1.0, ge=0)
-    """What an answer that cannot be played is said to have given away."""
+    steps: Literal["none", "value_lost", "value_gained"] = "none"
+    """Also score each answer, for `credit: step`. `value_lost`: minus what it gave away against the best move.
+    `value_gained`: what it is worth above a random move, so 0 where all moves are alike and there is nothing to learn.
+    """
+    unplayable: float = Field(default=0.3, ge=0)
+    """What an answer that cannot be played costs in either of them."""
 
 
 class ValueLostConfig(EvaluatorBaseConfig, name="tic_tac_toe_value_lost"):
     """The value given away by an answer, on average over the game: 0 is play without a mistake."""
 
-    unplayable: float = Field(default=1.0, ge=0)
+    unplayable: float = Field(default=0.3, ge=0)
     """As in `tic_tac_toe_score`."""
 
 
 def lost(answer: Answer, skill: float, unplayable: float) -> float:
     """Expected score given away against an opponent of that skill, if the best is played ever after."""
     return unplayable if answer.square is None else value_lost(answer.board, answer.square, skill)
+
+
+def gained(answer: Answer, skill: float, unplayable: float) -> float:
+    """Expected score gained over a random move."""
+    return -unplayable if answer.square is None else value_gained(answer.board, answer.square, skill)
 
 
 def game_of(item: EvalInputItem) -> GameResult:
@@ -61,6 +68,8 @@ async def score(config: ScoreConfig, builder: Builder):
         steps = None
         if config.steps == "value_lost":
             steps = [-lost(answer, game.skill, config.unplayable) for answer in game.answers]
+        elif config.steps == "value_gained":
+            steps = [gained(answer, game.skill, config.unplayable) for answer in game.answers]
         return EvalOutputItem(id=item.id, rep=item.rep, score=game.score, reasoning=game.outcome, step_scores=steps)
 
     yield EvaluatorInfo(config=config, evaluate_fn=each(judge), description="win 1, draw 0.5, loss or forfeit 0")

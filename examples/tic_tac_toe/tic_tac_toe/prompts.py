@@ -2,16 +2,18 @@
 
 import re
 
-from tic_tac_toe.board import free_squares
+from tic_tac_toe.board import LINES, free_squares
 
 FORMAT = "Answer with a free square, as <move>N</move>."
 _MOVE = re.compile(r"<move>\s*([1-9])\s*</move>")
 
 
 def show(board: str) -> str:
-    """Three lines of three squares; a free one shows its number."""
+    """All eight lines of three; a free square shows its number."""
     cells = [str(square + 1) if content == "." else content for square, content in enumerate(board)]
-    return "\n".join(" ".join(cells[row : row + 3]) for row in (0, 3, 6))
+    lines = ["".join(cells[square] for square in line) for line in LINES]
+    named = {"Rows": lines[:3], "Columns": lines[3:6], "Diagonals": lines[6:]}
+    return "\n".join(f"{name}: {' '.join(words)}" for name, words in named.items())
 
 
 def ask(board: str, mark: str) -> str:
