@@ -95,8 +95,8 @@ class TrainingOptions(LossSettings):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients of a greater norm are scaled down to it."""
     batch_rows: int | None = Field(default=None, ge=1)
-    """Rows of one optimiser step, none: all rows of the job. The rows are cut into as many steps as batches of this size
-    would fill, evenly, and those of an episode stay together."""
+    """Rows of one optimiser step, none: all rows of the job. They are cut evenly into as many steps as batches of this
+    size would fill; the rows of an episode stay together."""
     passes: int = Field(default=1, ge=1)
     """Times the job's rows are gone through, shuffled anew by the seed."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
@@ -137,5 +137,5 @@ class JobState(BaseModel):
     checkpoint: str | None = None
     """The folder those weights lie in."""
     metrics: dict[str, Any] = Field(default_factory=dict)
-    """loss, kl, entropy, grad_norm, clip_fraction, tokens, rows, episodes, steps, learning_rate, logprob_gap, ratio_mean,
-    seconds. Without a KL penalty kl is measured after the last step, on at most 128 rows."""
+    """loss, kl, entropy, grad_norm, clip_fraction, tokens, rows, episodes, steps, learning_rate, logprob_gap,
+    ratio_mean, seconds. Without a KL penalty kl is measured after the last step, on at most 128 rows."""
