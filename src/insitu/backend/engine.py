@@ -27,8 +27,9 @@ from insitu.errors import BackendError
 
 logger = logging.getLogger(__name__)
 
-SMALL_MODEL = 5_000_000
-"""Parameters below which splitting a matrix product over threads costs more than it saves."""
+SMALL_MODEL = 100_000_000
+"""Parameters below which a CPU serves with one thread: products split over threads made a row depend on its place in
+the batch, and for the smallest models splitting costs more than it saves."""
 
 
 class Engine:

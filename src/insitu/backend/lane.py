@@ -115,14 +115,15 @@ class Lane:
         self._shapes = shapes
         self._tokens = tokens
         self._max_length = options.max_length
-        self._free = list(range(options.max_batch))
-        self._token_S = np.zeros(options.max_batch, dtype=np.int64)
-        self._position_S = np.zeros(options.max_batch, dtype=np.int64)
-        self._live_S = np.zeros(options.max_batch, dtype=bool)
-        self._temperature_S = np.ones(options.max_batch)
-        self._top_p_S = np.ones(options.max_batch)
-        self._seed_S = np.zeros(options.max_batch, dtype=np.uint64)
-        self._index_S = np.zeros(options.max_batch, dtype=np.int64)
+        size = shapes.decode_rows[-1]
+        self._free = list(range(size))
+        self._token_S = np.zeros(size, dtype=np.int64)
+        self._position_S = np.zeros(size, dtype=np.int64)
+        self._live_S = np.zeros(size, dtype=bool)
+        self._temperature_S = np.ones(size)
+        self._top_p_S = np.ones(size)
+        self._seed_S = np.zeros(size, dtype=np.uint64)
+        self._index_S = np.zeros(size, dtype=np.int64)
 
     @property
     def requests(self) -> list[Request]:

@@ -150,18 +150,27 @@ class Shapes:
         return self._prefill_rows[columns]
 
     def _agreeing(self, what: str, probe: Callable[[int], torch.Tensor], most: int, least: int) -> tuple[int, ...]:
-        """Of the powers of two from `least` up, those that give what `most` gives; `probe` computes the same requests
-        in batches of a size. Fewer than four rows of one token take another kernel on every CPU seen so far."""
-        sizes = [1 << power for power in range(most.bit_length()) if least <= 1 << power < most]
+        """Of `most` and the powers of two from `least` up, the largest set that agrees, preferring larger sizes.
+
+        `probe` computes the same requests in batches of a size. Fewer than four rows of one token take another kernel
+        on every CPU seen so far, so they are not tried.
+        """
+        sizes = [*(1 << power for power in range(most.bit_length()) if least <= 1 << power < most), most]
         if not self._exact:
-            return (*sizes, most)
+            return tuple(sizes)
+        classes: list[tuple[torch.Tensor, list[int]]] = []
         with torch.inference_mode():
-            reference = probe(most)
-            agreeing = [size for size in sizes if torch.equal(probe(size), reference)]
-        if reference.isnan().any():
+            for size in sizes:
+                outcome = probe(size)
+                members = next((members for other, members in classes if torch.equal(other, outcome)), None)
+                if members is None:
+                    classes.append((outcome, members := []))
+                members.append(size)
+        outcome, agreeing = max(classes, key=lambda each: (len(each[1]), each[1][-1]))
+        if outcome.isnan().any():
             logger.warning("%s: a row depends on its place in the batch here; sampling is not reproducible", what)
-        logger.debug("%s: batch sizes %s of %s agree bit for bit", what, [*agreeing, most], [*sizes, most])
-        return (*agreeing, most)
+        logger.debug("%s: batch sizes %s of %s agree bit for bit", what, agreeing, sizes)
+        return tuple(agreeing)
 
     def _least_width(self, most: int) -> int:
         """Positions that every step looks at: few, where more of them, all hidden, change nothing; else all."""
