@@ -477,7 +477,7 @@ except InsituError as error:
     [
         ("insitu.components", PLUGIN.format(name="installed"), "4"),
         ("nat.plugins", PLUGIN.format(name="installed"), "4"),
-        ("nat.components", "raise OSError('half installed')", "PluginError plugin 'mine' (tiny_package) could not be"),
+        ("nat.components", "raise OSError('half installed')", "'mine' (tiny_package): OSError('half installed')"),
     ],
 )
 def test_installed_packages_are_found_by_their_entry_points(write: Any, group: str, source: str, expected: str) -> None:
@@ -489,4 +489,4 @@ def test_installed_packages_are_found_by_their_entry_points(write: Any, group: s
     done = subprocess.run(
         [sys.executable, "-c", CHECK, str(path)], env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.startswith(expected)
+    assert expected in done.stdout

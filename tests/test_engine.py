@@ -96,8 +96,8 @@ async def sampled_in_order(engine: Engine, load, order: list[int], gap: float, s
 async def test_what_is_sampled_depends_on_the_request_alone(folders, name):
     load = mixed_load(seed=1, count=40, longest=150)
     results = []
-    for trial, (gap, prefix_bytes) in enumerate([(0, 2**28), (0.2, 2**28), (0.05, 1)]):
-        async with running(folders[name], prefix_bytes=prefix_bytes) as engine:
+    for trial, (gap, prefix_bytes, lanes) in enumerate([(0, 2**28, 1), (0.2, 2**28, 2), (0.05, 1, 3)]):
+        async with running(folders[name], prefix_bytes=prefix_bytes, lanes=lanes) as engine:
             order = list(range(len(load)))
             random.Random(trial).shuffle(order)
             results.append(await sampled_in_order(engine, load, order, gap, trial))
@@ -188,7 +188,7 @@ async def test_cancelled_requests_free_their_slots(folders):
         await stream.aclose()
         piece = (await asyncio.wait_for(engine.complete([1], [params(8, 3)], None), 5))[0]
         assert len(piece.tokens) == 3
-        assert sum(len(lane.requests) for lane in engine._lanes.values()) == 0
+        assert sum(len(lane.requests) for lanes in engine._lanes.values() for lane in lanes) == 0
 
 
 async def test_requests_under_way_finish_with_the_weights_they_began_with(folders):

@@ -108,7 +108,7 @@ class PolicyEndpoint:
 @dataclass(frozen=True)
 class _Registration:
     config_type: type[TypedBaseModel]
-    factory: Callable[[Any, "Builder"], Any]
+    factory: Callable[..., Any]
 
 
 class Registry:
@@ -117,6 +117,7 @@ class Registry:
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], _Registration] = {}
         self._entry_points_loaded = False
+        self._broken: list[str] = []
 
     def add(self, kind: Kind, config_type: type[TypedBaseModel], factory: Callable[..., Any]) -> None:
         name = config_type.static_type()
@@ -155,10 +156,15 @@ class Registry:
             for point in entry_points(group=group):
                 try:
                     point.load()
-                except Exception as error:  # a plugin's import may raise anything; say which one it was
-                    raise PluginError(
-                        f"plugin {point.name!r} ({point.value}) could not be imported: {error!r}"
-                    ) from error
+                except Exception as error:  # a plugin's import may raise anything; said when something is missing
+                    logger.warning("plugin %r (%s) could not be imported: %r", point.name, point.value, error)
+                    self._broken.append(f"{point.name!r} ({point.value}): {error!r}")
+
+    def unknown(self, kind: Kind, what: str, name: str) -> str:
+        """The sentence for a `_type` that does not exist."""
+        sentence = not_found(what, name, self.names(kind))
+        broken = "; ".join(self._broken)
+        return f"{sentence} (installed plugins that could not be imported: {broken})" if broken else sentence
 
 
 def _place_of(config_type: type) -> tuple[str, str]:
@@ -293,7 +299,7 @@ class Builder:
         config = self.block(kind, name)
         registration = registry.find(kind, config.type)
         if registration is None:
-            raise ConfigError(not_found(f"{kind.section}.{name}: _type", config.type, registry.names(kind)))
+            raise ConfigError(registry.unknown(kind, f"{kind.section}.{name}: _type", config.type))
         made = registration.factory(config, self)
         if hasattr(made, "__aenter__"):
             made = await self._stack.enter_async_context(made)

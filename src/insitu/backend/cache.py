@@ -138,3 +138,6 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._chunks)
+
+    def __contains__(self, key: tuple[int, ...]) -> bool:
+        return key in self._chunks

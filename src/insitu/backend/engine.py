@@ -2,8 +2,9 @@
 
     await engine.complete(prompt, params)  ->  inbox  ->  step(): admit, prefill, decode  ->  Piece, on the event loop
 
-Each version has a lane. Published weights open a new one; a lane whose requests have all finished is dropped with its
-weights, unless it is the newest or one of the few older ones kept because they were asked for by number.
+Each version has its lanes, one for each core that samples. Published weights open new ones; lanes whose requests have
+all finished are dropped with their weights, unless these are the newest, or of the few older ones kept because they
+were asked for by number.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import logging
 import os
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,9 +29,15 @@ from insitu.errors import BackendError
 
 logger = logging.getLogger(__name__)
 
-SMALL_MODEL = 100_000_000
-"""Parameters below which a CPU serves with one thread: products split over threads made a row depend on its place in
-the batch, and for the smallest models splitting costs more than it saves."""
+ONE_LANE = 5_000_000
+"""Parameters below which one core samples: a step is so short that a second core would mostly wait for the first."""
+ONE_THREAD = 100_000_000
+"""Parameters below which a CPU computes each lane with one thread, and uses its cores by several lanes: products split
+over threads made a row depend on its place in the batch."""
+MOST_LANES = 4
+"""More than these would wait for the interpreter's lock."""
+SAME_PROMPT = 8
+"""A lane that has computed a prompt already may be this much fuller than another and still gets the request."""
 
 
 class Engine:
@@ -49,7 +57,9 @@ class Engine:
         self._compute = compute
         self._module_at = module_at
         self._inbox: deque[tuple[asyncio.AbstractEventLoop, list[Request]]] = deque()
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[int, list[Lane]] = {}
+        self._lane_count = 1
+        self._pool: ThreadPoolExecutor | None = None
         self._asked: OrderedDict[int, None] = OrderedDict()
         self._shapes: Shapes | None = None
 
@@ -61,9 +71,16 @@ class Engine:
     def _prepare(self) -> None:
         module = self._loaded.module
         count = sum(parameter.numel() for parameter in module.parameters())
-        torch.set_num_threads(self.options.threads or (1 if count < SMALL_MODEL else os.cpu_count() or 1))
-        check_fits(module)
+        cores = os.cpu_count() or 1
         options = self.options
+        torch.set_num_threads(options.threads or (1 if count < ONE_THREAD else cores))
+        if options.lanes is not None:
+            self._lane_count = options.lanes
+        elif self._loaded.device.type == "cpu" and options.threads is None and ONE_LANE <= count < ONE_THREAD:
+            self._lane_count = min(cores, MOST_LANES)
+        if self._lane_count > 1:
+            self._pool = ThreadPoolExecutor(self._lane_count, "insitu-sampling", torch.set_num_threads, (1,))
+        check_fits(module)
         self._shapes = Shapes(module, options.max_batch, options.prefill_tokens, options.max_length)
         self.publish(module, 0)
 
@@ -121,27 +138,31 @@ class Engine:
 
     def step(self) -> bool:
         """One turn of the compute thread: admit, advance every lane, tell; whether there is more to do."""
-        with torch.inference_mode():
-            self._admit()
-            for lane in list(self._lanes.values()):
-                if lane.requests:
-                    self._advance(lane)
+        self._admit()
+        busy = [lane for lanes in self._lanes.values() for lane in lanes if lane.requests]
+        if self._pool is None or len(busy) < 2:
+            told = [each for lane in busy for each in self._advance(lane)]
+        else:
+            told = [each for of_lane in self._pool.map(self._advance, busy) for each in of_lane]
+        self._deliver(told)
         self._drop_idle()
-        return bool(self._inbox) or any(lane.requests for lane in self._lanes.values())
+        return bool(self._inbox) or any(lane.requests for lanes in self._lanes.values() for lane in lanes)
 
     def _admit(self) -> None:
         while self._inbox:
             loop, requests = self._inbox.popleft()
-            try:
-                lane = self._lane(requests[0].version)
-            except BackendError as error:
-                self._deliver([(loop, request, error) for request in requests])
-                continue
             for request in requests:
                 request.loop = loop
+            try:
+                lanes = self._lanes_of(requests[0].version)
+            except BackendError as error:
+                self._deliver([(request, error) for request in requests])
+                continue
+            for request in requests:
+                lane = min(lanes, key=lambda lane: lane.load(request, SAME_PROMPT)) if len(lanes) > 1 else lanes[0]
                 lane.waiting.append(request)
 
-    def _lane(self, version: int | None) -> Lane:
+    def _lanes_of(self, version: int | None) -> list[Lane]:
         if version is None:
             return self._lanes[self.version]
         if version != self.version:
@@ -156,26 +177,31 @@ class Engine:
     def _open(self, module: nn.Module, version: int) -> None:
         if self._shapes is None:
             raise BackendError("weights were published before the engine was started")
-        self._lanes[version] = Lane(module, version, self._shapes, self.tokens, self.options)
+        parts = module, version, self._shapes, self.tokens, self.options
+        self._lanes[version] = [Lane(*parts) for _ in range(self._lane_count)]
 
-    def _advance(self, lane: Lane) -> None:
+    def _advance(self, lane: Lane) -> Sequence[tuple[Request, Piece | BaseException]]:
+        """One step of a lane; when it fails, its requests get the error and the lane begins anew."""
         try:
-            told: list[Any] = lane.step()
+            with torch.inference_mode():
+                return lane.step()
         except Exception as error:  # whatever a forward pass raises must not end the thread that serves the others
             logger.exception("version %d: a sampling step failed", lane.version)
-            told = [(request, error) for request in lane.requests]
-            self._open(lane.module, lane.version)
-        self._deliver([(request.loop, request, what) for request, what in told])
+            requests = lane.requests
+            lane.reset()
+            return [(request, error) for request in requests]
 
     def _drop_idle(self) -> None:
-        for version, lane in list(self._lanes.items()):
-            if version != self.version and version not in self._asked and not lane.requests:
+        for version, lanes in list(self._lanes.items()):
+            idle = not any(lane.requests for lane in lanes)
+            if version != self.version and version not in self._asked and idle:
                 del self._lanes[version]
 
-    def _deliver(self, told: list[tuple[asyncio.AbstractEventLoop, Request, Piece | BaseException]]) -> None:
+    def _deliver(self, told: Sequence[tuple[Request, Piece | BaseException]]) -> None:
         """Everything one step has to tell crosses to the event loop at once."""
-        for loop in {loop for loop, _, _ in told}:
-            batch = [(request.notify, what) for its, request, what in told if its is loop]
+        for loop in {request.loop for request, _ in told}:
+            assert loop is not None  # set when it was admitted
+            batch = [(request.notify, what) for request, what in told if request.loop is loop]
             try:
                 loop.call_soon_threadsafe(_notify_all, batch)
             except RuntimeError:

@@ -28,7 +28,8 @@ class EngineOptions:
 
     `max_length` positions of a prompt and its completion; `max_batch` requests computed together; `prefill_tokens`
     padded prompt tokens in one forward pass; `prefix_bytes` of computed prompts kept, for each version of the weights;
-    `kept_versions` older versions that stay loaded once asked for; `threads` of torch (none: by the model's size).
+    `kept_versions` older versions that stay loaded once asked for; `threads` of torch, and `lanes` that share a
+    version's requests (none: by the model's size).
     """
 
     max_length: int
@@ -37,6 +38,7 @@ class EngineOptions:
     prefix_bytes: int = 256 * 2**20
     kept_versions: int = 2
     threads: int | None = None
+    lanes: int | None = None
 
 
 @dataclass(slots=True)
@@ -107,15 +109,19 @@ class Lane:
     def __init__(self, module: nn.Module, version: int, shapes: Shapes, tokens: ChatTokenizer, options: EngineOptions):
         self.module = module
         self.version = version
+        self._shapes = shapes
+        self._tokens = tokens
+        self._options = options
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every request, prompt and key; as new."""
         self.waiting: deque[Request] = deque()
         self.filling: list[Request] = []
         self.active: dict[int, Request] = {}
-        self._runner = Runner(module)
-        self._prefixes = PrefixCache(options.prefix_bytes)
-        self._shapes = shapes
-        self._tokens = tokens
-        self._max_length = options.max_length
-        size = shapes.decode_rows[-1]
+        self._runner = Runner(self.module)
+        self._prefixes = PrefixCache(self._options.prefix_bytes)
+        size = self._shapes.decode_rows[-1]
         self._free = list(range(size))
         self._token_S = np.zeros(size, dtype=np.int64)
         self._position_S = np.zeros(size, dtype=np.int64)
@@ -124,6 +130,13 @@ class Lane:
         self._top_p_S = np.ones(size)
         self._seed_S = np.zeros(size, dtype=np.uint64)
         self._index_S = np.zeros(size, dtype=np.int64)
+
+    def load(self, request: Request, discount: int) -> int:
+        """How many requests there are; less `discount` where the first part of this one's prompt is known already."""
+        count = len(self.waiting) + len(self.filling) + len(self.active)
+        first = request.prompt[: next_span(len(request.prompt), 0).end]
+        known = tuple(first) in self._prefixes or any(r.prompt[: len(first)] == first for r in self.waiting)
+        return count - discount if known else count
 
     @property
     def requests(self) -> list[Request]:
@@ -259,7 +272,7 @@ class Lane:
         if drawn.top is not None and (count := request.params.top_logprobs):
             top = list(zip(drawn.top[0][row][:count], drawn.top[1][row][:count], strict=True))
         token = Token(drawn.tokens[row], drawn.logprobs[row], top)
-        text, finish_reason = request.grow(token, self._tokens, self._max_length)
+        text, finish_reason = request.grow(token, self._tokens, self._options.max_length)
         if finish_reason is not None:
             self._leave(request)
         elif not request.streamed:

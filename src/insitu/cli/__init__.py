@@ -47,7 +47,7 @@ def main() -> None:
     from insitu.errors import ConfigError, InsituError
 
     try:
-        insitu.main(standalone_mode=False)
+        code = insitu.main(standalone_mode=False)  # what a command gave to ctx.exit()
     except click.ClickException as error:
         error.show()
         sys.exit(2)
@@ -62,4 +62,4 @@ def main() -> None:
     except InsituError as error:
         print(f"failed: {error}", file=sys.stderr)
         sys.exit(1)
-    sys.exit(0)
+    sys.exit(code if isinstance(code, int) else 0)

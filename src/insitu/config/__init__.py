@@ -229,7 +229,7 @@ class _Check:
             return None
         registration = registry.find(kind, block["_type"])
         if registration is None:
-            self.problems.append(not_found(f"{where}: _type", block["_type"], registry.names(kind)))
+            self.problems.append(registry.unknown(kind, f"{where}: _type", block["_type"]))
             return None
         return self._model(registration.config_type, block, where)
 

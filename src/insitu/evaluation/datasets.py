@@ -1,7 +1,7 @@
 """Datasets: files of rows become items with an id, an input, an expected answer, and the whole row."""
 
 import csv
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.config import Config
 from insitu.errors import ConfigError
-from insitu.registry import DATASET, Builder, not_found, register_dataset_loader, registry
+from insitu.registry import DATASET, not_found, register_dataset_loader, registry
 from insitu.schemas.components import DatasetBaseConfig
 from insitu.schemas.evaluation import EvalInputItem
 
@@ -86,26 +86,17 @@ def _table_rows(path: Path, reader: str) -> Rows:
     yield from table.iter_rows(named=True)
 
 
-_READERS: dict[str, Callable[[Path], Rows]] = {
-    "json": _json_rows,
-    "jsonl": _jsonl_rows,
-    "csv": _csv_rows,
-    "parquet": _parquet_rows,
-    "xls": _excel_rows,
-}
+for _name, _reader in (
+    ("json", _json_rows),
+    ("jsonl", _jsonl_rows),
+    ("csv", _csv_rows),
+    ("parquet", _parquet_rows),
+    ("xls", _excel_rows),
+):
+    _config = type(f"{_name.capitalize()}DatasetConfig", (FileDatasetConfig,), {"__module__": __name__}, name=_name)
+    register_dataset_loader(config_type=_config)(_reader)
+
 _BY_SUFFIX = {".json": "json", ".jsonl": "jsonl", ".csv": "csv", ".parquet": "parquet", ".xls": "xls", ".xlsx": "xls"}
-
-
-def _register(name: str, reader: Callable[[Path], Rows]) -> None:
-    config_type = type(f"{name.capitalize()}DatasetConfig", (FileDatasetConfig,), {"__module__": __name__}, name=name)
-
-    @register_dataset_loader(config_type=config_type)
-    async def load(config: FileDatasetConfig, builder: Builder) -> AsyncIterator[Callable[[Path], Rows]]:
-        yield reader
-
-
-for _name, _reader in _READERS.items():
-    _register(_name, _reader)
 
 
 def load_dataset(config: Config, path: str | Path | None = None) -> list[EvalInputItem]:
@@ -123,19 +114,19 @@ def load_dataset(config: Config, path: str | Path | None = None) -> list[EvalInp
         if file.suffix.lower() not in _BY_SUFFIX:
             raise ConfigError(not_found(f"dataset {file}: the file format", file.suffix, _BY_SUFFIX))
         kind = _BY_SUFFIX[file.suffix.lower()]
-    shape = block if isinstance(block, FileDatasetConfig) else FileDatasetConfig(file_path=file)
+    shape = FileDatasetConfig(file_path=file) if block is None else block
     return _items(shape, config.find_path(file, where), kind)
 
 
 def _items(shape: FileDatasetConfig, file: Path, kind: str) -> list[EvalInputItem]:
-    reader = _READERS.get(kind)
-    if reader is None:
-        raise ConfigError(not_found("eval.general.dataset: _type", kind, registry.names(DATASET)))
+    registration = registry.find(DATASET, kind)
+    if registration is None:
+        raise ConfigError(registry.unknown(DATASET, "eval.general.dataset: _type", kind))
     question_key, answer_key = shape.structure.question_key, shape.structure.answer_key
     items: list[EvalInputItem] = []
     seen: dict[str, int] = {}
     try:
-        for number, row in enumerate(reader(file), 1):
+        for number, row in enumerate(registration.factory(file), 1):
             if not isinstance(row, dict):
                 raise ConfigError(f"dataset {file}, row {number} must be a mapping of columns, not {row!r:.80}")
             if question_key not in row:

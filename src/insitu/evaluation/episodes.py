@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -38,11 +39,14 @@ async def run_episode(workflow: Any, item: EvalInputItem, key: EpisodeKey, rules
 
     Plain data in (row, key, rules), plain data out: the seam at which episodes can move to other machines.
     """
+    failed_requests: Counter[str] = Counter()
     for attempt in range(rules.retries + 1):
         episode, passing = await _attempt(workflow, item, key._replace(attempt=key.attempt + attempt), rules)
+        failed_requests.update(episode.failed_requests)
         if episode.outcome is Outcome.OK or not passing:
             break
         logger.info("episode %s failed (%s), attempt %d", episode.key.text(), episode.error, attempt + 1)
+    episode.failed_requests = dict(failed_requests)
     return episode
 
 
@@ -75,6 +79,7 @@ async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, rules: E
         episode.error = f"{type(error).__name__}: {error}"
         logger.debug("episode %s", key.text(), exc_info=error)
     episode.seconds = time.perf_counter() - started
+    episode.failed_requests = dict(scope.failed_attempts)
     episode.calls.sort(key=lambda call: call.index)  # recorded in the order of their ends
     if scope.rewards:
         episode.step_rewards = [scope.rewards.get(call.index, 0.0) for call in episode.calls]

@@ -96,6 +96,7 @@ class DropReason(StrEnum):
     NAN_SCORE = "nan_score"
     NO_CALLS = "no_calls"
     NO_TARGET_CALLS = "no_target_calls"
+    NO_STEP_REWARDS = "no_step_rewards"
     SINGLE_MEMBER = "single_member"
     NO_VARIANCE = "no_variance"
     CURRICULUM = "curriculum"
@@ -127,3 +128,5 @@ class Episode:
     reward: float | None = None
     reasoning: Any = None
     step_rewards: list[float] | None = None
+    failed_requests: dict[str, int] = field(default_factory=dict)
+    """Requests that brought no answer, over all attempts, by reason; a client that tried again made one call."""

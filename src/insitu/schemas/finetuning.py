@@ -138,6 +138,11 @@ class FinetuneConfig(BaseModel):
     run_configuration: FinetuneRunConfig | None = None
     """Set from the command line, never in the file."""
 
+    @field_validator("output_dir")
+    @classmethod
+    def _expand_home(cls, value: Path) -> Path:
+        return value.expanduser()
+
     @model_validator(mode="before")
     @classmethod
     def _names_when_enabled(cls, values: Any) -> Any:

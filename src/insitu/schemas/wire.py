@@ -89,7 +89,6 @@ class TrainingOptions(LossSettings):
     """Share of the run over which the learning rate rises from 0 first."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's, of matrices only."""
-    """AdamW's, for matrices only."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates."""
     max_grad_norm: float = Field(default=1.0, gt=0)

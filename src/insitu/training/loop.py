@@ -33,7 +33,7 @@ from insitu.training.report import Report, plot
 from insitu.training.store import RunStore, set_aside
 from insitu.training.validation import Validation
 from insitu.trajectories.builder import GroupRecord
-from insitu.trajectories.groups import build_rows, call_advantages
+from insitu.trajectories.groups import build_rows, call_advantages, has_step_rewards
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +177,8 @@ class InsituTrainer(Trainer):
     def _weigh(self, collection: TrajectoryCollection) -> None:
         """Give each trajectory its rows and advantages; groups whose advantages are all 0 teach nothing and go."""
         flat: dict[str, str] = {}
+        if self.config.credit == "step":
+            _leave_out_unrewarded(collection)
         for group in collection.trajectories:
             advantages = call_advantages(group, self.config.advantages, self.config.credit, self.config.discount)
             if not any(a for of_episode in advantages for a in of_episode.values()):
@@ -302,6 +304,16 @@ class InsituTrainer(Trainer):
 
 def _row_id(group: list[Trajectory]) -> str:
     return str((group[0].metadata or {}).get("row_id"))
+
+
+def _leave_out_unrewarded(collection: TrajectoryCollection) -> None:
+    """Credit by steps needs a reward for each trained call; episodes without are dropped and counted."""
+    kept = [[t for t in group if has_step_rewards(t)] for group in collection.trajectories]
+    missing = sum(map(len, collection.trajectories)) - sum(map(len, kept))
+    if missing:
+        reason = str(DropReason.NO_STEP_REWARDS)
+        collection.dropped = {**collection.dropped, reason: collection.dropped.get(reason, 0) + missing}
+    collection.trajectories = [group for group in kept if group]
 
 
 def _without(collection: TrajectoryCollection, reasons: dict[str, str]) -> TrajectoryCollection:

@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, JobFailed
+from insitu.evaluation.datasets import load_dataset
 from insitu.interfaces import Trainer
 from insitu.registry import LLM, TRAINER_ADAPTER, Builder
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus, TrainingStatusEnum, ValidationConfig
+from insitu.training.validation import held_out_config
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ async def finetuning_main(run_config: FinetuneRunConfig) -> list[TrainingJobStat
     check_ready(config)
     config.finetuning.run_configuration = run_config
     config.finetuning.validation = _validation(config, run_config)
+    _check_inputs(config, run_config)
     finetuning = config.finetuning
     async with Builder(config) as builder:
         trajectory_builder = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
@@ -85,6 +88,17 @@ def check_ready(config: Config) -> None:
     """ConfigError if the file does not ask for training."""
     if not config.finetuning.enabled:
         raise ConfigError(f"{config.source}: finetuning.enabled is false; set it to true to train")
+
+
+def _check_inputs(config: Config, asked: FinetuneRunConfig) -> None:
+    """Raise for what would only be found later, when an earlier run has been moved aside and a backend started."""
+    if asked.endpoint:
+        raise ConfigError("endpoint: this release runs the workflow itself")
+    if asked.result_json_path != "$":
+        raise ConfigError("result_json_path: this release takes the workflow's whole answer ('$')")
+    load_dataset(config, asked.dataset)
+    if config.finetuning.validation is not None:
+        load_dataset(held_out_config(config), config.finetuning.validation.dataset)
 
 
 def _validation(config: Config, asked: FinetuneRunConfig) -> ValidationConfig | None:

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import orjson
 
+from insitu.errors import ConfigError
 from insitu.evaluation.run import dump_json, write_json
 from insitu.schemas.episodes import FORMAT_VERSION, Episode, ModelCall
 from insitu.trajectories.builder import GroupRecord
@@ -28,8 +29,13 @@ RUN_FILES = ("run.json", "episodes.jsonl", "training_metrics.jsonl", "reward_his
 
 def set_aside(folder: Path) -> Path | None:
     """Move a run that lies in `folder` to `<folder>.1` (or .2, ...); where it went, or None if there was none."""
+    folder = folder.resolve()
     if not any((folder / name).exists() for name in RUN_FILES):
         return None
+    if Path.cwd().is_relative_to(folder):
+        raise ConfigError(
+            f"output_dir: {folder} holds an earlier run, and the working directory: it cannot be moved aside"
+        )
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
@@ -104,6 +110,7 @@ def episode_record(episode: Episode) -> dict[str, Any]:
         "reasoning": episode.reasoning,
         "policy_versions": sorted(versions),
         "calls": len(calls),
+        "failed_requests": episode.failed_requests,
         "prompt_tokens": sum(len(call.prompt_token_ids or ()) for call in calls),
         "sampled_tokens": sum(len(call.token_ids or ()) for call in calls),
         "seconds": round(episode.seconds, 4),

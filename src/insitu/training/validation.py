@@ -18,6 +18,16 @@ from insitu.training.store import RunStore
 logger = logging.getLogger(__name__)
 
 
+def held_out_config(config: Config) -> Config:
+    """What validation runs: the file itself, or the one that `finetuning.validation.config_file` names."""
+    validation = config.finetuning.validation
+    if validation is None or validation.config_file is None:
+        return config
+    loaded = load_config(config.find_path(validation.config_file, "finetuning.validation.config_file"))
+    loaded.finetuning = config.finetuning
+    return loaded
+
+
 class Validation:
     """Runs the held-out dataset on the run's own components and keeps `validation_history.json` and `best.json`.
 
@@ -62,11 +72,8 @@ class Validation:
         return record
 
     async def _evaluate(self, epoch: int) -> dict[str, Any]:
-        builder, loaded = self._builder, self._loaded
-        if self.config.config_file is not None:
-            path = loaded.find_path(self.config.config_file, "finetuning.validation.config_file")
-            loaded = load_config(path)
-            loaded.finetuning = self._run_config
+        builder, loaded = self._builder, held_out_config(self._loaded)
+        if loaded is not self._loaded:
             builder = Builder(loaded)
             builder.adopt(TRAINER_ADAPTER, str(self._run_config.trainer_adapter), self._adapter)
         asked = EvaluationRunConfig(

@@ -111,6 +111,11 @@ def call_advantages(
     return [{place: next(flat) for place in t.trained_calls} for t in group]
 
 
+def has_step_rewards(trajectory: Trajectory) -> bool:
+    """Whether there is a reward for each trained call, as `credit: step` needs it."""
+    return trajectory.shaped_rewards is not None and len(trajectory.shaped_rewards) == len(trajectory.trained_calls)
+
+
 def _step_rewards(trajectory: Trajectory) -> list[float]:
     if trajectory.shaped_rewards is None:
         raise TrajectoryError(
