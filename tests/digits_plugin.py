@@ -1,6 +1,7 @@
-"""A small workflow for tests of whole runs: the model answers, the evaluator likes answers that mention small squares.
+"""A small workflow for tests of whole runs: the model answers, the evaluator likes large digits.
 
-A row's question says what happens: {"say": text} asks the model; "raise", "nan", "hang" and "none" fail each in its way.
+A row's question says what happens: {"say": text} asks the model; "raise" and "hang" fail each in its way; "score" is
+what the evaluator gives, "nan" and "none" among it.
 """
 
 import asyncio

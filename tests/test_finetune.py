@@ -149,7 +149,9 @@ def test_a_workflow_exception_in_one_row_is_counted_and_the_rest_trains(project:
 
 def test_failed_episodes_get_the_configured_penalty(project: Path) -> None:
     write_rows(project, [{"say": "a"}, {"say": "b", "raise": "lost"}])
-    code, _, err = run(project, "-o", "finetuning.num_epochs", "1", "-o", "finetuning.reward_function.on_failure", "-0.5")
+    code, _, err = run(
+        project, "-o", "finetuning.num_epochs", "1", "-o", "finetuning.reward_function.on_failure", "-0.5"
+    )
     assert code == 0, err
     metrics = lines(project / "run/training_metrics.jsonl")[0]
     assert metrics["min_reward"] == -0.5
@@ -204,7 +206,7 @@ def test_a_model_that_cannot_be_loaded_shows_the_end_of_the_log(project: Path) -
 
 def test_a_failed_validation_fails_the_run_and_is_no_reward(project: Path) -> None:
     write_rows(project, [{"say": "a", "score": "nan"}], "validation.jsonl")
-    code, out, err = run(project, "--validation_dataset", "validation.jsonl", "-o", "finetuning.num_epochs", "1")
+    code, _, err = run(project, "--validation_dataset", "validation.jsonl", "-o", "finetuning.num_epochs", "1")
     assert code == 1
     assert "validation" in err
     records = json.loads((project / "run/validation_history.json").read_text())
