@@ -62,7 +62,8 @@ def write_rows(folder: Path, questions: list[dict[str, Any]], name: str = "rows.
 
 
 def start(folder: Path, *arguments: str, command: str = "finetune") -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONWARNINGS": "error", "COLUMNS": "200"}
+    others = {"PYTHONWARNINGS": "error", "COLUMNS": "200", "INSITU_BACKEND_TOKEN": "of another backend"}
+    environment = {**os.environ, **others}
     return subprocess.Popen(
         [sys.executable, "-m", "insitu", command, "--config_file", "config.yml", *arguments],
         cwd=folder,

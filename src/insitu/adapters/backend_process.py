@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import re
+import secrets
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ class BackendProcess:
     """One child process. Its output goes to `log`; it ends by itself when this process is gone, even by SIGKILL."""
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
+        self.token = secrets.token_urlsafe()
+        """What the process asks of every request: nobody else on this machine is to train or read the model."""
         self._arguments = arguments
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
@@ -31,7 +34,11 @@ class BackendProcess:
         with self._log.open("ab") as log:
             # a session of its own: Ctrl-C reaches us alone, and we stop it in order
             self._process = await asyncio.create_subprocess_exec(
-                *command, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True
+                *command,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "INSITU_BACKEND_TOKEN": self.token},
             )
         try:
             async with asyncio.timeout(patience):

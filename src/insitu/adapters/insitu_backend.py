@@ -73,17 +73,20 @@ class InsituTrainerAdapter(TrainerAdapter):
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
-        if self._session is None:
-            key = self.config.api_key.get_secret_value() if self.config.api_key else None
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(sock_connect=10))
         if self.config.model is not None and self._process is None:
             folder = Path(run_config.output_dir) / "backend"
-            process = BackendProcess(self._arguments(self.config.model, folder), folder / "backend.log")
-            self._process = process
-            self._address = await process.start(self.config.startup_timeout)
+            self._process = BackendProcess(self._arguments(self.config.model, folder), folder / "backend.log")
+            self._address = await self._process.start(self.config.startup_timeout)
+        if self._session is None:
+            headers = {"Authorization": f"Bearer {self._token()}"}
+            self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(sock_connect=10))
         if not await self.is_healthy():
             raise BackendUnavailable(f"the backend at {self._address} does not answer: is it running?")
+
+    def _token(self) -> str:
+        if self._process is not None:
+            return self._process.token
+        return self.config.api_key.get_secret_value() if self.config.api_key else "none"
 
     def _arguments(self, model: str, folder: Path) -> list[str]:
         try:
@@ -108,8 +111,7 @@ class InsituTrainerAdapter(TrainerAdapter):
     async def policy_endpoint(self) -> PolicyEndpoint:
         health = await self._request("GET", "/health")
         models = await self._request("GET", "/v1/models")
-        key = self.config.api_key.get_secret_value() if self.config.api_key else "none"
-        return PolicyEndpoint(f"{self._address}/v1", models["data"][0]["id"], key, health["policy_version"])
+        return PolicyEndpoint(f"{self._address}/v1", models["data"][0]["id"], self._token(), health["policy_version"])
 
     async def is_healthy(self) -> bool:
         try:

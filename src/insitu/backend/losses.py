@@ -87,9 +87,9 @@ def policy_loss(new_BT: Tensor, batch: PolicyBatch, settings: LossSettings) -> P
         return PolicyLoss(
             loss=loss,
             clipped=(_outside(ratio_BT, settings) & mask_BT).sum(),
-            kl=_trained(kl_BT, mask_BT).sum(),
-            gap=off_policy_BT.abs().sum(),
-            sampled_ratio=_trained(off_policy_BT.exp(), mask_BT).sum(),
+            kl=_trained(kl_BT, mask_BT).double().sum(),
+            gap=off_policy_BT.double().abs().sum(),
+            sampled_ratio=_trained(off_policy_BT.double().exp(), mask_BT).sum(),
         )
 
 

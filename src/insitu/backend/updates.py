@@ -134,7 +134,7 @@ class Updates:
         rows = [self._rows[index] for index in chosen]
         weights = row_weights([len(row.positions) for row in rows], [row.episode for row in rows], self._settings)
         weight_of = dict(zip(chosen, weights, strict=True))
-        totals = torch.zeros(len(SUMS), device=self._device)
+        totals = torch.zeros(len(SUMS), device=self._device, dtype=torch.float64)
         done = 0
         self._optimizer.zero_grad()
         for parts in self._rounds(chosen):
@@ -173,7 +173,7 @@ class Updates:
             weight_B=weight_B,
         )
         result = policy_loss(new_BK, inputs, self._settings)
-        sums = torch.stack([*(value.detach().float() for value in result), batch.spread(entropy_N).sum()])
+        sums = torch.stack([*(value.detach().double() for value in result), batch.spread(entropy_N).double().sum()])
         if self._workers.count > 1:
             return sums, torch.autograd.grad(result.loss, self._trained, allow_unused=True)
         result.loss.backward()

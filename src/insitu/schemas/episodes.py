@@ -101,7 +101,6 @@ class DropReason(StrEnum):
     NO_VARIANCE = "no_variance"
     CURRICULUM = "curriculum"
     SUBSAMPLE = "subsample"
-    TOO_LONG = "too_long"
 
 
 class Outcome(StrEnum):

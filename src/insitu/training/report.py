@@ -1,7 +1,7 @@
 """What a run tells on the console, and its picture; everything here is read from what the store keeps."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,7 @@ class Report:
     def header(self, run_id: str, settings: Mapping[str, Any]) -> None:
         self.console.print(f"[bold]run {run_id}[/bold]")
         for name, value in settings.items():
-            if isinstance(value, Mapping):
-                value = ", ".join(f"{k} {v}" for k, v in value.items())
-            self.note(f"  {name}: {value}")
+            self.note(f"  {name}: {', '.join(_flat(value))}")
 
     def note(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
@@ -132,6 +130,15 @@ def evaluation_table(output: EvaluationRunOutput) -> Table:
 
 def counts(dropped: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {reason}" for reason, n in sorted(dropped.items()))
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[str]:
+    """The leaves of nested settings, each with its dotted name."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield f"{prefix} {value}".strip()
 
 
 def _number(value: Any) -> str:
