@@ -1,7 +1,7 @@
 """A small workflow for tests of whole runs: the model answers, the evaluator likes large digits.
 
-A row's question says what happens: {"say": text} asks the model; "raise" and "hang" fail each in its way; "score" is
-what the evaluator gives, "nan" and "none" among it.
+A row's question says what happens: {"say": text} asks the model; "earn" is its step reward; "raise" and "hang" fail
+each in its way; "score" is what the evaluator gives, "nan" and "none" among it.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ from typing import Any
 from insitu.registry import Builder, EvaluatorInfo, register_evaluator, register_function
 from insitu.schemas.components import EvaluatorBaseConfig, FunctionBaseConfig, LLMRef
 from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem
+from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo
 
 
@@ -23,6 +24,8 @@ async def ask(config: AskConfig, builder: Builder):
 
     async def answer(question: dict[str, Any]) -> str:
         reply = await llm.complete([{"role": "user", "content": question["say"]}])
+        if "earn" in question:
+            Context.get().reward(question["earn"])
         if "raise" in question:
             raise RuntimeError(question["raise"])
         if "hang" in question:

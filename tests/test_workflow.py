@@ -414,6 +414,21 @@ def test_step_rewards_add_up_on_the_latest_call() -> None:
     assert scope.rewards == {0: 0.75, 1: -1}
 
 
+def test_in_training_a_step_reward_passes_over_calls_of_other_models() -> None:
+    def of(llm: str, index: int) -> ModelCall:
+        return ModelCall(index=index, model="m", messages=[], llm=llm)
+
+    with EpisodeScope(training=frozenset({"student"})) as scope:
+        scope.record(of("judge", 0), place.get().invocation)
+        with pytest.raises(WorkflowError, match="before the episode's first model call"):
+            Context.get().reward(1.0)
+        for index, llm in enumerate(["student", "judge"], 1):
+            scope.record(of(llm, index), place.get().invocation)
+        Context.get().reward(0.5)
+        push("CUSTOM_END", metadata={"reward": 2})
+    assert scope.rewards == {1: 2.5}
+
+
 async def test_a_step_reward_goes_to_the_latest_call_of_the_running_function() -> None:
     async def player(n: int) -> None:
         scope.record(call(n), place.get().invocation)

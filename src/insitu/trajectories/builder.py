@@ -178,8 +178,9 @@ class EpisodesBuilder(TrajectoryBuilder):
             on_failure = self.run_config.reward_function.on_failure  # type: ignore[union-attr]
             if isinstance(on_failure, float) and episode.reason in _PENALISED:
                 episode.reward = on_failure
-                if episode.calls and episode.step_rewards is None:  # it falls to the last call
-                    episode.step_rewards = [0.0] * (len(episode.calls) - 1) + [on_failure]
+                if trained := self._trained(episode):  # the last of them pays, on top of what the steps have earned
+                    episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
+                    episode.step_rewards[trained[-1]] += on_failure
             return
         item = row.model_copy(update={"output_obj": episode.output, "trajectory": episode.steps})
         given = (await score(evaluator, name, [item])).eval_output_items[0]
@@ -207,10 +208,13 @@ class EpisodesBuilder(TrajectoryBuilder):
                 trajectories.append(trajectory)
         return GroupRecord(episodes[0].key.row_id, episodes, trajectories, dropped)
 
+    def _trained(self, episode: Episode) -> list[int]:
+        run = self.run_config
+        return targeted_calls(episode.calls, run.target_functions, run.target_model, self._trained_llms())
+
     def _trajectory(self, episode: Episode) -> Trajectory | None:
         """The episode as a trajectory; None, with the reason set, when it has no call to train on."""
-        run = self.run_config
-        trained = targeted_calls(episode.calls, run.target_functions, run.target_model, self._trained_llms())
+        trained = self._trained(episode)
         if not trained:
             if episode.reason is None:
                 episode.reason = DropReason.NO_TARGET_CALLS if episode.calls else DropReason.NO_CALLS

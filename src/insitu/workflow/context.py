@@ -78,6 +78,7 @@ class EpisodeScope:
         self.call_indices = Numbers()
         self.turns: defaultdict[bytes, Numbers] = defaultdict(Numbers)
         self._on_step = on_step
+        self._latest_call: int | None = None
         self._rewarded: set[str] = set()
         self._tokens: tuple[Token[Any], Token[Any]] | None = None
 
@@ -114,21 +115,27 @@ class EpisodeScope:
         logger.warning("a model call of %s came after its end and is not recorded", name)
 
     def record(self, call: ModelCall, invocation: Invocation | None) -> None:
-        """Keep a call that has ended; it is now the latest of every function it was made in."""
+        """Keep a call that has ended; step rewards now fall to it, in all functions it was made in."""
         self.calls.append(call)
+        if self._training and not self.trains(call.llm):
+            return  # a judge's answer earns nothing: the reward it gives is for the call it judges
+        self._latest_call = call.index
         while invocation is not None:
             invocation.latest_call = call.index
             invocation = invocation.caller
 
     def reward(self, value: float) -> None:
-        """Add to the step reward of the latest call made in the running function, or else in the episode."""
+        """Add to the step reward of the latest call of the running function, or else of the episode.
+
+        In training only calls that are trained count.
+        """
         if not math.isfinite(value):
             raise WorkflowError(f"a step reward is {value}; allowed: a finite number")
         index = place.get().invocation.latest_call
         if index is None:
-            if not self.calls:
-                raise WorkflowError("a step reward was given before the episode's first model call: it belongs to none")
-            index = self.calls[-1].index
+            index = self._latest_call
+        if index is None:
+            raise WorkflowError("a step reward was given before the episode's first model call: it belongs to none")
         self.rewards[index] = self.rewards.get(index, 0.0) + value
 
     def _keep_step(self, step: IntermediateStep) -> None:
@@ -146,7 +153,7 @@ class EpisodeScope:
         value = metadata.get("reward") if isinstance(metadata, dict) else getattr(metadata, "reward", None)
         if not isinstance(value, int | float) or isinstance(value, bool):
             return
-        if self.calls and step.UUID not in self._rewarded:
+        if self._latest_call is not None and step.UUID not in self._rewarded:
             self._rewarded.add(step.UUID)
             self.reward(value)
 
@@ -205,5 +212,8 @@ class Context:
         return self._scope.seed
 
     def reward(self, value: float) -> None:
-        """Add to the step reward of the latest model call: of the running function, or else of the episode."""
+        """Add to the step reward of the latest model call: of the running function, or else of the episode.
+
+        Calls of models that are not trained (a judge, say) are passed over in training.
+        """
         self._scope.reward(value)
