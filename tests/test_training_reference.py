@@ -1,0 +1,162 @@
+"""Training jobs against an implementation that shares no code with it: plain loops, one forward pass a row."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import save_tiny_model
+
+from insitu.backend.batches import Row, optimiser_steps
+from insitu.backend.learner import Learner
+from insitu.backend.model import load_model
+from insitu.schemas.wire import TrainingSettings
+
+EVERYTHING = {
+    "learning_rate": 3e-3,
+    "schedule": "cosine",
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
+    "clip_low": 0.05,
+    "clip_high": 0.1,
+    "dual_clip": 2.0,
+    "truncated_importance": 1.1,
+    "kl": {"beta": 0.3, "estimator": "k3"},
+    "passes": 2,
+    "batch_rows": 5,
+    "seed": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield load_model(str(save_tiny_model(tmp_path_factory.mktemp("model") / "llama")), "cpu")
+    torch.set_num_threads(before)
+
+
+def rows(module, seed: int = 0) -> list[Row]:
+    """Twelve rows of five episodes, a credit for every token, logprobs of a slightly different sampler, one row twice
+    and the same tokens with other credit once more."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for index in range(10):
+        tokens = rng.integers(0, 300, int(rng.integers(8, 40))).astype(np.int32)
+        positions = np.sort(rng.choice(np.arange(1, len(tokens)), 5, replace=False)).astype(np.int32)
+        with torch.no_grad():
+            logprobs = token_logprobs(module, tokens, positions).numpy()
+        sampled = (logprobs + rng.normal(0, 0.2, 5)).astype(np.float32)
+        made.append(Row(tokens, positions, sampled, rng.normal(0, 2, 5).astype(np.float32), f"e{index % 5}"))
+    twin = made[2]
+    other = Row(twin.token_ids, twin.positions, twin.rollout, -twin.advantages, "e1")
+    return [*made, twin, other]
+
+
+def token_logprobs(module, tokens: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    logits = module(input_ids=torch.tensor(tokens.tolist())[None]).logits[0]
+    return torch.stack([logits[at - 1].log_softmax(-1)[int(tokens[at])] for at in positions.tolist()])
+
+
+def token_loss(new, old, rollout, ref, advantage: float, s: TrainingSettings):
+    """One token of `docs/reference/losses.md`, written with scalars."""
+    ratio = torch.exp(new - old)
+    if s.objective == "cispo":
+        loss = -min(ratio.item(), s.cispo_cap) * advantage * new
+    else:
+        loss = torch.max(-advantage * ratio, -advantage * torch.clamp(ratio, 1 - s.clip_low, 1 + s.clip_high))
+        if s.dual_clip and advantage < 0:
+            loss = torch.min(loss, torch.tensor(-advantage * s.dual_clip))
+    if s.truncated_importance:
+        loss = loss * min(math.exp(old - rollout), s.truncated_importance)
+    if s.kl.beta:
+        d = ref - new
+        loss = loss + s.kl.beta * (-d if s.kl.estimator == "k1" else torch.exp(d) - d - 1)
+    return loss
+
+
+def plain_training(module, parameters, reference, rows: list[Row], s: TrainingSettings) -> None:
+    """Every optimiser step of a job on `parameters` of `module`."""
+    with torch.no_grad():
+        old = [token_logprobs(module, row.token_ids, row.positions).tolist() for row in rows]
+        ref = [token_logprobs(reference, row.token_ids, row.positions).tolist() for row in rows]
+    matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=s.betas)
+    plan = optimiser_steps(rows, s)
+    for number, chosen in enumerate(plan):
+        factor = (1 + math.cos(math.pi * number / len(plan))) / 2 if s.schedule == "cosine" else 1.0
+        for group in optimizer.param_groups:
+            group["lr"] = s.learning_rate * factor
+        episodes: dict[str, list] = {}
+        for index in chosen:
+            new = token_logprobs(module, rows[index].token_ids, rows[index].positions)
+            for k in range(len(new)):
+                given = new[k], old[index][k], float(rows[index].rollout[k]), ref[index][k]
+                loss = token_loss(*given, float(rows[index].advantages[k]), s)
+                episodes.setdefault(rows[index].episode, []).append(loss)
+        if s.aggregation == "token":
+            every = [loss for losses in episodes.values() for loss in losses]
+            total = sum(every) / len(every)
+        elif s.aggregation == "sequence":
+            total = sum(sum(losses) / len(losses) for losses in episodes.values()) / len(episodes)
+        else:
+            total = sum(sum(losses) for losses in episodes.values()) / (len(episodes) * s.constant)
+        optimizer.zero_grad()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, s.max_grad_norm)
+        optimizer.step()
+
+
+def learnt(loaded, folder, rows, settings: TrainingSettings):
+    steps = Learner(loaded, folder).run(settings, rows)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def agrees(got, wanted, since) -> bool:
+    """To 1e-6, but for a few weights: Adam divides by the gradient's size, and where that is nearly 0 rounding decides.
+
+    With beta 0.29 in place of 0.3 two thirds of them differ.
+    """
+    got, wanted, since = (torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (got, wanted, since))
+    assert (wanted - since).abs().max() > 5e-3
+    return int(((got - wanted).abs() > 1e-6).sum()) <= 10
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 100, 16384])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"aggregation": "sequence"},
+        {"aggregation": "constant", "constant": 7.0, "kl": {"beta": 0.3, "estimator": "k1"}},
+        {"objective": "cispo", "dual_clip": None, "cispo_cap": 1.02},
+    ],
+    ids=["token", "sequence", "constant-k1", "cispo"],
+)
+def test_a_job_changes_weights_as_plain_loops_do(loaded, tmp_path, changes, micro_batch_tokens):
+    settings = TrainingSettings(**(EVERYTHING | changes), micro_batch_tokens=micro_batch_tokens)
+    data = rows(loaded.module)
+    trained = learnt(loaded, tmp_path, data, settings)
+
+    plain = load_model(loaded.source, "cpu").module.requires_grad_(True)
+    plain_training(plain, list(plain.parameters()), loaded.module, data, settings)
+    assert trained.metrics["steps"] == 6
+    assert agrees(trained.module, plain, since=loaded.module)
+
+
+def test_a_job_changes_adapters_as_plain_loops_do(loaded, tmp_path):
+    settings = TrainingSettings(**EVERYTHING, lora={"rank": 3, "alpha": 6}, micro_batch_tokens=100)
+    data = rows(loaded.module)
+    untrained = learnt(loaded, tmp_path / "0", data, settings.model_copy(update={"learning_rate": 0.0}))
+    trained = learnt(loaded, tmp_path / "1", data, settings)
+
+    plain, untrained_copy = untrained.module, copy.deepcopy(untrained.module)
+    adapters = [p.requires_grad_(True) for name, p in plain.named_parameters() if "lora_" in name]
+    plain_training(plain, adapters, loaded.module, data, settings)
+    assert agrees(trained.module, plain, since=untrained_copy)
