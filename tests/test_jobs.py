@@ -148,12 +148,16 @@ async def test_jobs_wait_their_turn_and_can_be_canceled(loaded, tmp_path):
 
 
 async def test_a_failed_job_says_why_and_the_next_one_runs(loaded, tmp_path):
+    """A loss that overflows, and steps so long that only the last one's weights do."""
     async with serving(loaded, tmp_path) as backend:
-        body = lines([row(advantages=1e38), row(episode="b")], {"truncated_importance": 1e38})
-        _, state = await backend.post(body.replace(b"-0.1, -0.7", b"-100, -100"))
-        failed = (await backend.events(state["id"]))[-1]
-        assert failed["status"] == "failed"
-        assert "the job is undone" in failed["message"]
+        endless = lines([row(advantages=1e38), row(episode="b")], {"truncated_importance": 1e38})
+        endless = endless.replace(b"-0.1, -0.7", b"-100, -100")
+        for body, told in ((endless, "the loss is"), (lines([row()], {"learning_rate": 1e300}), "not finite")):
+            _, state = await backend.post(body)
+            failed = (await backend.events(state["id"]))[-1]
+            assert failed["status"] == "failed"
+            assert told in failed["message"]
+            assert "the job is undone" in failed["message"]
         assert backend.learner.version == 0
         _, state = await backend.post(lines(MANY))
         assert (await backend.events(state["id"]))[-1]["policy_version"] == 1
@@ -218,6 +222,9 @@ async def read(body: bytes, encoding: str = "", piece: int = 1000, **limits):
         (lines([row(logprobs=[0, 0, 0, math.nan, -1])]), r"row 1: logprobs\[3\] is nan"),
         (lines([row(logprobs=[0, 0, 0, -1, None])]), r"row 1: logprobs\[4\] is None"),
         (lines([row(logprobs=[0, 0, 0, -1, -math.inf])]), r"row 1: logprobs\[4\] is -inf"),
+        (lines([row(advantages=1e39)]), r"row 1: advantages\[3\] is 1e\+39"),
+        (lines([], {"betas": [0.9, 1]}), r"settings\.betas\.1: .*less than 1"),
+        (lines([], {"betas": [-0.9, 0.99]}), r"settings\.betas\.0: "),
         (lines([row(advantages=math.nan)]), r"row 1: advantages\[3\] is nan"),
         (lines([row(advantages=None)]), r"row 1: advantages\[3\] is None"),
         (lines([row(token_ids=[1, 2, 320, 4, 5])]), r"row 1: token_ids\[2\] is 320; the vocabulary ends at 319"),

@@ -24,7 +24,7 @@ from insitu.backend.policy import held_adapter, make_policy
 from insitu.backend.scoring import Scorer
 from insitu.backend.updates import Progress, Trainer, Updates
 from insitu.backend.workers import Workers
-from insitu.errors import RequestRefused
+from insitu.errors import JobFailed, RequestRefused
 from insitu.schemas.wire import LoRASettings, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -126,6 +126,7 @@ class Learner:
             group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
         metrics = yield from Updates(trainer, settings, rows).run()
         served = trainer.policy.served()
+        _refuse_broken(served, settings)
         checkpoint = self._write(trainer, served)
         # From here on nothing can fail: version, checkpoint and weights change together.
         self.version += 1
@@ -204,6 +205,16 @@ def _adamw(parameters: dict[str, nn.Parameter], device: torch.device) -> torch.o
     vectors = [p for p in parameters.values() if p.ndim <= 1]
     groups = [{"params": matrices, "decays": True}, {"params": vectors, "decays": False}]
     return torch.optim.AdamW([group for group in groups if group["params"]], fused=device.type in ("cpu", "cuda"))
+
+
+def _refuse_broken(module: nn.Module, settings: TrainingSettings) -> None:
+    """The last step's weights have computed no loss yet; raises JobFailed where they could not."""
+    for name, parameter in module.named_parameters():
+        if not parameter.isfinite().all():
+            raise JobFailed(
+                f"{name} is not finite after the last optimiser step (learning_rate {settings.learning_rate:g}); the "
+                "job is undone, and the weights are those before it"
+            )
 
 
 def _same(asked: LoRASettings | None, held: LoRASettings | None) -> bool:

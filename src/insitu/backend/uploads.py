@@ -1,7 +1,6 @@
 """Reads an uploaded job, line by line in bounded memory, and refuses what cannot be trained on."""
 
 import asyncio
-import math
 import zlib
 from collections.abc import AsyncIterator
 
@@ -16,6 +15,7 @@ MAX_JOB_BYTES = 1 << 30
 """Of a job's JSON lines, decompressed."""
 PIECE = 1 << 18
 """Bytes decompressed before the event loop gets a turn."""
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class Limits(BaseModel):
@@ -166,10 +166,10 @@ def _row(line: bytes, number: int, limits: Limits) -> Row | None:
 
 
 def _finite(where: str, name: str, values: list[float | None], positions: list[int]) -> np.ndarray:
-    """The values at the trained tokens, each of them a number."""
+    """The values at the trained tokens, each of them a number that float32 can hold."""
     for place in positions:
         value = values[place]
-        if value is None or not math.isfinite(value):
+        if value is None or not abs(value) <= _LARGEST:
             raise _refused(f"{where}: {name}[{place}] is {value}, but that token is trained (loss_mask 1)", name)
     return np.array([values[place] for place in positions], dtype=np.float32)
 

@@ -7,11 +7,13 @@
 The header `Idempotency-Key` names the job (run id and epoch): the same key never trains twice.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 _SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class KLSettings(BaseModel):
@@ -89,7 +91,7 @@ class TrainingOptions(LossSettings):
     """Share of the run over which the learning rate rises from 0 first."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's, of matrices only."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     """AdamW's decay rates."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients of a greater norm are scaled down to it."""
