@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,7 @@ def test_tools_and_past_tool_calls_reach_the_template(served):
     assert "user\nhello<" in prompt
 
 
+DEEP = b'{"model":"policy","messages":[{"role":"user","content":"x"}],"tools":[{"a":%s}]}' % (b"[" * 900 + b"]" * 900)
 REFUSED = [
     (b"{not json", 400, None, "not JSON"),
     (b"[]", 400, None, "expected an object"),
@@ -170,6 +172,7 @@ REFUSED = [
     ({"model": "policy", "messages": [{"content": "x"}]}, 400, "messages.0.role", "role"),
     ({"model": "policy", "messages": HELLO, "temperature": "hot"}, 400, "temperature", "'hot'"),
     ({"model": "policy", "messages": HELLO, "temperature": -1}, 400, "temperature", "-1"),
+    ({"model": "policy", "messages": HELLO, "temperature": 1e39, "min_tokens": 1}, 400, "temperature", "1000000"),
     ({"model": "policy", "messages": HELLO, "top_p": 0}, 400, "top_p", "greater than 0"),
     ({"model": "policy", "messages": HELLO, "max_tokens": 0}, 400, "max_tokens", "1"),
     ({"model": "policy", "messages": HELLO, "n": True}, 400, "n", "integer"),
@@ -180,6 +183,10 @@ REFUSED = [
     ({"model": "policy", "messages": HELLO, "temprature": 1}, 400, "temprature", "not supported"),
     ({"model": "policy", "messages": HELLO, "tool_choice": "required"}, 400, "tool_choice", "auto"),
     ({"model": "other", "messages": HELLO}, 404, "model", "existing: policy, policy@0"),
+    ({"model": "policy@²", "messages": HELLO}, 404, "model", "existing: policy, policy@0"),
+    ({"model": "policy", "messages": HELLO, "stop": ["x"] * 65}, 400, "stop", "65 entries; allowed: 64"),
+    ({"model": "policy", "messages": HELLO, "chat_template_kwargs": {"messages": []}}, 400, "messages", "multiple"),
+    (DEEP, 400, "messages", "recursion"),
     ({"model": "policy@7", "messages": HELLO}, 404, "model", "existing: policy, policy@0"),
     ({"model": "policy", "messages": [{"role": "user", "content": "x" * 300}]}, 400, "messages", r"3\d\d tokens.*256"),
     ({"model": "policy", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
@@ -199,7 +206,18 @@ def test_bad_input_is_refused_with_a_sentence_and_the_server_goes_on(served, bod
 
 def test_values_that_ask_for_nothing_are_taken(served):
     neutral = {"presence_penalty": 0, "logit_bias": {}, "top_k": -1, "response_format": {"type": "text"}, "store": True}
+    neutral["chat_template_kwargs"] = {"self": 1, "enable_thinking": False}
     assert post(served[0], {"model": "policy", "messages": HELLO, "max_tokens": 1, **neutral})[0] == 200
+
+
+def test_a_long_prompt_does_not_hold_up_others(served):
+    body = {"model": "policy", "messages": [{"role": "user", "content": "x" * 1_500_000}]}
+    with ThreadPoolExecutor(1) as other:
+        refused = other.submit(post, served[0], body)
+        for _ in range(5):
+            assert post(served[0], {"model": "policy", "messages": HELLO, "max_tokens": 1})[0] == 200
+        assert not refused.done()
+        assert "may have 256" in refused.result()[1]["error"]["message"]
 
 
 def test_other_paths_methods_and_tokens(served):

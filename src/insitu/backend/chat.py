@@ -7,11 +7,13 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from insitu.backend.sampling import TOP_LOGPROBS, SamplingParams, choice_seed
+from insitu.backend.sampling import HOTTEST, TOP_LOGPROBS, SamplingParams, choice_seed
 from insitu.errors import RequestRefused
 
 _LENIENT = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
+MOST_STOPS = 64
+"""Stop strings of a request: all are looked for after every token, in the thread that samples for everybody."""
 HARMLESS = frozenset(
     {
         "user",
@@ -66,7 +68,7 @@ class ChatRequest(BaseModel):
     model: str
     """`NAME` for the newest weights, `NAME@K` for those of version K."""
     messages: list[Message] = Field(min_length=1)
-    temperature: float | None = Field(default=1.0, ge=0)
+    temperature: float | None = Field(default=1.0, ge=0, le=HOTTEST)
     top_p: float | None = Field(default=1.0, gt=0, le=1)
     n: int | None = Field(default=1, ge=1, le=128)
     seed: int | None = None
@@ -130,6 +132,8 @@ def parse_request(body: bytes) -> ChatRequest:
         if key not in HARMLESS and value is not None and value not in NEUTRAL.get(key, ()):
             allowed = f"; allowed: {NEUTRAL[key][0]!r}, which asks for nothing" if key in NEUTRAL else ""
             raise RequestRefused(f"{key} is not supported by this server{allowed}", param=key, code="unsupported")
+    if isinstance(request.stop, list) and len(request.stop) > MOST_STOPS:
+        raise RequestRefused(f"stop has {len(request.stop)} entries; allowed: {MOST_STOPS}", param="stop")
     if request.top_logprobs and not request.logprobs:
         raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
     if request.tool_choice not in (None, "auto", "none"):

@@ -19,6 +19,8 @@ from insitu.backend.sampling import SamplingParams
 from insitu.errors import RequestRefused
 
 MAX_BODY = 16 * 2**20
+LONG_BODY = 2**16
+"""Bytes from which a request is read in a thread of its own, and does not hold up the answers of others."""
 PATIENCE = 0.5
 """Seconds a completion may take before its client is watched for leaving; most are over by then."""
 
@@ -58,7 +60,7 @@ class Models:
         if model == self.name:
             return None
         name, _, number = model.rpartition("@")
-        if name == self.name and number.isdigit() and int(number) in self._versions():
+        if name == self.name and number.isdecimal() and int(number) in self._versions():
             return int(number)
         raise RequestRefused(
             f"there is no model {model!r}; existing: {', '.join(self.names())}",
@@ -102,9 +104,11 @@ class ChatCompletions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            request = parse_request(await read_body(receive, MAX_BODY))
-            version = self._models.version(request.model)
-            prompt = self._prompt(request)
+            body = await read_body(receive, MAX_BODY)
+            if len(body) < LONG_BODY:
+                request, version, prompt = self._understand(body)
+            else:
+                request, version, prompt = await asyncio.to_thread(self._understand, body)
             call = Call(prompt, request.sampling(self._room(prompt)), version)
             if request.stream:
                 await self._stream(request, call, receive, send)
@@ -131,15 +135,28 @@ class ChatCompletions:
         if self._log is not None:
             self._log(call.prompt, call.params, pieces)
 
-    def _prompt(self, request: ChatRequest) -> list[int]:
+    def _understand(self, body: bytes) -> tuple[ChatRequest, int | None, list[int]]:
+        """The request, the version it asks for, and its prompt."""
+        request = parse_request(body)
+        version = self._models.version(request.model)
         messages = template_messages(request.messages)
-        return self._engine.tokens.prompt(messages, request.usable_tools, **(request.chat_template_kwargs or {}))
+        return (
+            request,
+            version,
+            self._engine.tokens.prompt(messages, request.usable_tools, request.chat_template_kwargs),
+        )
 
     def _room(self, prompt: list[int]) -> int:
         """Tokens that fit behind the prompt. Raises RequestRefused where there is no room, or no prompt."""
         longest = self._engine.options.max_length
         if not prompt:
             raise RequestRefused("the chat template made an empty prompt of these messages", param="messages")
+        if max(prompt) >= self._engine.vocabulary:  # an index out of range, which on a GPU ends the process
+            raise RequestRefused(
+                f"the tokenizer made a token {max(prompt)} of these messages, but the model's vocabulary ends at "
+                f"{self._engine.vocabulary - 1}",
+                param="messages",
+            )
         if len(prompt) >= longest:
             raise RequestRefused(
                 f"the prompt has {len(prompt)} tokens; prompt and completion together may have {longest}",

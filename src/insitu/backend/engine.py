@@ -52,6 +52,7 @@ class Engine:
     ) -> None:
         self.options = options or EngineOptions(max_length=loaded.max_length)
         self.tokens = ChatTokenizer(loaded.tokenizer, eos_token_ids(loaded.module))
+        self.vocabulary = loaded.vocabulary
         self.version = 0
         self._loaded = loaded
         self._compute = compute

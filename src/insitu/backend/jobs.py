@@ -79,7 +79,8 @@ class Jobs:
 
     @property
     def limits(self) -> Limits:
-        return Limits(vocabulary=self._learner.vocabulary, max_length=self._learner.max_length)
+        loaded = self._learner.loaded
+        return Limits(vocabulary=loaded.vocabulary, max_length=loaded.max_length)
 
     def known(self, key: str | None) -> Job | None:
         """The job of this key, unless it trained nothing: then the key may be used again."""

@@ -51,7 +51,7 @@ class Learner:
 
     def __init__(self, loaded: LoadedModel, output_dir: Path) -> None:
         self.version = 0
-        self._loaded = loaded
+        self.loaded = loaded
         self._folder = output_dir / "checkpoints"
         self._checkpoints: dict[int, Path] = {}
         self._trainer: Trainer | None = None
@@ -64,15 +64,6 @@ class Learner:
         self._lora = self._origin.lora or held_adapter(loaded.module)
         self._lora_fixed = self._lora is not None or self._origin.step > 0
         self._tokenizer_files: dict[str, bytes] = {}
-
-    @property
-    def vocabulary(self) -> int:
-        """Token ids lie below this."""
-        return self._loaded.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-
-    @property
-    def max_length(self) -> int:
-        return self._loaded.max_length
 
     def check(self, settings: TrainingSettings) -> None:
         """Raises RequestRefused where the job asks for other adapters than those under training."""
@@ -103,7 +94,7 @@ class Learner:
     def module_at(self, version: int) -> nn.Module:
         """The weights of an earlier version, from its checkpoint, frozen and of the served type."""
         if version == 0:
-            return self._loaded.module
+            return self.loaded.module
         if version not in self._checkpoints:
             raise RequestRefused(
                 f"there is no version {version}; there are {', '.join(map(str, (0, *self._checkpoints)))}",
@@ -111,7 +102,7 @@ class Learner:
                 param="model",
                 code="model_not_found",
             )
-        policy = make_policy(self._loaded, self._lora, seed=0)
+        policy = make_policy(self.loaded, self._lora, seed=0)
         policy.load(self._checkpoints[version])
         return policy.served()
 
@@ -149,13 +140,13 @@ class Learner:
     def _restore(self, settings: TrainingSettings) -> Trainer:
         """The trainer as the newest checkpoint holds it, or as the loaded model begins."""
         lora = self._lora if self._lora_fixed else settings.lora
-        policy = make_policy(self._loaded, lora, settings.seed)
+        policy = make_policy(self.loaded, lora, settings.seed)
         folder = self._checkpoints.get(self.version)
         if folder is not None:
             policy.load(folder)
         saved = read_optimizer(folder or self._origin_folder)
         policy.overwrite((name, saved[f"weights.{name}"]) for name in policy.trained if f"weights.{name}" in saved)
-        optimizer = _adamw(policy.trained, self._loaded.device)
+        optimizer = _adamw(policy.trained, self.loaded.device)
         for name, parameter in policy.trained.items():
             if f"exp_avg.{name}" in saved:
                 optimizer.state[parameter] = {key: saved[f"{key}.{name}"].to(parameter.device) for key in MOMENTS}
@@ -166,8 +157,8 @@ class Learner:
         if self._reference is None:
             began = self._origin.started_from
             same = self._origin.step == 0
-            dtype = str(self._loaded.dtype).removeprefix("torch.")
-            self._reference = self._loaded.module if same else load_model(began, str(self._loaded.device), dtype).module
+            dtype = str(self.loaded.dtype).removeprefix("torch.")
+            self._reference = self.loaded.module if same else load_model(began, str(self.loaded.device), dtype).module
         return self._reference
 
     def _write(self, trainer: Trainer, served: nn.Module) -> Path:
@@ -179,7 +170,7 @@ class Learner:
         state: dict[str, Tensor] = {}
         for name, parameter in trainer.policy.trained.items():
             state |= {f"{key}.{name}": value for key, value in trainer.optimizer.state[parameter].items()}
-            if self._loaded.dtype != torch.float32:
+            if self.loaded.dtype != torch.float32:
                 state[f"weights.{name}"] = parameter.detach()
         with atomically(target) as draft:
             trainer.policy.save(draft, served)
@@ -192,7 +183,7 @@ class Learner:
         """Its files, which are the same in every checkpoint."""
         if not self._tokenizer_files:
             with tempfile.TemporaryDirectory() as folder:
-                self._loaded.tokenizer.save_pretrained(folder)
+                self.loaded.tokenizer.save_pretrained(folder)
                 self._tokenizer_files = {
                     path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()
                 }

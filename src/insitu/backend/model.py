@@ -35,6 +35,11 @@ class LoadedModel:
     max_length: int
     source: str
 
+    @property
+    def vocabulary(self) -> int:
+        """Token ids lie below this."""
+        return self.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+
 
 def load_model(source: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
     """The model in a folder or of a hub name; a folder with a PEFT adapter is loaded over the base it names.

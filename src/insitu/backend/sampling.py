@@ -12,6 +12,8 @@ import torch
 
 GREEDY_BELOW = 1e-5
 """A temperature under this is 0: dividing by it would overflow."""
+HOTTEST = 1e6
+"""A temperature above this would leave float32; the distribution is uniform long before."""
 TOP_LOGPROBS = 20
 """The most alternatives the OpenAI API lets a request ask for."""
 

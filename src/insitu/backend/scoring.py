@@ -31,7 +31,7 @@ class Scorer:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._device, self._dtype = loaded.device, loaded.dtype
-        self._vocabulary = loaded.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        self._vocabulary = loaded.vocabulary
         self._ends_in_projection = self._try(loaded.module)
 
     def __call__(self, module: nn.Module, batch: MicroBatch) -> Scores:

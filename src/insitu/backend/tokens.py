@@ -4,8 +4,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
 from insitu.errors import RequestRefused
 
 if TYPE_CHECKING:
@@ -13,6 +11,8 @@ if TYPE_CHECKING:
 
 _UNFINISHED = "�"
 _REMEMBERED_PROMPTS = 1024
+_SHORT = 16_384
+"""Characters of a prompt worth remembering: longer ones seldom recur, and a thousand of them would fill the memory."""
 
 
 class ChatTokenizer:
@@ -31,8 +31,10 @@ class ChatTokenizer:
         self._pieces: dict[int, tuple[str, list[int]]] = {}
         self.eos_token_ids = frozenset(eos_token_ids) | {tokenizer.eos_token_id} - {None}
 
-    def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **template: Any) -> list[int]:
-        """The prompt's token ids; `template` are further variables of the chat template. Refuses what it refuses."""
+    def prompt(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, variables: dict[str, Any] | None = None
+    ) -> list[int]:
+        """The prompt's token ids; `variables` are further ones of the chat template. Refuses what it refuses."""
         try:
             source = self._tokenizer.get_chat_template(tools=tools)
             rendered = self._render(
@@ -40,9 +42,9 @@ class ChatTokenizer:
                 tools=tools,
                 chat_template=source,
                 add_generation_prompt=True,
-                **(self._special | template),
+                **(self._special | (variables or {})),
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # a program of the model's author, run on whatever the client sent
             raise RequestRefused(
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error
@@ -52,7 +54,8 @@ class ChatTokenizer:
         ids = self._prompts.get(text)
         if ids is None:
             ids = self._fast.encode(text, add_special_tokens=False).ids
-            self._prompts[text] = ids
+            if len(text) <= _SHORT:
+                self._prompts[text] = ids
             if len(self._prompts) > _REMEMBERED_PROMPTS:
                 self._prompts.popitem(last=False)
         return ids
