@@ -53,9 +53,9 @@ class ChatTokenizer:
     def _encode(self, text: str) -> list[int]:
         ids = self._prompts.get(text)
         if ids is None:
-            ids = self._fast.encode(text, add_special_tokens=False).ids
-            if len(text) <= _SHORT:
-                self._prompts[text] = ids
+            if len(text) > _SHORT:  # only batches let go of the interpreter's lock
+                return self._fast.encode_batch([text], add_special_tokens=False)[0].ids
+            ids = self._prompts[text] = self._fast.encode(text, add_special_tokens=False).ids
             if len(self._prompts) > _REMEMBERED_PROMPTS:
                 self._prompts.popitem(last=False)
         return ids
