@@ -228,6 +228,16 @@ async def test_lanes_of_old_weights_are_dropped(folders):
             await engine.complete([1], [params(0, 2)], 9)
 
 
+async def test_old_weights_that_cannot_be_read_fail_only_who_asks_for_them(folders):
+    def module_at(version: int):
+        raise FileNotFoundError("step_000001 is gone")
+
+    async with running(folders["llama"], module_at=module_at) as engine:
+        with pytest.raises(FileNotFoundError):
+            await asyncio.wait_for(engine.complete([1], [params(0, 2)], 1), 10)
+        assert (await engine.complete([1], [params(0, 2)], None))[0].version == 0
+
+
 async def test_a_failing_step_fails_its_requests_and_nothing_else(folders):
     async with running(folders["llama"]) as engine:
         failing = engine._loaded.module.register_forward_pre_hook(_fail)
@@ -235,6 +245,48 @@ async def test_a_failing_step_fails_its_requests_and_nothing_else(folders):
             await engine.complete([1, 2], [params(0, 2)], None)
         failing.remove()
         assert len((await engine.complete([1, 2], [params(0, 2)], None))[0].tokens) == 2
+
+
+async def test_what_was_finished_before_a_step_failed_is_told(folders):
+    """One request ends with the token its prompt gives; then the other's decoding fails, in the same step."""
+
+    def fail_decoding(module, args, given):
+        if given["input_ids"].shape[1] == 1:
+            raise RuntimeError("out of memory")
+
+    async with running(folders["llama"]) as engine:
+        engine._loaded.module.register_forward_pre_hook(fail_decoding, with_kwargs=True)
+        short, long = await asyncio.gather(
+            *(asyncio.wait_for(engine.complete([1, 2], [params(0, n)], None), 10) for n in (1, 5)),
+            return_exceptions=True,
+        )
+    assert short[0].finish_reason == "length"
+    assert str(long) == "out of memory"
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_computed_frees_its_slot(folders):
+    """The prompt takes several steps, and the client is gone in the middle of the first."""
+    async with running(folders["llama"], max_batch=4) as engine:
+        loop = asyncio.get_running_loop()
+        leaving: list[asyncio.Task] = []
+        left = threading.Event()
+
+        def leave(module, args):
+            loop.call_soon_threadsafe(leaving[0].cancel)
+            left.wait(10)
+
+        for count in range(6):
+            hook = engine._loaded.module.register_forward_pre_hook(leave)
+            prompt = [count, *range(256), *range(200)]
+            leaving[:] = [asyncio.create_task(engine.complete(prompt, [params(0, 2)], None))]
+            with pytest.raises(asyncio.CancelledError):
+                await leaving[0]
+            hook.remove()
+            left.set()
+            await engine._compute.call(lambda: None)
+            left.clear()
+        await asyncio.wait_for(engine.complete([1, 2], [params(0, 2)], None), 10)
+        assert len(engine._lanes[0][0]._free) == 4
 
 
 def _fail(module, args):

@@ -156,7 +156,7 @@ class Engine:
                 request.loop = loop
             try:
                 lanes = self._lanes_of(requests[0].version)
-            except BackendError as error:
+            except Exception as error:  # a checkpoint that has gone or changed must not end the thread either
                 self._deliver([(request, error) for request in requests])
                 continue
             for request in requests:
@@ -183,14 +183,15 @@ class Engine:
 
     def _advance(self, lane: Lane) -> Sequence[tuple[Request, Piece | BaseException]]:
         """One step of a lane; when it fails, its requests get the error and the lane begins anew."""
+        told: list[tuple[Request, Piece | BaseException]] = []
         try:
             with torch.inference_mode():
-                return lane.step()
+                lane.step(told)
         except Exception as error:  # whatever a forward pass raises must not end the thread that serves the others
             logger.exception("version %d: a sampling step failed", lane.version)
-            requests = lane.requests
+            told += [(request, error) for request in lane.requests]
             lane.reset()
-            return [(request, error) for request in requests]
+        return told
 
     def _drop_idle(self) -> None:
         for version, lanes in list(self._lanes.items()):

@@ -142,16 +142,16 @@ class Lane:
     def requests(self) -> list[Request]:
         return [*self.waiting, *self.filling, *self.active.values()]
 
-    def step(self) -> list[tuple[Request, Piece]]:
-        """Compute one batch of prompts and one token of everything active; what there is to tell."""
+    def step(self, told: list[tuple[Request, Piece | BaseException]]) -> None:
+        """Compute one batch of prompts and one token of everything active; adds what there is to tell to `told`."""
         while self.waiting and self._free:
             request = self.waiting.popleft()
             request.slot = heapq.heappop(self._free)
             self.filling.append(request)
-        told = self._prefill() if self.filling else []
+        if self.filling:
+            told += self._prefill()
         if self.active:
             told += self._decode()
-        return told
 
     def _prefill(self) -> list[tuple[Request, Piece]]:
         """Advance prompts by what has been computed already, then by one forward pass over like parts of several.
@@ -160,10 +160,10 @@ class Lane:
         """
         ready: list[tuple[Request, Chunk]] = []
         batch: dict[tuple[int, ...], tuple[Request, Span]] = {}
+        for request in [request for request in self.filling if request.cancelled]:
+            self.filling.remove(request)
+            self._leave(request)
         for request in self.filling:
-            if request.cancelled:
-                self._leave(request)
-                continue
             chunk = self._reuse(request)
             if chunk is not None and request.computed == len(request.prompt):
                 ready.append((request, chunk))
@@ -173,7 +173,7 @@ class Lane:
                 batch.setdefault(tuple(request.prompt[: span.end]), (request, span))
         ready += self._forward(batch)
         done = {id(request) for request, _ in ready}
-        self.filling = [r for r in self.filling if id(r) not in done and not r.cancelled]
+        self.filling = [r for r in self.filling if id(r) not in done]
         return self._activate(ready) if ready else []
 
     def _reuse(self, request: Request) -> Chunk | None:
