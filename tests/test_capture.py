@@ -315,12 +315,13 @@ async def test_an_answer_without_what_training_needs(lacking: str, streamed: boo
 async def test_a_late_call_belongs_to_nobody(server: FakeOpenAI, caplog: pytest.LogCaptureFixture) -> None:
     async with model(server) as plain:
         with EpisodeScope(training=True, key=EpisodeKey("r", 1, "x", 0)) as scope:
-            late = asyncio.create_task(text_of(plain, "slow 0.2"))
+            late = [asyncio.create_task(text_of(plain, f"slow 0.{n}")) for n in (2, 3)]
             after = asyncio.create_task(asyncio.sleep(0.05, None))
             await after
-        assert await late == "echo: slow 0.2"
+        assert await asyncio.gather(*late) == ["echo: slow 0.2", "echo: slow 0.3"]
     assert scope.calls == []
-    assert scope.late_calls == 1
+    assert scope.late_calls == 2
+    assert [r.levelname for r in caplog.records if "came after its end" in r.message] == ["WARNING"]
     assert "r/1/x/0/0 came after its end" in caplog.text
 
 

@@ -43,6 +43,14 @@ class Recorder:
         self.server = server
         self.llm = llm
         self.error_type = error_type
+        self._warned = False
+
+    def refuse_late_call(self, scope: EpisodeScope) -> None:
+        """Count a request whose episode ended before its answer came; the first is a warning, for there may be many."""
+        scope.late_calls += 1
+        level, self._warned = logging.INFO if self._warned else logging.WARNING, True
+        name = scope.key.text() if scope.key else "a run"
+        logger.log(level, "a model call of %s came after its end and is not recorded: is a task left running?", name)
 
     def begin(self, method: str, path: str, content: bytes, scope: EpisodeScope | None = None) -> "Exchange | None":
         """Start a call of the current episode (or `scope`); None for all that is no such call."""
@@ -50,7 +58,7 @@ class Recorder:
         if scope is None or method != "POST" or not path.endswith("/chat/completions"):
             return None
         if scope.closed:
-            scope.refuse_late_call()
+            self.refuse_late_call(scope)
             return None
         if scope.capture_error is not None:
             raise scope.capture_error
@@ -157,7 +165,7 @@ class Exchange:
     def _finish(self, reply: dict[str, Any], headers: Mapping[str, str], error: str | None = None) -> None:
         self._open = False
         if self._scope.closed:
-            self._scope.refuse_late_call()
+            self._recorder.refuse_late_call(self._scope)
             return
         version = str(reply.get("policy_version", headers.get("x-policy-version")))
         sampling = {name: value for name, value in self._request.items() if name not in _NOT_SAMPLING}

@@ -10,7 +10,6 @@ belong to it.
 """
 
 import heapq
-import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection
@@ -21,8 +20,6 @@ from insitu.errors import CaptureError, WorkflowError
 from insitu.schemas.episodes import EpisodeKey, ModelCall
 from insitu.schemas.steps import IntermediateStep, IntermediateStepCategory, InvocationNode
 from insitu.workflow.steps import ROOT, IntermediateStepManager, Invocation, OnStep, Place, place
-
-logger = logging.getLogger(__name__)
 
 
 class Numbers:
@@ -107,12 +104,6 @@ class EpisodeScope:
             self.closed = True
             self.calls.sort(key=lambda call: call.index)
             self.step_manager.complete()
-
-    def refuse_late_call(self) -> None:
-        """Count a request whose episode ended before its answer came."""
-        self.late_calls += 1
-        name = self.key.text() if self.key else "a run"
-        logger.warning("a model call of %s came after its end and is not recorded", name)
 
     def record(self, call: ModelCall, invocation: Invocation | None) -> None:
         """Keep a call that has ended; step rewards now fall to it, in all functions it was made in."""
