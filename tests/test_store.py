@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from insitu.errors import InsituError
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.store import RUN_FILES, RunStore, call_records, restore_calls, set_aside
@@ -159,3 +160,11 @@ def episodes(draw: st.DrawFn) -> list[ModelCall]:
 def test_calls_come_back_as_they_were(calls: list[ModelCall]) -> None:
     stored = [orjson.loads(orjson.dumps(record)) for record in call_records("e", calls)]
     assert restore_calls(stored) == calls
+
+
+def test_a_full_disk_is_told_by_the_name_of_the_file(tmp_path: Path) -> None:
+    store = RunStore(tmp_path / "run")
+    (tmp_path / "run" / "episodes.jsonl").symlink_to("/dev/full")
+    with pytest.raises(InsituError, match=r"run/episodes\.jsonl cannot be written: No space left on device"):
+        store.append("episodes.jsonl", [{"episode": "x"}])
+    store.close()

@@ -62,4 +62,7 @@ def main() -> None:
     except InsituError as error:
         print(f"failed: {error}", file=sys.stderr)
         sys.exit(1)
+    except OSError as error:  # a full disk, a file that cannot be written: the system's sentence says it all
+        print(f"failed: {error}", file=sys.stderr)
+        sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

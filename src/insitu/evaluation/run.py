@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import orjson
@@ -63,6 +64,8 @@ class EvaluationRun:
         names = loaded.names(EVALUATOR)
         if not names:
             raise ConfigError(f"{loaded.source} has no evaluators: nothing would be scored")
+        if self.config.write_output:
+            writable_folder(loaded.eval.folder, "eval.general.output_dir")
         evaluators = {name: await builder.get_evaluator(name) for name in names}
         items = [row.model_copy(update={"rep": rep}) for row in rows for rep in range(self.config.reps)]
         await self._run_workflow(loaded, builder, items)
@@ -93,9 +96,18 @@ class EvaluationRun:
                     self._on_episode(episode)
 
 
+def writable_folder(folder: Path, key: str) -> None:
+    """Make `folder`, and raise ConfigError, naming its key, if nothing can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot write to {folder}: {error.strerror}") from error
+
+
 def write_files(output: EvaluationRunOutput, folder: Path) -> None:
     """`workflow_output.json` and a file for each evaluator, each whole or not there; their paths go into `output`."""
-    folder.mkdir(parents=True, exist_ok=True)
     records = [_workflow_record(item) for item in output.eval_input.eval_input_items]
     output.workflow_output_file = write_json(folder / "workflow_output.json", records)
     output.evaluator_output_files = [

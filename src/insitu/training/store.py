@@ -11,6 +11,7 @@ backend/                 what the embedded backend wrote: its log and checkpoint
 The first line of episodes, calls and groups names the format: {"format": 1}.
 """
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -19,10 +20,12 @@ from typing import IO, Any
 
 import orjson
 
-from insitu.errors import ConfigError
-from insitu.evaluation.run import dump_json, write_json
+from insitu.errors import ConfigError, InsituError
+from insitu.evaluation.run import dump_json, writable_folder, write_json
 from insitu.schemas.episodes import FORMAT_VERSION, Episode, ModelCall
 from insitu.trajectories.builder import GroupRecord
+
+logger = logging.getLogger(__name__)
 
 RUN_FILES = ("run.json", "episodes.jsonl", "training_metrics.jsonl", "reward_history.json", "validation_history.json")
 
@@ -39,7 +42,10 @@ def set_aside(folder: Path) -> Path | None:
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
-    folder.rename(target)
+    try:
+        folder.rename(target)
+    except OSError as error:
+        raise ConfigError(f"output_dir: {folder} cannot be moved to {target}: {error.strerror}") from error
     return target
 
 
@@ -48,15 +54,18 @@ class RunStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        writable_folder(folder, "finetuning.output_dir")
         self._files: dict[str, IO[bytes]] = {}
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        self._files.clear()
+        while self._files:
+            name, file = self._files.popitem()
+            try:
+                with file:
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:  # the others are closed all the same, and whatever ended the run is told
+                logger.error("%s could not be written to its end: %s", self.folder / name, error)
 
     def append(self, name: str, records: Iterable[Any]) -> None:
         """Add lines to a file of records, opened with the format's version; whole lines reach the file at once."""
@@ -67,8 +76,11 @@ class RunStore:
             file = self._files[name] = path.open("ab")
             if fresh and name != "training_metrics.jsonl":  # documented: a line per epoch and nothing else
                 file.write(_line({"format": FORMAT_VERSION}))
-        file.write(b"".join(map(_line, records)))
-        file.flush()
+        try:
+            file.write(b"".join(map(_line, records)))
+            file.flush()
+        except OSError as error:
+            raise InsituError(f"{self.folder / name} cannot be written: {error.strerror}") from error
 
     def write(self, name: str, data: Any) -> Path:
         """Replace a whole JSON file."""
