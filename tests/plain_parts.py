@@ -72,6 +72,11 @@ class Parts:
                 raise SystemExit(0)
             case "hang":
                 await asyncio.sleep(60)
+            case "stubborn":
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    return "too late"
             case "cancelled":
                 task = asyncio.create_task(asyncio.sleep(60))
                 task.cancel()

@@ -171,8 +171,11 @@ def test_a_training_run_with_a_wrong_dataset_ends_before_anything_is_started(wri
     assert_refused(insitu("finetune", "--config_file", path), "row 1: the question key 'question'")
     dead = insitu("finetune", "--config_file", project(write, **training))
     assert dead.returncode == 1
-    assert "failed: the backend at http://127.0.0.1:9 does not answer" in dead.stderr
+    assert "failed: no answer from the backend at http://127.0.0.1:9" in dead.stderr
     assert "Traceback" not in dead.stderr
+    (tmp_path / "file").write_text("")
+    taken = insitu("finetune", "--config_file", path, "-o", "finetuning.output_dir", tmp_path / "file" / "run")
+    assert_refused(taken, "finetuning.output_dir: cannot write to ")
 
 
 # evaluating
@@ -204,3 +207,18 @@ def test_what_could_not_be_scored_is_told(write: Any, says: str, code: int, mess
 def test_run_prints_the_answer(write: Any) -> None:
     done = insitu("run", "--config_file", project(write), "--input", "good day")
     assert (done.returncode, done.stdout) == (0, "GOOD DAY\n")
+
+
+def test_run_says_in_a_sentence_what_the_workflow_raised_and_where(write: Any) -> None:
+    for text, raised in (("raise oh no", "ValueError: oh no"), ("exit", "SystemExit: 0")):
+        done = insitu("run", "--config_file", project(write), "--input", text)
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"failed: the workflow raised {raised} ({TESTS / 'plain_parts.py'}, line ")
+        assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_first_episode(write: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = insitu("eval", "--config_file", project(write), "-o", "eval.general.output_dir", tmp_path / "file" / "out")
+    assert_refused(done, "eval.general.output_dir: cannot write to ")
+    assert done.stdout == ""

@@ -63,24 +63,26 @@ def scores(output: EvaluationRunOutput) -> list[Any]:
 
 
 async def test_a_failing_row_never_stops_the_others(bench: Bench) -> None:
-    bad = ["raise no number", "cancelled", "exit", "hang"]
+    bad = ["raise no number", "cancelled", "exit", "hang", "stubborn"]
     output = await bench.run(["a", *bad, "b"], max_concurrency=1, episode_timeout=0.5)
     items = output.eval_input.eval_input_items
-    assert [i.output_obj for i in items] == ["A", None, None, None, None, "B"]
+    assert [i.output_obj for i in items] == ["A", *[None] * 5, "B"]
     assert [i.error and i.error.partition(":")[0] for i in items] == [
         None,
         "ValueError",
         "CancelledError",
         "SystemExit",
         "EpisodeTimeout",
+        "EpisodeTimeout",
         None,
     ]
-    assert [i.reason for i in items[1:5]] == ["workflow_error"] * 3 + ["timeout"]
+    assert [i.reason for i in items[1:6]] == ["workflow_error"] * 3 + ["timeout"] * 2
     assert "no number" in str(items[1].error)
+    assert "plain_parts.py, line " in str(items[1].error)
     assert "episode_timeout: 0.5 s" in str(items[4].error)
     assert scores(output) == [1.0, 1.0]
     row = evaluation_table(output).columns
-    assert [next(iter(c.cells)) for c in row[3:]] == ["2", "6", "4", "0"]
+    assert [next(iter(c.cells)) for c in row[3:]] == ["2", "7", "5", "0"]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +272,7 @@ async def test_the_documented_files(bench: Bench) -> None:
     assert set(records[0]) >= {"question", "answer", "intermediate_steps", "expected_intermediate_steps", "error"}
     assert records[0]["question"] == "a"
     assert [s["payload"]["event_type"] for s in records[0]["intermediate_steps"]] == ["FUNCTION_START", "FUNCTION_END"]
-    assert records[2]["error"] == "ValueError: b"
+    assert records[2]["error"].startswith("ValueError: b (")
     written = json.loads(output.evaluator_output_files[0].read_text())
     assert [(i["id"], i["rep"], i["score"]) for i in written["eval_output_items"]] == [("row 0", 0, 1), ("row 0", 1, 1)]
     assert sorted(p.name for p in bench.output.iterdir()) == ["exact_output.json", "workflow_output.json"]

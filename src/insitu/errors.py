@@ -13,6 +13,17 @@ InsituError
     └── JobFailed            the backend took the job and could not finish it
 """
 
+import os
+from traceback import walk_tb
+
+
+def told(error: BaseException) -> str:
+    """What somebody else's code raised, in a line: the exception, and where it left the code that is theirs."""
+    places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    own = [place for place in places if f"{os.sep}lib{os.sep}python" not in place[0]]  # no library
+    place = (own or places)[-1:]
+    return f"{type(error).__name__}: {error}" + "".join(f" ({file}, line {line})" for file, line in place)
+
 
 class InsituError(Exception):
     """The root: everything below it is an expected failure with a message meant for the user."""

@@ -22,7 +22,7 @@ from enum import StrEnum
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
-from insitu.errors import ConfigError, PluginError
+from insitu.errors import ConfigError, InsituError, PluginError, told
 from insitu.schemas.components import (
     DatasetBaseConfig,
     EvaluatorBaseConfig,
@@ -300,11 +300,18 @@ class Builder:
         registration = registry.find(kind, config.type)
         if registration is None:
             raise ConfigError(registry.unknown(kind, f"{kind.section}.{name}: _type", config.type))
-        made = registration.factory(config, self)
-        if hasattr(made, "__aenter__"):
-            made = await self._stack.enter_async_context(made)
-        elif inspect.isawaitable(made):
-            made = await made
+        where = "workflow" if name == "<workflow>" else f"{kind.section}.{name}"
+        try:
+            made = registration.factory(config, self)
+            if hasattr(made, "__aenter__"):
+                made = await self._stack.enter_async_context(made)
+            elif inspect.isawaitable(made):
+                made = await made
+        except InsituError:
+            raise
+        except Exception as error:  # a plugin's factory may raise anything; say which one it was, and where
+            logger.debug("%s could not be built", where, exc_info=error)
+            raise PluginError(f"{where} (_type: {config.type}) could not be built: {told(error)}") from error
         if kind.finish is not None:
             module, _, function = kind.finish.partition(":")
             made = getattr(importlib.import_module(module), function)(name, config, made)

@@ -1,11 +1,14 @@
 """The command `run`."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import click
 
 from insitu.cli import options
+
+logger = logging.getLogger(__name__)
 
 
 @click.command("run")
@@ -22,6 +25,7 @@ def command(config_file: Path, text: str, checkpoint: Path | None, override: tup
 
 async def _run(config_file: Path, text: str, checkpoint: Path | None, override: tuple[tuple[str, str], ...]) -> Any:
     from insitu.config import load_config
+    from insitu.errors import InsituError, WorkflowError, told
     from insitu.registry import Builder
     from insitu.schemas.episodes import EpisodeKey
     from insitu.training.runtime import serve_policy
@@ -32,4 +36,10 @@ async def _run(config_file: Path, text: str, checkpoint: Path | None, override: 
         workflow = await builder.get_workflow()
         seed = EpisodeKey("run", 0, "input", 0).seed(config.general.seed)
         with EpisodeScope(seed=seed, input_message=text, is_evaluating=True).activate():
-            return await workflow.ainvoke(text, to_type=str)
+            try:
+                return await workflow.ainvoke(text, to_type=str)
+            except InsituError:
+                raise
+            except (Exception, SystemExit) as error:  # user code may raise anything; with -vv all of it is shown
+                logger.debug("the workflow failed", exc_info=error)
+                raise WorkflowError(f"the workflow raised {told(error)}") from error

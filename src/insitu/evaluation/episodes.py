@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from insitu.errors import BackendUnavailable, CaptureError, EpisodeTimeout, WorkflowError
+from insitu.errors import BackendUnavailable, CaptureError, EpisodeTimeout, InsituError, WorkflowError, told
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.workflow.context import EpisodeScope
@@ -64,9 +64,12 @@ async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, rules: E
     try:
         with scope.activate():
             async with asyncio.timeout(rules.timeout) as limit:
-                episode.output = await workflow.ainvoke(item.input_obj)
+                output = await workflow.ainvoke(item.input_obj)
+            if limit.expired():
+                raise TimeoutError  # the workflow caught its cancellation and went on
         if scope.capture_error is not None:
             raise scope.capture_error
+        episode.output = output
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # user code: what it raises is its failure
         if being_cancelled(error):
             raise
@@ -76,7 +79,8 @@ async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, rules: E
             error = scope.capture_error
         episode.outcome = Outcome.FAILED
         episode.reason, passing = classify(error)
-        episode.error = f"{type(error).__name__}: {error}"
+        own = episode.reason is DropReason.WORKFLOW_ERROR and not isinstance(error, InsituError)
+        episode.error = told(error) if own else f"{type(error).__name__}: {error}"
         logger.debug("episode %s", key.text(), exc_info=error)
     episode.seconds = time.perf_counter() - started
     episode.failed_requests = dict(scope.failed_attempts)
