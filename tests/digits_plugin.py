@@ -1,10 +1,11 @@
 """A small workflow for tests of whole runs: the model answers, the evaluator likes large digits.
 
-A row's question says what happens: {"say": text} asks the model; "earn" is its step reward; "raise" and "hang" fail
-each in its way; "score" is what the evaluator gives, "nan" and "none" among it.
+A row's question says what happens: {"say": text} asks the model; "earn" is its step reward; "raise", "hang" and
+"block" fail each in its way; "score" is what the evaluator gives, "nan" and "none" among it.
 """
 
 import asyncio
+import time
 from typing import Any
 
 from insitu.registry import Builder, EvaluatorInfo, register_evaluator, register_function
@@ -28,6 +29,8 @@ async def ask(config: AskConfig, builder: Builder):
             Context.get().reward(question["earn"])
         if "raise" in question:
             raise RuntimeError(question["raise"])
+        if "block" in question:
+            time.sleep(600)  # noqa: ASYNC251 (it is the mistake to be made)
         if "hang" in question:
             await asyncio.sleep(600)
         return f"{question.get('score', '')}|{reply.choices[0].message.content}"

@@ -198,6 +198,21 @@ def test_a_dead_backend_is_named(project: Path) -> None:
     assert "http://127.0.0.1:9" in err
 
 
+def test_what_can_be_no_backend_is_refused_before_the_earlier_run_is_moved(project: Path) -> None:
+    (project / "run").mkdir()
+    (project / "run/run.json").write_text("{}")
+    for backend, message in (
+        ("url: 127.0.0.1:9", "url is '127.0.0.1:9'; it must begin with http://"),
+        ("model: ./no/such/model", "the trainer adapter's model: 'no/such/model' does not exist"),
+        (f"model: {MODEL}\n    dtype: float99", "dtype"),
+    ):
+        (project / "config.yml").write_text(CONFIG.format(backend=backend))
+        code, _, err = run(project)
+        assert code == 2, err
+        assert message in err
+    assert (project / "run/run.json").exists()
+
+
 def test_a_model_that_cannot_be_loaded_shows_the_end_of_the_log(project: Path) -> None:
     (project / "empty").mkdir()
     (project / "config.yml").write_text(CONFIG.format(backend="model: empty"))
@@ -241,6 +256,23 @@ def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signal
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == code
+    backend.wait(timeout=15)
+
+
+def test_a_second_interrupt_ends_a_run_whose_workflow_blocks_the_event_loop(project: Path) -> None:
+    write_rows(project, [{"say": "a", "block": True}])
+    process = start(project)
+    backend = backend_of(process)
+    deadline = time.monotonic() + 60
+    while not (project / "run/run.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(1.5)  # the first answer has come, and the workflow blocks
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    _, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (130, "interrupted\n")
     backend.wait(timeout=15)
 
 

@@ -5,7 +5,7 @@ import gzip
 import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import orjson
@@ -39,15 +39,15 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     model: str | None = None
     """A folder or hub name: the adapter starts `insitu backend` with it on a free port."""
     url: str | None = None
-    """The address of a backend that runs already; exactly one of model and url is given."""
+    """The address of a backend that runs already, with http:// or https://; exactly one of model and url is given."""
     api_key: SecretStr | None = None
     """The token of that backend."""
     name: str = "policy"
     """The name the model is served under."""
     device: str = "auto"
     """cpu, cuda, or auto."""
-    dtype: str = "auto"
-    """float32, bfloat16, or auto."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What the model is held and sampled in; auto: float32 on a CPU, the model's own elsewhere."""
     startup_timeout: float = Field(default=300.0, gt=0)
     """Seconds a backend may take to load its model."""
     training: TrainingOptions = Field(default_factory=TrainingOptions)
@@ -57,6 +57,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     def _model_or_url(self) -> "InsituAdapterConfig":
         if (self.model is None) == (self.url is None):
             raise ValueError("give exactly one of model (a folder or hub name) and url (a backend that runs already)")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url is {self.url!r}; it must begin with http:// or https://")
         return self
 
 
@@ -70,31 +72,38 @@ class InsituTrainerAdapter(TrainerAdapter):
         self._process: BackendProcess | None = None
         self._session: aiohttp.ClientSession | None = None
         self._address = adapter_config.url.rstrip("/") if adapter_config.url else ""
+        self._model = self._find(adapter_config.model) if adapter_config.model else None
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
-        if self.config.model is not None and self._process is None:
+        if self._model is not None and self._process is None:
             folder = Path(run_config.output_dir) / "backend"
-            self._process = BackendProcess(self._arguments(self.config.model, folder), folder / "backend.log")
+            self._process = BackendProcess(self._arguments(self._model, folder), folder / "backend.log")
             self._address = await self._process.start(self.config.startup_timeout)
         if self._session is None:
             headers = {"Authorization": f"Bearer {self._token()}"}
             self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(sock_connect=10))
-        if not await self.is_healthy():
-            raise BackendUnavailable(f"the backend at {self._address} does not answer: is it running?")
+        try:
+            await self._request("GET", "/health")
+        except RequestRefused as error:
+            raise BackendUnavailable(f"{self._address} is no insitu backend: {error}") from error
 
     def _token(self) -> str:
         if self._process is not None:
             return self._process.token
         return self.config.api_key.get_secret_value() if self.config.api_key else "none"
 
-    def _arguments(self, model: str, folder: Path) -> list[str]:
+    def _find(self, model: str) -> str:
+        """The folder that is meant, or `model` itself if it can be a hub name."""
         try:
-            model = str(self._loaded.find_path(model, "trainer_adapters: model"))
+            return str(self._loaded.find_path(model, "the trainer adapter's model"))
         except ConfigError as error:
             if model.startswith((".", "/", "~")) or model.count("/") > 1:
                 raise
             logger.info("%s; taking it for a hub name", error)
+            return model
+
+    def _arguments(self, model: str, folder: Path) -> list[str]:
         config = self.config
         options = {"model": model, "name": config.name, "port": 0, "device": config.device, "dtype": config.dtype}
         return [t for k, v in (options | {"output_dir": folder}).items() for t in (f"--{k}", str(v))]

@@ -111,7 +111,7 @@ class Config:
     def find_path(self, path: str | Path, key: str) -> Path:
         """An input file or folder: from the working directory first, then from the file's own folder."""
         path = Path(path).expanduser()
-        candidates = [path] if path.is_absolute() else [Path.cwd() / path, self.folder / path]
+        candidates = [*dict.fromkeys((Path.cwd() / path, self.folder / path))]  # one, if it is absolute
         for candidate in candidates:
             if candidate.exists():
                 return candidate

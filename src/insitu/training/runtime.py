@@ -2,11 +2,15 @@
 
 import asyncio
 import logging
+import os
 import signal
+import sys
+import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any, TypeVar
 
 from insitu.config import Config, load_config
@@ -121,13 +125,26 @@ def _validation(config: Config, asked: FinetuneRunConfig) -> ValidationConfig | 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
     """Run on uvloop where it is installed: half the cost of a request on the client's side.
 
-    SIGTERM ends it like Ctrl-C: everything is taken down, then KeyboardInterrupt is raised.
+    Ctrl-C and SIGTERM end it: everything is taken down, then KeyboardInterrupt is raised. The second of them ends the
+    process at once, for the first cannot be heard while a workflow blocks the event loop.
     """
 
     async def stoppable() -> T:
-        task = asyncio.current_task()
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        asked = False
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            nonlocal asked
+            if asked:
+                os.write(sys.stderr.fileno(), b"interrupted\n")
+                os._exit(130)  # a backend of ours ends by itself when this process is gone
+            asked = True
+            loop.call_soon_threadsafe(task.cancel)
+
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, stop)
+            signal.signal(signal.SIGTERM, stop)
         return await main
 
     try:
@@ -136,7 +153,12 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
         run = asyncio.run
     else:
         run = uvloop.run
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         return run(stoppable())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
