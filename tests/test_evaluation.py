@@ -85,6 +85,11 @@ async def test_a_failing_row_never_stops_the_others(bench: Bench) -> None:
     assert [next(iter(c.cells)) for c in row[3:]] == ["2", "7", "5", "0"]
 
 
+async def test_a_single_row_has_no_interval(bench: Bench) -> None:
+    row = evaluation_table(await bench.run(["a"])).columns
+    assert [next(iter(c.cells)) for c in row[1:4]] == ["1.0000", "none of one row", "1"]
+
+
 @pytest.mark.parametrize(
     ("text", "retries", "attempts", "succeeds"),
     [

@@ -276,6 +276,21 @@ def test_a_second_interrupt_ends_a_run_whose_workflow_blocks_the_event_loop(proj
     backend.wait(timeout=15)
 
 
+def test_an_epoch_that_trained_is_recorded_even_if_its_validation_is_interrupted(project: Path) -> None:
+    validation = "{dataset: rows.jsonl, reps: 100}"
+    process = start(project, "-o", "finetuning.num_epochs", "1", "-o", "finetuning.validation", validation)
+    deadline = time.monotonic() + 60
+    while not (project / "run/backend/checkpoints/step_000001").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert [m["policy_version"] for m in lines(project / "run/training_metrics.jsonl")] == [1]
+    assert [v["epoch"] for v in json.loads((project / "run/validation_history.json").read_text())] == [0]
+
+
 def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
     process = start(project, "-o", "finetuning.num_epochs", "500")
     backend = backend_of(process)

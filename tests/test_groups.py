@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 
 from insitu.algorithms.advantages import AdvantageConfig
+from insitu.config import Config
 from insitu.errors import TrajectoryError
+from insitu.registry import Builder
 from insitu.schemas.episodes import ModelCall
-from insitu.schemas.finetuning import EpisodeItemRole, Trajectory
+from insitu.schemas.finetuning import EpisodeItemRole, Trajectory, TrajectoryCollection
+from insitu.training.loop import InsituTrainer, InsituTrainerConfig
 from insitu.trajectories.groups import build_rows, call_advantages, dialogue, step_returns, targeted_calls, text_of
 
 CENTRED = AdvantageConfig(baseline="mean", scale="none")
@@ -154,6 +157,14 @@ def test_step_rewards_must_be_there_for_each_trained_call() -> None:
         call_advantages([trajectory(1.0, [0, 1], [1.0])], CENTRED, "step")
     with pytest.raises(TrajectoryError, match="nan"):
         call_advantages([trajectory(float("nan"), [0]), trajectory(1.0, [0])], CENTRED)
+
+
+@pytest.mark.parametrize("credit", ["episode", "step"])
+def test_a_group_of_one_is_left_out_whatever_the_credit(credit: Any) -> None:
+    trainer = InsituTrainer(InsituTrainerConfig(credit=credit), Builder(Config()))
+    collection = TrajectoryCollection(trajectories=[[trajectory(1.0, [0, 1], [0.0, 1.0])]], run_id="r")
+    trainer._weigh(collection)
+    assert (collection.trajectories, collection.dropped) == ([], {"single_member": 1})
 
 
 def test_rows_get_the_weights_of_their_calls() -> None:

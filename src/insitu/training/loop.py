@@ -29,7 +29,7 @@ from insitu.schemas.finetuning import (
     Trajectory,
     TrajectoryCollection,
 )
-from insitu.training.report import Report, plot
+from insitu.training.report import Report, counts, plot
 from insitu.training.store import RunStore, set_aside
 from insitu.training.validation import Validation
 from insitu.trajectories.builder import GroupRecord
@@ -107,11 +107,13 @@ class InsituTrainer(Trainer):
             ref = await self.run_epoch(epoch, self.run_id)
             if ref is not None:
                 statuses.append(await self._wait(epoch, ref))
-            validated = None
-            if self.validation is not None and (epoch % self.validation.config.interval == 0 or epoch == num_epochs):
-                validated = await self.validation.run(epoch)
-            self._metrics["seconds"]["validate"] = validated["seconds"] if validated else 0.0
-            self.log_progress(epoch, self._metrics)
+            try:
+                if self.validation is not None and (
+                    epoch % self.validation.config.interval == 0 or epoch == num_epochs
+                ):
+                    self._metrics["seconds"]["validate"] = (await self.validation.run(epoch))["seconds"]
+            finally:  # what has been trained is recorded, whatever becomes of its validation
+                self.log_progress(epoch, self._metrics)
             self.report.epoch(epoch, num_epochs, self._metrics)
         await self._conclude(statuses)
         return statuses
@@ -133,7 +135,7 @@ class InsituTrainer(Trainer):
             "seconds": {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         }
         if not any(t.rows for group in collection.trajectories for t in group):
-            self.report.note(f"epoch {epoch} trains nothing: {self._metrics['dropped']}")
+            self.report.note(f"epoch {epoch} trains nothing: all of it is left out")
             return None
         return await self.trainer_adapter.submit(collection)
 
@@ -160,7 +162,7 @@ class InsituTrainer(Trainer):
         if not collection.trajectories:
             first = errors.most_common(1)
             raise TrajectoryError(
-                f"epoch {epoch}: no episode can be trained on; left out: {collection.dropped}"
+                f"epoch {epoch}: no episode can be trained on; left out: {counts(collection.dropped)}"
                 + (f"; most often {first[0][0]}" if first else "")
             )
         return collection
@@ -180,9 +182,12 @@ class InsituTrainer(Trainer):
         if self.config.credit == "step":
             _leave_out_unrewarded(collection)
         for group in collection.trajectories:
+            if len(group) == 1:
+                flat[_row_id(group)] = str(DropReason.SINGLE_MEMBER)
+                continue
             advantages = call_advantages(group, self.config.advantages, self.config.credit, self.config.discount)
             if not any(a for of_episode in advantages for a in of_episode.values()):
-                flat[_row_id(group)] = str(DropReason.SINGLE_MEMBER if len(group) == 1 else DropReason.NO_VARIANCE)
+                flat[_row_id(group)] = str(DropReason.NO_VARIANCE)
                 continue
             build_rows(group, advantages)
         kept = _without(collection, flat)

@@ -1,6 +1,7 @@
 """What a run tells on the console, and its picture; everything here is read from what the store keeps."""
 
 import asyncio
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,10 @@ class Report:
         if "error" in record:
             self.note(f"validation at epoch {record['epoch']} FAILED: {record['error']}")
             return
-        low, high = record["ci95"]
         dropped = f", left out: {counts(record['dropped'])}" if record["dropped"] else ""
         self.note(
             f"validation at epoch {record['epoch']}: {record['avg_reward']:.3f} "
-            f"(95 % CI {low:.3f} to {high:.3f}, n = {record['num_examples']}{dropped})"
+            f"(95 % CI {_interval(*record['ci95'])}, n = {record['num_examples']}{dropped})"
         )
 
     def epoch(self, number: int, last: int, m: Mapping[str, Any]) -> None:
@@ -93,22 +93,20 @@ class Report:
         if best is not None:
             rows.append(("best", best))
         for name, record in rows:
-            low, high = record["ci95"]
             version, n = record.get("policy_version"), record["num_examples"]
             table.add_row(
                 name,
                 str(record["epoch"]),
                 "?" if version is None else str(version),
                 f"{record['avg_reward']:.3f}",
-                f"{low:.3f} to {high:.3f}",
+                _interval(*record["ci95"]),
                 str(n),
                 counts(record["dropped"]) or "none",
             )
         if rows:
             self.console.print(table)
-        self.note(
-            f"files: {folder}/  (validation_history.json, training_metrics.jsonl, reward_plot.png, episodes.jsonl ...)"
-        )
+        names = ("validation_history.json", "training_metrics.jsonl", "reward_plot.png", "episodes.jsonl")
+        self.note(f"files: {folder}/  ({', '.join(name for name in names if (folder / name).exists())} ...)")
 
 
 def evaluation_table(output: EvaluationRunOutput) -> Table:
@@ -122,10 +120,14 @@ def evaluation_table(output: EvaluationRunOutput) -> Table:
         mean, interval = "-", "-"
         if rows:
             estimate = mean_ci95([sum(scores) / len(scores) for scores in rows.values()])
-            mean, interval = f"{estimate.mean:.4f}", f"{estimate.low:.4f} to {estimate.high:.4f}"
+            mean, interval = f"{estimate.mean:.4f}", _interval(estimate.low, estimate.high, 4)
         unscored = len(result.eval_output_items) - scored
         table.add_row(name, mean, interval, str(len(rows)), str(len(items)), str(failed), str(unscored))
     return table
+
+
+def _interval(low: float, high: float, digits: int = 3) -> str:
+    return f"{low:.{digits}f} to {high:.{digits}f}" if math.isfinite(low) else "none of one row"
 
 
 def counts(dropped: Mapping[str, int]) -> str:
