@@ -1,6 +1,7 @@
 """The learner on tiny models: what a job does to weights, optimiser, checkpoints and metrics."""
 
 import contextlib
+import copy
 import itertools
 import json
 import math
@@ -13,16 +14,13 @@ from tiny_models import save_tiny_model
 
 from insitu.backend.batches import Row, lay_out, micro_batches, optimiser_steps
 from insitu.backend.learner import Learner
-from insitu.backend.model import LoadedModel, clone, load_model
+from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.scoring import Scorer
 from insitu.backend.updates import learning_rate
-from insitu.errors import JobFailed, RequestRefused
+from insitu.errors import BackendError, JobFailed, RequestRefused
 from insitu.schemas.wire import TrainingSettings
 
 LORA = {"rank": 4, "alpha": 8}
-
-# peft asks transformers by a name of old
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -132,9 +130,7 @@ def test_many_logits_are_computed_in_chunks(llama, monkeypatch):
     batch = lay_out(rows, llama.device)
 
     def gradients() -> tuple[torch.Tensor, ...]:
-        module = clone(llama.module)
-        module.load_state_dict({k: v.clone() for k, v in llama.module.state_dict().items()}, assign=True)
-        module.requires_grad_(True)
+        module = copy.deepcopy(llama.module).requires_grad_(True)
         scores = Scorer(llama)(module, batch)
         return (scores.logprobs_N, *torch.autograd.grad(scores.logprobs_N.sum(), list(module.parameters())))
 
@@ -302,6 +298,36 @@ def test_the_first_job_fixes_the_adapters(llama, tmp_path):
     with pytest.raises(RequestRefused):
         foreign.check(TrainingSettings(lora={"rank": 8, "alpha": 8}))
     train(foreign, make_rows(llama.module), lora=LORA)
+
+
+def test_dropout_is_the_seeds_alone_and_new_at_every_step(llama, tmp_path):
+    lora = LORA | {"dropout": 0.5}
+    rows = make_rows(llama.module, 40)
+    a, b = (train(Learner(llama, tmp_path / name), rows, lora=lora, micro_batch_tokens=30)[0] for name in "ab")
+    assert same(weights(a.module), weights(b.module))
+    learner = Learner(load_model(str(a.checkpoint), "cpu"), tmp_path / "c")
+    _, events = train(learner, rows, lora=lora, learning_rate=0.0, passes=3)
+    assert len({event.metrics["entropy"] for event in events if event.metrics}) == 3
+
+
+def test_training_goes_on_in_another_folder_and_without_the_starting_model(tmp_path, monkeypatch):
+    """Adapters over a base given by a relative path, targets named in another order; then all weights."""
+    save_tiny_model(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    rows = make_rows(load_model("base", "cpu").module)
+    asked = LORA | {"target_modules": ["v_proj", "q_proj"]}
+    adapters, _ = train(Learner(load_model("base", "cpu"), tmp_path / "a"), rows, lora=asked)
+    full, _ = train(Learner(load_model("base", "cpu"), tmp_path / "b"), rows)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (adapters.checkpoint / "training.json").unlink()  # as any other peft folder
+    train(Learner(load_model(str(adapters.checkpoint), "cpu"), tmp_path / "c"), rows, lora=asked)
+    resumed = Learner(load_model(str(full.checkpoint), "cpu"), tmp_path / "d")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    result, _ = train(resumed, rows)
+    assert (result.version, result.metrics["kl"]) == (1, None)
+    with pytest.raises(BackendError, match="no folder"):
+        train(resumed, rows, kl={"beta": 0.1})
 
 
 @pytest.mark.parametrize("lora", [None, LORA | {"dropout": 0.1}])

@@ -214,4 +214,9 @@ def _same(asked: LoRASettings | None, held: LoRASettings | None) -> bool:
     if isinstance(asked.target_modules, str) and not isinstance(held.target_modules, str):
         # The adapter's file lists by name what `all-linear` stood for.
         asked = asked.model_copy(update={"target_modules": held.target_modules})
-    return asked == held
+    return _in_order(asked) == _in_order(held)
+
+
+def _in_order(lora: LoRASettings) -> LoRASettings:
+    targets = lora.target_modules
+    return lora if isinstance(targets, str) else lora.model_copy(update={"target_modules": sorted(targets)})

@@ -1,12 +1,12 @@
-"""Loads a Hugging Face causal language model with its tokenizer, and copies a model's trainable part."""
+"""Loads a Hugging Face causal language model with its tokenizer."""
 
 import contextlib
-import copy
 import json
-import logging
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,8 +15,6 @@ from insitu.errors import BackendError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -49,6 +47,7 @@ def load_model(source: str, device: str = "auto", dtype: str = "auto") -> Loaded
     """
     where = _device(device)
     base, adapter = _base_and_adapter(source)
+    base = str(Path(base).resolve()) if Path(base).exists() else base  # checkpoints of adapters name it
     config = _config(base)
     tokenizer = _tokenizer(source if adapter and _has_tokenizer(source) else base)
     kind = _dtype(dtype, where, config)
@@ -56,21 +55,10 @@ def load_model(source: str, device: str = "auto", dtype: str = "auto") -> Loaded
     if adapter:
         from peft import PeftModel
 
-        with _explained(f"the adapter in {source} cannot be put on {base}"):
+        with _explained(f"the adapter in {source} cannot be put on {base}"), quiet_peft():
             module = PeftModel.from_pretrained(module, source)
     module.to(where).eval().requires_grad_(False)
     return LoadedModel(module, tokenizer, where, kind, _max_length(config, tokenizer), source)
-
-
-def clone(module: nn.Module) -> nn.Module:
-    """A copy to be served while the original is trained on: trainable parameters are copied, all else is shared."""
-    shared: dict[int, Any] = {id(p): p for p in module.parameters() if not p.requires_grad}
-    shared |= {id(buffer): buffer for buffer in module.buffers()}
-    duplicate = copy.deepcopy(module, shared).eval()
-    for parameter in duplicate.parameters():
-        if id(parameter) not in shared:
-            parameter.requires_grad_(False)
-    return duplicate
 
 
 def _device(name: str) -> torch.device:
@@ -172,7 +160,16 @@ def _max_length(config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase"
 
 
 @contextlib.contextmanager
-def _explained(what: str):
+def quiet_peft() -> Iterator[None]:
+    """Without what peft says of itself: GPT-2's transposed projections found, transformers asked by a name of old."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
+        yield
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
     """Whatever a library raises while it reads what the user named, as one sentence."""
     try:
         yield

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from insitu.backend.model import LoadedModel
+from insitu.backend.model import LoadedModel, quiet_peft
 from insitu.errors import BackendError
 from insitu.schemas.wire import LoRASettings
 
@@ -144,11 +143,7 @@ def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Mod
         target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        # GPT-2 stores its projections transposed; peft finds that out by itself, and says so. The other one is peft
-        # asking transformers by a name of old.
-        warnings.filterwarnings("ignore", message="fan_in_fan_out")
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
+    with torch.random.fork_rng(), quiet_peft():
         torch.manual_seed(seed)
         try:
             return get_peft_model(with_weights(loaded.module, {}), config).eval()

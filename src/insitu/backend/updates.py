@@ -3,8 +3,11 @@
 Shapes: B rows of a micro-batch, K trained tokens of the row that has most, N trained tokens of all its rows.
 """
 
+import functools
 import itertools
+import logging
 import math
+import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,8 +21,10 @@ from insitu.backend.losses import PolicyBatch, kl_estimate, policy_loss, row_wei
 from insitu.backend.policy import Policy
 from insitu.backend.scoring import Scorer
 from insitu.backend.workers import Workers
-from insitu.errors import JobFailed
+from insitu.errors import BackendError, JobFailed
 from insitu.schemas.wire import TrainingSettings
+
+logger = logging.getLogger(__name__)
 
 CPU_MICRO_BATCH = 2048
 """Padded tokens of a micro-batch on a CPU at most: more do not run faster, and sampling waits for each."""
@@ -79,6 +84,7 @@ class Updates:
         self._trainer = trainer
         self._settings = settings
         self._rows = rows
+        self._dropout = random.Random(f"{settings.seed}|{settings.progress}")
         self._device = trainer.policy.loaded.device
         self._old: dict[int, np.ndarray] = {}  # by row: log-probabilities (K) of the policy at the start of the job
         self._budget = settings.micro_batch_tokens
@@ -88,8 +94,9 @@ class Updates:
     def run(self) -> Generator[Progress, None, dict[str, Any]]:
         """Yields after each micro-batch; returns the job's metrics. Raises JobFailed at a number that is not finite."""
         plan = optimiser_steps(self._rows, self._settings)
-        # Only what the first step does not train: the others' are what that step computes anyway.
-        for parts in self._rounds(set(range(len(self._rows))) - set(plan[0])):
+        # What the first step trains need not be computed before it does so itself, unless it drops inputs out.
+        computed_anyway = set() if self._policy.drops_out else set(plan[0])
+        for parts in self._rounds(set(range(len(self._rows))) - computed_anyway):
             self._workers.map(self._score_old, parts)
             yield Progress(0.0)
         steps: list[Step] = []
@@ -138,8 +145,9 @@ class Updates:
         done = 0
         self._optimizer.zero_grad()
         for parts in self._rounds(chosen):
-            with self._policy.dropout(self._settings.seed + done):
-                results = self._workers.map(lambda part: self._backward(part, weight_of), parts)
+            with self._policy.dropout(self._dropout.getrandbits(63)):
+                backward = functools.partial(self._backward, weight_of=weight_of)
+                results = self._workers.map(backward, parts, in_turn=self._policy.drops_out)
             for part, (sums, gradients) in zip(parts, results, strict=True):  # in this order, whoever was first
                 totals += sums
                 self._accumulate(gradients)
@@ -198,9 +206,13 @@ class Updates:
         return Step(tokens, sums, norm, self._optimizer.param_groups[0]["lr"])
 
     @torch.no_grad()
-    def _sampled_kl(self, chosen: list[int]) -> float:
+    def _sampled_kl(self, chosen: list[int]) -> float | None:
         total = 0.0
-        reference = self._trainer.reference()
+        try:
+            reference = self._trainer.reference()
+        except BackendError as error:  # a checkpoint of a model that is not here: no reason to lose the job
+            logger.warning("kl is not measured: %s", error)
+            return None
         for part in micro_batches(self._rows, chosen, self._budget):
             batch = lay_out([self._rows[index] for index in part], self._device)
             new_N, ref_N = (self._score(module, batch).logprobs_N for module in (self._policy.module, reference))

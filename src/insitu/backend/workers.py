@@ -27,9 +27,9 @@ class Workers:
         self._threads = cores // self.count if loaded.device.type == "cpu" else None
         self._pool = ThreadPoolExecutor(self.count, "insitu-training") if self.count > 1 else None
 
-    def map(self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """The results in the order of the items, at most `count` of them."""
-        if self._pool is None or len(items) < 2:
+    def map(self, fn: Callable[[T], R], items: Sequence[T], *, in_turn: bool = False) -> list[R]:
+        """The results in the order of the items, at most `count` of them; `in_turn` where all draw random numbers."""
+        if self._pool is None or len(items) < 2 or in_turn:
             return [fn(item) for item in items]
 
         def run(item: T) -> R:
