@@ -213,6 +213,25 @@ def test_what_can_be_no_backend_is_refused_before_the_earlier_run_is_moved(proje
     assert (project / "run/run.json").exists()
 
 
+def test_what_cannot_be_trained_is_refused_before_the_earlier_run_is_moved(project: Path) -> None:
+    (project / "run").mkdir()
+    (project / "run/run.json").write_text("{}")
+    held_out = (project / "config.yml").read_text().replace("score:", "other:").replace("name: score", "name: other")
+    (project / "held_out.yml").write_text(held_out)
+    for arguments, message in (
+        (["-o", "llms.player.seed", "3"], "llms.player.seed: with a fixed seed"),
+        (["-o", "finetuning.reward_function", "null"], "finetuning.reward_function is missing"),
+        (
+            ["--validation_dataset", "rows.jsonl", "--validation_config_file", "held_out.yml"],
+            "held_out.yml: the evaluator that gives the reward, 'score' does not exist; there is: other",
+        ),
+    ):
+        code, out, err = run(project, *arguments)
+        assert (code, out) == (2, "")
+        assert message in err
+    assert (project / "run/run.json").exists()
+
+
 def test_a_model_that_cannot_be_loaded_shows_the_end_of_the_log(project: Path) -> None:
     (project / "empty").mkdir()
     (project / "config.yml").write_text(CONFIG.format(backend="model: empty"))

@@ -17,7 +17,7 @@ from insitu.config import Config, load_config
 from insitu.errors import ConfigError, JobFailed
 from insitu.evaluation.datasets import load_dataset
 from insitu.interfaces import Trainer
-from insitu.registry import LLM, TRAINER_ADAPTER, Builder
+from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, Builder, not_found
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus, TrainingStatusEnum, ValidationConfig
 from insitu.training.validation import held_out_config
 
@@ -102,7 +102,14 @@ def _check_inputs(config: Config, asked: FinetuneRunConfig) -> None:
         raise ConfigError("result_json_path: this release takes the workflow's whole answer ('$')")
     load_dataset(config, asked.dataset)
     if config.finetuning.validation is not None:
-        load_dataset(held_out_config(config), config.finetuning.validation.dataset)
+        held_out, reward = held_out_config(config), config.finetuning.reward_function
+        load_dataset(held_out, config.finetuning.validation.dataset)
+        if reward is not None and reward.name not in held_out.names(EVALUATOR):
+            raise ConfigError(
+                not_found(
+                    f"{held_out.source}: the evaluator that gives the reward,", reward.name, held_out.names(EVALUATOR)
+                )
+            )
 
 
 def _validation(config: Config, asked: FinetuneRunConfig) -> ValidationConfig | None:

@@ -73,10 +73,11 @@ class EpisodesBuilder(TrajectoryBuilder):
         self._loaded: Config = builder.config  # type: ignore[assignment]
         self._rows: list[EvalInputItem] = []
         self._runs: dict[str, _Collection] = {}
+        self._check()
 
-    async def initialize(self, run_config: FinetuneConfig) -> None:
-        await super().initialize(run_config)
-        if run_config.reward_function is None:
+    def _check(self) -> None:
+        """ConfigError for what cannot be trained, before an earlier run is moved aside and a backend started."""
+        if self._loaded.finetuning.reward_function is None:
             raise ConfigError("finetuning.reward_function is missing: training needs the name of an evaluator")
         for llm in sorted(self._trained_llms()):
             if getattr(self._loaded.block(LLM, llm), "seed", None) is not None:
@@ -84,6 +85,9 @@ class EpisodesBuilder(TrajectoryBuilder):
                     f"llms.{llm}.seed: with a fixed seed all episodes of a group would sample the same; leave it out "
                     "(each episode gets a seed of its own, derived from general.seed)"
                 )
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        await super().initialize(run_config)
         asked = run_config.run_configuration
         self._rows = await asyncio.to_thread(load_dataset, self._loaded, asked.dataset if asked else None)
 
@@ -136,7 +140,7 @@ class EpisodesBuilder(TrajectoryBuilder):
 
     def _trained_llms(self) -> frozenset[str]:
         """The keys of `llms` whose calls are trained: the targeted model, else every policy, else all there are."""
-        target = self.run_config.target_model
+        target = self._loaded.finetuning.target_model
         blocks = {name: self._loaded.block(LLM, name) for name in self._loaded.names(LLM)}
         if target is not None:
             return frozenset(n for n, b in blocks.items() if target in (n, getattr(b, "model_name", None)))
