@@ -20,10 +20,18 @@ import openai
 import pytest
 from tiny_models import byte_tokenizer, save_tiny_model
 
-from insitu.backend.answers import ChatCompletion, ChatCompletionChunk
-from insitu.backend.chat import Message, template_messages
+from insitu.backend.answers import Answer, ChatCompletion, ChatCompletionChunk
+from insitu.backend.chat import ChatRequest, Message, template_messages
+from insitu.backend.compute import Compute
+from insitu.backend.engine import Engine
+from insitu.backend.lane import Piece
+from insitu.backend.model import load_model
+from insitu.backend.options import BackendOptions
+from insitu.backend.sampling import SamplingParams
+from insitu.backend.server import run
 from insitu.backend.tokens import ChatTokenizer, StopFinder, TextStream
 from insitu.backend.toolcalls import split_tool_calls
+from insitu.errors import BackendError
 
 TOKEN = "s3cret"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -344,7 +352,61 @@ def test_a_model_that_cannot_be_served_is_one_sentence_and_exit_code_1(tmp_path)
     assert "Traceback" not in done.stderr
 
 
-# --- text ----------------------------------------------------------------------------------------------------------
+def _broken_adapter(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{")
+    return folder
+
+
+def _broken_record(folder: Path) -> Path:
+    (save_tiny_model(folder) / "training.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "told"),
+    [
+        (_broken_adapter, {}, "adapter_config.json cannot be read"),
+        (_broken_record, {}, "training.json cannot be read"),
+        (save_tiny_model, {"output_dir": Path("/dev/null/out")}, "output_dir is /dev/null/out"),
+        (save_tiny_model, {"log_samples": Path("/dev/null/log")}, "log_samples is /dev/null/log"),
+    ],
+)
+async def test_what_cannot_be_read_or_written_is_told_at_the_start(tmp_path, model, options, told):
+    with pytest.raises(BackendError, match=told):
+        await run(BackendOptions(model=str(model(tmp_path / "model")), port=0, threads=1, **options), print)
+
+
+def test_a_stream_with_tools_gives_the_text_of_the_whole():
+    request = ChatRequest(model="policy", messages=HELLO, tools=[{"type": "function"}], stream=True)
+    call = '<tool_call>{"name": "look"}</tool_call>'
+    for text in (f"Let me see. \n {call}", "a \n <tool> b ", f" {call}", "open <tool_call>{", "  \n"):
+        tokens = ChatTokenizer(byte_tokenizer())
+        whole = Answer(request, [1], tokens).whole([Piece(0, text, [], "stop")])["choices"][0]["message"]
+        stream = Answer(request, [1], tokens)
+        parts = [Piece(0, letter, []) for letter in text] + [Piece(0, "", [], "stop")]
+        deltas = [stream.chunk(0, part)["choices"][0]["delta"] for part in parts]
+        assert "".join(delta["content"] or "" for delta in deltas) == (whole["content"] or "")
+        calls = [[call["function"] for call in each.get("tool_calls", [])] for each in (whole, deltas[-1])]
+        assert calls[0] == calls[1]
+
+
+async def test_the_end_of_a_turn_is_no_text_even_if_it_is_no_special_token(tmp_path):
+    loaded = load_model(str(save_tiny_model(tmp_path / "model")))
+    loaded.module.generation_config.eos_token_id = list(range(200))
+    compute = Compute()
+    compute.start()
+    engine = Engine(loaded, compute, lambda version: loaded.module)
+    try:
+        await engine.start()
+        params = SamplingParams(seed=1, max_tokens=50)
+        whole = (await engine.complete([1, 2, 3], [params], None))[0]
+        streamed = "".join([piece.text async for _, piece in engine.stream([1, 2, 3], [params], None)])
+    finally:
+        compute.close()
+    assert whole.finish_reason == "stop"
+    assert engine.tokens.decode([whole.tokens[-1].id])
+    assert whole.text == streamed
 
 
 def test_prompts_are_those_of_apply_chat_template():

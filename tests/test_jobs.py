@@ -163,6 +163,19 @@ async def test_a_failed_job_says_why_and_the_next_one_runs(loaded, tmp_path):
         assert (await backend.events(state["id"]))[-1]["policy_version"] == 1
 
 
+async def test_a_checkpoint_that_cannot_be_written_fails_its_job_only(loaded, tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    (tmp_path / "jobs").write_text("")
+    async with serving(loaded, tmp_path) as backend:
+        _, state = await backend.post(lines(MANY))
+        failed = (await backend.events(state["id"]))[-1]
+        assert (failed["status"], backend.learner.version, backend.published) == ("failed", 0, [])
+        assert "checkpoints" in failed["message"]
+        (tmp_path / "checkpoints").unlink()
+        _, state = await backend.post(lines(MANY))
+        assert (await backend.events(state["id"]))[-1]["policy_version"] == 1
+
+
 async def test_other_adapters_than_the_first_jobs_are_refused(loaded, tmp_path):
     async with serving(loaded, tmp_path) as backend:
         _, state = await backend.post(lines(MANY))

@@ -220,8 +220,7 @@ def _with_calls(finish_reason: str | None) -> str | None:
 
 
 def _possible_opening(text: str) -> int:
-    """Where a tool call begins in `text`, or may begin with its last characters."""
-    if OPENING in text:
-        return text.index(OPENING)
+    """Where a tool call begins in `text`, or may begin with its last characters, white space before it included."""
     longest = range(min(len(text), len(OPENING) - 1), 0, -1)
-    return len(text) - next((n for n in longest if text.endswith(OPENING[:n])), 0)
+    begun = len(text) - next((n for n in longest if text.endswith(OPENING[:n])), 0)
+    return len(text[: text.find(OPENING) if OPENING in text else begun].rstrip())

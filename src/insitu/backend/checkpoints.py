@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from insitu.errors import BackendError
 from insitu.schemas.wire import LoRASettings
 
 OPTIMIZER = "optimizer.safetensors"
@@ -38,7 +39,10 @@ class TrainingRecord(BaseModel):
 def read_record(source: str | Path) -> TrainingRecord | None:
     """What stands in a checkpoint folder's training.json; None for any other source."""
     path = Path(source) / RECORD
-    return TrainingRecord.model_validate_json(path.read_text()) if path.is_file() else None
+    try:
+        return TrainingRecord.model_validate_json(path.read_text()) if path.is_file() else None
+    except ValueError as error:  # pydantic's, and that of bytes that are no text
+        raise BackendError(f"{path} cannot be read: {error}") from error
 
 
 def read_optimizer(folder: Path) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from insitu.backend.engine import Engine
 from insitu.backend.http import JSON, error_body, read_body, refused_response
 from insitu.backend.lane import Piece
 from insitu.backend.sampling import SamplingParams
-from insitu.errors import RequestRefused
+from insitu.errors import BackendError, RequestRefused
 
 MAX_BODY = 16 * 2**20
 LONG_BODY = 2**16
@@ -32,7 +32,10 @@ class SampleLog:
     """Appends every completed choice to a file, one JSON line each."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        try:
+            self._file = path.open("ab")
+        except OSError as error:
+            raise BackendError(f"log_samples is {path}, which cannot be written: {error.strerror}") from error
 
     def __call__(self, prompt: list[int], params: Sequence[SamplingParams], pieces: Sequence[Piece]) -> None:
         for each, piece in zip(params, pieces, strict=True):

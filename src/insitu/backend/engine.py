@@ -102,7 +102,9 @@ class Engine:
             pieces = await asyncio.gather(*done)
         for piece, request in zip(pieces, requests, strict=True):
             if request.text is None:
-                piece.text = self.tokens.decode([token.id for token in piece.tokens])
+                ids = [token.id for token in piece.tokens]
+                ended = piece.finish_reason == "stop"  # by a token which, special or not, is no text
+                piece.text = self.tokens.decode(ids[:-1] if ended else ids)
         return pieces
 
     async def stream(

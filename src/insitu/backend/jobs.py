@@ -157,10 +157,13 @@ class Jobs:
         finished.append(trained)
 
     def _record(self, job: Job) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
         draft = self._folder / f".{job.state.id}.json"
-        draft.write_text(job.state.model_dump_json(indent=2) + "\n")
-        draft.rename(self._folder / f"{job.state.id}.json")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            draft.write_text(job.state.model_dump_json(indent=2) + "\n")
+            draft.rename(self._folder / f"{job.state.id}.json")
+        except OSError as error:  # a full disk: what the job did stands, and its state is still told over HTTP
+            logger.warning("the record of job %s was not written: %s", job.state.id, error)
 
 
 def training_routes(jobs: Jobs) -> list[Route]:

@@ -96,7 +96,8 @@ def _base_and_adapter(source: str) -> tuple[str, bool]:
             found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
             raise BackendError(f"{source} holds neither config.json nor adapter_config.json, but {found}")
         return source, False
-    base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    with _explained(f"{folder / 'adapter_config.json'} cannot be read"):
+        base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
     if not base:
         raise BackendError(f"{folder / 'adapter_config.json'} names no base model (base_model_name_or_path)")
     beside = folder / base

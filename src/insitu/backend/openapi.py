@@ -10,8 +10,9 @@ from starlette.routing import BaseRoute, Route
 from insitu.backend.answers import ChatCompletion, ChatCompletionChunk
 from insitu.backend.chat import ChatRequest
 from insitu.backend.http import ErrorBody
+from insitu.backend.uploads import JobHeader
 from insitu.schemas.episodes import TrainingRow
-from insitu.schemas.wire import JobState, TrainingSettings
+from insitu.schemas.wire import JobState
 
 
 class Health(BaseModel):
@@ -32,13 +33,6 @@ class ModelEntry(BaseModel):
 class ModelList(BaseModel):
     object: str
     data: list[ModelEntry]
-
-
-class JobHeader(BaseModel):
-    """The first line of a job."""
-
-    settings: TrainingSettings
-    num_rows: int
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,14 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 @contextlib.contextmanager
 def _folder(output_dir: Path | None) -> Iterator[Path]:
     if output_dir is not None:
-        output_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=output_dir):
+                pass
+        except OSError as error:
+            raise BackendError(
+                f"output_dir is {output_dir}, but nothing can be written there: {error.strerror}"
+            ) from error
         yield output_dir
     else:
         with tempfile.TemporaryDirectory(prefix="insitu-backend-") as folder:
