@@ -37,7 +37,8 @@ class LoRASettings(BaseModel):
     alpha: float = Field(default=32, gt=0)
     """The product is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the adapters' inputs set to 0 while training."""
+    """Share of the adapters' inputs set to 0 while training: then ratios and the gap to the sampler are off by it, and
+    results depend on micro_batch_tokens."""
     target_modules: str | list[str] = "all-linear"
     """The layers that get adapters: their names or the ends of them, or `all-linear`."""
 
