@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from insitu.algorithms.advantages import AdvantageConfig, group_advantages
-from insitu.backend.losses import PolicyBatch, policy_loss, row_weights
+from insitu.backend.training.losses import PolicyBatch, policy_loss, row_weights
 from insitu.schemas.wire import LossSettings
 
 TOLERANCE = 1e-6

@@ -20,17 +20,17 @@ import openai
 import pytest
 from tiny_models import byte_tokenizer, save_tiny_model
 
-from insitu.backend.answers import Answer, ChatCompletion, ChatCompletionChunk
-from insitu.backend.chat import ChatRequest, Message, template_messages
 from insitu.backend.compute import Compute
-from insitu.backend.engine import Engine
-from insitu.backend.lane import Piece
+from insitu.backend.inference.answers import Answer, ChatCompletion, ChatCompletionChunk
+from insitu.backend.inference.chat import ChatRequest, Message, template_messages
+from insitu.backend.inference.engine import Engine
+from insitu.backend.inference.lane import Piece
+from insitu.backend.inference.sampling import SamplingParams
+from insitu.backend.inference.tokens import ChatTokenizer, StopFinder, TextStream
+from insitu.backend.inference.toolcalls import split_tool_calls
 from insitu.backend.model import load_model
 from insitu.backend.options import BackendOptions
-from insitu.backend.sampling import SamplingParams
 from insitu.backend.server import run
-from insitu.backend.tokens import ChatTokenizer, StopFinder, TextStream
-from insitu.backend.toolcalls import split_tool_calls
 from insitu.errors import BackendError
 
 TOKEN = "s3cret"

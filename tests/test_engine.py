@@ -15,12 +15,12 @@ import torch
 from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM, T5Config
 
-from insitu.backend.cache import Chunk, PrefixCache
 from insitu.backend.compute import Compute
-from insitu.backend.engine import Engine
-from insitu.backend.lane import EngineOptions, Piece
+from insitu.backend.inference.cache import Chunk, PrefixCache
+from insitu.backend.inference.engine import Engine
+from insitu.backend.inference.lane import EngineOptions, Piece
+from insitu.backend.inference.sampling import Draws, SamplingParams, choice_seed, sample, uniforms
 from insitu.backend.model import load_model
-from insitu.backend.sampling import Draws, SamplingParams, choice_seed, sample, uniforms
 from insitu.errors import BackendError, RequestRefused
 
 Sampled = list[tuple[int, float]]

@@ -16,10 +16,10 @@ from tiny_models import save_tiny_model
 
 from insitu.backend.compute import Compute
 from insitu.backend.http import EXCEPTION_HANDLERS
-from insitu.backend.jobs import Jobs, training_routes
-from insitu.backend.learner import Learner
 from insitu.backend.model import load_model
-from insitu.backend.uploads import Limits, read_job
+from insitu.backend.training.jobs import Jobs, training_routes
+from insitu.backend.training.learner import Learner
+from insitu.backend.training.uploads import Limits, read_job
 from insitu.errors import RequestRefused
 
 SETTINGS = {"learning_rate": 0.01, "batch_rows": 4}

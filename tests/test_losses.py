@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from insitu.backend.losses import PolicyBatch, policy_loss, row_weights
+from insitu.backend.training.losses import PolicyBatch, policy_loss, row_weights
 from insitu.schemas.wire import LossSettings
 
 ROOT = Path(__file__).parent.parent

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny_models import save_tiny_model
 
-from insitu.backend.batches import Row, optimiser_steps
-from insitu.backend.learner import Learner
 from insitu.backend.model import load_model
+from insitu.backend.training.batches import Row, optimiser_steps
+from insitu.backend.training.learner import Learner
 from insitu.schemas.wire import TrainingSettings
 
 EVERYTHING = {

@@ -7,10 +7,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute, Route
 
-from insitu.backend.answers import ChatCompletion, ChatCompletionChunk
-from insitu.backend.chat import ChatRequest
 from insitu.backend.http import ErrorBody
-from insitu.backend.uploads import JobHeader
+from insitu.backend.inference.answers import ChatCompletion, ChatCompletionChunk
+from insitu.backend.inference.chat import ChatRequest
+from insitu.backend.training.uploads import JobHeader
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.wire import JobState
 

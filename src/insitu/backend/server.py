@@ -19,16 +19,16 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 import insitu
-from insitu.backend.completions import ChatCompletions, Models, SampleLog
 from insitu.backend.compute import Compute
-from insitu.backend.engine import Engine
 from insitu.backend.http import EXCEPTION_HANDLERS, JSON, TokenGate
-from insitu.backend.jobs import Jobs, training_routes
-from insitu.backend.lane import EngineOptions
-from insitu.backend.learner import Learner
+from insitu.backend.inference.completions import ChatCompletions, Models, SampleLog
+from insitu.backend.inference.engine import Engine
+from insitu.backend.inference.lane import EngineOptions
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.openapi import document
 from insitu.backend.options import BackendOptions
+from insitu.backend.training.jobs import Jobs, training_routes
+from insitu.backend.training.learner import Learner
 from insitu.errors import BackendError
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from insitu.backend.cache import Chunk, Plan, SlotCache
+from insitu.backend.inference.cache import Chunk, Plan, SlotCache
 from insitu.errors import BackendError
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from insitu.backend.sampling import HOTTEST, TOP_LOGPROBS, SamplingParams, choice_seed
+from insitu.backend.inference.sampling import HOTTEST, TOP_LOGPROBS, SamplingParams, choice_seed
 from insitu.errors import RequestRefused
 
 _LENIENT = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)

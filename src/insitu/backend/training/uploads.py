@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from insitu.backend.batches import Row
+from insitu.backend.training.batches import Row
 from insitu.errors import RequestRefused
 from insitu.schemas.wire import TrainingSettings
 

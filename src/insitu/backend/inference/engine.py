@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from insitu.backend.compute import Compute
-from insitu.backend.lane import EngineOptions, Lane, Piece, Request
+from insitu.backend.inference.lane import EngineOptions, Lane, Piece, Request
+from insitu.backend.inference.runner import Shapes, check_fits
+from insitu.backend.inference.sampling import SamplingParams
+from insitu.backend.inference.tokens import ChatTokenizer, StopFinder, TextStream
 from insitu.backend.model import LoadedModel
-from insitu.backend.runner import Shapes, check_fits
-from insitu.backend.sampling import SamplingParams
-from insitu.backend.tokens import ChatTokenizer, StopFinder, TextStream
 from insitu.errors import BackendError
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from torch import nn
 
-from insitu.backend.batches import Row
 from insitu.backend.compute import Compute
-from insitu.backend.learner import Learner, Trained
-from insitu.backend.updates import Progress
-from insitu.backend.uploads import Limits, read_job
+from insitu.backend.training.batches import Row
+from insitu.backend.training.learner import Learner, Trained
+from insitu.backend.training.updates import Progress
+from insitu.backend.training.uploads import Limits, read_job
 from insitu.errors import InsituError, RequestRefused
 from insitu.schemas.wire import JobState, TrainingSettings
 

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from insitu.backend.batches import Row
-from insitu.backend.checkpoints import (
+from insitu.backend.model import LoadedModel, load_model
+from insitu.backend.training.batches import Row
+from insitu.backend.training.checkpoints import (
     TrainingRecord,
     atomically,
     forget_optimizer,
@@ -19,11 +20,10 @@ from insitu.backend.checkpoints import (
     read_record,
     write_training,
 )
-from insitu.backend.model import LoadedModel, load_model
-from insitu.backend.policy import held_adapter, make_policy
-from insitu.backend.scoring import Scorer
-from insitu.backend.updates import Progress, Trainer, Updates
-from insitu.backend.workers import Workers
+from insitu.backend.training.policy import held_adapter, make_policy
+from insitu.backend.training.scoring import Scorer
+from insitu.backend.training.updates import Progress, Trainer, Updates
+from insitu.backend.training.workers import Workers
 from insitu.errors import JobFailed, RequestRefused
 from insitu.schemas.wire import LoRASettings, TrainingSettings
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from insitu.backend.chat import ChatRequest, FinishReason
-from insitu.backend.lane import Piece, Token
-from insitu.backend.tokens import ChatTokenizer
-from insitu.backend.toolcalls import OPENING, split_tool_calls
+from insitu.backend.inference.chat import ChatRequest, FinishReason
+from insitu.backend.inference.lane import Piece, Token
+from insitu.backend.inference.tokens import ChatTokenizer
+from insitu.backend.inference.toolcalls import OPENING, split_tool_calls
 
 _STRICT = ConfigDict(extra="forbid")
 

@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from insitu.backend.answers import Answer
-from insitu.backend.chat import ChatRequest, parse_request, template_messages
-from insitu.backend.engine import Engine
 from insitu.backend.http import JSON, error_body, read_body, refused_response
-from insitu.backend.lane import Piece
-from insitu.backend.sampling import SamplingParams
+from insitu.backend.inference.answers import Answer
+from insitu.backend.inference.chat import ChatRequest, parse_request, template_messages
+from insitu.backend.inference.engine import Engine
+from insitu.backend.inference.lane import Piece
+from insitu.backend.inference.sampling import SamplingParams
 from insitu.errors import BackendError, RequestRefused
 
 MAX_BODY = 16 * 2**20

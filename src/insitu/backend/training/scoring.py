@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from insitu.backend.batches import MicroBatch
 from insitu.backend.model import LoadedModel
+from insitu.backend.training.batches import MicroBatch
 
 CHUNK_ELEMENTS = 1 << 26
 """Of the logits held at once (N x V); beyond it they are computed chunk by chunk, and again for the gradient."""

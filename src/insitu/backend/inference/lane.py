@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from insitu.backend.cache import Chunk, PrefixCache
-from insitu.backend.runner import Runner, Shapes, Span, next_span, width_for
-from insitu.backend.sampling import Draws, Sampled, SamplingParams, sample
-from insitu.backend.tokens import ChatTokenizer, StopFinder, TextStream
+from insitu.backend.inference.cache import Chunk, PrefixCache
+from insitu.backend.inference.runner import Runner, Shapes, Span, next_span, width_for
+from insitu.backend.inference.sampling import Draws, Sampled, SamplingParams, sample
+from insitu.backend.inference.tokens import ChatTokenizer, StopFinder, TextStream
 
 
 @dataclass(frozen=True)

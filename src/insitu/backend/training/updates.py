@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from insitu.backend.batches import MicroBatch, Row, lay_out, micro_batches, optimiser_steps, place
-from insitu.backend.losses import PolicyBatch, kl_estimate, policy_loss, row_weights
-from insitu.backend.policy import Policy
-from insitu.backend.scoring import Scorer
-from insitu.backend.workers import Workers
+from insitu.backend.training.batches import MicroBatch, Row, lay_out, micro_batches, optimiser_steps, place
+from insitu.backend.training.losses import PolicyBatch, kl_estimate, policy_loss, row_weights
+from insitu.backend.training.policy import Policy
+from insitu.backend.training.scoring import Scorer
+from insitu.backend.training.workers import Workers
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.wire import TrainingSettings
 
