@@ -9,7 +9,6 @@ its own trajectory builder with token ids, logprobs, an evaluator, and every epi
 
 import asyncio
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import memory
 
 HERE = Path(__file__).parent
 ROWS, GENERATIONS, CONCURRENCY, LATENCY = 500, 8, 128, 0.02
@@ -46,21 +47,16 @@ class Meter:
     """Wall-clock, CPU and memory between its creation and `read`."""
 
     def __init__(self) -> None:
-        self.memory = resident_bytes()
+        self.memory = memory.resident()
         self.cpu = time.process_time()
         self.wall = time.perf_counter()
 
     def read(self) -> dict[str, float]:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
             "wall": time.perf_counter() - self.wall,
             "cpu": time.process_time() - self.cpu,
-            "kb_per_episode": (peak - self.memory) / 1024 / (ROWS * GENERATIONS),
+            "kb_per_episode": (memory.peak() - self.memory) / 1024 / (ROWS * GENERATIONS),
         }
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 async def bare_loop(call: Callable[[int], Awaitable[Any]]) -> dict[str, float]:

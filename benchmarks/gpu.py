@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import random
-import resource
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import memory
 import torch
 import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -238,7 +238,7 @@ def _peak_memory() -> float:
     """In GB: allocated on the GPU since the count was reset, or what this process ever held."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return memory.peak() / 1e9
 
 
 if __name__ == "__main__":

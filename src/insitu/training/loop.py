@@ -150,7 +150,7 @@ class InsituTrainer(Trainer):
         def on_group(record: GroupRecord) -> None:
             self.store.append_group(record, epoch)
 
-        self.report.begin(f"epoch {epoch}: playing", getattr(self.trajectory_builder, "episodes_per_epoch", None))
+        self.report.begin(f"epoch {epoch}: collecting", getattr(self.trajectory_builder, "episodes_per_epoch", None))
         try:
             meta = {"epoch": epoch, "on_episode": on_episode, "on_group": on_group}
             await self.trajectory_builder.start_run(run_id, meta)
