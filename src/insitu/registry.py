@@ -282,7 +282,7 @@ class Builder:
         token = _building.set((*_building.get(), key))
         try:
             made = await build()
-        except BaseException as error:
+        except BaseException as error:  # given to everyone who waits, then raised again
             self._live.pop(key, None)
             if isinstance(error, asyncio.CancelledError):
                 future.cancel()

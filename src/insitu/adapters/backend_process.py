@@ -46,7 +46,7 @@ class BackendProcess:
         except TimeoutError:
             await self.stop()
             raise BackendUnavailable(f"insitu backend was not ready after {patience:g} s; {self._tail()}") from None
-        except BaseException:
+        except BaseException:  # the process must not outlive a failed start; raised again
             await self.stop()
             raise
         logger.info("backend process %d at %s", self._process.pid, address)

@@ -53,7 +53,7 @@ class Backend:
         self.compute.start()
         try:
             await self.engine.start()
-        except BaseException:
+        except BaseException:  # the thread must not outlive a failed start; raised again
             self.compute.close()
             raise
 

@@ -121,7 +121,7 @@ class Function:
                 run.result = await self._info.single_fn(*args, **kwargs)
             else:
                 run.result = await self._collect(self._open_stream(args, kwargs))
-        except BaseException as error:
+        except BaseException as error:  # told by the closing step; raised again
             run.error = error
             raise
         finally:
@@ -145,7 +145,7 @@ class Function:
             async with aclosing(run.each(stream)) as pieces:
                 async for piece in pieces:
                     yield piece if to_type is None else self._convert(piece, to_type, "streams")
-        except BaseException as error:
+        except BaseException as error:  # told by the closing step; raised again
             run.error = error
             raise
         finally:

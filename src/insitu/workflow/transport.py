@@ -195,7 +195,7 @@ def _translated(http: Any, request: Any, exchange: Exchange | None) -> Iterator[
     """Tell the exchange of a failure, and raise aiohttp's errors as those of the client's library."""
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # counted as a failed attempt; raised again or translated
         name = _error_name(error)
         if exchange is not None:
             exchange.fail(name or type(error).__name__)

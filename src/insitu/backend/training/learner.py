@@ -87,7 +87,7 @@ class Learner:
                     except StopIteration as end:
                         return end.value
                 yield progress
-        except BaseException:
+        except BaseException:  # what a broken-off job left in memory is not gone on with; raised again
             self._trainer = None
             raise
 
