@@ -7,13 +7,11 @@
 The header `Idempotency-Key` names the job (run id and epoch): the same key never trains twice.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 _SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class KLSettings(BaseModel):
@@ -92,7 +90,7 @@ class TrainingOptions(LossSettings):
     """Share of the run over which the learning rate rises from 0 first."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's, of matrices only."""
-    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
+    betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients of a greater norm are scaled down to it."""
@@ -105,6 +103,13 @@ class TrainingOptions(LossSettings):
     """Padded tokens computed at once; changes memory and speed, not the result."""
     lora: LoRASettings | None = None
     """Low-rank adapters instead of all weights; fixed by the first job of a backend."""
+
+    @field_validator("betas")
+    @classmethod
+    def _decay(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("each of the two is at least 0 and below 1")
+        return betas
 
 
 class TrainingSettings(TrainingOptions):
