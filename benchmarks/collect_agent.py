@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from insitu.evaluation.evaluators import BaseEvaluator
 from insitu.registry import Builder, EvaluatorInfo, register_evaluator, register_function
-from insitu.schemas.components import EvaluatorBaseConfig, FunctionBaseConfig, LLMRef
-from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem
+from insitu.schemas.components import FunctionBaseConfig, LLMRef
+from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluatorBaseConfig
 from insitu.workflow.functions import FunctionInfo
 
 PARAMS = {"temperature": 1.0, "max_tokens": 16}

@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 from insitu.registry import Builder, EvaluatorInfo, register_evaluator, register_function
-from insitu.schemas.components import EvaluatorBaseConfig, FunctionBaseConfig, LLMRef
-from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem
+from insitu.schemas.components import FunctionBaseConfig, LLMRef
+from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem, EvaluatorBaseConfig
 from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo
 

@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field, SecretStr
 
 from insitu.errors import BackendUnavailable
 from insitu.registry import Builder, EvaluatorInfo, register_evaluator, register_function
-from insitu.schemas.components import EvaluatorBaseConfig, FunctionBaseConfig, FunctionRef, LLMRef
-from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem
+from insitu.schemas.components import FunctionBaseConfig, FunctionRef, LLMRef
+from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem, EvaluatorBaseConfig
 from insitu.workflow.context import Context
 
 

@@ -10,8 +10,19 @@ from pydantic import Field
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, PluginError
-from insitu.registry import EVALUATOR, FUNCTION, LLM, Builder, Registry, register_function, registry
-from insitu.schemas.components import EvaluatorBaseConfig, FunctionBaseConfig
+from insitu.registry import (
+    EVALUATOR,
+    FUNCTION,
+    LLM,
+    Builder,
+    Registry,
+    WorkflowBuilder,
+    register_function,
+    registry,
+)
+from insitu.schemas.components import FunctionBaseConfig
+from insitu.schemas.evaluation import EvaluatorBaseConfig
+from insitu.workflow.llms import OpenAIConfig
 
 events: list[str] = []
 
@@ -124,6 +135,22 @@ async def test_blocks_can_be_added(write: Any) -> None:
         made = await builder.add_function("extra", config)
         assert await builder.get_function("extra") is made
         assert builder.get_function_config("extra") is config
+        with pytest.raises(ConfigError, match=r"functions\.extra exists already"):
+            await builder.add_function("extra", config)
+        with pytest.raises(PluginError):
+            await builder.add_function("broken", LoggedConfig(fails=1))
+        await builder.add_function("broken", LoggedConfig())
+
+
+async def test_a_builder_needs_no_file_and_an_added_model_knows_its_name() -> None:
+    async with WorkflowBuilder() as builder:
+        config = OpenAIConfig(model_name="x", base_url="http://127.0.0.1:9/v1")
+        first, second = await builder.add_llm("first", config), await builder.add_llm("second", config)
+        assert (first.name, second.name) == ("first", "second")
+        assert await builder.get_llm("second") is second
+        assert builder.get_max_concurrency() == 8
+        with pytest.raises(ConfigError, match="functions: 'f' does not exist; there is: none"):
+            await builder.get_function("f")
 
 
 async def test_an_adopted_object_is_used_and_left_alive(write: Any) -> None:

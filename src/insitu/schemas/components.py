@@ -52,10 +52,6 @@ class FunctionBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """A block of the section `functions`, or the block `workflow`."""
 
 
-class EvaluatorBaseConfig(TypedBaseModel, BaseModelRegistryTag):
-    """A block of the section `eval.evaluators`."""
-
-
 class DatasetBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """The block `eval.general.dataset`."""
 

@@ -1,4 +1,4 @@
-"""Dataset items, scores, and what an evaluation run asks for and gives back.
+"""Dataset items, scores, evaluators' configuration, and what an evaluation run asks for and gives back.
 
 EvalInputItem(id="7", input_obj="2 + 2", expected_output_obj="4", output_obj="4", trajectory=[...])
 EvalOutputItem(id="7", score=1.0, reasoning="exact match")
@@ -10,7 +10,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from insitu.schemas.components import BaseModelRegistryTag, TypedBaseModel
 from insitu.schemas.steps import IntermediateStep
+
+
+class EvaluatorBaseConfig(TypedBaseModel, BaseModelRegistryTag):
+    """A block of the section `eval.evaluators`."""
 
 
 class EvalInputItem(BaseModel):

@@ -18,7 +18,7 @@ import orjson
 from pydantic import Field, SecretStr
 
 from insitu.errors import CaptureError, ConfigError
-from insitu.registry import LLM, Builder, register_llm_provider
+from insitu.registry import Builder, name_being_built, register_llm_provider
 from insitu.schemas.components import LLMBaseConfig
 
 if TYPE_CHECKING:
@@ -195,16 +195,9 @@ def _api_key(config: OpenAIConfig, variable: str) -> str:
     return key or "none"
 
 
-def _block_name(config: LLMBaseConfig, builder: Builder) -> str:
-    """The key of `config` under `llms`; a block that a plugin has added goes by its `_type`."""
-    names = getattr(builder.config, "names", None)
-    known = names(LLM) if names is not None else ()
-    return next((name for name in known if builder.block(LLM, name) is config), config.type)
-
-
 @asynccontextmanager
-async def _live(name: str, config: SamplingConfig, endpoint: Endpoint) -> AsyncIterator[PlainLLM]:
-    plain = connect(name, config, endpoint)
+async def _live(config: SamplingConfig, endpoint: Endpoint) -> AsyncIterator[PlainLLM]:
+    plain = connect(name_being_built(), config, endpoint)
     try:
         yield plain
     finally:
@@ -214,14 +207,14 @@ async def _live(name: str, config: SamplingConfig, endpoint: Endpoint) -> AsyncI
 @register_llm_provider(config_type=OpenAIConfig)
 async def openai_llm(config: OpenAIConfig, builder: Builder) -> AsyncIterator[PlainLLM]:
     endpoint = Endpoint(config.model_name, config.base_url, _api_key(config, "OPENAI_API_KEY"))
-    async with _live(_block_name(config, builder), config, endpoint) as plain:
+    async with _live(config, endpoint) as plain:
         yield plain
 
 
 @register_llm_provider(config_type=NIMConfig)
 async def nim_llm(config: NIMConfig, builder: Builder) -> AsyncIterator[PlainLLM]:
     endpoint = Endpoint(config.model_name, config.base_url, _api_key(config, "NVIDIA_API_KEY"))
-    async with _live(_block_name(config, builder), config, endpoint) as plain:
+    async with _live(config, endpoint) as plain:
         yield plain
 
 
@@ -229,5 +222,5 @@ async def nim_llm(config: NIMConfig, builder: Builder) -> AsyncIterator[PlainLLM
 async def policy_llm(config: PolicyConfig, builder: Builder) -> AsyncIterator[PlainLLM]:
     served = await builder.policy_endpoint()
     endpoint = Endpoint(served.model, served.base_url, served.api_key)
-    async with _live(_block_name(config, builder), config, endpoint) as plain:
+    async with _live(config, endpoint) as plain:
         yield plain
