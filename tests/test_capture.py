@@ -20,9 +20,11 @@ from insitu.errors import CaptureError, ConfigError
 from insitu.registry import LLM, Builder
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.episodes import EpisodeKey
+from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, TraceMetadata
 from insitu.workflow.capture import Recorder
-from insitu.workflow.context import EpisodeScope
+from insitu.workflow.context import Context, EpisodeScope
 from insitu.workflow.functions import as_function
+from insitu.workflow.llm_steps import known_of
 from insitu.workflow.llms import Endpoint, NIMConfig, OpenAIConfig, PlainLLM, connect, http_library
 from insitu.workflow.transport import for_library
 
@@ -75,6 +77,37 @@ async def test_a_call_of_a_training_episode(server: FakeOpenAI) -> None:
     assert not {"prompt_token_ids", "token_ids"} & set(answer.model_extra or {}) | set(
         answer.choices[0].model_extra or {}
     )
+
+
+async def test_a_call_is_a_pair_of_steps_where_it_was_made(server: FakeOpenAI) -> None:
+    async with model(server) as plain:
+
+        async def ask_twice(text: str) -> str:
+            tool = IntermediateStepPayload(event_type=IntermediateStepType.TOOL_START, name="asking")
+            Context.get().intermediate_step_manager.push_intermediate_step(tool)
+            await plain.complete(ask(text), n=2)
+            await plain.complete(ask("fail 1"))
+            return tool.UUID
+
+        with EpisodeScope(training=True) as scope:
+            asking = await as_function("asker", None, ask_twice).ainvoke("hi")  # type: ignore[arg-type]
+    steps = [step for step in scope.steps if step.event_category == "LLM"]
+    assert [step.event_type for step in steps] == ["LLM_START", "LLM_END"] * 3
+    for call, start, end in zip(scope.calls, steps[::2], steps[1::2], strict=True):
+        assert start.UUID == end.UUID
+        assert start.event_timestamp == call.started <= call.ended == end.event_timestamp
+        assert start.parent_id == end.parent_id == asking
+        assert start.function_ancestry.function_name == "asker"
+        assert start.data is not None
+        assert start.data.input == call.messages
+        assert end.data is not None
+        assert call.message is not None
+        assert end.data.output == call.message["content"]
+        assert isinstance(end.metadata, TraceMetadata)
+        assert end.metadata.chat_inputs == call.messages
+        assert end.metadata.chat_responses == [call.message]
+        assert end.metadata.model_extra == known_of(call)
+        assert end.metadata.model_extra["logprobs"] == call.logprobs
 
 
 async def test_what_the_agent_asked_for_it_gets(server: FakeOpenAI) -> None:

@@ -17,6 +17,7 @@ from insitu.errors import CaptureError
 from insitu.frameworks.langchain import make_llm
 from insitu.schemas.steps import TraceMetadata
 from insitu.workflow.context import Context, EpisodeScope
+from insitu.workflow.llm_steps import known_of
 from insitu.workflow.llms import Endpoint, OpenAIConfig, connect
 
 
@@ -65,6 +66,8 @@ async def test_a_call_and_its_steps(server: FakeOpenAI) -> None:
     assert end.data.output == "echo: hi"
     assert end.usage_info is not None
     assert end.usage_info.token_usage["completion_tokens"] == 8
+    assert isinstance(end.metadata, TraceMetadata)
+    assert end.metadata.model_extra == known_of(call)
 
 
 async def test_a_tool_loop(server: FakeOpenAI) -> None:
@@ -127,6 +130,9 @@ async def test_streaming(server: FakeOpenAI) -> None:
     assert scope.calls[0].error is None
     tokens = [s.data.chunk for s in scope.steps if s.event_type == "LLM_NEW_TOKEN" and s.data is not None]
     assert "".join(tokens) == "echo: hi"
+    assert [s.event_type for s in scope.steps if s.event_type != "LLM_NEW_TOKEN"] == ["LLM_START", "LLM_END"]
+    assert isinstance(scope.steps[-1].metadata, TraceMetadata)
+    assert scope.steps[-1].metadata.model_extra == known_of(scope.calls[0])
 
 
 async def test_synchronous_calls(server: FakeOpenAI) -> None:
@@ -141,6 +147,11 @@ async def test_synchronous_calls(server: FakeOpenAI) -> None:
         assert (await asyncio.to_thread(chat.invoke, "outside")).content == "echo: outside"
     assert [c.token_ids for c in scope.calls] == [encode(f"echo: {text}") for text in ("hi", "ho", "fail 1")]
     assert scope.failed_attempts == {"http 500": 1, "http 400": 1}
+    ends = [step for step in scope.steps if step.event_type == "LLM_END"]
+    assert [getattr(end.metadata, "call", None) for end in ends[:3]] == [0, 1, 2]
+    assert isinstance(ends[3].metadata, dict)
+    assert "refused: status 400" in ends[3].metadata["error"]
+    assert len(ends) == 4
 
 
 async def test_a_server_without_token_ids_is_told_even_if_the_agent_swallows_it() -> None:

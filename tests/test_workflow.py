@@ -401,10 +401,10 @@ def test_step_rewards_add_up_on_the_latest_call() -> None:
         with pytest.raises(WorkflowError, match="before the episode's first model call"):
             Context.get().reward(1.0)
         push("CUSTOM_START", metadata={"reward": 7})
-        scope.record(call(0), None)
+        scope.record(call(0), place.get())
         Context.get().reward(0.5)
         Context.get().reward(0.25)
-        scope.record(call(1), None)
+        scope.record(call(1), place.get())
         step = push("CUSTOM_START", metadata={"reward": -1})
         push("CUSTOM_END", UUID=step.UUID, metadata={"reward": -1})
         push("TOOL_START", metadata={"reward": 100})
@@ -419,11 +419,11 @@ def test_in_training_a_step_reward_passes_over_calls_of_other_models() -> None:
         return ModelCall(index=index, model="m", messages=[], llm=llm)
 
     with EpisodeScope(training=frozenset({"student"})) as scope:
-        scope.record(of("judge", 0), place.get().invocation)
+        scope.record(of("judge", 0), place.get())
         with pytest.raises(WorkflowError, match="before the episode's first model call"):
             Context.get().reward(1.0)
         for index, llm in enumerate(["student", "judge"], 1):
-            scope.record(of(llm, index), place.get().invocation)
+            scope.record(of(llm, index), place.get())
         Context.get().reward(0.5)
         push("CUSTOM_END", metadata={"reward": 2})
     assert scope.rewards == {1: 2.5}
@@ -431,7 +431,7 @@ def test_in_training_a_step_reward_passes_over_calls_of_other_models() -> None:
 
 async def test_a_step_reward_goes_to_the_latest_call_of_the_running_function() -> None:
     async def player(n: int) -> None:
-        scope.record(call(n), place.get().invocation)
+        scope.record(call(n), place.get())
         await asyncio.sleep(0.001 * (3 - n))
         Context.get().reward(n)
 

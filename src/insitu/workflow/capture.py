@@ -78,7 +78,7 @@ class Exchange:
         self._recorder = recorder
         self._scope = scope
         self._request = request
-        self._invocation = place.get().invocation
+        self._place = place.get()
         self._open = True
         self.streamed = bool(request.get("stream"))
         self.hide_logprobs = not request.get("logprobs")
@@ -184,7 +184,7 @@ class Exchange:
                 logprobs=_logprobs(choice),
                 finish_reason=choice.get("finish_reason"),
                 policy_version=int(version) if version.isdecimal() else None,
-                functions=self._invocation.names,
+                functions=self._place.invocation.names,
                 started=self._started,
                 ended=time.time(),
                 usage=reply.get("usage"),
@@ -192,7 +192,7 @@ class Exchange:
             )
             if self._trains and error is None:
                 self._check(call)
-            self._scope.record(call, self._invocation)
+            self._scope.record(call, self._place)
 
     def _check(self, call: ModelCall) -> None:
         if call.logprobs is None:

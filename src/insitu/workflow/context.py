@@ -18,7 +18,8 @@ from typing import Any, Self
 
 from insitu.errors import CaptureError, WorkflowError
 from insitu.schemas.episodes import EpisodeKey, ModelCall
-from insitu.schemas.steps import IntermediateStep, IntermediateStepCategory, InvocationNode
+from insitu.schemas.steps import IntermediateStep, IntermediateStepCategory, IntermediateStepType, InvocationNode
+from insitu.workflow.llm_steps import enrich, payloads_of
 from insitu.workflow.steps import ROOT, IntermediateStepManager, Invocation, OnStep, Place, place
 
 
@@ -74,6 +75,7 @@ class EpisodeScope:
         self.step_manager = IntermediateStepManager(keep=self._keep_step)
         self.call_indices = Numbers()
         self.turns: defaultdict[bytes, Numbers] = defaultdict(Numbers)
+        self._reported: dict[str, ModelCall] = {}  # by the UUID of a framework's step that is open
         self._on_step = on_step
         self._latest_call: int | None = None
         self._rewarded: set[str] = set()
@@ -105,12 +107,21 @@ class EpisodeScope:
             self.calls.sort(key=lambda call: call.index)
             self.step_manager.complete()
 
-    def record(self, call: ModelCall, invocation: Invocation | None) -> None:
-        """Keep a call that has ended; step rewards now fall to it, in all functions it was made in."""
+    def record(self, call: ModelCall, made_at: Place) -> None:
+        """Keep a call that has ended; step rewards now fall to it, in all functions it was made in.
+
+        It is an LLM_START and an LLM_END step, pushed here unless the framework that makes the call pushes its own.
+        """
         self.calls.append(call)
+        around = self.step_manager.innermost(made_at)
+        if around is not None and around.category is IntermediateStepCategory.LLM:
+            self._reported.setdefault(around.uuid, call)
+        else:
+            self.step_manager.push_past(made_at, *payloads_of(call))
         if self._training and not self.trains(call.llm):
             return  # a judge's answer earns nothing: the reward it gives is for the call it judges
         self._latest_call = call.index
+        invocation: Invocation | None = made_at.invocation
         while invocation is not None:
             invocation.latest_call = call.index
             invocation = invocation.caller
@@ -132,6 +143,8 @@ class EpisodeScope:
     def _keep_step(self, step: IntermediateStep) -> None:
         if self.closed:
             return
+        if step.event_type is IntermediateStepType.LLM_END and (call := self._reported.pop(step.UUID, None)):
+            enrich(step.payload, call)
         self.steps.append(step)
         if self._on_step is not None:
             self._on_step(step)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from insitu.schemas.steps import (
     ROOT_INVOCATION,
     IntermediateStep,
+    IntermediateStepCategory,
     IntermediateStepPayload,
     IntermediateStepState,
     InvocationNode,
@@ -37,6 +38,7 @@ class OpenStep(NamedTuple):
     """A START without its END yet, and the one it was opened in."""
 
     uuid: str
+    category: IntermediateStepCategory
     outer: "OpenStep | None"
 
 
@@ -79,7 +81,7 @@ class IntermediateStepManager:
         if state is IntermediateStepState.START:
             parent = self._innermost(here)
             self._parents[payload.UUID] = parent
-            place.set(Place(here.invocation, OpenStep(payload.UUID, here.step)))
+            place.set(Place(here.invocation, OpenStep(payload.UUID, payload.event_category, here.step)))
         elif state is IntermediateStepState.END:
             parent = self._parents.pop(payload.UUID, "") or self._innermost(here)
             if here.step is not None and here.step.uuid == payload.UUID:
@@ -88,11 +90,21 @@ class IntermediateStepManager:
             parent = self._parents.get(payload.UUID) or self._innermost(here)
         self._publish(IntermediateStep(parent_id=parent, function_ancestry=here.invocation.node, payload=payload))
 
-    def _innermost(self, here: Place) -> str:
+    def push_past(self, here: Place, *payloads: IntermediateStepPayload) -> None:
+        """Record what has happened at `here` and is over: START and END together, nothing stays open."""
+        for payload in payloads:
+            parent = self._innermost(here)
+            self._publish(IntermediateStep(parent_id=parent, function_ancestry=here.invocation.node, payload=payload))
+
+    def innermost(self, here: Place) -> OpenStep | None:
         """The innermost step around `here` that is still open: an END may have come from another task."""
         step = here.step
         while step is not None and step.uuid not in self._parents:
             step = step.outer
+        return step
+
+    def _innermost(self, here: Place) -> str:
+        step = self.innermost(here)
         return "root" if step is None else step.uuid
 
     def _publish(self, step: IntermediateStep) -> None:
