@@ -47,7 +47,7 @@ One YAML file describes the agent, how it is scored, and how its model is traine
 | `llms` | the models, by name |
 | `functions`, `workflow` | your code: functions by name, and the one that is run on each row |
 | `eval` | the dataset, limits, and evaluators by name |
-| `ttc_strategies` | strategies that spend test-time compute, by name (none is built in) |
+| `ttc_strategies` | strategies that spend test-time compute, by name |
 | `trajectory_builders`, `trainer_adapters`, `trainers` | the three replaceable parts of training, by name |
 | `finetuning` | which of them a training run uses, and how long |
 """
@@ -163,7 +163,7 @@ def page() -> str:
         "## `eval.evaluators`\n",
         "Blocks of `_type`s that your plugins register with `register_evaluator`.\n",
     ]
-    for kind in (reg.TRAJECTORY_BUILDER, reg.TRAINER_ADAPTER, reg.TRAINER):
+    for kind in (reg.TTC_STRATEGY, reg.TRAJECTORY_BUILDER, reg.TRAINER_ADAPTER, reg.TRAINER):
         lines += [f"## `{kind.section}`\n", *components(kind)]
     lines += section("`finetuning`", FinetuneConfig, "finetuning")
     text = "\n".join(lines).replace("eval.general.dataset.NAME", "eval.general.dataset")

@@ -19,6 +19,7 @@ ORDER = [
     "frameworks",
     "evaluation",
     "interfaces",
+    "plugin_api",
     "trajectories",
     "training",
     "adapters",

@@ -24,8 +24,9 @@ from insitu.registry.kinds import (
     LLMFrameworkEnum,
     PolicyEndpoint,
 )
-from insitu.schemas.components import TypedBaseModel
+from insitu.schemas.components import TTCStrategyBaseConfig, TypedBaseModel
 from insitu.schemas.finetuning import FinetuneConfig
+from insitu.schemas.ttc import PipelineTypeEnum, StageTypeEnum
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,17 @@ _building: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("insitu_building
 def name_being_built() -> str:
     """For factories: the key of the block that is being built."""
     return _building.get()[-1][1]
+
+
+@contextmanager
+def _says_where(where: str, config: TypedBaseModel) -> Iterator[None]:
+    try:
+        yield
+    except InsituError:
+        raise
+    except Exception as error:  # a plugin's code may raise anything; say which part it was, and where
+        logger.debug("%s could not be built", where, exc_info=error)
+        raise PluginError(f"{where} (_type: {config.type}) could not be built: {told(error)}") from error
 
 
 class Builder:
@@ -148,18 +160,12 @@ class Builder:
         registration = registry.find(kind, config.type)
         if registration is None:
             raise ConfigError(registry.unknown(kind, f"{kind.section}.{name}: _type", config.type))
-        where = "workflow" if name == "<workflow>" else f"{kind.section}.{name}"
-        try:
+        with _says_where("workflow" if name == "<workflow>" else f"{kind.section}.{name}", config):
             made = registration.factory(config, self)
             if hasattr(made, "__aenter__"):
                 made = await self._stack.enter_async_context(made)
             elif inspect.isawaitable(made):
                 made = await made
-        except InsituError:
-            raise
-        except Exception as error:  # a plugin's factory may raise anything; say which one it was, and where
-            logger.debug("%s could not be built", where, exc_info=error)
-            raise PluginError(f"{where} (_type: {config.type}) could not be built: {told(error)}") from error
         if kind.finish is not None:
             module, _, function = kind.finish.partition(":")
             made = getattr(importlib.import_module(module), function)(name, config, made)
@@ -208,6 +214,37 @@ class Builder:
         await trainer.bind_components(trajectory_builder, trainer_adapter)
         return trainer
 
+    async def add_ttc_strategy(self, name: str, config: TTCStrategyBaseConfig) -> None:
+        """Add a block that the file does not have; what it is for is said when it is asked for."""
+        with self._adding(TTC_STRATEGY, name, config):
+            pass
+
+    async def get_ttc_strategy(
+        self, strategy_name: str, pipeline_type: PipelineTypeEnum, stage_type: StageTypeEnum
+    ) -> Any:
+        """The strategy with its components, one object for each pipeline type.
+
+        ConfigError if it is of another stage, or does not support the pipeline type.
+        """
+
+        where = f"ttc_strategies.{strategy_name}"
+
+        async def build() -> Any:
+            strategy = await self._build(TTC_STRATEGY, strategy_name)
+            with _says_where(where, strategy.config):
+                stage, supported = strategy.stage_type(), strategy.supported_pipeline_types()
+                if stage != stage_type:
+                    raise ConfigError(f"{where} is a strategy of stage {stage}; it was asked for as {stage_type}")
+                if pipeline_type not in supported:
+                    raise ConfigError(
+                        f"{where} supports the pipeline types {', '.join(supported)}, not {pipeline_type}"
+                    )
+                strategy.set_pipeline_type(pipeline_type)
+                await strategy.build_components(self)
+            return strategy
+
+        return await self._once((f"ttc_strategies as {pipeline_type}", strategy_name), build)
+
     def get_max_concurrency(self) -> int:
         """`eval.general.max_concurrency`, for evaluators that limit themselves."""
         return self.config.max_concurrency
@@ -232,7 +269,7 @@ class Builder:
     add_llm, get_llm_config = _adder(LLM), _config_getter(LLM)
     add_function, get_function_config = _adder(FUNCTION), _config_getter(FUNCTION)
     add_evaluator, get_evaluator_config = _adder(EVALUATOR), _config_getter(EVALUATOR)
-    add_ttc_strategy, get_ttc_strategy_config = _adder(TTC_STRATEGY), _config_getter(TTC_STRATEGY)
+    get_ttc_strategy_config = _config_getter(TTC_STRATEGY)
     add_trajectory_builder = _adder(TRAJECTORY_BUILDER)
     get_trajectory_builder_config = _config_getter(TRAJECTORY_BUILDER)
     add_trainer_adapter, get_trainer_adapter_config = _adder(TRAINER_ADAPTER), _config_getter(TRAINER_ADAPTER)
