@@ -9,6 +9,7 @@ from insitu.algorithms.statistics import mean_ci95
 from insitu.errors import ConfigError
 from insitu.evaluation.evaluators import number, scores_by_row
 from insitu.evaluation.run import EvaluationRun
+from insitu.evaluation.shared import current_run
 from insitu.schemas.evaluation import EvalOutputItem, EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import (
     CurriculumLearningConfig,
@@ -36,14 +37,23 @@ class TrajectoryBuilder(ABC):
         self.trajectory_builder_config.reward = run_config.reward_function
 
     async def run_eval(self) -> EvaluationRunOutput:
-        """One evaluation of the run's file and dataset, without files."""
+        """The workflow once on each row of the run's dataset, scored: another generation with each call.
+
+        May be called several times at once: the calls share the run's components and its limit on episodes, and each
+        writes into a folder of its own, `generation_<n>` in `eval.general.output_dir`.
+        """
         asked = self.run_config.run_configuration
         if asked is None:
             raise ConfigError("run_eval() needs finetuning.run_configuration, which the finetune command sets")
         config = EvaluationRunConfig(
-            config_file=asked.config_file, dataset=asked.dataset, override=asked.override, write_output=False
+            config_file=asked.config_file,
+            dataset=asked.dataset,
+            result_json_path=asked.result_json_path,
+            endpoint=asked.endpoint,
+            endpoint_timeout=asked.endpoint_timeout,
+            override=asked.override,
         )
-        return await EvaluationRun(config).run_and_evaluate()
+        return await EvaluationRun(config, training=True).run_and_evaluate()
 
     @abstractmethod
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
@@ -145,18 +155,36 @@ class Trainer(ABC):
         """Record an epoch."""
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
-        """Score the held-out dataset with the model as it is; a failure is told under `error`, never as a reward."""
-        asked = self.run_config.run_configuration
+        """Score the held-out dataset with the model as it is; a failure is told under `error`, never as a reward.
+
+        Each call samples the same answers, as far as the model is the same. A finetune run in which one failed fails.
+        """
+        asked, reps = self.run_config.run_configuration, 1
         if asked is None or asked.validation_dataset is None:
             raise ConfigError("validation needs a dataset: finetuning.validation.dataset or --validation_dataset")
+        if self.run_config.validation is not None:
+            reps = self.run_config.validation.reps
         config = EvaluationRunConfig(
             config_file=asked.validation_config_file or asked.config_file,
             dataset=asked.validation_dataset,
-            override=asked.override,
+            result_json_path=asked.result_json_path,
+            endpoint=asked.endpoint,
+            endpoint_timeout=asked.endpoint_timeout,
+            reps=reps,
+            override=() if asked.validation_config_file else asked.override,
             write_output=False,
         )
-        output = await EvaluationRun(config).run_and_evaluate()
-        return validation_metrics(output, self.run_config, epoch)
+        run = current_run()
+        failed = [] if run is None else run.failed_validations
+        try:
+            output = await EvaluationRun(config, training=False).run_and_evaluate()
+            metrics = validation_metrics(output, self.run_config, epoch)
+        except Exception as error:  # whatever it is: a trainer that takes no notice has not validated all the same
+            failed.append(f"at epoch {epoch}: {error}")
+            raise
+        if "error" in metrics:
+            failed.append(f"at epoch {epoch}: {metrics['error']}")
+        return metrics
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int

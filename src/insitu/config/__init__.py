@@ -3,7 +3,7 @@
 import importlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,14 @@ class Config:
                 raise ConfigError(f"{self.source} has no section workflow") from None
             raise ConfigError(not_found(f"{kind.section}:", name, self.names(kind))) from None
 
+    def trained_llms(self) -> frozenset[str]:
+        """The keys of `llms` whose calls are trained: what `target_model` names, else every policy, else all."""
+        blocks = {name: self.block(reg.LLM, name) for name in self.names(reg.LLM)}
+        target = self.finetuning.target_model
+        if target is not None:
+            return frozenset(models_named(target, {n: getattr(b, "model_name", None) for n, b in blocks.items()}))
+        return frozenset(n for n, b in blocks.items() if b.type == "policy") or frozenset(blocks)
+
     def find_path(self, path: str | Path, key: str) -> Path:
         """An input file or folder: from the working directory first, then from the file's own folder."""
         path = Path(path).expanduser()
@@ -116,6 +124,18 @@ class Config:
             if candidate.exists():
                 return candidate
         raise ConfigError(f"{key}: {str(path)!r} does not exist; looked for {' and '.join(map(str, candidates))}")
+
+
+def models_named(target: str, models: Mapping[str, str | None]) -> list[str]:
+    """The keys of `models` (key -> model name) that `target` means: a key, or else a model name, its `@step` or not."""
+    same_name = [key for key, model in models.items() if model == target]
+    of_any_step = [key for key, model in models.items() if model and _without_step(model) == _without_step(target)]
+    return [target] if target in models else same_name or of_any_step
+
+
+def _without_step(model: str) -> str:
+    name, _, step = model.rpartition("@")
+    return name if name and step.isdecimal() else model
 
 
 def load_config(source: Any, overrides: Iterable[tuple[str, str]] = ()) -> Config:
@@ -278,7 +298,7 @@ class _Check:
                 self._exists("finetuning.target_functions", "functions", function)
         models = {n: getattr(config.block(reg.LLM, n), "model_name", None) for n in config.names(reg.LLM)}
         target = finetuning.target_model
-        if target is not None and target not in models and target not in models.values():
+        if target is not None and not models_named(target, models):
             known = [*models, *(m for m in models.values() if m)]
             self.problems.append(not_found("finetuning.target_model:", target, known))
 

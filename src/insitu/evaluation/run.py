@@ -13,11 +13,12 @@ from typing import Any
 import orjson
 from pydantic_core import to_jsonable_python
 
-from insitu.config import Config, load_config
+from insitu.config import Config
 from insitu.errors import ConfigError
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.episodes import EpisodeRules, run_episode, run_limited
 from insitu.evaluation.evaluators import score
+from insitu.evaluation.shared import Generations, components, current_run, episode_slot
 from insitu.registry import EVALUATOR, Builder
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import (
@@ -29,11 +30,16 @@ from insitu.schemas.evaluation import (
 
 logger = logging.getLogger(__name__)
 
+_generations = Generations()  # of evaluations that gather for training outside a finetuning run
+
 
 class EvaluationRun:
-    """Runs an evaluation; with a `builder`, on components that exist already (they are left alive).
+    """Runs an evaluation; with a `builder`, or inside a finetuning run of the same file, on components that exist
+    already (they are left alive).
 
-    `on_episode` is called with each episode as it ends, for progress.
+    `on_episode` is called with each episode as it ends, for progress. `training`: the answers are to be trained on.
+    Then each evaluation samples anew, asks the trained llms for logprobs and token ids, and writes into a folder of its
+    own; else it samples the same each time. None: as inside a finetuning run on all but its held-out dataset.
     """
 
     def __init__(
@@ -41,10 +47,13 @@ class EvaluationRun:
         config: EvaluationRunConfig,
         builder: Builder | None = None,
         on_episode: Callable[[Episode], None] | None = None,
+        training: bool | None = None,
     ) -> None:
         self.config = config
         self._builder = builder
         self._on_episode = on_episode
+        self._training = training
+        self._first_generation = 0
 
     async def run_and_evaluate(self) -> EvaluationRunOutput:
         """Run and score everything; a row that fails is an item with `error`, never the end of the run."""
@@ -53,19 +62,29 @@ class EvaluationRun:
                 raise ConfigError(f"{option}: this release runs the workflow itself, on every row")
         if self.config.result_json_path != "$":
             raise ConfigError("result_json_path: this release takes the workflow's whole answer ('$')")
-        loaded = load_config(self.config.config_file, self.config.override)
-        rows = load_dataset(loaded, self.config.dataset)
-        if self._builder is not None:
-            return await self._run(loaded, rows, self._builder)
-        async with Builder(loaded) as builder:
-            return await self._run(loaded, rows, builder)
+        self._take_generations()
+        async with components(self.config, self._builder) as (loaded, builder):
+            return await self._run(loaded, load_dataset(loaded, self.config.dataset), builder)
+
+    def _take_generations(self) -> None:
+        """Before anything is awaited: evaluations started one after the other are numbered in that order."""
+        run = current_run()
+        if self._training is None:
+            self._training = run is not None and not run.holds_out(self.config.dataset)
+        if self._training:
+            self._first_generation = (run.generations if run else _generations).take(self.config.reps)
+        elif run is not None:
+            run.validations += 1
 
     async def _run(self, loaded: Config, rows: list[EvalInputItem], builder: Builder) -> EvaluationRunOutput:
         names = loaded.names(EVALUATOR)
         if not names:
             raise ConfigError(f"{loaded.source} has no evaluators: nothing would be scored")
+        folder = loaded.eval.folder
+        if self._training:
+            folder /= f"generation_{self._first_generation}"
         if self.config.write_output:
-            writable_folder(loaded.eval.folder, "eval.general.output_dir")
+            writable_folder(folder, "eval.general.output_dir")
         evaluators = {name: await builder.get_evaluator(name) for name in names}
         items = [row.model_copy(update={"rep": rep}) for row in rows for rep in range(self.config.reps)]
         await self._run_workflow(loaded, builder, items)
@@ -76,16 +95,19 @@ class EvaluationRun:
             results.append((name, output))
         run_output = EvaluationRunOutput(eval_input=EvalInput(eval_input_items=items), evaluation_results=results)
         if self.config.write_output:
-            await asyncio.to_thread(write_files, run_output, loaded.eval.folder)
+            await asyncio.to_thread(write_files, run_output, folder)
         return run_output
 
     async def _run_workflow(self, loaded: Config, builder: Builder, items: list[EvalInputItem]) -> None:
         workflow = await builder.get_workflow()
-        rules = EpisodeRules(loaded.general.seed, loaded.eval.episode_timeout, loaded.eval.retries)
+        trained = loaded.trained_llms() if self._training else False
+        rules = EpisodeRules(loaded.general.seed, loaded.eval.episode_timeout, loaded.eval.retries, trained)
+        epoch = 1 if self._training else 0  # a held-out row and a row to train on never sample with the same seed
 
         async def run(item: EvalInputItem) -> Episode:
-            key = EpisodeKey(run="eval", epoch=0, row_id=str(item.id), generation=item.rep)
-            episode = await run_episode(workflow, item, key, rules)
+            key = EpisodeKey("eval", epoch, str(item.id), self._first_generation + item.rep)
+            async with episode_slot():
+                episode = await run_episode(workflow, item, key, rules)
             item.output_obj, item.trajectory = episode.output, episode.steps
             item.error, item.reason = episode.error, episode.reason
             return episode

@@ -126,7 +126,7 @@ class FinetuneConfig(BaseModel):
     target_functions: list[str] = Field(default_factory=lambda: ["<workflow>"])
     """Only model calls made inside these functions are trained; `<workflow>` stands for all of them."""
     target_model: str | None = None
-    """Only calls of this model are trained: its key under `llms`, or its model name."""
+    """Only calls of this model are trained: its key under `llms`, or its model name, with `@step` or without."""
     curriculum_learning: CurriculumLearningConfig = Field(default_factory=CurriculumLearningConfig)
     """Which examples an epoch trains on."""
     num_epochs: int = Field(default=1, ge=1)

@@ -6,16 +6,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, TypeVar
 
 from insitu.config import Config, load_config
-from insitu.errors import ConfigError, JobFailed
+from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError, told
 from insitu.evaluation.datasets import load_dataset
+from insitu.evaluation.shared import SharedRun, share
 from insitu.interfaces import Trainer
 from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, Builder, not_found
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus, TrainingStatusEnum, ValidationConfig
@@ -27,31 +28,89 @@ T = TypeVar("T")
 
 
 async def run_finetuning(runner: Trainer) -> list[TrainingJobStatus]:
-    """Run an initialized trainer for its configured epochs; raises JobFailed if a job did not complete."""
-    statuses = await runner.run(runner.run_config.num_epochs)
+    """Run an initialized trainer for its configured epochs; the status of each epoch that trained.
+
+    Raises JobFailed if a job did not complete, TrajectoryError if no epoch trained anything. A None among what the
+    trainer gives stands for an epoch that trained nothing.
+    """
+    epochs = runner.run_config.num_epochs
+    given = await runner.run(epochs)
+    if not isinstance(given, list | tuple) or not all(isinstance(s, TrainingJobStatus | None) for s in given):
+        raise PluginError(f"{type(runner).__name__}.run gave {given!r:.200}; it must give a list of TrainingJobStatus")
+    statuses = [status for status in given if status is not None]
     for status in statuses:
         if status.status is not TrainingStatusEnum.COMPLETED:
-            raise JobFailed(f"run {status.run_id}: a training job is {status.status.value}: {status.message}")
+            raise JobFailed(
+                f"training job {given.index(status) + 1} of {len(given)} (run {status.run_id}, backend "
+                f"{status.backend}) is {status.status.value}: {status.message or 'no reason given'}"
+            )
+    if not statuses:
+        raise TrajectoryError(f"no epoch trained anything: {type(runner).__name__}.run({epochs}) gave no job's status")
+    if len(statuses) < epochs:
+        logger.warning("%d of %d epochs trained nothing", epochs - len(statuses), epochs)
     return statuses
 
 
 async def finetuning_main(run_config: FinetuneRunConfig) -> list[TrainingJobStatus]:
-    """The command `finetune`: everything from the file to the last status. `cleanup` is called whatever happens."""
+    """The command `finetune`: everything from the file to the last status. `cleanup` is called whatever happens.
+
+    Raises if a job failed, nothing was trained, or a validation could not be run.
+    """
     config = load_config(run_config.config_file, run_config.override)
     check_ready(config)
-    config.finetuning.run_configuration = run_config
-    config.finetuning.validation = _validation(config, run_config)
-    _check_inputs(config, run_config)
     finetuning = config.finetuning
+    finetuning.validation = _validation(config, run_config)
+    finetuning.run_configuration = _run_configuration(config, run_config)
+    _check_inputs(config, run_config)
     async with Builder(config) as builder:
-        trajectory_builder = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
-        adapter = await builder.get_trainer_adapter(str(finetuning.trainer_adapter))
-        trainer = await builder.get_trainer(str(finetuning.trainer), trajectory_builder, adapter)
+        with share(config, builder) as run:
+            trajectory_builder = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
+            adapter = await builder.get_trainer_adapter(str(finetuning.trainer_adapter))
+            trainer = await builder.get_trainer(str(finetuning.trainer), trajectory_builder, adapter)
+            async with _cleaned_up(trainer, f"trainers.{finetuning.trainer}"):
+                await trainer.initialize(finetuning)
+                statuses = await run_finetuning(trainer)
+    _check_validations(run)
+    return statuses
+
+
+@asynccontextmanager
+async def _cleaned_up(trainer: Trainer, where: str) -> AsyncIterator[None]:
+    """Calls `cleanup` in the end, never in place of an error that came before it. What a plugin raises is told."""
+    try:
+        with _told(where):
+            yield
+    except BaseException:
         try:
-            await trainer.initialize(finetuning)
-            return await run_finetuning(trainer)
-        finally:
             await trainer.cleanup()
+        except Exception as error:  # a plugin's: the first error is the one to be told
+            logger.warning("%s: cleanup failed too: %s", where, told(error))
+        raise
+    with _told(f"{where}: cleanup"):
+        await trainer.cleanup()
+
+
+@contextmanager
+def _told(where: str) -> Iterator[None]:
+    """Makes what a plugin raises into a PluginError that says where."""
+    try:
+        yield
+    except (InsituError, OSError):
+        raise
+    except Exception as error:  # a plugin's code may raise anything
+        logger.debug("%s failed", where, exc_info=error)
+        raise PluginError(f"{where}: {told(error)}") from error
+
+
+def _check_validations(run: SharedRun) -> None:
+    """Raise if the trainer went on without a validation that could not be run; warn if it never validated."""
+    if failed := run.failed_validations:
+        raise InsituError(f"{len(failed)} validation(s) failed; the first, {failed[0]}")
+    validation, finetuning = run.config.finetuning.validation, run.config.finetuning
+    if validation is not None and not run.validations:
+        logger.warning(
+            "validation on %s was asked for, but trainers.%s has not run it", validation.dataset, finetuning.trainer
+        )
 
 
 def run_finetuning_sync(run_config: FinetuneRunConfig) -> list[TrainingJobStatus]:
@@ -127,6 +186,20 @@ def _validation(config: Config, asked: FinetuneRunConfig) -> ValidationConfig | 
             raise ConfigError(f"{', '.join(options)} for validation, but no validation dataset is given")
         return ValidationConfig(**options) if options else None
     return in_file.model_copy(update=options)
+
+
+def _run_configuration(config: Config, asked: FinetuneRunConfig) -> FinetuneRunConfig:
+    """The command line, with the file's `finetuning.validation` where it does not say otherwise: trainers read both."""
+    validation = config.finetuning.validation
+    if validation is None:
+        return asked
+    return asked.model_copy(
+        update={
+            "validation_dataset": validation.dataset,
+            "validation_interval": validation.interval,
+            "validation_config_file": validation.config_file,
+        }
+    )
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:

@@ -8,8 +8,9 @@ from typing import Any
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError
 from insitu.evaluation.run import EvaluationRun
+from insitu.evaluation.shared import share
 from insitu.interfaces import TrainerAdapter, validation_metrics
-from insitu.registry import TRAINER_ADAPTER, Builder
+from insitu.registry import Builder
 from insitu.schemas.evaluation import EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
 from insitu.training.report import Report
@@ -23,9 +24,7 @@ def held_out_config(config: Config) -> Config:
     validation = config.finetuning.validation
     if validation is None or validation.config_file is None:
         return config
-    loaded = load_config(config.find_path(validation.config_file, "finetuning.validation.config_file"))
-    loaded.finetuning = config.finetuning
-    return loaded
+    return load_config(config.find_path(validation.config_file, "finetuning.validation.config_file"))
 
 
 class Validation:
@@ -72,20 +71,16 @@ class Validation:
         return record
 
     async def _evaluate(self, epoch: int) -> dict[str, Any]:
-        builder, loaded = self._builder, held_out_config(self._loaded)
-        if loaded is not self._loaded:
-            builder = Builder(loaded)
-            builder.adopt(TRAINER_ADAPTER, str(self._run_config.trainer_adapter), self._adapter)
         asked = EvaluationRunConfig(
-            config_file=loaded, dataset=self.config.dataset, reps=self.config.reps, write_output=False
+            config_file=held_out_config(self._loaded),
+            dataset=self.config.dataset,
+            reps=self.config.reps,
+            write_output=False,
         )
-        run = EvaluationRun(asked, builder, on_episode=lambda _: self._report.advance())
+        run = EvaluationRun(asked, on_episode=lambda _: self._report.advance(), training=False)
         self._report.begin(f"epoch {epoch}: validating", None)
-        try:
+        with share(self._loaded, self._builder):
             output = await run.run_and_evaluate()
-        finally:
-            if builder is not self._builder:
-                await builder.aclose()
         return validation_metrics(output, self._run_config, epoch)
 
 

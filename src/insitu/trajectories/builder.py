@@ -17,6 +17,7 @@ from insitu.errors import ConfigError, TrajectoryError
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.episodes import EpisodeRules, run_episode, run_limited
 from insitu.evaluation.evaluators import number, score
+from insitu.evaluation.shared import episode_slot
 from insitu.interfaces import TrajectoryBuilder
 from insitu.registry import LLM, Builder, EvaluatorInfo, register_trajectory_builder
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
@@ -79,7 +80,7 @@ class EpisodesBuilder(TrajectoryBuilder):
         """ConfigError for what cannot be trained, before an earlier run is moved aside and a backend started."""
         if self._loaded.finetuning.reward_function is None:
             raise ConfigError("finetuning.reward_function is missing: training needs the name of an evaluator")
-        for llm in sorted(self._trained_llms()):
+        for llm in sorted(self._loaded.trained_llms()):
             if getattr(self._loaded.block(LLM, llm), "seed", None) is not None:
                 raise ConfigError(
                     f"llms.{llm}.seed: with a fixed seed all episodes of a group would sample the same; leave it out "
@@ -138,21 +139,15 @@ class EpisodesBuilder(TrajectoryBuilder):
         chosen = (orders[place // total][place % total] for place in places)
         return list({str(row.id): row for row in chosen}.values())  # a row at the end of one pass may begin the next
 
-    def _trained_llms(self) -> frozenset[str]:
-        """The keys of `llms` whose calls are trained: the targeted model, else every policy, else all there are."""
-        target = self._loaded.finetuning.target_model
-        blocks = {name: self._loaded.block(LLM, name) for name in self._loaded.names(LLM)}
-        if target is not None:
-            return frozenset(n for n, b in blocks.items() if target in (n, getattr(b, "model_name", None)))
-        return frozenset(n for n, b in blocks.items() if b.type == "policy") or frozenset(blocks)
-
     async def _collect(self, run_id: str, collection: _Collection) -> None:
         """Consumes the epoch's rows x generations; waits for episodes; a group is given on with its last one."""
         workflow = await self._builder.get_workflow()
         name = self.run_config.reward_function.name  # type: ignore[union-attr]
         evaluator = await self._builder.get_evaluator(name)
         limits = self._loaded.eval
-        rules = EpisodeRules(self._loaded.general.seed, limits.episode_timeout, limits.retries, self._trained_llms())
+        rules = EpisodeRules(
+            self._loaded.general.seed, limits.episode_timeout, limits.retries, self._loaded.trained_llms()
+        )
 
         def tasks() -> Iterator[tuple[EvalInputItem, EpisodeKey]]:
             for row in self.rows_of_epoch(collection.epoch):
@@ -161,7 +156,8 @@ class EpisodesBuilder(TrajectoryBuilder):
 
         async def run(task: tuple[EvalInputItem, EpisodeKey]) -> Episode:
             row, key = task
-            episode = await run_episode(workflow, row, key, rules)
+            async with episode_slot():
+                episode = await run_episode(workflow, row, key, rules)
             await self._reward(episode, row, evaluator, name)
             episode.steps = []  # read by the evaluator; a whole epoch of them would not stay small
             return episode
@@ -214,7 +210,7 @@ class EpisodesBuilder(TrajectoryBuilder):
 
     def _trained(self, episode: Episode) -> list[int]:
         run = self.run_config
-        return targeted_calls(episode.calls, run.target_functions, run.target_model, self._trained_llms())
+        return targeted_calls(episode.calls, run.target_functions, run.target_model, self._loaded.trained_llms())
 
     def _trajectory(self, episode: Episode) -> Trajectory | None:
         """The episode as a trajectory; None, with the reason set, when it has no call to train on."""

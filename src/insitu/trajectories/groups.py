@@ -19,7 +19,7 @@ def targeted_calls(
     """The places of the calls that are trained.
 
     A call counts if it was made inside one of `functions` and to the targeted model: `model` names it by its key
-    under `llms`, its model name, or `name@step`; without one, the calls of `llms` count (all calls if that is empty).
+    under `llms`, its model name, or `name@step`; `llms` holds the keys that this comes to (see Config.trained_llms).
     """
     everywhere = WORKFLOW in functions
     return [
@@ -28,12 +28,16 @@ def targeted_calls(
         if call.token_ids
         and call.error is None
         and (everywhere or not set(functions).isdisjoint(call.functions))
-        and (_is_model(call, model) if model is not None else not llms or call.llm in llms)
+        and _is_targeted(call, model, llms)
     ]
 
 
-def _is_model(call: ModelCall, name: str) -> bool:
-    return call.llm == name or call.model == name or call.model.rpartition("@")[0] == name
+def _is_targeted(call: ModelCall, model: str | None, llms: Collection[str]) -> bool:
+    if llms and call.llm is not None:
+        return call.llm in llms
+    if model is None:
+        return not llms
+    return call.llm == model or call.model == model or call.model.rpartition("@")[0] == model
 
 
 def dialogue(calls: Sequence[ModelCall]) -> list[EpisodeItem]:
