@@ -3,12 +3,17 @@
 import json
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from insitu.algorithms.curriculum import CurriculumState, percentile, select, subsample
-from insitu.schemas.finetuning import CurriculumLearningConfig
+from insitu.config import load_config
+from insitu.errors import ConfigError, TrajectoryError
+from insitu.registry import TRAINER, Builder
+from insitu.schemas.finetuning import CurriculumLearningConfig, Trajectory, TrajectoryCollection
+from insitu.trajectories.curriculum import apply_curriculum, read_curriculum_state
 
 Rewards = dict[str, list[float]]
 
@@ -33,7 +38,7 @@ def epochs_of(seed: int, examples: int, epochs: int = 25) -> list[Rewards]:
 
 
 def fresh(config: CurriculumLearningConfig) -> CurriculumState:
-    return CurriculumState(config.initial_percentile)
+    return CurriculumState(current_percentile=config.initial_percentile)
 
 
 def included_by_the_book(config: CurriculumLearningConfig, history: list[Rewards]) -> set[str]:
@@ -134,18 +139,161 @@ def test_the_subsample_is_seeded_and_never_empty() -> None:
     assert dropped == select(config, fresh(config), 3, rewards, 5)
 
 
-def test_without_a_curriculum_nothing_is_left_out() -> None:
-    config = CurriculumLearningConfig(random_subsample=0.1)
-    assert select(config, fresh(config), 1, {"a": [1, 1], "b": [0, 1]}, 0) == {}
+# on a collection of groups, for every trainer
+
+DOCUMENTED_STATE = {"current_percentile": 0.3, "last_expansion_epoch": -1, "total_groups": 0}
+
+
+def documented() -> dict[str, Any]:
+    """As the base class `Trainer` begins with it."""
+    return {**DOCUMENTED_STATE, "included_groups": set()}
+
+
+def collection(rewards: Rewards, key: str = "row_id") -> TrajectoryCollection:
+    groups = [[Trajectory(reward=r, metadata={key: example}) for r in group] for example, group in rewards.items()]
+    return TrajectoryCollection(trajectories=groups, run_id="r", dropped={"timeout": 1})
+
+
+def trained_on(result: TrajectoryCollection) -> set[str]:
+    return {str(group[0].metadata["row_id"]) for group in result.trajectories if group[0].metadata}
 
 
 @pytest.mark.parametrize("pause", [1, 4, 5, 12, 24])
-def test_a_state_read_back_from_json_continues_the_same(pause: int) -> None:
-    config = curriculum(random_subsample=0.5)
-    history = epochs_of(3, 30)
-    straight, resumed = fresh(config), fresh(config)
+@pytest.mark.parametrize("settings", [{}, {"random_subsample": 0.5}, {"sort_ascending": True}], ids=str)
+def test_every_epoch_trains_on_the_documented_set_also_from_a_file(
+    tmp_path: Path, settings: dict[str, Any], pause: int
+) -> None:
+    config = curriculum(**settings)
+    history = epochs_of(pause, 30)
+    state = documented()
     for epoch, rewards in enumerate(history, 1):
         if epoch == pause + 1:
-            resumed = CurriculumState.from_json(json.loads(json.dumps(resumed.to_json())))
-        assert select(config, straight, epoch, rewards, 7) == select(config, resumed, epoch, rewards, 7)
-    assert straight == resumed
+            file = tmp_path / "curriculum_state.json"
+            file.write_text(json.dumps({k: sorted(v) if isinstance(v, set) else v for k, v in state.items()}))
+            state = read_curriculum_state(file, "key")
+        left = apply_curriculum(collection(rewards), config, state, epoch, seed=7)
+        included = included_by_the_book(config, history[:epoch])
+        expected = {e for e in rewards if e in included and max(rewards[e]) - min(rewards[e]) >= 0.1}
+        absent = len(rewards) - len(included & rewards.keys())
+        assert state["included_groups"] == included
+        assert left.dropped["timeout"] == 1
+        assert left.dropped.get("curriculum", 0) == 4 * absent
+        assert sum(left.dropped.values()) == 1 + 4 * (len(rewards) - len(left.trajectories))
+        if config.random_subsample is None:
+            assert trained_on(left) == expected
+        else:
+            assert trained_on(left) <= expected
+            assert len(left.trajectories) == (max(1, round(len(expected) / 2)) if expected else 0)
+
+
+def test_the_order_of_groups_is_kept_and_changes_nothing_else() -> None:
+    config = curriculum(initial_percentile=0.5, random_subsample=0.5)
+    rewards = epochs_of(1, 40, epochs=1)[0]
+    backwards = dict(reversed(rewards.items()))
+    one, other = (apply_curriculum(collection(r), config, documented(), 1, 3) for r in (rewards, backwards))
+    ids = [[group[0].metadata["row_id"] for group in c.trajectories] for c in (one, other)]  # type: ignore[index]
+    assert ids[0] == ids[1][::-1]
+    another = apply_curriculum(collection(rewards), config, documented(), 1, seed=4)
+    assert trained_on(another) != set(ids[0])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kept", "dropped"),
+    [
+        ({"only": [0.0, 1.0]}, {"only"}, {}),
+        ({"only": [1.0, 1.0]}, set(), {"no_variance": 2}),
+        ({"a": [1.0, 1.0], "b": [0.5, 0.5], "c": [0.0, 0.0, 0.0]}, set(), {"no_variance": 2, "curriculum": 5}),
+        ({"a": [0.9], "b": [0.0, 1.0]}, set(), {"no_variance": 1, "curriculum": 2}),
+    ],
+    ids=["one group", "one without variance", "none with variance", "one member"],
+)
+def test_few_groups_or_none(rewards: Rewards, kept: set[str], dropped: dict[str, int]) -> None:
+    left = apply_curriculum(collection(rewards), curriculum(), documented(), 1)
+    assert (trained_on(left), left.dropped) == (kept, {"timeout": 1, **dropped})
+
+
+@pytest.mark.parametrize("key", ["row_id", "example_id", "id"])
+def test_a_group_tells_its_example_by_its_metadata(key: str) -> None:
+    state = documented()
+    apply_curriculum(collection({"a": [0.0, 1.0]}, key), curriculum(), state, 1)
+    assert state["included_groups"] == {"a"}
+
+
+def test_groups_of_no_known_example_are_refused() -> None:
+    nameless = TrajectoryCollection(trajectories=[[Trajectory(reward=1)]], run_id="r")
+    with pytest.raises(TrajectoryError, match=r"group 0 does not say which example .* row_id, example_id, id"):
+        apply_curriculum(nameless, curriculum(), documented(), 1)
+    twice = collection({"a": [0.0, 1.0]})
+    twice.trajectories *= 2
+    with pytest.raises(TrajectoryError, match="groups 0 and 1 are both of example 'a'"):
+        apply_curriculum(twice, curriculum(), documented(), 1)
+    with pytest.raises(TrajectoryError, match="asked for epoch 0; the first epoch is 1"):
+        apply_curriculum(collection({"a": [0.0, 1.0]}), curriculum(), documented(), 0)
+
+
+def test_without_a_curriculum_nothing_is_left_out_or_remembered() -> None:
+    nameless = TrajectoryCollection(trajectories=[[Trajectory(reward=1)]] * 2, run_id="r")
+    state = documented()
+    assert apply_curriculum(nameless, CurriculumLearningConfig(random_subsample=0.1), state, 1) is nameless
+    assert state == documented()
+
+
+# the state's file
+
+
+def state_of(**other: Any) -> str:
+    good = {
+        **DOCUMENTED_STATE,
+        "last_expansion_epoch": 1,
+        "total_groups": 2,
+        "included_groups": ["a"],
+        "epoch": 3,
+        "reward_sums": {"a": [2.0, 3], "b": [1.0, 3]},
+    }
+    return json.dumps(good | other)
+
+
+def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(state_of())
+    read = read_curriculum_state(tmp_path / "state.json", "key")
+    assert (read["epoch"], read["included_groups"], read["reward_sums"]["a"]) == (3, {"a"}, (2.0, 3))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "Invalid JSON"),
+        (state_of()[:-9], "Invalid JSON"),
+        ("[1]", "should be an object"),
+        (state_of(current_percentile=3), "current_percentile: Input should be less than or equal to 1"),
+        (state_of(reward_sums={"a": [1.0, 0]}), "reward_sums.a.1: Input should be greater than or equal to 1"),
+        (state_of(included_groups=[0, 1]), "included_groups.0: Input should be a valid string"),
+        (state_of(included_groups=["z"]), "no curriculum to go on with: epoch 3, 2 examples, 2 of them ranked, 1"),
+        (state_of(included_groups=[]), "no curriculum to go on with"),
+        (state_of(epoch=0), "no curriculum to go on with: epoch 0"),
+        (json.dumps(DOCUMENTED_STATE | {"total_groups": 2, "included_groups": ["a"]}), "0 of them ranked"),
+    ],
+)
+def test_a_state_that_cannot_be_gone_on_with_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "state.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_curriculum_state(file, "trainers.grpo.curriculum_state")
+    assert str(caught.value).startswith(f"trainers.grpo.curriculum_state: {file} ")
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "says"),
+    [
+        (True, "trainers.t.curriculum_state: 'gone.json' does not exist; looked for "),
+        (False, "trainers.t.curriculum_state: there is no curriculum to go on with"),
+    ],
+)
+async def test_a_state_that_nobody_would_read_or_can_find(write: Any, enabled: bool, says: str) -> None:
+    trainers = {"t": {"_type": "insitu_trainer", "curriculum_state": "gone.json"}}
+    config = load_config(write({"trainers": trainers, "finetuning": {"curriculum_learning": {"enabled": enabled}}}))
+    async with Builder(config) as builder:
+        with pytest.raises(ConfigError) as caught:
+            await builder.get(TRAINER, "t")
+    assert str(caught.value).startswith(says)

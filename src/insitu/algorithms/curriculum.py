@@ -4,44 +4,28 @@ import hashlib
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.finetuning import CurriculumLearningConfig
 
 
-@dataclass
-class CurriculumState:
+class CurriculumState(BaseModel):
     """What the curriculum remembers: examples let in so far, and the groups' mean rewards behind each example's rank.
 
     `epoch` is the last one selected for (0 before the first); `reward_sums` holds (sum of group means, groups).
     """
 
-    current_percentile: float
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    current_percentile: float = Field(gt=0, le=1)
     last_expansion_epoch: int = -1
     total_groups: int = 0
-    included_groups: set[str] = field(default_factory=set)
-    reward_sums: dict[str, tuple[float, int]] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "current_percentile": self.current_percentile,
-            "last_expansion_epoch": self.last_expansion_epoch,
-            "total_groups": self.total_groups,
-            "included_groups": sorted(self.included_groups),
-            "reward_sums": {k: list(v) for k, v in sorted(self.reward_sums.items())},
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "CurriculumState":
-        return cls(
-            current_percentile=data["current_percentile"],
-            last_expansion_epoch=data["last_expansion_epoch"],
-            total_groups=data["total_groups"],
-            included_groups=set(data["included_groups"]),
-            reward_sums={k: (v[0], v[1]) for k, v in data["reward_sums"].items()},
-        )
+    included_groups: set[str] = Field(default_factory=set)
+    epoch: int = Field(default=0, ge=0)
+    reward_sums: dict[str, tuple[float, Annotated[int, Field(ge=1)]]] = Field(default_factory=dict)
 
 
 def percentile(config: CurriculumLearningConfig, epoch: int) -> float:
@@ -67,27 +51,26 @@ def select(
         total, count = state.reward_sums.get(example, (0.0, 0))
         state.reward_sums[example] = (total + sum(group) / len(group), count + 1)
     state.total_groups = len(state.reward_sums)
-    dropped: dict[str, DropReason] = {}
-    if config.enabled:
-        _expand(config, state, epoch)
-        dropped |= {e: DropReason.CURRICULUM for e in rewards if e not in state.included_groups}
-        spread = {e: round(max(g) - min(g), 9) for e, g in rewards.items()}  # 0.3 - 0.2 is not below 0.1
-        flat = [e for e in rewards if e not in dropped and spread[e] < config.min_reward_diff]
-        dropped |= dict.fromkeys(flat, DropReason.NO_VARIANCE)
-        if config.random_subsample is not None:
-            rest = [e for e in rewards if e not in dropped]
-            kept = set(subsample(rest, config.random_subsample, epoch, seed))
-            dropped |= {e: DropReason.SUBSAMPLE for e in rest if e not in kept}
+    state.epoch = epoch
+    _expand(config, state)
+    dropped = {e: DropReason.CURRICULUM for e in rewards if e not in state.included_groups}
+    spread = {e: round(max(g) - min(g), 9) for e, g in rewards.items()}  # 0.3 - 0.2 is not below 0.1
+    flat = [e for e in rewards if e not in dropped and spread[e] < config.min_reward_diff]
+    dropped |= dict.fromkeys(flat, DropReason.NO_VARIANCE)
+    if config.random_subsample is not None:
+        rest = [e for e in rewards if e not in dropped]
+        kept = set(subsample(rest, config.random_subsample, epoch, seed))
+        dropped |= {e: DropReason.SUBSAMPLE for e in rest if e not in kept}
     return dropped
 
 
-def _expand(config: CurriculumLearningConfig, state: CurriculumState, epoch: int) -> None:
-    share = percentile(config, epoch)
+def _expand(config: CurriculumLearningConfig, state: CurriculumState) -> None:
+    share = percentile(config, state.epoch)
     starts = not state.included_groups
-    if not starts and share == state.current_percentile and (epoch - 1) % config.expansion_interval:
+    if not starts and share == state.current_percentile and (state.epoch - 1) % config.expansion_interval:
         return
     state.current_percentile = share
-    state.last_expansion_epoch = epoch
+    state.last_expansion_epoch = state.epoch
     size = max(1, math.ceil(round(share * len(state.reward_sums), 9)))
     sign = 1 if config.sort_ascending else -1
 

@@ -14,11 +14,11 @@ from pydantic import Field
 
 from insitu import __version__
 from insitu.algorithms.advantages import AdvantageConfig
-from insitu.algorithms.curriculum import CurriculumState, select
+from insitu.algorithms.curriculum import CurriculumState
 from insitu.config import Config
-from insitu.errors import BackendError, InsituError, JobFailed, TrajectoryError
+from insitu.errors import BackendError, ConfigError, InsituError, JobFailed, TrajectoryError
 from insitu.interfaces import Trainer
-from insitu.registry import Builder, register_trainer
+from insitu.registry import Builder, name_being_built, register_trainer
 from insitu.schemas.episodes import DropReason, Episode
 from insitu.schemas.finetuning import (
     FinetuneConfig,
@@ -26,13 +26,13 @@ from insitu.schemas.finetuning import (
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
-    Trajectory,
     TrajectoryCollection,
 )
 from insitu.training.report import Report, counts, plot
 from insitu.training.store import RunStore, set_aside
 from insitu.training.validation import Validation
 from insitu.trajectories.builder import GroupRecord
+from insitu.trajectories.curriculum import apply_curriculum, read_curriculum_state, without
 from insitu.trajectories.groups import build_rows, call_advantages, has_step_rewards
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,9 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
     """`episode`: every call gets its episode's advantage. `step`: each call that of its own return."""
     discount: float = Field(default=1.0, ge=0, le=1)
     """With credit: step, how much a later step's reward counts for an earlier call."""
+    curriculum_state: Path | None = None
+    """The `curriculum_state.json` of an earlier run, whose curriculum goes on where that run ended: with its included
+    examples, ranks and place in the schedule."""
 
 
 class InsituTrainer(Trainer):
@@ -77,7 +80,17 @@ class InsituTrainer(Trainer):
         self.validation: Validation | None = None
         self._store: RunStore | None = None
         self._metrics: dict[str, Any] = {}
-        self._curriculum: CurriculumState = None  # type: ignore[assignment]  # set by initialize
+        self._earlier_curriculum = self._read_curriculum()
+
+    def _read_curriculum(self) -> dict[str, Any] | None:
+        """Before `initialize`: the file may lie in an `output_dir` that is moved aside then."""
+        path = self.config.curriculum_state
+        if path is None:
+            return None
+        key = f"trainers.{name_being_built()}.curriculum_state"
+        if not self._loaded.finetuning.curriculum_learning.enabled:
+            raise ConfigError(f"{key}: there is no curriculum to go on with: curriculum_learning.enabled is false")
+        return read_curriculum_state(self._loaded.find_path(path, key), key)
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
@@ -87,7 +100,11 @@ class InsituTrainer(Trainer):
         self._store = RunStore(folder)
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
-        self._curriculum = CurriculumState(run_config.curriculum_learning.initial_percentile)
+        fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
+        self._curriculum_state = dict(self._earlier_curriculum or fresh)
+        if self._earlier_curriculum is not None:
+            epochs, path = self._earlier_curriculum["epoch"], self.config.curriculum_state
+            self.report.note(f"the curriculum goes on after epoch {epochs} of {path}")
         if run_config.validation is not None:
             self.validation = Validation(run_config, self._builder, self.trainer_adapter, self.report, self.store)
 
@@ -127,7 +144,10 @@ class InsituTrainer(Trainer):
         self._check_versions(collection, version)
         collection = self.apply_curriculum_learning(collection, epoch)
         self._weigh(collection)
+        state = self.get_curriculum_state() if self.curriculum_config.enabled else None
         self._metrics |= {
+            "curriculum_percentile": state and state["current_percentile"],
+            "curriculum_state": state and {k: v for k, v in state.items() if k != "reward_sums"},
             "dropped": dict(sorted(collection.dropped.items())),
             "filtered_trajectories": sum(map(len, collection.trajectories)),
             "filtered_groups": len(collection.trajectories),
@@ -159,7 +179,7 @@ class InsituTrainer(Trainer):
             self.report.end()
         for error, count in errors.most_common(3):
             self.report.note(f"epoch {epoch}: {count} x {error}")
-        if not collection.trajectories:
+        if not any(collection.trajectories):
             first = errors.most_common(1)
             raise TrajectoryError(
                 f"epoch {epoch}: no episode can be trained on; left out: {counts(collection.dropped)}"
@@ -170,27 +190,27 @@ class InsituTrainer(Trainer):
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
-        groups = {_row_id(group): group for group in trajectory_collection.trajectories}
-        rewards = {row_id: [t.reward for t in group] for row_id, group in groups.items()}
-        left_out = select(self.curriculum_config, self._curriculum, epoch, rewards, self._loaded.general.seed)
-        self._curriculum_state = self._curriculum.to_json()
-        return _without(trajectory_collection, {row_id: str(reason) for row_id, reason in left_out.items()})
+        earlier = self._earlier_curriculum["epoch"] if self._earlier_curriculum is not None else 0
+        seed = self._loaded.general.seed
+        return apply_curriculum(
+            trajectory_collection, self.curriculum_config, self._curriculum_state, earlier + epoch, seed
+        )
 
     def _weigh(self, collection: TrajectoryCollection) -> None:
         """Give each trajectory its rows and advantages; groups whose advantages are all 0 teach nothing and go."""
-        flat: dict[str, str] = {}
+        flat: dict[int, str] = {}
         if self.config.credit == "step":
             _leave_out_unrewarded(collection)
-        for group in collection.trajectories:
+        for place, group in enumerate(collection.trajectories):
             if len(group) == 1:
-                flat[_row_id(group)] = str(DropReason.SINGLE_MEMBER)
+                flat[place] = str(DropReason.SINGLE_MEMBER)
                 continue
             advantages = call_advantages(group, self.config.advantages, self.config.credit, self.config.discount)
             if not any(a for of_episode in advantages for a in of_episode.values()):
-                flat[_row_id(group)] = str(DropReason.NO_VARIANCE)
+                flat[place] = str(DropReason.NO_VARIANCE)
                 continue
             build_rows(group, advantages)
-        kept = _without(collection, flat)
+        kept = without(collection, flat)
         collection.trajectories, collection.dropped = kept.trajectories, kept.dropped
 
     async def _wait(self, epoch: int, ref: TrainingJobRef) -> TrainingJobStatus:
@@ -256,16 +276,9 @@ class InsituTrainer(Trainer):
         return metrics
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        state = self.get_curriculum_state()
-        line = metrics | {
-            "curriculum_percentile": state["current_percentile"] if self.curriculum_config.enabled else None,
-            "curriculum_state": {k: v for k, v in state.items() if k != "reward_sums"}
-            if self.curriculum_config.enabled
-            else None,
-        }
-        self.store.append("training_metrics.jsonl", [line])
+        self.store.append("training_metrics.jsonl", [metrics])
         self.store.write("reward_history.json", self.rewards)
-        self.store.write("curriculum_state.json", state)
+        self.store.write("curriculum_state.json", self.get_curriculum_state())
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
         validations = self.validation.history if self.validation else []
@@ -307,10 +320,6 @@ class InsituTrainer(Trainer):
             )
 
 
-def _row_id(group: list[Trajectory]) -> str:
-    return str((group[0].metadata or {}).get("row_id"))
-
-
 def _leave_out_unrewarded(collection: TrajectoryCollection) -> None:
     """Credit by steps needs a reward for each trained call; episodes without are dropped and counted."""
     kept = [[t for t in group if has_step_rewards(t)] for group in collection.trajectories]
@@ -319,19 +328,6 @@ def _leave_out_unrewarded(collection: TrajectoryCollection) -> None:
         reason = str(DropReason.NO_STEP_REWARDS)
         collection.dropped = {**collection.dropped, reason: collection.dropped.get(reason, 0) + missing}
     collection.trajectories = [group for group in kept if group]
-
-
-def _without(collection: TrajectoryCollection, reasons: dict[str, str]) -> TrajectoryCollection:
-    """The collection less the groups named in `reasons`, whose episodes are counted as dropped."""
-    dropped = Counter(collection.dropped)
-    kept = []
-    for group in collection.trajectories:
-        reason = reasons.get(_row_id(group))
-        if reason is None:
-            kept.append(group)
-        else:
-            dropped[reason] += len(group)
-    return collection.model_copy(update={"trajectories": kept, "dropped": dict(dropped)})
 
 
 @register_trainer(config_type=InsituTrainerConfig)

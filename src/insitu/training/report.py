@@ -80,6 +80,9 @@ class Report:
         ]
         if m.get("tokens"):
             parts.append(f"{m['tokens']} tokens")
+        if (state := m.get("curriculum_state")) is not None:
+            share = f"{len(state['included_groups'])} of {state['total_groups']} examples"
+            parts.append(f"curriculum {100 * state['current_percentile']:.0f} % ({share})")
         if m["dropped"]:
             parts.append(f"left out: {counts(m['dropped'])}")
         parts.append("+".join(f"{seconds.get(k, 0.0):.1f}" for k in ("collect", "train", "validate")) + " s")
