@@ -124,7 +124,7 @@ class IntermediateStepPayload(BaseModel):
     name: str | None = None
     tags: list[str] | None = None
     metadata: dict[str, Any] | TraceMetadata | None = Field(default=None, union_mode="left_to_right")
-    data: TTCEventData | StreamEventData | None = None
+    data: StreamEventData | TTCEventData | None = None
     usage_info: UsageInfo | None = None
     UUID: str = Field(default_factory=lambda: str(uuid.uuid4()))
 

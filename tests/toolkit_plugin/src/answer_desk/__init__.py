@@ -1,0 +1,1 @@
+"""A desk that drafts answers, picks the best one, and can look things up."""

@@ -1,0 +1,1 @@
+"""Small text functions, registered in the older entry point group."""
