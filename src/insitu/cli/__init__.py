@@ -1,6 +1,6 @@
 """The command line: one file per command, each imported only when it is called."""
 
-import importlib
+import importlib.util
 import sys
 
 import click
@@ -42,10 +42,22 @@ def insitu(verbose: int) -> None:
         logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
+def _tell_of_another_toolkit() -> None:
+    """One line if `nat.*` is not ours: what is written for it then does not reach us."""
+    try:
+        found = importlib.util.find_spec("nat.builder")
+    except ModuleNotFoundError:
+        return
+    if found is not None and type(found.loader).__module__ != "nat":
+        where = next(iter(found.submodule_search_locations or ()), found.origin)
+        print(f"note: nat.* is another toolkit here ({where}): its plugins do not reach insitu", file=sys.stderr)
+
+
 def main() -> None:
     """Run a command and exit: 0 done, 1 failed, 2 the command line or the file is wrong, 130 interrupted."""
     from insitu.errors import ConfigError, InsituError
 
+    _tell_of_another_toolkit()
     try:
         code = insitu.main(standalone_mode=False)  # what a command gave to ctx.exit()
     except click.ClickException as error:

@@ -26,6 +26,8 @@ from insitu.schemas.components import TypedBaseModel
 
 logger = logging.getLogger(__name__)
 
+NOT_YET = ("dpo_traj_builder", "nemo_customizer_trainer_adapter", "nemo_customizer_trainer")
+"""`_type`s of the documents that are still missing."""
 ENTRY_POINT_GROUPS = ("insitu.components", "nat.components", "nat.plugins")
 
 
@@ -86,6 +88,8 @@ class Registry:
 
     def unknown(self, kind: Kind, what: str, name: str) -> str:
         """The sentence for a `_type` that does not exist."""
+        if name in NOT_YET:
+            return f"{what} {name!r} is not there yet: preferences and NeMo Customizer come with a later release"
         sentence = not_found(what, name, self.names(kind))
         broken = "; ".join(self._broken)
         return f"{sentence} (installed plugins that could not be imported: {broken})" if broken else sentence

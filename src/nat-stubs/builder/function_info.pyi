@@ -1,0 +1,1 @@
+from insitu.workflow.functions import *

@@ -1,0 +1,1 @@
+from insitu.registry.builder import *

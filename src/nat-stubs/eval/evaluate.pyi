@@ -1,0 +1,1 @@
+from insitu.evaluation.run import *

@@ -1,0 +1,1 @@
+from insitu.evaluation.evaluators import *

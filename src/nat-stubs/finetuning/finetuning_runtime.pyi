@@ -1,0 +1,1 @@
+from insitu.training.runtime import *

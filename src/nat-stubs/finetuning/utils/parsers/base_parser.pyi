@@ -1,0 +1,1 @@
+from insitu.trajectories.parsers.base_parser import *

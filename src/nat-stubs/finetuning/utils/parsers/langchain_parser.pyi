@@ -1,0 +1,1 @@
+from insitu.trajectories.parsers.langchain_parser import *

@@ -1,0 +1,1 @@
+from insitu.plugin_api import *

@@ -1,0 +1,1 @@
+from insitu.trajectories.parsers.adk_parser import *

@@ -1,0 +1,1 @@
+from insitu.trajectories.parsers.llama_index_parser import *

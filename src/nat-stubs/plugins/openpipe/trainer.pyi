@@ -1,0 +1,1 @@
+from insitu.adapters.art.trainer import *

@@ -1,0 +1,1 @@
+from insitu.adapters.art.trainer_adapter import *

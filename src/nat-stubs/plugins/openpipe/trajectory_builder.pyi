@@ -1,0 +1,1 @@
+from insitu.adapters.art.trajectory_builder import *

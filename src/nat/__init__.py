@@ -1,0 +1,147 @@
+"""The toolkit's import paths: each is the module of insitu that does that job, under a second name.
+
+Nothing of insitu is imported before it is asked for. Where the original toolkit is installed, its modules are the only
+ones here: its classes and ours would not know one another.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec
+from pkgutil import extend_path
+from types import ModuleType
+from typing import Any
+
+__path__ = extend_path(__path__, __name__)  # an original is a namespace package: its folders may stand elsewhere
+
+PATHS = {
+    "nat.plugin_api": "insitu.plugin_api",
+    "nat.builder.builder": "insitu.registry.builder",
+    "nat.builder.context": "insitu.workflow.context",
+    "nat.builder.evaluator": "insitu.registry.kinds",
+    "nat.builder.framework_enum": "insitu.registry.kinds",
+    "nat.builder.function_info": "insitu.workflow.functions",
+    "nat.builder.intermediate_step_manager": "insitu.workflow.steps",
+    "nat.builder.workflow_builder": "insitu.registry.builder",
+    "nat.cli.register_workflow": "insitu.registry.components",
+    "nat.data_models.common": "insitu.schemas.components",
+    "nat.data_models.component_ref": "insitu.schemas.components",
+    "nat.data_models.evaluate_runtime": "insitu.schemas.evaluation",
+    "nat.data_models.evaluator": "insitu.schemas.evaluation",
+    "nat.data_models.finetuning": "insitu.schemas.finetuning",
+    "nat.data_models.function": "insitu.schemas.components",
+    "nat.data_models.intermediate_step": "insitu.schemas.steps",
+    "nat.data_models.invocation_node": "insitu.schemas.steps",
+    "nat.data_models.ttc_strategy": "insitu.schemas.components",
+    "nat.eval.config": "insitu.schemas.evaluation",
+    "nat.eval.evaluate": "insitu.evaluation.run",
+    "nat.eval.evaluator.base_evaluator": "insitu.evaluation.evaluators",
+    "nat.eval.evaluator.evaluator_model": "insitu.schemas.evaluation",
+    "nat.experimental.test_time_compute.models.stage_enums": "insitu.schemas.ttc",
+    "nat.experimental.test_time_compute.models.strategy_base": "insitu.workflow.ttc",
+    "nat.experimental.test_time_compute.models.ttc_item": "insitu.schemas.ttc",
+    "nat.finetuning": "insitu.interfaces",
+    "nat.finetuning.finetuning_runtime": "insitu.training.runtime",
+    "nat.finetuning.interfaces": "insitu.interfaces",
+    "nat.finetuning.interfaces.finetuning_runner": "insitu.interfaces",
+    "nat.finetuning.interfaces.trainer_adapter": "insitu.interfaces",
+    "nat.finetuning.interfaces.trajectory_builder": "insitu.interfaces",
+    "nat.finetuning.utils.parsers.adk_parser": "insitu.trajectories.parsers.adk_parser",
+    "nat.finetuning.utils.parsers.base_parser": "insitu.trajectories.parsers.base_parser",
+    "nat.finetuning.utils.parsers.langchain_parser": "insitu.trajectories.parsers.langchain_parser",
+    "nat.finetuning.utils.parsers.llama_index_parser": "insitu.trajectories.parsers.llama_index_parser",
+    "nat.plugins.adk.adk_parser": "insitu.trajectories.parsers.adk_parser",
+    "nat.plugins.eval.data_models.evaluator_io": "insitu.schemas.evaluation",
+    "nat.plugins.eval.evaluator.base_evaluator": "insitu.evaluation.evaluators",
+    "nat.plugins.eval.runtime.evaluate": "insitu.evaluation.run",
+    "nat.plugins.langchain.langchain_parser": "insitu.trajectories.parsers.langchain_parser",
+    "nat.plugins.llama_index.llama_index_parser": "insitu.trajectories.parsers.llama_index_parser",
+    "nat.plugins.openpipe.config": "insitu.adapters.art.config",
+    "nat.plugins.openpipe.register": "insitu.adapters.art.register",
+    "nat.plugins.openpipe.trainer": "insitu.adapters.art.trainer",
+    "nat.plugins.openpipe.trainer_adapter": "insitu.adapters.art.trainer_adapter",
+    "nat.plugins.openpipe.trajectory_builder": "insitu.adapters.art.trajectory_builder",
+    "nat.utils.io.suppress_logs": "insitu.workflow.logs",
+    "nat.utils.io.supress_logs": "insitu.workflow.logs",
+}
+"""Documented path -> the module that has its names."""
+
+PARENTS = frozenset(path.rsplit(".", n)[0] for path in PATHS for n in range(1, path.count(".")))
+"""Packages that are there for the paths below them; those that are paths themselves show the names of their module."""
+
+NOT_YET = "nat.plugins.customizer"
+
+
+class _Parent(ModuleType):
+    """A package without code. Names of the module it stands for are read and set there, never those of its children."""
+
+    def __getattr__(self, name: str) -> Any:
+        module = _module_of(self)
+        if module is not None and name == "__all__":
+            return _public(module)
+        if module is None or name.startswith("_"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(module, name, value) if (module := self._owner(name)) else super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(module, name) if (module := self._owner(name)) else super().__delattr__(name)
+
+    def __dir__(self) -> Iterable[str]:
+        module = _module_of(self)
+        return [*super().__dir__(), *(_public(module) if module else ())]
+
+    def _owner(self, name: str) -> ModuleType | None:
+        child = f"{self.__name__}.{name}"
+        module = None if name.startswith("_") or child in PATHS or child in PARENTS else _module_of(self)
+        return module if hasattr(module, name) else None
+
+
+def _module_of(parent: ModuleType) -> ModuleType | None:
+    target = PATHS.get(parent.__name__)
+    return importlib.import_module(target) if target else None
+
+
+def _public(module: ModuleType) -> list[str]:
+    return [name for name in vars(module) if not name.startswith("_")]
+
+
+class _Loader:
+    def __init__(self) -> None:
+        self._own_specs: dict[str, ModuleSpec | None] = {}
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        if spec.name in PARENTS:
+            return _Parent(spec.name)
+        module = importlib.import_module(PATHS[spec.name])
+        self._own_specs.setdefault(module.__name__, module.__spec__)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        if not isinstance(module, _Parent):
+            module.__spec__ = self._own_specs[module.__name__]  # importlib has put that of the second name there
+
+
+class _Finder:
+    def __init__(self) -> None:
+        self._loader: Any = _Loader()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if f"{fullname}.".startswith(f"{NOT_YET}."):
+            raise ModuleNotFoundError(f"{fullname}: preferences and NeMo Customizer are not there yet", name=fullname)
+        if fullname not in PATHS and fullname not in PARENTS:
+            return None
+        return ModuleSpec(fullname, self._loader, origin=PATHS.get(fullname), is_package=fullname in PARENTS)
+
+
+def _original_is_there() -> bool:
+    return any(finder.find_spec("nat.builder", __path__) for finder in sys.meta_path)
+
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != __name__]  # of an earlier load
+if not _original_is_there():
+    sys.meta_path.append(_Finder())
