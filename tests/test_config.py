@@ -289,10 +289,51 @@ def test_references_must_lead_somewhere(write: Any) -> None:
     assert "'f'" not in message
 
 
-@pytest.mark.parametrize("target", ["m", "big"])
-def test_target_model_is_a_key_or_a_model_name(write: Any, target: str) -> None:
-    llms = {"m": {"_type": "openai", "model_name": "big", "api_key": "k"}}
-    assert load_config(write({"llms": llms, "finetuning": {"target_model": target}})).finetuning.target_model == target
+MODELS = {
+    "player": {"_type": "policy"},
+    "m": {"_type": "openai", "model_name": "big", "api_key": "k"},
+    "third@2": {"_type": "openai", "model_name": "served@3", "api_key": "k"},
+    "twin": {"_type": "openai", "model_name": "served@4", "api_key": "k"},
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "trained"),
+    [
+        (None, {"player"}),
+        ("player", {"player"}),
+        ("mine", {"player"}),
+        ("mine@7", {"player"}),
+        ("m", {"m"}),
+        ("big", {"m"}),
+        ("big@12", {"m"}),
+        ("third@2", {"third@2"}),
+        ("served@3", {"third@2"}),
+        ("served", {"third@2", "twin"}),
+        ("served@9", {"third@2", "twin"}),
+        ("bigger", None),
+        ("big@", None),
+        ("@1", None),
+        ("policy", None),
+    ],
+)
+def test_target_model_is_a_key_a_model_name_or_one_of_its_steps(write: Any, target: str, trained: Any) -> None:
+    adapter = {"_type": "insitu_trainer_adapter", "model": "x", "name": "mine"}
+    finetuning = {"trainer_adapter": "a", "target_model": target}
+    path = write({"llms": MODELS, "trainer_adapters": {"a": adapter}, "finetuning": finetuning})
+    if trained is not None:
+        assert load_config(path).trained_llms() == trained
+        return
+    message = complaint(path)
+    assert f"finetuning.target_model: {target!r} does not exist" in message
+    assert "there is: player, m, third@2, twin, mine, big, served@3, served@4" in message
+
+
+def test_a_name_that_only_the_running_backend_knows_is_taken_for_the_policy(write: Any) -> None:
+    adapter = {"_type": "insitu_trainer_adapter", "url": "http://127.0.0.1:9"}
+    finetuning = {"trainer_adapter": "a", "target_model": "theirs@3"}
+    config = load_config(write({"llms": MODELS, "trainer_adapters": {"a": adapter}, "finetuning": finetuning}))
+    assert config.trained_llms() == {"player"}
 
 
 def test_a_block_that_is_wrong_itself_is_no_dangling_reference(write: Any) -> None:
@@ -308,7 +349,7 @@ def test_everything_wrong_is_told_at_once(write: Any) -> None:
         "llms": {"a": {"_type": "policy", "x": 1, "top_p": 7}},
         "workflow": 3,
         "eval": {"general": {"retries": -1, "dataset": {"_type": "tsv"}}},
-        "finetuning": {"enabled": True, "trainer": "t", "run_configuration": {"dataset": "x"}},
+        "finetuning": {"enabled": True, "trainer": "t"},
     }
     message = complaint(write(data))
     for part in (
@@ -320,10 +361,19 @@ def test_everything_wrong_is_told_at_once(write: Any) -> None:
         "eval.general.retries",
         "eval.general.dataset: _type 'tsv'",
         "does not name: trajectory_builder, trainer_adapter",
-        "finetuning.run_configuration: set by the command line",
     ):
         assert part in message
-    assert len(message.splitlines()) == 10
+    assert len(message.splitlines()) == 9
+
+
+def test_what_the_command_line_sets_is_a_warning_in_the_file(write: Any, caplog: pytest.LogCaptureFixture) -> None:
+    path = write({"finetuning": {"run_configuration": {"config_file": "x", "dataset": "y"}, "num_epochs": 3}})
+    config = load_config(path)
+    assert config.finetuning.run_configuration is None
+    assert config.finetuning.num_epochs == 3
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{path}: finetuning.run_configuration is not used: the command line sets it"
+    ]
 
 
 def test_the_python_side_is_lenient() -> None:

@@ -53,6 +53,11 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     training: TrainingOptions = Field(default_factory=TrainingOptions)
     """What a training job is told."""
 
+    @property
+    def served_name(self) -> str | None:
+        """The model's name as far as the file tells it."""
+        return self.name if self.model is not None else None
+
     @model_validator(mode="after")
     def _model_or_url(self) -> "InsituAdapterConfig":
         if (self.model is None) == (self.url is None):

@@ -1,6 +1,7 @@
 """YAML -> Config in one pass: environment variables, overrides, and every key checked before anything runs."""
 
 import importlib
+import logging
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,8 @@ from insitu.errors import ConfigError, PluginError
 from insitu.registry import Kind, not_found, registry
 from insitu.schemas.components import FunctionBaseConfig, TypedBaseModel
 from insitu.schemas.finetuning import FinetuneConfig
+
+logger = logging.getLogger(__name__)
 
 WORKFLOW = "<workflow>"
 """The name under which the block `workflow` is built and targeted."""
@@ -110,11 +113,17 @@ class Config:
 
     def trained_llms(self) -> frozenset[str]:
         """The keys of `llms` whose calls are trained: what `target_model` names, else every policy, else all."""
-        blocks = {name: self.block(reg.LLM, name) for name in self.names(reg.LLM)}
-        target = self.finetuning.target_model
+        models, target = self.model_names(), self.finetuning.target_model
         if target is not None:
-            return frozenset(models_named(target, {n: getattr(b, "model_name", None) for n, b in blocks.items()}))
-        return frozenset(n for n, b in blocks.items() if b.type == "policy") or frozenset(blocks)
+            return frozenset(models_named(target, models))
+        return frozenset(n for n in models if self.block(reg.LLM, n).type == "policy") or frozenset(models)
+
+    def model_names(self) -> dict[str, str | None]:
+        """By key of `llms` the name its server knows the model by; None where only a running backend can tell."""
+        adapter = self.blocks.get((reg.TRAINER_ADAPTER.section, str(self.finetuning.trainer_adapter)))
+        served = getattr(adapter, "served_name", None)
+        blocks = {name: self.block(reg.LLM, name) for name in self.names(reg.LLM)}
+        return {n: getattr(b, "model_name", served if b.type == "policy" else None) for n, b in blocks.items()}
 
     def find_path(self, path: str | Path, key: str) -> Path:
         """An input file or folder: from the working directory first, then from the file's own folder."""
@@ -127,10 +136,14 @@ class Config:
 
 
 def models_named(target: str, models: Mapping[str, str | None]) -> list[str]:
-    """The keys of `models` (key -> model name) that `target` means: a key, or else a model name, its `@step` or not."""
+    """The keys of `models` (key -> model name) that `target` means: a key, or else a model name, its `@step` or not.
+
+    A name that is no other's may be that of the models whose names are not known yet.
+    """
     same_name = [key for key, model in models.items() if model == target]
     of_any_step = [key for key, model in models.items() if model and _without_step(model) == _without_step(target)]
-    return [target] if target in models else same_name or of_any_step
+    unknown = [key for key, model in models.items() if model is None]
+    return [target] if target in models else same_name or of_any_step or unknown
 
 
 def _without_step(model: str) -> str:
@@ -196,7 +209,7 @@ class _Check:
             self._store(config, reg.EVALUATOR, name, block, f"eval.evaluators.{name}")
         finetuning = data.get("finetuning")
         if isinstance(finetuning, dict) and finetuning.pop("run_configuration", None) is not None:
-            self.problems.append("finetuning.run_configuration: set by the command line, it cannot stand in the file")
+            logger.warning("%s: finetuning.run_configuration is not used: the command line sets it", self.path)
         config.finetuning = self._model(FinetuneConfig, finetuning, "finetuning") or FinetuneConfig()
         self._references(config)
         self._fail_if_any()
@@ -296,10 +309,9 @@ class _Check:
         for function in finetuning.target_functions:
             if function != WORKFLOW:
                 self._exists("finetuning.target_functions", "functions", function)
-        models = {n: getattr(config.block(reg.LLM, n), "model_name", None) for n in config.names(reg.LLM)}
-        target = finetuning.target_model
+        models, target = config.model_names(), finetuning.target_model
         if target is not None and not models_named(target, models):
-            known = [*models, *(m for m in models.values() if m)]
+            known = dict.fromkeys([*models, *(m for m in models.values() if m)])
             self.problems.append(not_found("finetuning.target_model:", target, known))
 
     def _exists(self, where: str, section: str, name: str | None) -> None:

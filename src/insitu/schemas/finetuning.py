@@ -4,11 +4,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from insitu.schemas.components import BaseModelRegistryTag, TypedBaseModel
 from insitu.schemas.episodes import ModelCall, TrainingRow
 
+_BOOL = TypeAdapter(bool)
 _DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
 
@@ -108,6 +109,14 @@ class ValidationConfig(BaseModel):
     """Episodes for each row."""
 
 
+def _is_true(value: Any) -> bool:
+    """As pydantic reads truth values: `${TRAIN}` gives the text "false"."""
+    try:
+        return _BOOL.validate_python(value)
+    except ValidationError:
+        return False
+
+
 class FinetuneConfig(BaseModel):
     """The section `finetuning`."""
 
@@ -123,10 +132,11 @@ class FinetuneConfig(BaseModel):
     """A key of `trainer_adapters`."""
     reward_function: RewardFunctionConfig | None = None
     """Where rewards come from; training needs it."""
-    target_functions: list[str] = Field(default_factory=lambda: ["<workflow>"])
+    target_functions: list[str] = Field(default_factory=lambda: ["<workflow>"], min_length=1)
     """Only model calls made inside these functions are trained; `<workflow>` stands for all of them."""
     target_model: str | None = None
-    """Only calls of this model are trained: its key under `llms`, or its model name, with `@step` or without."""
+    """Only calls of this model are trained: its key under `llms`, or its model name, with `@step` or without. None:
+    those of every llm of type `policy`, or of all llms if there is no such one."""
     curriculum_learning: CurriculumLearningConfig = Field(default_factory=CurriculumLearningConfig)
     """Which examples an epoch trains on."""
     num_epochs: int = Field(default=1, ge=1)
@@ -136,7 +146,7 @@ class FinetuneConfig(BaseModel):
     validation: ValidationConfig | None = None
     """Scores on held-out rows before, during and after training; none: no validation."""
     run_configuration: FinetuneRunConfig | None = None
-    """Set from the command line, never in the file."""
+    """Set from the command line; in the file it is not used, and a warning."""
 
     @field_validator("output_dir")
     @classmethod
@@ -146,7 +156,7 @@ class FinetuneConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _names_when_enabled(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("enabled"):
+        if isinstance(values, dict) and _is_true(values.get("enabled")):
             missing = [k for k in ("trainer", "trajectory_builder", "trainer_adapter") if not values.get(k)]
             if missing:
                 raise ValueError(f"finetuning is enabled but does not name: {', '.join(missing)}")
@@ -175,7 +185,7 @@ class TrainingJobStatus(BaseModel):
     run_id: str
     backend: str
     status: TrainingStatusEnum
-    progress: float | None = None
+    progress: float | None = Field(default=None, ge=0, le=100)
     message: str | None = None
     metadata: dict[str, Any] | None = None
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from insitu.algorithms.advantages import AdvantageConfig, group_advantages
 from insitu.algorithms.rows import rows_of
-from insitu.config import WORKFLOW
+from insitu.config import WORKFLOW, models_named
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory
@@ -37,7 +37,7 @@ def _is_targeted(call: ModelCall, model: str | None, llms: Collection[str]) -> b
         return call.llm in llms
     if model is None:
         return not llms
-    return call.llm == model or call.model == model or call.model.rpartition("@")[0] == model
+    return bool(models_named(model, {call.llm or "": call.model}))
 
 
 def dialogue(calls: Sequence[ModelCall]) -> list[EpisodeItem]:
