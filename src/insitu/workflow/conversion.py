@@ -13,26 +13,32 @@ from pydantic_core import to_json
 
 @dataclass(frozen=True)
 class Signature:
-    """What a function takes: its parameters, the model declared for them, and whether that is spread over them."""
+    """What a function takes: its parameters, the model declared for them, and whether that is spread over them.
+
+    A single parameter is given by position unless it is `by_name`.
+    """
 
     parameters: dict[str, Any]
     defaults: dict[str, Any]
     declared: type[BaseModel] | None
+    spread: bool
+    by_name: bool
 
     @classmethod
     def of(cls, fn: Any, declared: type[BaseModel] | None) -> "Signature":
         hints = type_hints(fn)
         parameters, defaults = {}, {}
-        for name, parameter in inspect.signature(fn).parameters.items():
+        given = inspect.signature(fn).parameters
+        kinds = {parameter.kind for parameter in given.values()}
+        for name, parameter in given.items():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             parameters[name] = hints.get(name, Any)
             defaults[name] = ... if parameter.default is parameter.empty else parameter.default
-        return cls(parameters, defaults, declared)
-
-    @property
-    def spread(self) -> bool:
-        return len(self.parameters) > 1
+        spread = len(parameters) > 1 or (declared is not None and inspect.Parameter.VAR_KEYWORD in kinds)
+        if declared is not None and not spread:  # a parameter without annotation takes what is declared
+            parameters = {name: declared if kind is Any else kind for name, kind in parameters.items()}
+        return cls(parameters, defaults, declared, spread, inspect.Parameter.KEYWORD_ONLY in kinds)
 
     @cached_property
     def schema(self) -> type[BaseModel]:
@@ -73,7 +79,7 @@ def is_model(kind: Any) -> bool:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether `value` already is a `kind` (of a generic type, only its outer shape is looked at)."""
+    """Whether `value` already is a `kind` (of a generic type only the outer shape, and models inside a list)."""
     if kind is Any:
         return True
     if kind is None:
@@ -84,7 +90,10 @@ def fits(value: Any, kind: Any) -> bool:
     if origin is typing.Annotated:
         return False
     outer = origin or kind
-    return isinstance(outer, type) and isinstance(value, outer)
+    if not isinstance(outer, type) or not isinstance(value, outer):
+        return False
+    inner = typing.get_args(kind)
+    return not (isinstance(value, list) and inner and is_model(inner[0])) or all(fits(v, inner[0]) for v in value)
 
 
 def type_name(kind: Any) -> str:

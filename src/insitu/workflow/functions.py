@@ -166,17 +166,24 @@ class Function:
 
     def _arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         signature = self._signature
-        if not signature.parameters:
-            return (), {}
         if signature.spread:
             model = self._convert(value, signature.schema, "takes")
-            fields = {name: getattr(model, name) for name in type(model).model_fields}
-            return (), fields
-        ((_, annotation),) = signature.parameters.items()
-        if signature.declared is not None and isinstance(value, dict | BaseModel) and not fits(value, annotation):
-            model = self._convert(value, signature.declared, "takes")
-            return ((model if is_model(annotation) else getattr(model, next(iter(type(model).model_fields)))),), {}
-        return (self._convert(value, annotation, "takes"),), {}
+            return (), {name: getattr(model, name) for name in type(model).model_fields}
+        if not signature.parameters:
+            return (), {}
+        ((name, annotation),) = signature.parameters.items()
+        given = self._convert(self._unwrapped(value, name, annotation), annotation, "takes")
+        return ((), {name: given}) if signature.by_name else ((given,), {})
+
+    def _unwrapped(self, value: Any, name: str, annotation: Any) -> Any:
+        """The one field of an input as the function's schema describes it (a tool call's arguments, say)."""
+        if not isinstance(value, dict | BaseModel) or is_model(annotation) or fits(value, annotation):
+            return value
+        declared = self._signature.declared
+        if declared is not None:
+            model = self._convert(value, declared, "takes")
+            return getattr(model, next(iter(declared.model_fields)))
+        return value[name] if isinstance(value, dict) and value.keys() == {name} else value
 
     def _convert(self, value: Any, wanted: Any, verb: str) -> Any:
         if wanted is Any or wanted is inspect.Parameter.empty or fits(value, wanted):
