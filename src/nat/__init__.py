@@ -95,8 +95,7 @@ class _Parent(ModuleType):
 
     def _owner(self, name: str) -> ModuleType | None:
         child = f"{self.__name__}.{name}"
-        module = None if name.startswith("_") or child in PATHS or child in PARENTS else _module_of(self)
-        return module if hasattr(module, name) else None
+        return None if name.startswith("_") or child in PATHS or child in PARENTS else _module_of(self)
 
 
 def _module_of(parent: ModuleType) -> ModuleType | None:
