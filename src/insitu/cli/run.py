@@ -35,7 +35,7 @@ async def _run(config_file: Path, text: str, checkpoint: Path | None, override: 
     async with Builder(config) as builder, serve_policy(config, builder, checkpoint):
         workflow = await builder.get_workflow()
         seed = EpisodeKey("run", 0, "input", 0).seed(config.general.seed)
-        with EpisodeScope(seed=seed, input_message=text, is_evaluating=True).activate():
+        with EpisodeScope(seed=seed, input_message=text).activate():
             try:
                 return await workflow.ainvoke(text, to_type=str)
             except InsituError:

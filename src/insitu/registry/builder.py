@@ -231,7 +231,7 @@ class Builder:
 
         async def build() -> Any:
             strategy = await self._build(TTC_STRATEGY, strategy_name)
-            with _says_where(where, strategy.config):
+            with _says_where(where, self.block(TTC_STRATEGY, strategy_name)):
                 stage, supported = strategy.stage_type(), strategy.supported_pipeline_types()
                 if stage != stage_type:
                     raise ConfigError(f"{where} is a strategy of stage {stage}; it was asked for as {stage_type}")
@@ -243,7 +243,7 @@ class Builder:
                 await strategy.build_components(self)
             return strategy
 
-        return await self._once((f"ttc_strategies as {pipeline_type}", strategy_name), build)
+        return await self._once((f"ttc_strategies as {pipeline_type} {stage_type}", strategy_name), build)
 
     def get_max_concurrency(self) -> int:
         """`eval.general.max_concurrency`, for evaluators that limit themselves."""

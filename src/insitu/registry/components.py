@@ -35,6 +35,8 @@ ENTRY_POINT_GROUPS = ("insitu.components", "nat.components", "nat.plugins")
 class _Registration:
     config_type: type[TypedBaseModel]
     factory: Callable[..., Any]
+    installed: bool = False
+    """Whether it came with an installed plugin, and not from what a file names or a program imports."""
 
 
 class Registry:
@@ -43,7 +45,9 @@ class Registry:
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], _Registration] = {}
         self._entry_points_loaded = False
+        self._loading = False
         self._broken: list[str] = []
+        self._clashes: dict[tuple[str, str], str] = {}
 
     def add(self, kind: Kind, config_type: type[TypedBaseModel], factory: Callable[..., Any]) -> None:
         name = config_type.static_type()
@@ -57,17 +61,26 @@ class Registry:
             raise PluginError(f"{name!r} of {kind.section} is a part of insitu; {config_type} needs another name")
         known = self._known.get((kind.section, name))
         if known is not None and _place_of(known.config_type) != _place_of(config_type):
-            raise PluginError(
-                f"two components of {kind.section} are called {name!r}: {known.config_type} and {config_type}"
-            )
-        self._known[kind.section, name] = _Registration(config_type, factory)
+            clash = f"two components of {kind.section} are called {name!r}: {known.config_type} and {config_type}"
+            if not self._loading:
+                raise PluginError(clash)
+            if known.installed:  # else the program's own choice stands
+                logger.warning("%s; none of them can be used while both are installed", clash)
+                self._clashes[kind.section, name] = clash
+            return
+        self._known[kind.section, name] = _Registration(config_type, factory, self._loading)
 
     def find(self, kind: Kind, name: str) -> _Registration | None:
-        """The registration of a `_type`; looks among our own parts first, then in installed plugins."""
+        """The registration of a `_type`; looks among our own parts first, then in installed plugins.
+
+        PluginError if two installed plugins have one of this name.
+        """
         if (kind.section, name) not in self._known and name in kind.built_in:
             importlib.import_module(kind.built_in[name])
         if (kind.section, name) not in self._known:
             self._load_entry_points()
+        if clash := self._clashes.get((kind.section, name)):
+            raise PluginError(f"{clash}; uninstall one of the packages")
         return self._known.get((kind.section, name))
 
     def names(self, kind: Kind) -> list[str]:
@@ -77,14 +90,15 @@ class Registry:
     def _load_entry_points(self) -> None:
         if self._entry_points_loaded:
             return
-        self._entry_points_loaded = True
+        self._entry_points_loaded = self._loading = True
         for group in ENTRY_POINT_GROUPS:
             for point in entry_points(group=group):
                 try:
                     point.load()
-                except Exception as error:  # a plugin's import may raise anything; said when something is missing
+                except (Exception, SystemExit) as error:  # a plugin's import may raise anything; said when it is missed
                     logger.warning("plugin %r (%s) could not be imported: %r", point.name, point.value, error)
                     self._broken.append(f"{point.name!r} ({point.value}): {error!r}")
+        self._loading = False
 
     def unknown(self, kind: Kind, what: str, name: str) -> str:
         """The sentence for a `_type` that does not exist."""

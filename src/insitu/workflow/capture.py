@@ -91,7 +91,7 @@ class Exchange:
         if self._trains:
             request["logprobs"] = True
             request["return_token_ids"] = True
-        if (self._trains or scope.is_evaluating) and request.get("seed") is None:
+        if request.get("seed") is None:
             request["seed"] = self._seed()
         self._assembly = StreamAssembly(self) if self.streamed else None
         self._started = time.time()
