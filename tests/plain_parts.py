@@ -1,5 +1,6 @@
 """Small registered components for tests: functions that misbehave on request, and evaluators that do."""
 
+import ast
 import asyncio
 import math
 from collections import Counter
@@ -89,6 +90,10 @@ class Parts:
                 return {(1, 2): object(), "text": "\ud800", "nan": math.nan}
             case "seed":
                 return Context.get().seed
+            case "say" if rest == "parts.Inner":
+                return PartsConfig()
+            case "say":
+                return ast.literal_eval(rest)
         return text.upper()
 
 

@@ -226,13 +226,114 @@ async def test_a_file_without_evaluators_is_refused(write: Any) -> None:
         await EvaluationRun(EvaluationRunConfig(config_file=write(data))).run_and_evaluate()
 
 
+# answers that stand in the dataset, and the part of an answer that counts
+
+
+async def test_a_finished_evaluation_is_a_dataset(bench: Bench) -> None:
+    first = await bench.run(["a", "raise b", "c"], reps=2, write_output=True)
+    file = first.workflow_output_file
+    config, ran = bench.config(["a"]), len(plain_parts.made)
+    asked = EvaluationRunConfig(config_file=config, dataset=file, skip_workflow=True)
+    output = await EvaluationRun(asked).run_and_evaluate()
+    assert len(plain_parts.made) == ran
+    assert scores(output) == [1.0] * 4
+    items, before = output.eval_input.eval_input_items, first.eval_input.eval_input_items
+    assert [(i.id, i.rep, i.output_obj) for i in items] == [(i.id, i.rep, i.output_obj) for i in before]
+    assert [i.trajectory for i in items] == [i.trajectory for i in before]
+    assert [i.reason for i in items] == [None, None, "no_answer", "no_answer", None, None]
+    assert str(items[2].error).startswith("row 'row 1' has no generated_answer: ValueError: b (")
+    assert items[0].full_dataset_entry["question"] == "a"
+
+
+async def test_completing_runs_what_has_no_answer_as_it_would_have_been_run(bench: Bench) -> None:
+    whole = await bench.run(["seed 0", "seed 1"], reps=2, write_output=True)
+    assert whole.workflow_output_file is not None
+    records = json.loads(whole.workflow_output_file.read_text())
+    answers = [r["generated_answer"] for r in records]
+    del records[1]["generated_answer"]
+    records[2]["generated_answer"] = None
+    partly = bench.folder / "partly.json"
+    partly.write_text(json.dumps(records))
+    asked = EvaluationRunConfig(config_file=bench.config(["a"]), dataset=partly, skip_completed_entries=True)
+    seen: list[Any] = []
+    output = await EvaluationRun(asked, on_episode=seen.append).run_and_evaluate()
+    assert len(seen) == 2
+    assert [i.output_obj for i in output.eval_input.eval_input_items] == answers
+    assert all(len(i.trajectory) == 2 for i in output.eval_input.eval_input_items)
+
+
+async def test_answers_and_steps_under_other_names_and_in_a_table(bench: Bench) -> None:
+    step = {
+        "payload": {
+            "event_type": "CUSTOM_END",
+            "event_timestamp": 5,
+            "metadata": {"k": 1},
+            "data": {"output": 2},
+            "UUID": "7",
+        }
+    }
+    rows = [
+        {"id": "x", "question": "q", "answer": "A", "said": "A", "did": [step], "should": [step]},
+        {"id": "y", "question": "q", "answer": "A", "said": "", "did": [], "should": []},
+    ]
+    names = {"generated_answer_key": "said", "trajectory_key": "did", "expected_trajectory_key": "should"}
+    lines = ["id,question,answer,said,did,should"]
+    lines += [
+        ",".join('"' + str(v if isinstance(v, str) else json.dumps(v)).replace('"', '""') + '"' for v in row.values())
+        for row in rows
+    ]
+    for name, text, second in (("r.json", json.dumps(rows), [0.0]), ("r.csv", "\n".join(lines), [])):
+        file = bench.folder / name
+        file.write_text(text)
+        dataset = {"_type": name.split(".")[1], "file_path": str(file), "structure": names}
+        config = bench.config(["a"], dataset=dataset)
+        output = await EvaluationRun(EvaluationRunConfig(config_file=config, skip_workflow=True)).run_and_evaluate()
+        item = output.eval_input.eval_input_items[0]
+        assert item.trajectory == item.expected_trajectory
+        assert (item.trajectory[0].metadata, item.trajectory[0].data.output) == ({"k": 1}, 2)  # type: ignore[union-attr]
+        assert scores(output) == [1.0, *second]  # an empty text is an answer, an empty cell is none
+        assert output.workflow_output_file is not None
+        assert json.loads(output.workflow_output_file.read_text())[0]["said"] == "A"
+
+
 @pytest.mark.parametrize(
-    "option",
-    [{"endpoint": "http://x"}, {"skip_workflow": True}, {"skip_completed_entries": True}, {"result_json_path": "$.a"}],
+    ("option", "message"),
+    [
+        ({"result_json_path": "$.a["}, r"result_json_path '\$.a\[' is no JSONPath"),
+        ({"result_json_path": ""}, "result_json_path '' is no JSONPath"),
+        ({"skip_workflow": True, "reps": 2}, "reps is 2"),
+        ({"skip_workflow": True, "endpoint": "http://127.0.0.1:1"}, "skip_workflow runs nothing"),
+        ({"endpoint": "127.0.0.1:1"}, "it must begin with http://"),
+    ],
 )
-async def test_what_cannot_be_done_is_refused_by_name(bench: Bench, option: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(option))):
+async def test_options_that_cannot_be_used_are_refused_by_name(
+    bench: Bench, option: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         await EvaluationRun(EvaluationRunConfig(config_file=bench.config(["a"]), **option)).run_and_evaluate()
+    assert not (bench.output / "workflow_output.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "output", "error"),
+    [
+        ("$.a.b", "say {'a': {'b': [1]}}", [1], None),
+        ("$.a", 'say \'{"a": "X"}\'', "X", None),
+        ("$[1].k", "say [0, {'k': None}]", None, None),
+        ("$.inner.depth", "say parts.Inner", 1, None),
+        ("$.b", "say {'a': 1}", None, "matches 0 values of {'a': 1}, not one"),
+        ("$[*]", "say [1, 2]", None, "matches 2 values"),
+        ("$.a", "words", None, "the answer 'WORDS' is no JSON"),
+    ],
+)
+async def test_the_output_is_the_part_of_the_answer_that_the_path_names(
+    bench: Bench, path: str, text: str, output: Any, error: str | None
+) -> None:
+    asked = EvaluationRunConfig(config_file=bench.config([text]), result_json_path=path, write_output=False)
+    (item,) = (await EvaluationRun(asked).run_and_evaluate()).eval_input.eval_input_items
+    assert item.output_obj == output
+    assert (item.error is None) is (error is None)
+    assert error is None or (item.reason == "workflow_error" and error in str(item.error))
 
 
 async def test_validation_means_are_over_rows() -> None:

@@ -1,6 +1,8 @@
 """The command `eval`."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -10,22 +12,19 @@ from insitu.cli import options
 @click.command("eval")
 @options.config_file
 @options.dataset
+@options.who_answers
+@click.option("--skip_workflow", is_flag=True, help="Score the answers that stand in the dataset.")
+@click.option("--skip_completed_entries", is_flag=True, help="Run only the rows that have no answer yet.")
 @click.option("--reps", type=click.IntRange(min=1), default=1, help="Episodes for each row.")
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="A folder of weights for llms of _type policy.")
 @options.override
-def command(
-    config_file: Path,
-    dataset: str | None,
-    reps: int,
-    checkpoint: Path | None,
-    override: tuple[tuple[str, str], ...],
-) -> None:
+def command(checkpoint: Path | None, **given: Any) -> None:
     """Score a workflow on a dataset: a table on the console, and the documented files."""
     from insitu.errors import InsituError
     from insitu.schemas.evaluation import EvaluationRunConfig
     from insitu.training.runtime import run_async
 
-    asked = EvaluationRunConfig(config_file=config_file, dataset=dataset, reps=reps, override=override)
+    asked = EvaluationRunConfig(**given)
     failed = run_async(_evaluate(asked, checkpoint))
     if failed:
         raise InsituError(failed)
@@ -36,6 +35,7 @@ async def _evaluate(asked: "EvaluationRunConfig", checkpoint: Path | None) -> st
     from rich.console import Console
 
     from insitu.config import load_config
+    from insitu.errors import ConfigError
     from insitu.evaluation.datasets import load_dataset
     from insitu.evaluation.evaluators import number
     from insitu.evaluation.run import EvaluationRun
@@ -45,15 +45,20 @@ async def _evaluate(asked: "EvaluationRunConfig", checkpoint: Path | None) -> st
 
     config = load_config(asked.config_file, asked.override)
     report = Report()
-    total = len(load_dataset(config, asked.dataset)) * asked.reps
-    run_config = asked.model_copy(update={"config_file": config, "override": ()})
-    async with Builder(config) as builder, serve_policy(config, builder, checkpoint):
-        report.begin("evaluating", total)
-        try:
-            run = EvaluationRun(run_config, builder, on_episode=lambda _: report.advance())
-            output = await run.run_and_evaluate()
-        finally:
-            report.end()
+    answered = asked.skip_workflow or asked.skip_completed_entries
+    rows = load_dataset(config, asked.dataset, answered)
+    total = sum(row.output_obj is None for row in rows) * asked.reps
+    if asked.skip_workflow and checkpoint is not None:
+        raise ConfigError("--skip_workflow runs nothing: --checkpoint has no meaning with it")
+    async with Builder(config) as builder:
+        run_config = asked.model_copy(update={"config_file": config, "override": ()})
+        run = EvaluationRun(run_config, builder, on_episode=lambda _: report.advance())
+        async with nullcontext() if asked.skip_workflow else serve_policy(config, builder, checkpoint):
+            report.begin("evaluating", total)
+            try:
+                output = await run.run_and_evaluate()
+            finally:
+                report.end()
     Console(highlight=False).print(evaluation_table(output))
     for path in (output.workflow_output_file, *output.evaluator_output_files):
         print(path)

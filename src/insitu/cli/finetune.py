@@ -11,6 +11,7 @@ from insitu.cli import options
 @click.command("finetune")
 @options.config_file
 @options.dataset
+@options.who_answers
 @click.option("--validation_dataset", help="A held-out dataset, in place of the file's own.")
 @click.option("--validation_interval", type=click.IntRange(min=1), help="Epochs between two validations.")
 @click.option(

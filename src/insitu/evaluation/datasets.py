@@ -10,9 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.config import Config
 from insitu.errors import ConfigError
+from insitu.evaluation.wire import read_step
 from insitu.registry import DATASET, not_found, register_dataset_loader, registry
 from insitu.schemas.components import DatasetBaseConfig
 from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.steps import IntermediateStep
 
 Rows = Iterator[dict[str, Any]]
 
@@ -26,6 +28,12 @@ class StructureConfig(BaseModel):
     """The workflow's input."""
     answer_key: str = "answer"
     """What evaluators compare with; a row may lack it."""
+    expected_trajectory_key: str = "expected_intermediate_steps"
+    """The steps that evaluators compare with; a row may lack them."""
+    generated_answer_key: str = "generated_answer"
+    """The workflow's answer, in rows that are not to be run (`--skip_workflow`, `--skip_completed_entries`)."""
+    trajectory_key: str = "intermediate_steps"
+    """The workflow's steps, in such rows."""
 
 
 class FileDatasetConfig(DatasetBaseConfig):
@@ -99,52 +107,74 @@ for _name, _reader in (
 _BY_SUFFIX = {".json": "json", ".jsonl": "jsonl", ".csv": "csv", ".parquet": "parquet", ".xls": "xls", ".xlsx": "xls"}
 
 
-def load_dataset(config: Config, path: str | Path | None = None) -> list[EvalInputItem]:
+def load_dataset(config: Config, path: str | Path | None = None, answered: bool = False) -> list[EvalInputItem]:
     """The rows of the configured dataset, or of `path` (any format, told by its suffix), in file order.
 
-    ConfigError names the file and the row for a missing key, a row that is no mapping, or an id that stands twice.
+    `answered`: also the answers, steps and repetitions that rows of a `workflow_output.json` have. ConfigError names
+    the file and the row for a missing key, a row that is no mapping, steps that are none, or an id that stands twice.
     """
-    block = config.eval.dataset
-    if path is None and block is None:
+    shape = config.eval.dataset
+    if path is None and shape is None:
         raise ConfigError(f"{config.source}: eval.general.dataset is missing, and no dataset was given")
     if path is None:
-        file, kind, where = Path(block.file_path), block.type, "eval.general.dataset.file_path"
+        file, kind, where = Path(shape.file_path), shape.type, "eval.general.dataset.file_path"
     else:
         file, where = Path(path), "dataset"
         if file.suffix.lower() not in _BY_SUFFIX:
             raise ConfigError(not_found(f"dataset {file}: the file format", file.suffix, _BY_SUFFIX))
         kind = _BY_SUFFIX[file.suffix.lower()]
-    shape = FileDatasetConfig(file_path=file) if block is None else block
-    return _items(shape, config.find_path(file, where), kind)
-
-
-def _items(shape: FileDatasetConfig, file: Path, kind: str) -> list[EvalInputItem]:
     registration = registry.find(DATASET, kind)
     if registration is None:
         raise ConfigError(registry.unknown(DATASET, "eval.general.dataset: _type", kind))
-    question_key, answer_key = shape.structure.question_key, shape.structure.answer_key
-    items: list[EvalInputItem] = []
-    seen: dict[str, int] = {}
+    file = config.find_path(file, where)
     try:
-        for number, row in enumerate(registration.factory(file), 1):
-            if not isinstance(row, dict):
-                raise ConfigError(f"dataset {file}, row {number} must be a mapping of columns, not {row!r:.80}")
-            if question_key not in row:
-                raise ConfigError(not_found(f"dataset {file}, row {number}: the question key", question_key, row))
-            row_id = row.get(shape.id_key, number - 1)
-            if str(row_id) in seen:
-                raise ConfigError(f"dataset {file}: rows {seen[str(row_id)]} and {number} have the same id {row_id!r}")
-            seen[str(row_id)] = number
-            items.append(
-                EvalInputItem(
-                    id=row_id,
-                    input_obj=row[question_key],
-                    expected_output_obj=row.get(answer_key),
-                    full_dataset_entry=row,
-                )
-            )
+        items = _items(shape_of(config), file, registration.factory(file), answered)
     except (OSError, UnicodeDecodeError, orjson.JSONDecodeError, csv.Error) as error:
         raise ConfigError(f"dataset {file} cannot be read: {error}") from error
     if not items:
         raise ConfigError(f"dataset {file} has no rows")
     return items
+
+
+def shape_of(config: Config) -> FileDatasetConfig:
+    """Which columns mean what: as the configured dataset says, which may be of another file."""
+    return FileDatasetConfig(file_path=Path()) if config.eval.dataset is None else config.eval.dataset
+
+
+def _items(shape: FileDatasetConfig, file: Path, rows: Rows, answered: bool) -> list[EvalInputItem]:
+    keys = shape.structure
+    items: list[EvalInputItem] = []
+    seen: dict[tuple[str, int], int] = {}
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ConfigError(f"dataset {file}, row {number} must be a mapping of columns, not {row!r:.80}")
+        if keys.question_key not in row:
+            raise ConfigError(not_found(f"dataset {file}, row {number}: the question key", keys.question_key, row))
+        where = f"dataset {file}, row {number}"
+        item = EvalInputItem(
+            id=row.get(shape.id_key, number - 1),
+            input_obj=row[keys.question_key],
+            expected_output_obj=row.get(keys.answer_key),
+            expected_trajectory=_steps(row, keys.expected_trajectory_key, where),
+            full_dataset_entry=row,
+        )
+        if answered:
+            answer = row.get(keys.generated_answer_key)
+            item.output_obj = None if answer == "" and file.suffix == ".csv" else answer  # a cell that is empty
+            item.trajectory = _steps(row, keys.trajectory_key, where)
+            item.rep = row["rep"] if isinstance(row.get("rep"), int) else 0
+        earlier = seen.setdefault((str(item.id), item.rep), number)
+        if earlier != number:
+            raise ConfigError(f"dataset {file}: rows {earlier} and {number} have the same id {item.id!r}")
+        items.append(item)
+    return items
+
+
+def _steps(row: dict[str, Any], key: str, where: str) -> list[IntermediateStep]:
+    given = row.get(key)
+    try:
+        if isinstance(given, str):  # in a table
+            given = orjson.loads(given or "[]")
+        return [read_step(record) for record in given or []]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{where}: {key} must be a list of intermediate steps: {error}") from error

@@ -1,4 +1,8 @@
-"""Running episodes: one episode with its attempts, and many under one concurrency limit."""
+"""Running episodes: one episode with its attempts, and many under one concurrency limit.
+
+Who makes an attempt is replaceable: an `Attempt` is a function of (row, key, rules) that gives plain data.
+`in_process` runs the workflow here, `insitu.evaluation.remote` has a service run it.
+"""
 
 import asyncio
 import logging
@@ -6,12 +10,15 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from insitu.errors import BackendUnavailable, CaptureError, EpisodeTimeout, InsituError, WorkflowError, told
+from insitu.evaluation.answers import ResultPath
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.workflow.context import EpisodeScope
+from insitu.workflow.steps import OnStep
 
 logger = logging.getLogger(__name__)
 
@@ -26,37 +33,67 @@ class EpisodeRules:
     """How an episode is run: `timeout` in seconds for each attempt, `retries` after passing failures.
 
     `seed` is the configured one. `training` names the llms (True: all) whose servers are asked for token ids.
+    `result` takes the output from the workflow's answer; none: the answer is the output.
     """
 
     seed: int = 0
     timeout: float | None = None
     retries: int = 0
     training: bool | frozenset[str] = False
+    result: ResultPath | None = None
 
 
-async def run_episode(workflow: Any, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules) -> Episode:
-    """Run `workflow` on one row; what goes wrong inside it is told by the episode, never raised.
+class Attempted(NamedTuple):
+    """An attempt that has ended; `passing`: it failed for a reason that another attempt may not meet."""
 
-    Plain data in (row, key, rules), plain data out: the seam at which episodes can move to other machines.
-    """
+    episode: Episode
+    passing: bool = False
+
+
+Attempt = Callable[[EvalInputItem, EpisodeKey, EpisodeRules], Awaitable[Attempted]]
+
+
+async def run_episode(attempt: Attempt, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules) -> Episode:
+    """Run the workflow on one row; what goes wrong inside it is told by the episode, never raised."""
     failed_requests: Counter[str] = Counter()
-    for attempt in range(rules.retries + 1):
-        episode, passing = await _attempt(workflow, item, key._replace(attempt=key.attempt + attempt), rules)
+    for number in range(rules.retries + 1):
+        episode, passing = await attempt(item, key._replace(attempt=key.attempt + number), rules)
         failed_requests.update(episode.failed_requests)
         if episode.outcome is Outcome.OK or not passing:
             break
-        logger.info("episode %s failed (%s), attempt %d", episode.key.text(), episode.error, attempt + 1)
+        logger.info("episode %s failed (%s), attempt %d", episode.key.text(), episode.error, number + 1)
     episode.failed_requests = dict(failed_requests)
+    if episode.outcome is Outcome.OK and rules.result is not None:
+        try:
+            episode.output = rules.result.take(episode.output)
+        except WorkflowError as error:
+            episode.output = None
+            fail(episode, DropReason.WORKFLOW_ERROR, error)
     return episode
 
 
-async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules) -> tuple[Episode, bool]:
+def fail(episode: Episode, reason: DropReason, error: BaseException) -> None:
+    """Mark an episode as failed, `error` told by its name and message."""
+    episode.outcome = Outcome.FAILED
+    episode.reason = reason
+    episode.error = f"{type(error).__name__}: {error}"
+
+
+def in_process(workflow: Any, on_step: OnStep | None = None) -> Attempt:
+    """Attempts that run `workflow` in this event loop; `on_step` gets each step as it happens."""
+    return partial(_attempt, workflow, on_step)
+
+
+async def _attempt(
+    workflow: Any, on_step: OnStep | None, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules
+) -> Attempted:
     scope = EpisodeScope(
         key=key,
         seed=key.seed(rules.seed),
         input_message=item.input_obj,
         is_evaluating=True,
         training=rules.training,
+        on_step=on_step,
     )
     episode = Episode(key, Outcome.OK, calls=scope.calls, steps=scope.steps)
     passing = False
@@ -77,17 +114,17 @@ async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, rules: E
             error = EpisodeTimeout(f"no answer within episode_timeout: {rules.timeout:g} s")
         elif scope.capture_error is not None:
             error = scope.capture_error
-        episode.outcome = Outcome.FAILED
-        episode.reason, passing = classify(error)
-        own = episode.reason is DropReason.WORKFLOW_ERROR and not isinstance(error, InsituError)
-        episode.error = told(error) if own else f"{type(error).__name__}: {error}"
+        reason, passing = classify(error)
+        fail(episode, reason, error)
+        if reason is DropReason.WORKFLOW_ERROR and not isinstance(error, InsituError):
+            episode.error = told(error)
         logger.debug("episode %s", key.text(), exc_info=error)
     episode.seconds = time.perf_counter() - started
     episode.failed_requests = dict(scope.failed_attempts)
     episode.calls.sort(key=lambda call: call.index)  # recorded in the order of their ends
     if scope.rewards:
         episode.step_rewards = [scope.rewards.get(call.index, 0.0) for call in episode.calls]
-    return episode, passing
+    return Attempted(episode, passing)
 
 
 def being_cancelled(error: BaseException) -> bool:

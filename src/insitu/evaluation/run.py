@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -15,18 +16,20 @@ from pydantic_core import to_jsonable_python
 
 from insitu.config import Config
 from insitu.errors import ConfigError
-from insitu.evaluation.datasets import load_dataset
-from insitu.evaluation.episodes import EpisodeRules, run_episode, run_limited
+from insitu.evaluation.answers import ResultPath
+from insitu.evaluation.datasets import FileDatasetConfig, load_dataset, shape_of
+from insitu.evaluation.episodes import Attempt, EpisodeRules, run_episode, run_limited
 from insitu.evaluation.evaluators import score
+from insitu.evaluation.remote import open_workflow
 from insitu.evaluation.shared import Generations, components, current_run, episode_slot
 from insitu.registry import EVALUATOR, Builder
-from insitu.schemas.episodes import Episode, EpisodeKey
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey
 from insitu.schemas.evaluation import (
     EvalInput,
     EvalInputItem,
-    EvaluationRunConfig,
     EvaluationRunOutput,
 )
+from insitu.schemas.evaluation import EvaluationRunConfig as EvaluationRunConfig  # documented in this place too
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +57,20 @@ class EvaluationRun:
         self._on_episode = on_episode
         self._training = training
         self._first_generation = 0
+        self._result = ResultPath.parse(config.result_json_path)
+        self._answered = config.skip_workflow or config.skip_completed_entries
+        if self._answered and config.reps != 1:
+            raise ConfigError(
+                f"reps is {config.reps}, but answers that stand in the dataset are those of one repetition"
+            )
+        if config.skip_workflow and (config.endpoint or self._result):
+            raise ConfigError("skip_workflow runs nothing: endpoint and result_json_path have no meaning with it")
 
     async def run_and_evaluate(self) -> EvaluationRunOutput:
         """Run and score everything; a row that fails is an item with `error`, never the end of the run."""
-        for option in ("skip_workflow", "skip_completed_entries", "endpoint"):
-            if getattr(self.config, option):
-                raise ConfigError(f"{option}: this release runs the workflow itself, on every row")
-        if self.config.result_json_path != "$":
-            raise ConfigError("result_json_path: this release takes the workflow's whole answer ('$')")
         self._take_generations()
         async with components(self.config, self._builder) as (loaded, builder):
-            return await self._run(loaded, load_dataset(loaded, self.config.dataset), builder)
+            return await self._run(loaded, load_dataset(loaded, self.config.dataset, self._answered), builder)
 
     def _take_generations(self) -> None:
         """Before anything is awaited: evaluations started one after the other are numbered in that order."""
@@ -86,8 +92,14 @@ class EvaluationRun:
         if self.config.write_output:
             writable_folder(folder, "eval.general.output_dir")
         evaluators = {name: await builder.get_evaluator(name) for name in names}
-        items = [row.model_copy(update={"rep": rep}) for row in rows for rep in range(self.config.reps)]
-        await self._run_workflow(loaded, builder, items)
+        items = rows
+        if not self._answered:
+            items = [row.model_copy(update={"rep": rep}) for row in rows for rep in range(self.config.reps)]
+        missing = [item for item in items if item.output_obj is None]
+        if self.config.skip_workflow:
+            _tell_missing(missing, shape_of(loaded).structure.generated_answer_key)
+        elif missing:
+            await self._run_workflow(loaded, builder, missing)
         done = [item for item in items if item.error is None]
         results = []
         for name, info in evaluators.items():
@@ -95,27 +107,37 @@ class EvaluationRun:
             results.append((name, output))
         run_output = EvaluationRunOutput(eval_input=EvalInput(eval_input_items=items), evaluation_results=results)
         if self.config.write_output:
-            await asyncio.to_thread(write_files, run_output, folder)
+            await asyncio.to_thread(write_files, run_output, folder, shape_of(loaded))
         return run_output
 
     async def _run_workflow(self, loaded: Config, builder: Builder, items: list[EvalInputItem]) -> None:
-        workflow = await builder.get_workflow()
-        trained = loaded.trained_llms() if self._training else False
-        rules = EpisodeRules(loaded.general.seed, loaded.eval.episode_timeout, loaded.eval.retries, trained)
+        trained = loaded.trained_llms() if self._training else frozenset()
+        limits = loaded.eval
+        rules = EpisodeRules(loaded.general.seed, limits.episode_timeout, limits.retries, trained, self._result)
         epoch = 1 if self._training else 0  # a held-out row and a row to train on never sample with the same seed
 
-        async def run(item: EvalInputItem) -> Episode:
+        async def run(attempt: Attempt, item: EvalInputItem) -> Episode:
             key = EpisodeKey("eval", epoch, str(item.id), self._first_generation + item.rep)
             async with episode_slot():
-                episode = await run_episode(workflow, item, key, rules)
+                episode = await run_episode(attempt, item, key, rules)
             item.output_obj, item.trajectory = episode.output, episode.steps
             item.error, item.reason = episode.error, episode.reason
             return episode
 
-        async with aclosing(run_limited(items, run, loaded.max_concurrency)) as episodes:
-            async for episode in episodes:
-                if self._on_episode is not None:
-                    self._on_episode(episode)
+        async with open_workflow(builder, self.config, trained) as attempt:
+            run_one = partial(run, attempt)
+            async with aclosing(run_limited(items, run_one, loaded.max_concurrency)) as episodes:
+                async for episode in episodes:
+                    if self._on_episode is not None:
+                        self._on_episode(episode)
+
+
+def _tell_missing(items: list[EvalInputItem], key: str) -> None:
+    """The rows without an answer are told as episodes that failed, with the error they failed with before."""
+    for item in items:
+        earlier = item.full_dataset_entry.get("error")
+        item.error = f"row {item.id!r} has no {key}" + (f": {earlier}" if earlier else "")
+        item.reason = DropReason.NO_ANSWER
 
 
 def writable_folder(folder: Path, key: str) -> None:
@@ -128,24 +150,29 @@ def writable_folder(folder: Path, key: str) -> None:
         raise ConfigError(f"{key}: cannot write to {folder}: {error.strerror}") from error
 
 
-def write_files(output: EvaluationRunOutput, folder: Path) -> None:
-    """`workflow_output.json` and a file for each evaluator, each whole or not there; their paths go into `output`."""
-    records = [_workflow_record(item) for item in output.eval_input.eval_input_items]
+def write_files(output: EvaluationRunOutput, folder: Path, shape: FileDatasetConfig) -> None:
+    """`workflow_output.json` and a file for each evaluator, each whole or not there; their paths go into `output`.
+
+    The former is a dataset again, with the columns of the one it comes from.
+    """
+    records = [_workflow_record(item, shape) for item in output.eval_input.eval_input_items]
     output.workflow_output_file = write_json(folder / "workflow_output.json", records)
     output.evaluator_output_files = [
         write_json(folder / f"{name}_output.json", to_json(result)) for name, result in output.evaluation_results
     ]
 
 
-def _workflow_record(item: EvalInputItem) -> dict[str, Any]:
-    return {
+def _workflow_record(item: EvalInputItem, shape: FileDatasetConfig) -> dict[str, Any]:
+    row = item.full_dataset_entry if isinstance(item.full_dataset_entry, dict) else {}
+    return row | {
+        shape.id_key: item.id,
         "id": item.id,
         "rep": item.rep,
         "question": item.input_obj,
         "answer": item.expected_output_obj,
-        "generated_answer": item.output_obj,
-        "intermediate_steps": to_json(item.trajectory),
-        "expected_intermediate_steps": to_json(item.expected_trajectory),
+        shape.structure.generated_answer_key: item.output_obj,
+        shape.structure.trajectory_key: to_json(item.trajectory),
+        shape.structure.expected_trajectory_key: to_json(item.expected_trajectory),
         "error": item.error,
     }
 

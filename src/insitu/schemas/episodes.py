@@ -91,6 +91,7 @@ class DropReason(StrEnum):
     TIMEOUT = "timeout"
     BACKEND_ERROR = "backend_error"
     CAPTURE_ERROR = "capture_error"
+    NO_ANSWER = "no_answer"
     EVALUATOR_ERROR = "evaluator_error"
     NO_SCORE = "no_score"
     NAN_SCORE = "nan_score"

@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError, told
+from insitu.evaluation.answers import ResultPath
 from insitu.evaluation.datasets import load_dataset
+from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.shared import SharedRun, share
 from insitu.interfaces import Trainer
 from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, Builder, not_found
@@ -61,7 +63,7 @@ async def finetuning_main(run_config: FinetuneRunConfig) -> list[TrainingJobStat
     finetuning = config.finetuning
     finetuning.validation = _validation(config, run_config)
     finetuning.run_configuration = _run_configuration(config, run_config)
-    _check_inputs(config, run_config)
+    await _check_inputs(config, run_config)
     async with Builder(config) as builder:
         with share(config, builder) as run:
             trajectory_builder = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
@@ -153,12 +155,9 @@ def check_ready(config: Config) -> None:
         raise ConfigError(f"{config.source}: finetuning.enabled is false; set it to true to train")
 
 
-def _check_inputs(config: Config, asked: FinetuneRunConfig) -> None:
+async def _check_inputs(config: Config, asked: FinetuneRunConfig) -> None:
     """Raise for what would only be found later, when an earlier run has been moved aside and a backend started."""
-    if asked.endpoint:
-        raise ConfigError("endpoint: this release runs the workflow itself")
-    if asked.result_json_path != "$":
-        raise ConfigError("result_json_path: this release takes the workflow's whole answer ('$')")
+    ResultPath.parse(asked.result_json_path)
     load_dataset(config, asked.dataset)
     if config.finetuning.validation is not None:
         held_out, reward = held_out_config(config), config.finetuning.reward_function
@@ -169,6 +168,9 @@ def _check_inputs(config: Config, asked: FinetuneRunConfig) -> None:
                     f"{held_out.source}: the evaluator that gives the reward,", reward.name, held_out.names(EVALUATOR)
                 )
             )
+    if asked.endpoint is not None:
+        async with RemoteWorkflow(asked.endpoint, asked.endpoint_timeout) as remote:
+            await remote.check(config.trained_llms())
 
 
 def _validation(config: Config, asked: FinetuneRunConfig) -> ValidationConfig | None:

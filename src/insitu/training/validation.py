@@ -71,11 +71,14 @@ class Validation:
         return record
 
     async def _evaluate(self, epoch: int) -> dict[str, Any]:
+        given = self._run_config.run_configuration
+        options = given.model_dump(include={"result_json_path", "endpoint", "endpoint_timeout"}) if given else {}
         asked = EvaluationRunConfig(
             config_file=held_out_config(self._loaded),
             dataset=self.config.dataset,
             reps=self.config.reps,
             write_output=False,
+            **options,
         )
         run = EvaluationRun(asked, on_episode=lambda _: self._report.advance(), training=False)
         self._report.begin(f"epoch {epoch}: validating", None)

@@ -8,15 +8,18 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic import Field
 
 from insitu.config import Config
 from insitu.errors import ConfigError, TrajectoryError
+from insitu.evaluation.answers import ResultPath
 from insitu.evaluation.datasets import load_dataset
-from insitu.evaluation.episodes import EpisodeRules, run_episode, run_limited
+from insitu.evaluation.episodes import Attempt, EpisodeRules, run_episode, run_limited
 from insitu.evaluation.evaluators import number, score
+from insitu.evaluation.remote import open_workflow
 from insitu.evaluation.shared import episode_slot
 from insitu.interfaces import TrajectoryBuilder
 from insitu.registry import LLM, Builder, EvaluatorInfo, register_trajectory_builder
@@ -141,37 +144,39 @@ class EpisodesBuilder(TrajectoryBuilder):
 
     async def _collect(self, run_id: str, collection: _Collection) -> None:
         """Consumes the epoch's rows x generations; waits for episodes; a group is given on with its last one."""
-        workflow = await self._builder.get_workflow()
         name = self.run_config.reward_function.name  # type: ignore[union-attr]
         evaluator = await self._builder.get_evaluator(name)
-        limits = self._loaded.eval
-        rules = EpisodeRules(
-            self._loaded.general.seed, limits.episode_timeout, limits.retries, self._loaded.trained_llms()
-        )
+        limits, asked, trained = self._loaded.eval, self.run_config.run_configuration, self._loaded.trained_llms()
+        result = ResultPath.parse(asked.result_json_path) if asked else None
+        rules = EpisodeRules(self._loaded.general.seed, limits.episode_timeout, limits.retries, trained, result)
 
         def tasks() -> Iterator[tuple[EvalInputItem, EpisodeKey]]:
             for row in self.rows_of_epoch(collection.epoch):
                 for generation in range(self.config.num_generations):
                     yield row, EpisodeKey(run_id, collection.epoch, str(row.id), generation)
 
-        async def run(task: tuple[EvalInputItem, EpisodeKey]) -> Episode:
+        async def run(attempt: Attempt, task: tuple[EvalInputItem, EpisodeKey]) -> Episode:
             row, key = task
             async with episode_slot():
-                episode = await run_episode(workflow, row, key, rules)
+                episode = await run_episode(attempt, row, key, rules)
             await self._reward(episode, row, evaluator, name)
             episode.steps = []  # read by the evaluator; a whole epoch of them would not stay small
             return episode
 
+        async with open_workflow(self._builder, asked, trained) as attempt:
+            async with aclosing(run_limited(tasks(), partial(run, attempt), limits.max_concurrency)) as episodes:
+                await self._gather(episodes, collection)
+
+    async def _gather(self, episodes: AsyncIterator[Episode], collection: _Collection) -> None:
         waiting: dict[str, list[Episode]] = {}
-        async with aclosing(run_limited(tasks(), run, limits.max_concurrency)) as episodes:
-            async for episode in episodes:
-                collection.on_episode(episode)
-                group = waiting.setdefault(episode.key.row_id, [])
-                group.append(episode)
-                if len(group) == self.config.num_generations:
-                    record = self._group(waiting.pop(episode.key.row_id))
-                    collection.groups[record.row_id] = record._replace(episodes=[])
-                    collection.on_group(record)
+        async for episode in episodes:
+            collection.on_episode(episode)
+            group = waiting.setdefault(episode.key.row_id, [])
+            group.append(episode)
+            if len(group) == self.config.num_generations:
+                record = self._group(waiting.pop(episode.key.row_id))
+                collection.groups[record.row_id] = record._replace(episodes=[])
+                collection.on_group(record)
 
     async def _reward(self, episode: Episode, row: EvalInputItem, evaluator: EvaluatorInfo, name: str) -> None:
         if episode.outcome is Outcome.FAILED:
@@ -212,12 +217,21 @@ class EpisodesBuilder(TrajectoryBuilder):
         run = self.run_config
         return targeted_calls(episode.calls, run.target_functions, run.target_model, self._loaded.trained_llms())
 
+    def _untrained(self, episode: Episode) -> str:
+        """What was called instead of what is trained."""
+        places = {f"{call.llm or call.model} in {' > '.join(call.functions)}" for call in episode.calls}
+        trained = (
+            f"{' or '.join(sorted(self._loaded.trained_llms()))} in {' or '.join(self.run_config.target_functions)}"
+        )
+        return f"the model calls of {trained} are trained; it called {', '.join(sorted(places)) or 'none'}"
+
     def _trajectory(self, episode: Episode) -> Trajectory | None:
         """The episode as a trajectory; None, with the reason set, when it has no call to train on."""
         trained = self._trained(episode)
         if not trained:
             if episode.reason is None:
                 episode.reason = DropReason.NO_TARGET_CALLS if episode.calls else DropReason.NO_CALLS
+                episode.error = self._untrained(episode)
             return None
         steps = episode.step_rewards
         if steps is not None and len(steps) == len(episode.calls):

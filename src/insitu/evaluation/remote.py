@@ -1,0 +1,214 @@
+"""Attempts that a workflow service makes: `insitu serve` runs the workflow, its steps and calls come back here."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Protocol
+
+import aiohttp
+from pydantic import ValidationError
+
+from insitu.config import WORKFLOW, Config
+from insitu.errors import BackendError, BackendUnavailable, ConfigError, EpisodeTimeout, RequestRefused
+from insitu.evaluation.episodes import Attempt, Attempted, EpisodeRules, fail, in_process
+from insitu.evaluation.shared import current_run
+from insitu.evaluation.wire import (
+    EPISODES,
+    HEARTBEAT_SECONDS,
+    PROTOCOL,
+    TOKEN_VARIABLE,
+    Description,
+    EpisodeEnd,
+    EpisodeRequest,
+    ServedPolicy,
+    decode,
+    encode,
+    read_call,
+    read_step,
+)
+from insitu.registry import FUNCTION, LLM, Builder
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
+from insitu.schemas.evaluation import EvalInputItem
+
+_CONNECT_SECONDS = 10.0
+_SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS
+_JSON_LINES = "application/x-ndjson"
+
+
+class Asked(Protocol):
+    """Who runs the workflow, as the command line says."""
+
+    endpoint: str | None
+    endpoint_timeout: int
+
+
+@asynccontextmanager
+async def open_workflow(builder: Builder, asked: Asked | None, trained: Collection[str] = ()) -> AsyncIterator[Attempt]:
+    """What makes attempts: the workflow in this process or, with an `endpoint`, the service there.
+
+    Raises BackendUnavailable if nothing answers there, ConfigError if it is another service, or has not the llms that
+    are to be trained.
+    """
+    config: Config = builder.config  # type: ignore[assignment]
+    run = current_run()
+    own_workflow = run is not None and run.builder is not builder and WORKFLOW in config.names(FUNCTION)
+    if asked is None or asked.endpoint is None or own_workflow:  # the service has the run's workflow, not validation's
+        yield in_process(await builder.get_workflow())
+        return
+    async with RemoteWorkflow(asked.endpoint, asked.endpoint_timeout) as remote:
+        await remote.check(trained)
+        if any(config.block(LLM, name).type == "policy" for name in config.names(LLM)):
+            remote.policy = ServedPolicy.of(await builder.policy_endpoint())
+        yield remote.attempt
+
+
+class RemoteWorkflow:
+    """A workflow service: `timeout` in seconds for each attempt, `policy` is what its llms of _type policy are here."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self.url = url.rstrip("/").removesuffix(EPISODES)
+        self.policy: ServedPolicy | None = None
+        self._timeout = timeout
+        self._session: aiohttp.ClientSession | None = None
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"endpoint is {url!r}; it must begin with http:// or https://")
+
+    async def __aenter__(self) -> "RemoteWorkflow":
+        token = os.environ.get(TOKEN_VARIABLE)
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+            connector=aiohttp.TCPConnector(limit=0),  # the number of episodes in flight is limited elsewhere
+        )
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def check(self, trained: Collection[str] = ()) -> None:
+        """Raise unless the service answers, speaks our protocol, and has the llms `trained`."""
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS), self._open("GET") as response:
+                if response.status in (404, 405):
+                    raise self._not_ours(f"GET {EPISODES} is answered with {response.status}")
+                if response.status >= 400:
+                    raise await self._refusal(response)
+                body = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise BackendUnavailable(
+                f"no answer from the workflow service at {self.url}: {type(error).__name__}: {error}"
+            ) from error
+        try:
+            about = Description.model_validate_json(body)
+        except ValidationError as error:
+            raise self._not_ours(f"GET {EPISODES} is answered with {body!r:.100}") from error
+        if about.protocol != PROTOCOL:
+            raise ConfigError(
+                f"endpoint {self.url} speaks protocol {about.protocol}, this is {PROTOCOL}: use one release for both"
+            )
+        if missing := sorted(set(trained) - set(about.llms)):
+            raise ConfigError(
+                f"endpoint {self.url} serves {about.source}, which has no llm called {' or '.join(missing)}; there is: "
+                f"{', '.join(about.llms) or 'none'} (start the service with the file that is trained)"
+            )
+
+    async def attempt(self, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules) -> Attempted:
+        """One attempt. A service that fails is the reason `backend_error`, whatever it was that failed."""
+        episode = Episode(key, Outcome.OK)
+        heard = started = time.monotonic()
+        limit = asyncio.timeout(self._timeout)
+        passing = True
+        try:
+            request = self._request(item, key, rules)
+            async with limit, aclosing(self._lines(request)) as lines:
+                async for line in lines:
+                    heard = time.monotonic()
+                    if line and (end := _take(episode, decode(line))) is not None:
+                        return Attempted(episode, end.passing)
+            raise BackendUnavailable(f"the workflow service at {self.url} broke off before the episode's end")
+        except (aiohttp.ClientError, OSError, BackendUnavailable) as error:  # TimeoutError is an OSError
+            if not limit.expired():
+                told = error if isinstance(error, BackendError) else self._lost(error)
+                fail(episode, DropReason.BACKEND_ERROR, told)
+            elif heard > started and time.monotonic() - heard < _SILENCE_SECONDS:
+                late = EpisodeTimeout(f"no answer within endpoint_timeout: {self._timeout:g} s")
+                fail(episode, DropReason.TIMEOUT, late)
+            else:
+                silent = BackendUnavailable(f"the workflow service at {self.url} is silent ({self._timeout:g} s)")
+                fail(episode, DropReason.BACKEND_ERROR, silent)
+        except (RequestRefused, ValueError) as error:  # what it says, or cannot be told, is so the next time too
+            fail(episode, DropReason.BACKEND_ERROR, error)
+            passing = False
+        episode.seconds = time.monotonic() - started
+        return Attempted(episode, passing)
+
+    def _lost(self, error: Exception) -> BackendUnavailable:
+        return BackendUnavailable(
+            f"the connection to the workflow service at {self.url} is lost: {type(error).__name__}: {error}"
+        )
+
+    def _request(self, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules) -> bytes:
+        training: Any = rules.training if isinstance(rules.training, bool) else sorted(rules.training)
+        request = EpisodeRequest.model_construct(
+            input=item.input_obj,
+            key=key,
+            seed=rules.seed,
+            timeout=rules.timeout,
+            training=training,
+            policy=self.policy,
+        )
+        return encode(request.__dict__)
+
+    async def _lines(self, request: bytes) -> AsyncGenerator[bytes, None]:
+        """The lines of the answer, each whole, however long."""
+        async with self._open("POST", data=request, headers={"Content-Type": "application/json"}) as response:
+            if response.status >= 400:
+                raise await self._refusal(response)
+            if response.content_type != _JSON_LINES:
+                raise self._not_ours(f"it answered with {response.content_type}")
+            parts: list[bytes] = []
+            async for chunk in response.content.iter_any():
+                first, *others = chunk.split(b"\n")
+                parts.append(first)
+                for other in others:
+                    yield b"".join(parts)
+                    parts = [other]
+
+    def _open(self, method: str, **options: Any) -> Any:
+        if self._session is None:
+            raise BackendError("the connection to the workflow service is not open")
+        return self._session.request(method, self.url + EPISODES, allow_redirects=False, **options)
+
+    def _not_ours(self, what: str) -> ConfigError:
+        return ConfigError(f"endpoint {self.url} is no workflow service (insitu serve): {what}")
+
+    async def _refusal(self, response: aiohttp.ClientResponse) -> Exception:
+        body = await response.read()
+        try:
+            message = decode(body)["error"]["message"]
+        except (ValueError, TypeError, KeyError):
+            message = f"status {response.status}: {body!r:.200}"
+        said = f"the workflow service at {self.url} refused the request: {message}"
+        if response.status >= 500:
+            return BackendUnavailable(said)
+        return RequestRefused(said, status=response.status)
+
+
+def _take(episode: Episode, line: dict[str, Any]) -> EpisodeEnd | None:
+    """Put what a line tells into the episode; gives the end, if it is that."""
+    if "step" in line:
+        episode.steps.append(read_step(line["step"]))
+    elif "call" in line:
+        episode.calls.append(read_call(line["call"]))
+    elif "end" in line:
+        end = EpisodeEnd.model_validate(line["end"])
+        for name in EpisodeEnd.model_fields:
+            if name != "passing":
+                setattr(episode, name, getattr(end, name))
+        return end
+    else:
+        raise ValueError(f"a line of the workflow service is none of step, call and end: {line!r:.200}")
+    return None

@@ -1,0 +1,301 @@
+"""A workflow as a service: episodes for trainers in other processes, and plain answers for everybody else.
+
+    POST /v1/episodes   one attempt at an episode, told in JSON lines as it goes on (`insitu.evaluation.wire`)
+    GET  /v1/episodes   what is served here
+    POST /generate      {"input": ...} -> {"value": ...}
+    GET  /health
+
+A client that goes away ends what it has asked for.
+"""
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from insitu.config import Config
+from insitu.errors import InsituError, told
+from insitu.evaluation.episodes import Attempted, EpisodeRules, being_cancelled, classify, fail, in_process
+from insitu.evaluation.wire import (
+    EPISODES,
+    HEARTBEAT_SECONDS,
+    PROTOCOL,
+    TOKEN_VARIABLE,
+    Description,
+    EpisodeEnd,
+    EpisodeRequest,
+    ServedPolicy,
+    encode,
+)
+from insitu.registry import LLM, Builder, PolicyEndpoint
+from insitu.schemas.episodes import DropReason, Episode, Outcome
+from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.steps import IntermediateStep
+from insitu.workflow.context import EpisodeScope
+
+logger = logging.getLogger(__name__)
+
+ServePolicy = Callable[[Builder], AbstractAsyncContextManager[None]]
+_BODY_LIMIT = 64 * 2**20
+_IDLE_KEPT = 4
+"""Built workflows that are kept although no episode runs in them, so that a trainer finds its own again."""
+_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+_STATUS = {DropReason.BACKEND_ERROR: 502, DropReason.TIMEOUT: 504}
+
+
+class GenerateRequest(BaseModel):
+    """The workflow's input, in the form it declares."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    input: Any
+
+
+class _Served(Builder):
+    """A builder whose llms of _type policy are those of one trainer."""
+
+    def __init__(self, config: Config, policy: ServedPolicy) -> None:
+        super().__init__(config)
+        self._policy = policy
+
+    async def policy_endpoint(self) -> PolicyEndpoint:
+        return PolicyEndpoint(self._policy.base_url, self._policy.model, self._policy.api_key)
+
+
+class _Deployment:
+    """The workflow, built for one policy; `users` counts who runs it just now.
+
+    One task opens it, waits until nobody wants it any more, and closes it, whoever comes and goes meanwhile.
+    """
+
+    def __init__(self, opened: AbstractAsyncContextManager[Any]) -> None:
+        self.users = 0
+        self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._unwanted = asyncio.Event()
+        self.task = asyncio.create_task(self._live(opened), name="workflow")
+
+    async def _live(self, opened: AbstractAsyncContextManager[Any]) -> None:
+        try:
+            async with opened as workflow:
+                self.ready.set_result(workflow)
+                await self._unwanted.wait()
+        except Exception as error:  # building and closing are user code; whoever waits for the workflow is told
+            if self.ready.done():
+                logger.warning("a workflow could not be taken down: %s", told(error))
+            else:
+                self.ready.set_exception(error)
+                self.ready.exception()  # nobody waiting is no reason for a warning
+
+    @property
+    def failed(self) -> bool:
+        return self.ready.done() and self.ready.exception() is not None
+
+    def close(self) -> None:
+        self._unwanted.set()
+        if not self.ready.done():
+            self.task.cancel()
+
+
+class WorkflowService:
+    """Serves the workflow of `config`, built once for each policy it is asked to run with.
+
+    `serve_policy(builder)` starts the model of a file with llms of _type policy, for requests that name no trainer's.
+    """
+
+    def __init__(self, config: Config, serve_policy: ServePolicy, token: str | None = None) -> None:
+        self.config = config
+        self._serve_policy = serve_policy
+        self._expected = f"Bearer {token}".encode() if token else None
+        self._deployments: OrderedDict[ServedPolicy | None, _Deployment] = OrderedDict()  # the latest used last
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def listening(self, host: str, port: int) -> AsyncIterator[str]:
+        """Serve on this address (port 0: any that is free) while the context is open; gives the URL."""
+        app = web.Application(middlewares=[self._guard], client_max_size=_BODY_LIMIT)
+        app.router.add_get("/health", self._health)
+        app.router.add_get(EPISODES, self._describe)
+        app.router.add_post(EPISODES, self._episode)
+        app.router.add_post("/generate", self._generate)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, host, port)
+            await site.start()
+            bound = runner.addresses[0][1]
+            yield f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+        finally:
+            await runner.cleanup()
+            for policy in list(self._deployments):
+                self._close(policy)
+            await asyncio.gather(*self._closing, return_exceptions=True)
+
+    @asynccontextmanager
+    async def workflow(self, policy: ServedPolicy | None = None) -> AsyncIterator[Any]:
+        """The workflow with this policy behind it; built by whoever asks first, and shared."""
+        deployment = self._deployments.get(policy)
+        if deployment is None:
+            deployment = self._deployments[policy] = _Deployment(self._opened(policy))
+        self._deployments.move_to_end(policy)
+        deployment.users += 1
+        try:
+            yield await asyncio.shield(deployment.ready)  # who leaves does not take it from those who wait
+        finally:
+            deployment.users -= 1
+            if deployment.failed and self._deployments.get(policy) is deployment:
+                self._close(policy)  # the next one tries again
+            idle = [key for key, of_key in self._deployments.items() if not of_key.users]
+            for key in idle[: max(0, len(idle) - _IDLE_KEPT)]:
+                self._close(key)
+
+    @asynccontextmanager
+    async def _opened(self, policy: ServedPolicy | None) -> AsyncIterator[Any]:
+        if policy is not None:
+            async with _Served(self.config, policy) as builder:
+                yield await builder.get_workflow()
+            return
+        async with Builder(self.config) as builder, self._serve_policy(builder):
+            yield await builder.get_workflow()
+
+    def _close(self, policy: ServedPolicy | None) -> None:
+        deployment = self._deployments.pop(policy)
+        deployment.close()
+        self._closing.add(deployment.task)
+        deployment.task.add_done_callback(self._closing.discard)
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """The bearer token, and every error in the shape that all servers of ours have."""
+        if self._expected is not None and request.path != "/health":
+            given = request.headers.get("Authorization", "").encode()
+            if not hmac.compare_digest(given, self._expected):
+                what = f"the bearer token is missing or wrong (the variable {TOKEN_VARIABLE} gives it to insitu)"
+                return _error(what, 401)
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            what = f"{request.method} {request.path}: {error.text or error.reason}"
+            if error.status == 413:
+                what = f"the body is larger than {_BODY_LIMIT} bytes"
+            return _error(what, error.status)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or None
+            return _error(f"{place or 'the body'}: {first['msg']}", 400, place)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok", "episodes": sum(d.users for d in self._deployments.values())})
+
+    async def _describe(self, request: web.Request) -> web.Response:
+        return _json(Description(protocol=PROTOCOL, source=self.config.source, llms=self.config.names(LLM)))
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        asked = await _read(request, GenerateRequest)
+        try:
+            async with self.workflow() as workflow:
+                with EpisodeScope(seed=secrets.randbits(63), input_message=asked.input).activate():
+                    value = await workflow.ainvoke(asked.input)
+            return _json({"value": value})
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # user code: what it raises is this answer's
+            if being_cancelled(error):
+                raise
+            logger.debug("the workflow failed", exc_info=error)
+            reason, _ = classify(error)
+            message = str(error) if isinstance(error, InsituError) else f"the workflow raised {told(error)}"
+            return _error(message, _STATUS.get(reason, 500), code=str(reason))
+
+    async def _episode(self, request: web.Request) -> web.StreamResponse:
+        asked = await _read(request, EpisodeRequest)
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        await response.write(b"\n")
+        steps: asyncio.Queue[IntermediateStep | None] = asyncio.Queue()  # None: the attempt has ended
+        attempt = asyncio.create_task(self._attempt(asked, steps.put_nowait), name=asked.key.text())
+        attempt.add_done_callback(lambda _: steps.put_nowait(None))
+        try:
+            untold = await _tell(response, steps)
+            await _conclude(response, *await attempt, untold)
+        except ConnectionResetError:
+            logger.info("the client of episode %s has left", asked.key.text())
+        finally:
+            attempt.cancel()
+            await asyncio.gather(attempt, return_exceptions=True)
+        return response
+
+    async def _attempt(self, asked: EpisodeRequest, on_step: Callable[[IntermediateStep], None]) -> Attempted:
+        rules = EpisodeRules(asked.seed, asked.timeout, training=asked.training)
+        item = EvalInputItem(id=asked.key.row_id, input_obj=asked.input)
+        async with AsyncExitStack() as stack:
+            try:
+                workflow = await stack.enter_async_context(self.workflow(asked.policy))
+            except Exception as error:  # it cannot be built: whatever the reason, it is no episode's own
+                episode = Episode(asked.key, Outcome.FAILED)
+                fail(episode, DropReason.BACKEND_ERROR, error)
+                return Attempted(episode)
+            return await in_process(workflow, on_step)(item, asked.key, rules)
+
+
+async def _read(request: web.Request, model: type[BaseModel]) -> Any:
+    if request.content_type != "application/json":  # which a web page of another origin cannot send unasked
+        raise web.HTTPUnsupportedMediaType(text=f"the content type is {request.content_type}, not application/json")
+    return model.model_validate_json(await request.read())
+
+
+async def _tell(response: web.StreamResponse, steps: "asyncio.Queue[IntermediateStep | None]") -> ValueError | None:
+    """Write each step as it happens, and an empty line where nothing does; until the attempt has ended.
+
+    Gives the reason if one of them has no form in JSON.
+    """
+    untold = None
+    while True:
+        try:
+            async with asyncio.timeout(HEARTBEAT_SECONDS):
+                step = await steps.get()
+        except TimeoutError:
+            await response.write(b"\n")
+            continue
+        if step is None:
+            return untold
+        try:
+            line = _line(step=step)
+        except ValueError as error:
+            untold = error
+        else:
+            await response.write(line)
+
+
+async def _conclude(response: web.StreamResponse, episode: Episode, passing: bool, untold: ValueError | None) -> None:
+    for call in episode.calls:
+        await response.write(_line(call=call))
+    end = {name: getattr(episode, name) for name in EpisodeEnd.model_fields if name != "passing"}
+    try:
+        if untold is not None:
+            raise untold
+        line = _line(end={**end, "passing": passing})
+    except ValueError as error:
+        message = f"WorkflowError: the answer or a step of it has no form in JSON: {error}"
+        failed = {"outcome": Outcome.FAILED, "output": None, "reason": DropReason.WORKFLOW_ERROR, "error": message}
+        line = _line(end=end | failed)
+    await response.write(line)
+
+
+def _line(**content: Any) -> bytes:
+    return encode(content) + b"\n"
+
+
+def _json(content: Any, status: int = 200) -> web.Response:
+    return web.Response(body=encode(content), status=status, content_type="application/json")
+
+
+def _error(message: str, status: int, param: str | None = None, code: str | None = None) -> web.Response:
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return _json({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
