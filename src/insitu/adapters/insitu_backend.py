@@ -43,7 +43,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     api_key: SecretStr | None = None
     """The token of that backend."""
     name: str = "policy"
-    """The name the model is served under."""
+    """The name the model is served under; given with `url`, it must be the name of the model there."""
     device: str = "auto"
     """cpu, cuda, or auto."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -56,7 +56,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     @property
     def served_name(self) -> str | None:
         """The model's name as far as the file tells it."""
-        return self.name if self.model is not None else None
+        return self.name if self.model is not None or "name" in self.model_fields_set else None
 
     @model_validator(mode="after")
     def _model_or_url(self) -> "InsituAdapterConfig":
@@ -64,6 +64,10 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
             raise ValueError("give exactly one of model (a folder or hub name) and url (a backend that runs already)")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url is {self.url!r}; it must begin with http:// or https://")
+        own = ("api_key",) if self.url is None else ("device", "dtype", "startup_timeout")
+        if unused := sorted(self.model_fields_set.intersection(own)):
+            where = "with url only" if self.url is None else "with model only: a backend that runs already has its own"
+            raise ValueError(f"{', '.join(unused)}: {where}")
         return self
 
 
@@ -92,6 +96,9 @@ class InsituTrainerAdapter(TrainerAdapter):
             await self._request("GET", "/health")
         except RequestRefused as error:
             raise BackendUnavailable(f"{self._address} is no insitu backend: {error}") from error
+        served = (await self.policy_endpoint()).model
+        if self.config.served_name not in (None, served):
+            raise ConfigError(f"the trainer adapter's name is {self.config.name!r}; {self._address} serves {served!r}")
 
     def _token(self) -> str:
         if self._process is not None:

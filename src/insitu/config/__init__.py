@@ -138,12 +138,11 @@ class Config:
 def models_named(target: str, models: Mapping[str, str | None]) -> list[str]:
     """The keys of `models` (key -> model name) that `target` means: a key, or else a model name, its `@step` or not.
 
-    A name that is no other's may be that of the models whose names are not known yet.
+    A name that is exactly none of theirs may be that of the models whose names are not known yet.
     """
     same_name = [key for key, model in models.items() if model == target]
-    of_any_step = [key for key, model in models.items() if model and _without_step(model) == _without_step(target)]
-    unknown = [key for key, model in models.items() if model is None]
-    return [target] if target in models else same_name or of_any_step or unknown
+    near = [k for k, model in models.items() if model is None or _without_step(model) == _without_step(target)]
+    return [target] if target in models else same_name or near
 
 
 def _without_step(model: str) -> str:

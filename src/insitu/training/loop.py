@@ -164,11 +164,10 @@ class InsituTrainer(Trainer):
 
         def on_episode(episode: Episode) -> None:
             self.report.advance()
-            if episode.error is not None:
-                errors[f"{episode.reason}: {episode.error}"] += 1
 
         def on_group(record: GroupRecord) -> None:
             self.store.append_group(record, epoch)
+            errors.update(f"{e.reason}: {e.error}" for e in record.episodes if e.error is not None)
 
         self.report.begin(f"epoch {epoch}: collecting", getattr(self.trajectory_builder, "episodes_per_epoch", None))
         try:
@@ -184,6 +183,7 @@ class InsituTrainer(Trainer):
             raise TrajectoryError(
                 f"epoch {epoch}: no episode can be trained on; left out: {counts(collection.dropped)}"
                 + (f"; most often {first[0][0]}" if first else "")
+                + f" (all of them: {self.store.folder / 'episodes.jsonl'})"
             )
         return collection
 

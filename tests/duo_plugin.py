@@ -1,0 +1,96 @@
+"""A workflow of two functions that both ask two models, and an adapter that keeps what it has sent to be trained.
+
+`framework: langchain` asks by LangChain's own model objects.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from insitu.adapters.insitu_backend import InsituAdapterConfig, InsituTrainerAdapter
+from insitu.registry import Builder, EvaluatorInfo, register_evaluator, register_function, register_trainer_adapter
+from insitu.schemas.components import FunctionBaseConfig, FunctionRef, LLMRef
+from insitu.schemas.episodes import TrainingRow
+from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem, EvaluatorBaseConfig
+from insitu.schemas.finetuning import TrainingJobRef, TrajectoryCollection
+from insitu.workflow.context import Context
+
+
+class AskBothConfig(FunctionBaseConfig, name="ask_both"):
+    """Asks each model for its word on a text; `earn` is given as step reward when both have answered."""
+
+    word: str
+    player: LLMRef
+    judge: LLMRef
+    framework: str | None = None
+    earn: float | None = None
+
+
+@register_function(config_type=AskBothConfig)
+async def ask_both(config: AskBothConfig, builder: Builder) -> AsyncIterator[Any]:
+    llms = {name: await builder.get_llm(name, config.framework) for name in (config.player, config.judge)}
+
+    async def ask(text: str) -> str:
+        answers = []
+        for name, llm in llms.items():
+            messages = [{"role": "user", "content": f"{name} {config.word}: {text}"}]
+            if config.framework is None:
+                answers.append((await llm.complete(messages)).choices[0].message.content)
+            else:
+                answers.append((await llm.ainvoke(messages)).content)
+        if config.earn is not None:
+            Context.get().reward(config.earn)
+        return "".join(answers)
+
+    yield ask
+
+
+class DuoConfig(FunctionBaseConfig, name="duo"):
+    functions: list[FunctionRef]
+
+
+@register_function(config_type=DuoConfig)
+async def duo(config: DuoConfig, builder: Builder) -> AsyncIterator[Any]:
+    functions = [await builder.get_function(name) for name in config.functions]
+
+    async def run(text: str) -> str:
+        return "".join([await function.ainvoke(text) for function in functions])
+
+    yield run
+
+
+class LettersConfig(EvaluatorBaseConfig, name="letters"):
+    """The mean code of the answer's characters."""
+
+
+@register_evaluator(config_type=LettersConfig)
+async def letters(config: LettersConfig, builder: Builder) -> AsyncIterator[EvaluatorInfo]:
+    async def evaluate(given: EvalInput) -> EvalOutput:
+        scores = [sum(map(ord, i.output_obj)) / (len(i.output_obj) + 1) for i in given.eval_input_items]
+        items = [EvalOutputItem(id=i.id, score=s) for i, s in zip(given.eval_input_items, scores, strict=True)]
+        return EvalOutput(eval_output_items=items)
+
+    yield EvaluatorInfo(config=config, evaluate_fn=evaluate, description="mean letter")
+
+
+class KeepingAdapterConfig(InsituAdapterConfig, name="keeping_adapter"):
+    """The native adapter, which keeps what it sends."""
+
+
+class KeepingAdapter(InsituTrainerAdapter):
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        sent.extend(row for group in trajectories.trajectories for t in group for row in t.rows)
+        collections.append(trajectories)
+        return await super().submit(trajectories)
+
+
+sent: list[TrainingRow] = []
+collections: list[TrajectoryCollection] = []
+
+
+@register_trainer_adapter(config_type=KeepingAdapterConfig)
+async def keeping_adapter(config: KeepingAdapterConfig, builder: Builder) -> AsyncIterator[KeepingAdapter]:
+    adapter = KeepingAdapter(config, builder)
+    try:
+        yield adapter
+    finally:
+        await adapter.close()
