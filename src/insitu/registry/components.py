@@ -92,7 +92,7 @@ class Registry:
             return
         self._entry_points_loaded = self._loading = True
         for group in ENTRY_POINT_GROUPS:
-            for point in entry_points(group=group):
+            for point in sorted(entry_points(group=group), key=lambda point: point.name):  # the same on every machine
                 try:
                     point.load()
                 except (Exception, SystemExit) as error:  # a plugin's import may raise anything; said when it is missed

@@ -1,0 +1,277 @@
+"""A plugin package written for the toolkit, installed with pip and run as it is; and packages that are broken."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_openai import FakeOpenAI
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(__file__).parent / "toolkit_plugin"
+NAT = Path(sys.executable).with_name("nat")
+
+DESK = {
+    "functions": {
+        "tidy": {"_type": "desk_tidy", "lower": True},
+        "words": {"_type": "desk_words"},
+        "drafting": {"_type": "desk_drafting", "search": "search", "scoring": "scoring", "selection": "best"},
+    },
+    "ttc_strategies": {
+        "search": {"_type": "desk_draft_search", "llm_name": "clerk"},
+        "scoring": {"_type": "desk_digit_scoring"},
+        "best": {"_type": "best_of_n_selection"},
+    },
+    "workflow": {"_type": "answer_desk", "tidy": "tidy", "words": "words", "answerer": "drafting"},
+    "eval": {
+        "general": {"output_dir": "out", "dataset": {"_type": "jsonl", "file_path": "rows.jsonl"}},
+        "evaluators": {"quality": {"_type": "desk_draft_quality"}, "audit": {"_type": "desk_record_audit"}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that pip has installed the package into."""
+    folder = tmp_path_factory.mktemp("plugin")
+    shutil.copytree(PACKAGE, folder / "source")  # setuptools builds beside the sources
+    offline = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
+    command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(folder / "site"), "./source"]
+    subprocess.run(command, cwd=folder, check=True)
+    return folder / "site"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeOpenAI]:
+    with FakeOpenAI() as server:
+        yield server
+
+
+def clerk(server: FakeOpenAI) -> dict[str, Any]:
+    return {"clerk": {"_type": "openai", "model_name": "fake", "base_url": server.base_url, "max_retries": 0}}
+
+
+def nat(folder: Path, *arguments: str, sites: tuple[Path, ...]) -> tuple[int, str, str]:
+    path = os.pathsep.join(map(str, sites))
+    done = subprocess.run(
+        [str(NAT), *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_the_package_knows_nothing_of_insitu() -> None:
+    sources = [*PACKAGE.rglob("*.py"), PACKAGE / "pyproject.toml"]
+    assert len(sources) > 8
+    assert not [path.name for path in sources if "insitu" in path.read_text()]
+
+
+def test_eval(installed: Path, server: FakeOpenAI, write: Any, tmp_path: Path) -> None:
+    write({"llms": clerk(server), **DESK})
+    rows = [
+        {"id": "a", "question": {"text": " Say  9 ", "drafts": 3}, "answer": "9", "topic": "digits"},
+        {"id": "b", "question": "say 1 or 2", "topic": "digits"},
+        {"id": "c", "question": '{"text": "no number"}', "topic": "unreadable"},
+    ]
+    write(rows, "rows.jsonl")
+    code, out, err = nat(tmp_path, "eval", "--config_file", "config.yml", sites=(installed,))
+    assert code == 0, err
+    assert "1 scores are missing; the first, of row 'c': ValueError: no audit" in out
+
+    quality, audit = read(tmp_path / "out/quality_output.json"), read(tmp_path / "out/audit_output.json")
+    assert [item["score"] for item in quality["eval_output_items"]] == [1.0, pytest.approx(1.5 / 9), 0.0]
+    assert quality["average_score"] == pytest.approx((1 + 1.5 / 9) / 3)
+    assert [item["reasoning"]["candidates"] for item in quality["eval_output_items"]] == [3, 2, 2]
+    first, _, last = audit["eval_output_items"]
+    record = {"words": 2, "function": "<workflow>", "caller": "root", "evaluating": True, "tidied_by": "desk_tidy"}
+    assert first["reasoning"].pop("function_id")
+    assert first["reasoning"] == {
+        "topic": "digits",
+        "record": record,
+        "said": ["say", "9"],
+        "expected": "9",
+        "answer": "echo: say 9",
+    }
+    assert (last["score"], last["error"]) == (None, 'ValueError: no audit of {"text": "no number"}')
+    assert audit["average_score"] == 1.0
+
+    item = read(tmp_path / "out/workflow_output.json")[0]
+    assert item["generated_answer"]["text"] == "echo: say 9"
+    assert item["generated_answer"]["asked_by"] == "<workflow>"
+    steps = item["intermediate_steps"]
+    assert item["generated_answer"]["steps_heard"] == len(steps) - 2  # all but the start and end of the workflow itself
+    by_name = {s["payload"]["name"]: s for s in steps if s["payload"]["event_type"].endswith("START")}
+    assert by_name["desk_record"]["parent_id"] == by_name["<workflow>"]["payload"]["UUID"]
+    assert by_name["drafting"]["parent_id"] == by_name["desk_record"]["payload"]["UUID"]
+    assert by_name["desk_record"]["payload"]["data"]["words"] == ["say", "9"]
+    candidates = [s["payload"] for s in steps if s["payload"]["event_type"] == "TTC_END"]
+    assert [c["data"]["candidate_index"] for c in candidates] == [0, 1, 2]
+    assert candidates[0]["metadata"] == {"chosen": True, "strategy": "search", "pipeline": "agent_execution"}
+    assert len({c["data"]["turn_id"] for c in candidates}) == 1
+
+
+def test_an_agent_with_a_tool(installed: Path, server: FakeOpenAI, write: Any, tmp_path: Path) -> None:
+    functions = {
+        **DESK["functions"],
+        "look": {"_type": "desk_look", "weather": "rainy"},
+        "agent": {"_type": "desk_agent", "llm_name": "clerk", "tool_names": ["look"]},
+    }
+    evaluation = {**DESK["eval"], "evaluators": {"audit": {"_type": "desk_record_audit"}}}
+    write(
+        {
+            "llms": clerk(server),
+            **DESK,
+            "functions": functions,
+            "workflow": {**DESK["workflow"], "answerer": "agent"},
+            "eval": evaluation,
+        }
+    )
+    write([{"id": 1, "question": "Tool", "topic": "tools"}], "rows.jsonl")
+    code, _, err = nat(tmp_path, "eval", "--config_file", "config.yml", sites=(installed,))
+    assert code == 0, err
+    [item] = read(tmp_path / "out/workflow_output.json")
+    assert item["generated_answer"]["text"] == "echo: sky is rainy"
+    steps = [(s["payload"]["event_type"], s["payload"]["name"]) for s in item["intermediate_steps"]]
+    agent = steps[steps.index(("FUNCTION_START", "agent")) : steps.index(("FUNCTION_END", "agent"))]
+    assert [kind for kind, _ in agent[1:]] == [
+        *("LLM_START", "LLM_END", "TOOL_START", "FUNCTION_START", "FUNCTION_END", "TOOL_END", "LLM_START", "LLM_END")
+    ]
+    assert [name for kind, name in agent if kind != "LLM_START"][2:5] == ["look", "look", "look"]
+    [offered] = server.requests[-2]["tools"]
+    assert offered["function"]["description"] == "Looks at a place and says what the weather is there."
+    assert offered["function"]["parameters"]["properties"]["at"]["description"] == "The place to look at."
+    assert [m["role"] for m in server.requests[-1]["messages"]] == ["user", "assistant", "tool"]
+
+
+def test_finetune(installed: Path, write: Any, tmp_path: Path) -> None:
+    model = str(ROOT / "examples/tic_tac_toe/model")
+    training = {
+        "general": {"seed": 1},
+        "llms": {"clerk": {"_type": "policy", "max_tokens": 6}},
+        "trajectory_builders": {"episodes": {"_type": "insitu_traj_builder", "num_generations": 4}},
+        "trainer_adapters": {
+            "backend": {"_type": "insitu_trainer_adapter", "model": model, "training": {"learning_rate": 1e-3}}
+        },
+        "trainers": {"grpo": {"_type": "insitu_trainer"}},
+        "finetuning": {
+            "enabled": True,
+            "trainer": "grpo",
+            "trajectory_builder": "episodes",
+            "trainer_adapter": "backend",
+            "reward_function": {"name": "quality"},
+            "target_functions": ["drafting"],
+            "num_epochs": 2,
+            "output_dir": "run",
+        },
+    }
+    write({**training, **DESK})
+    write([{"question": {"text": f"Row {i}", "drafts": 2}, "topic": "rows"} for i in range(6)], "rows.jsonl")
+    code, _, err = nat(tmp_path, "finetune", "--config_file", "config.yml", sites=(installed,))
+    assert code == 0, err
+    metrics = [json.loads(line) for line in (tmp_path / "run/training_metrics.jsonl").read_text().splitlines()]
+    assert [m["policy_version"] for m in metrics] == [1, 2]
+    for m in metrics:
+        assert m["num_trajectories"] == 24
+        assert m["tokens"] > 0
+        assert m["grad_norm"] > 0
+        assert m["logprob_gap"] < 1e-3
+        assert m["min_reward"] < m["max_reward"]
+    calls = [json.loads(line) for line in (tmp_path / "run/calls.jsonl").read_text().splitlines()][1:]
+    assert len(calls) == 2 * 24 * 2
+    assert {tuple(c["functions"]) for c in calls} == {("<workflow>", "drafting")}
+    assert {c["policy_version"] for c in calls} == {0, 1}
+
+
+FUNCTION = """
+from nat.cli.register_workflow import register_function
+from nat.data_models.function import FunctionBaseConfig
+
+
+class {name}Config(FunctionBaseConfig, name="{name}"):
+    pass
+
+
+@register_function(config_type={name}Config)
+async def {name}(config, builder):
+    async def say(text: str) -> str:
+        return "{says}"
+
+    yield {yields}
+"""
+
+
+def distribution(site: Path, name: str, *sources: str) -> None:
+    """Lays an installed package out in `site`, as pip does."""
+    (site / f"{name}.py").write_text("\n".join(sources))
+    info = site / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[nat.components]\n{name} = {name}\n")
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of installed packages, most of them broken."""
+    site = tmp_path_factory.mktemp("others")
+    twin = FUNCTION.format(name="twin", says="I am", yields="say")
+    distribution(site, "first", twin, FUNCTION.format(name="elder", says="elder", yields="say"))
+    distribution(site, "second", twin, FUNCTION.format(name="younger", says="younger", yields="say"))
+    distribution(site, "halved", "import no_such_module_at_all", FUNCTION.format(name="half", says="", yields="say"))
+    distribution(site, "leaver", "import sys", "sys.exit('not on this machine')")
+    distribution(site, "sour", FUNCTION.format(name="sour", says="", yields="1 / 0"))
+    return site
+
+
+def test_broken_packages_break_only_what_needs_them(
+    installed: Path, others: Path, server: FakeOpenAI, write: Any, tmp_path: Path
+) -> None:
+    write({"llms": clerk(server), **DESK, "functions": {**DESK["functions"], "unused": {"_type": "sour"}}})
+    sites = (installed, others)
+    code, out, err = nat(tmp_path, "run", "--config_file", "config.yml", "--input", " Hello  there", sites=sites)
+    assert (code, out) == (0, "echo: hello there\n")
+    warnings = err.splitlines()
+    assert len(warnings) == 3, err
+    assert re.fullmatch(r"plugin 'halved' \(halved\) could not be imported: .*no_such_module_at_all.*", warnings[0])
+    assert re.fullmatch(r"plugin 'leaver' \(leaver\) could not be imported: .*not on this machine.*", warnings[1])
+    assert re.match(r"two components of functions are called 'twin': .*first\.twin.*second\.twin.*none", warnings[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("younger", 0, "younger"),  # stands behind the clash in its package
+        ("twin", 1, r"failed: two components of functions are called 'twin': .*; uninstall one of the packages"),
+        (
+            "half",
+            2,
+            r"workflow: _type 'half' does not exist.*could not be imported: 'halved' \(halved\): ModuleNotFound",
+        ),
+        (
+            "sour",
+            1,
+            r"failed: workflow \(_type: sour\) could not be built: ZeroDivisionError: division by zero .*sour\.py",
+        ),
+    ],
+)
+def test_what_needs_a_broken_package_is_told(
+    others: Path, write: Any, tmp_path: Path, name: str, code: int, message: str
+) -> None:
+    write({"workflow": {"_type": name}})
+    given, out, err = nat(tmp_path, "run", "--config_file", "config.yml", "--input", "hello", sites=(others,))
+    assert given == code, err
+    assert re.search(message, err if code else out, re.DOTALL)
+    assert "Traceback" not in err
