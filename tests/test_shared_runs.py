@@ -263,6 +263,19 @@ async def test_another_file_gets_components_of_its_own_and_the_live_adapter(benc
     assert [parts.config.seconds for parts in plain_parts.made] == [0.01, 0]
 
 
+async def test_a_thread_with_an_event_loop_of_its_own_has_no_part_in_the_run(bench: Bench) -> None:
+    def evaluate() -> EvaluationRunOutput:
+        return asyncio.run(EvaluationRun(EvaluationRunConfig(config_file=bench.file)).run_and_evaluate())
+
+    async def script(trainer: ScriptedTrainer) -> Any:
+        await trainer.trajectory_builder.run_eval()
+        assert len(seeds(await asyncio.to_thread(evaluate))) == 4
+        return await gives_one(trainer)
+
+    await bench.finetune(script)
+    assert len(plain_parts.made) == 2
+
+
 async def test_outside_a_run_the_same_methods_build_for_themselves(bench: Bench) -> None:
     config = load_config(bench.file)
     config.finetuning.run_configuration = FinetuneRunConfig(
@@ -344,6 +357,25 @@ async def test_what_a_plugin_raises_is_told_with_its_place(bench: Bench, where: 
     with pytest.raises(PluginError, match=r"trainers\.t.*RuntimeError: the cable is out .*test_shared_runs\.py"):
         await bench.finetune(fails if where == "run" else gives_one, **scripts[where])
     assert ScriptedTrainer.cleaned_up == 1
+
+
+async def test_an_error_of_the_system_stays_what_it_is(bench: Bench) -> None:
+    async def script(trainer: ScriptedTrainer) -> Any:
+        (bench.folder / "no" / "such" / "folder").write_text("")
+
+    with pytest.raises(FileNotFoundError):
+        await bench.finetune(script)
+
+
+async def test_failed_episodes_of_run_eval_are_said(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.write([{"id": 0, "question": "seed"}, {"id": 1, "question": "raise no legs"}], "rows.jsonl")
+
+    async def script(trainer: ScriptedTrainer) -> Any:
+        await trainer.trajectory_builder.run_eval()
+        return await gives_one(trainer)
+
+    await bench.finetune(script)
+    assert "1 of 2 episodes failed; the first, of row 1: ValueError: no legs" in caplog.text
 
 
 async def test_a_failing_cleanup_does_not_hide_what_came_before(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

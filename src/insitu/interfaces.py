@@ -53,7 +53,9 @@ class TrajectoryBuilder(ABC):
             endpoint_timeout=asked.endpoint_timeout,
             override=asked.override,
         )
-        return await EvaluationRun(config, training=True).run_and_evaluate()
+        output = await EvaluationRun(config, training=True).run_and_evaluate()
+        _warn_of_failures(output)
+        return output
 
     @abstractmethod
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
@@ -195,6 +197,16 @@ class Trainer(ABC):
     def get_curriculum_state(self) -> dict[str, Any]:
         """A copy of the state that JSON can hold."""
         return {k: sorted(v) if isinstance(v, set) else v for k, v in self._curriculum_state.items()}
+
+
+def _warn_of_failures(output: EvaluationRunOutput) -> None:
+    """A plugin sees failed episodes in the items, and may leave them out without a word: say it here."""
+    items = output.eval_input.eval_input_items
+    failed = [item for item in items if item.error is not None]
+    if failed:
+        logger.warning(
+            "%d of %d episodes failed; the first, of row %r: %s", len(failed), len(items), failed[0].id, failed[0].error
+        )
 
 
 def validation_metrics(output: EvaluationRunOutput, run_config: FinetuneConfig, epoch: int) -> dict[str, Any]:

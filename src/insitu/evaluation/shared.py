@@ -42,6 +42,7 @@ class SharedRun:
     config: Config
     builder: Builder
     limit: asyncio.Semaphore
+    loop: asyncio.AbstractEventLoop
     generations: Generations = field(default_factory=Generations)
     validations: int = 0
     failed_validations: list[str] = field(default_factory=list)
@@ -72,8 +73,12 @@ _current: ContextVar[SharedRun | None] = ContextVar("insitu_run", default=None)
 
 
 def current_run() -> SharedRun | None:
-    """The finetuning run that the running code is part of, if any."""
-    return _current.get()
+    """The finetuning run that the running code is part of, if any.
+
+    In an event loop of its own (that of a thread, say) code has no part in it: live components belong to their loop.
+    """
+    run = _current.get()
+    return run if run is not None and run.loop is asyncio.get_running_loop() else None
 
 
 @contextmanager
@@ -83,7 +88,7 @@ def share(config: Config, builder: Builder) -> Iterator[SharedRun]:
     if outer is not None and outer.builder is builder:
         yield outer
         return
-    run = SharedRun(config, builder, asyncio.Semaphore(config.max_concurrency))
+    run = SharedRun(config, builder, asyncio.Semaphore(config.max_concurrency), asyncio.get_running_loop())
     token = _current.set(run)
     try:
         yield run

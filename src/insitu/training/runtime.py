@@ -97,9 +97,11 @@ def _told(where: str) -> Iterator[None]:
     """Makes what a plugin raises into a PluginError that says where."""
     try:
         yield
-    except (InsituError, OSError):
+    except InsituError:
         raise
     except Exception as error:  # a plugin's code may raise anything
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the system's sentence says it all
         logger.debug("%s failed", where, exc_info=error)
         raise PluginError(f"{where}: {told(error)}") from error
 
