@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import from_json, to_jsonable_python
 
 from insitu.errors import ConfigError, WorkflowError
+from insitu.workflow.conversion import json_form
 
 if TYPE_CHECKING:
     from jsonpath import JSONPath
@@ -38,7 +39,7 @@ class ResultPath:
                 answer = from_json(answer)
             except ValueError as error:
                 raise WorkflowError(f"result_json_path {self._text}: the answer {answer!r:.80} is no JSON") from error
-        found = self._path.findall(to_jsonable_python(answer, serialize_unknown=True))
+        found = self._path.findall(to_jsonable_python(answer, fallback=json_form))
         if len(found) != 1:
             raise WorkflowError(
                 f"result_json_path {self._text} matches {len(found)} values of {answer!r:.200}, not one"

@@ -53,13 +53,22 @@ class Signature:
 def convert(value: Any, wanted: Any) -> Any:
     """`value` as `wanted`: models and containers to text as JSON, JSON text and dicts to models, else as pydantic."""
     if wanted is str:
-        return to_json(value).decode() if isinstance(value, BaseModel | dict | list | tuple) else str(value)
+        container = isinstance(value, BaseModel | dict | list | tuple)
+        return to_json(value, fallback=json_form).decode() if container else str(value)
     adapter = _adapter(wanted)
     if isinstance(value, BaseModel):
         value = value.model_dump()
     if isinstance(value, str | bytes) and (is_model(wanted) or not _scalar(wanted)):
         return adapter.validate_json(value)
     return adapter.validate_python(value)
+
+
+def json_form(value: Any) -> Any:
+    """Of what JSON has no form for: numbers and arrays of numpy and torch as numbers and lists, the rest as text."""
+    try:
+        return value.tolist() if hasattr(value, "tolist") else str(value)
+    except Exception:  # a workflow's object may raise anything
+        return f"<{type(value).__name__} object>"
 
 
 @lru_cache(maxsize=512)
