@@ -59,13 +59,15 @@ async def duo(config: DuoConfig, builder: Builder) -> AsyncIterator[Any]:
 
 
 class LettersConfig(EvaluatorBaseConfig, name="letters"):
-    """The mean code of the answer's characters."""
+    """The mean code of the answer's characters, and `more`."""
+
+    more: float = 0
 
 
 @register_evaluator(config_type=LettersConfig)
 async def letters(config: LettersConfig, builder: Builder) -> AsyncIterator[EvaluatorInfo]:
     async def evaluate(given: EvalInput) -> EvalOutput:
-        scores = [sum(map(ord, i.output_obj)) / (len(i.output_obj) + 1) for i in given.eval_input_items]
+        scores = [config.more + sum(map(ord, i.output_obj)) / (len(i.output_obj) + 1) for i in given.eval_input_items]
         items = [EvalOutputItem(id=i.id, score=s) for i, s in zip(given.eval_input_items, scores, strict=True)]
         return EvalOutput(eval_output_items=items)
 

@@ -12,7 +12,7 @@ import pytest
 from insitu.config import load_config
 from insitu.config.reading import override, parse_yaml
 from insitu.errors import ConfigError, PluginError
-from insitu.registry import FUNCTION, LLM
+from insitu.registry import FUNCTION, LLM, TRAINER
 from insitu.schemas.finetuning import CurriculumLearningConfig
 
 SECRET = "sk-very-secret"
@@ -366,13 +366,17 @@ def test_everything_wrong_is_told_at_once(write: Any) -> None:
     assert len(message.splitlines()) == 9
 
 
-def test_what_the_command_line_sets_is_a_warning_in_the_file(write: Any, caplog: pytest.LogCaptureFixture) -> None:
-    path = write({"finetuning": {"run_configuration": {"config_file": "x", "dataset": "y"}, "num_epochs": 3}})
+def test_what_is_set_elsewhere_is_a_warning_in_the_file(write: Any, caplog: pytest.LogCaptureFixture) -> None:
+    finetuning = {"run_configuration": {"config_file": "x", "dataset": "y"}, "num_epochs": 3}
+    trainers = {"t": {"_type": "insitu_trainer", "reward": {"name": "r"}, "credit": "step"}}
+    path = write({"trainers": trainers, "finetuning": finetuning})
     config = load_config(path)
-    assert config.finetuning.run_configuration is None
-    assert config.finetuning.num_epochs == 3
-    assert [r.getMessage() for r in caplog.records] == [
-        f"{path}: finetuning.run_configuration is not used: the command line sets it"
+    assert (config.finetuning.run_configuration, config.finetuning.num_epochs) == (None, 3)
+    trainer: Any = config.block(TRAINER, "t")
+    assert (trainer.reward, trainer.credit) == (None, "step")
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", f"{path}: trainers.t.reward is not used: finetuning.reward_function sets it"),
+        ("WARNING", f"{path}: finetuning.run_configuration is not used: the command line sets it"),
     ]
 
 

@@ -58,7 +58,7 @@ def project(write: Any, served: Served, finetuning: dict[str, Any], **functions:
             "workflow": {"_type": "duo", "functions": ["plan", "move"]},
             "eval": {
                 "general": {"dataset": {"_type": "jsonl", "file_path": "rows.jsonl"}},
-                "evaluators": {"score": {"_type": "letters"}},
+                "evaluators": {"score": {"_type": "letters"}, "other": {"_type": "letters", "more": -2e6}},
             },
             "trajectory_builders": {"b": {"_type": "insitu_traj_builder", "num_generations": GENERATIONS}},
             "trainer_adapters": {"a": adapter},
@@ -143,6 +143,13 @@ async def test_targets_that_are_never_called_are_told_with_what_was_called(write
     assert message.startswith("epoch 1: no episode can be trained on; left out: 6 no_target_calls; most often ")
     assert "the model calls of judge in move are trained; it called " in message
     assert "it called judge in <workflow> > plan, player in <workflow> > plan" in message
+
+
+@pytest.mark.parametrize(("name", "negative"), [("score", False), ("other", True)])
+async def test_the_named_evaluator_gives_the_reward(write: Any, served: Served, name: str, negative: bool) -> None:
+    await train(project(write, served, {"reward_function": {"name": name}}))
+    (collection,) = duo_plugin.collections
+    assert {t.reward < 0 for group in collection.trajectories for t in group} == {negative}
 
 
 async def test_a_backend_that_serves_another_model_is_refused(write: Any, served: Served) -> None:

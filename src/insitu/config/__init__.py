@@ -17,7 +17,7 @@ from insitu.config.reading import expand, override, parse_yaml, type_name
 from insitu.errors import ConfigError, PluginError
 from insitu.registry import Kind, not_found, registry
 from insitu.schemas.components import FunctionBaseConfig, TypedBaseModel
-from insitu.schemas.finetuning import FinetuneConfig
+from insitu.schemas.finetuning import FinetuneConfig, RewardFunctionConfig
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class _Check:
             self._store(config, reg.EVALUATOR, name, block, f"eval.evaluators.{name}")
         finetuning = data.get("finetuning")
         if isinstance(finetuning, dict) and finetuning.pop("run_configuration", None) is not None:
-            logger.warning("%s: finetuning.run_configuration is not used: the command line sets it", self.path)
+            self._unused("finetuning.run_configuration", "the command line")
         config.finetuning = self._model(FinetuneConfig, finetuning, "finetuning") or FinetuneConfig()
         self._references(config)
         self._fail_if_any()
@@ -263,7 +263,14 @@ class _Check:
         if registration is None:
             self.problems.append(registry.unknown(kind, f"{where}: _type", block["_type"]))
             return None
+        reward = registration.config_type.model_fields.get("reward")
+        if "reward" in block and reward is not None and reward.annotation == RewardFunctionConfig | None:
+            self._unused(f"{where}.reward", "finetuning.reward_function")
+            block = {key: value for key, value in block.items() if key != "reward"}
         return self._model(registration.config_type, block, where)
+
+    def _unused(self, key: str, setter: str) -> None:
+        logger.warning("%s: %s is not used: %s sets it", self.path, key, setter)
 
     def _model(self, model: type[BaseModel], node: Any, where: str) -> Any:
         node = {} if node is None else node
