@@ -1,0 +1,1 @@
+"""OpenPipe ART: trajectories as its client library spells them, trained by any server that speaks its protocol."""

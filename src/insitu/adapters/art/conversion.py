@@ -1,0 +1,142 @@
+"""Trajectories as ART has them: histories of messages, in which a sampled turn is a choice with its token ids.
+
+    {"messages_and_choices": [user, CHOICE, tool, CHOICE], "tools": [...], "reward": 0.7,
+     "additional_histories": [{"messages_and_choices": [...], "tools": None}]}
+
+    CHOICE = {"index": 0, "finish_reason": "tool_calls", "message": {...},
+              "logprobs": {"content": [{"token": "token_id:7", "logprob": -0.1, "bytes": None, "top_logprobs": []}, ...]}}
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from insitu.algorithms.rows import rows_of
+from insitu.errors import TrajectoryError
+from insitu.schemas.episodes import ModelCall
+from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory
+
+_FINISHED = ("stop", "length", "tool_calls", "content_filter", "function_call")
+_ROLES = {EpisodeItemRole.ENVIRONMENT: "user", EpisodeItemRole.OTHER: "user"}
+"""Roles that chat templates do not know: what an environment says is said to the model."""
+
+
+def check_order(items: Sequence[Any], episode: str | None = None) -> None:
+    """ValueError unless it begins with user or system, ends with the assistant, who never speaks twice in a row."""
+    roles = [getattr(item, "role", None) for item in items]
+    name = f"episode {episode}" if episode else "the episode"
+    if not roles or None in roles:
+        raise ValueError(f"{name} is no dialogue: it has {len(roles)} messages; ART trains dialogues")
+    if roles[0] not in (EpisodeItemRole.USER, EpisodeItemRole.SYSTEM):
+        raise ValueError(f"{name} begins with a message of role {roles[0]}; allowed: user, system")
+    if roles[-1] is not EpisodeItemRole.ASSISTANT:
+        raise ValueError(f"{name} ends with a message of role {roles[-1]}; allowed: assistant")
+    for place, pair in enumerate(zip(roles, roles[1:], strict=False), 1):
+        if pair == (EpisodeItemRole.ASSISTANT, EpisodeItemRole.ASSISTANT):
+            raise ValueError(f"{name}: messages {place - 1} and {place} are both the assistant's")
+
+
+def art_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    """What ART's `Trajectory` is made of; TrajectoryError where there is nothing to train on.
+
+    From the calls as they crossed the wire where there are any: those that continue one another, token for token, are
+    one history, the longest first. A trajectory built by hand is converted item by item.
+    """
+    histories = _of_calls(trajectory) if trajectory.trained_calls else [_of_items(trajectory.episode)]
+    if not any("message" in turn for history in histories for turn in history["messages_and_choices"]):
+        raise TrajectoryError(f"episode {trajectory.id}: no assistant message has logprobs; there is nothing to train")
+    histories.sort(key=lambda history: -len(history["messages_and_choices"]))
+    known = {k: v for k, v in (trajectory.metadata or {}).items() if isinstance(v, str | int | float | bool | None)}
+    first, *further = histories
+    return {
+        **first,
+        "additional_histories": further,
+        "reward": trajectory.reward,
+        "metadata": known | ({"episode": trajectory.id} if trajectory.id else {}),
+    }
+
+
+def _of_calls(trajectory: Trajectory) -> list[dict[str, Any]]:
+    trained = {trajectory.calls[place].index for place in trajectory.trained_calls}
+    by_index = {call.index: call for call in trajectory.calls}
+    rows = rows_of(trajectory.calls, dict.fromkeys(trajectory.trained_calls, 1.0), trajectory.id or "")
+    return [
+        _history(calls, trained) for row in rows for calls in _linear([by_index[i] for i in row.calls], trained) if calls
+    ]
+
+
+def _linear(calls: list[ModelCall], trained: set[int]) -> list[list[ModelCall]]:
+    """The calls of a row, cut where a later one does not have the answers before it at their places as messages."""
+    parts: list[list[ModelCall]] = [[]]
+    for call in calls:
+        if parts[-1] and not _stands_in(parts[-1][-1], call):
+            parts.append([])
+        parts[-1].append(call)
+    return [part for part in parts if any(call.index in trained for call in part)]
+
+
+def _stands_in(earlier: ModelCall, later: ModelCall) -> bool:
+    """Whether the earlier call's answer is the message at its place in the later one's."""
+    place = len(earlier.messages)
+    return (
+        len(later.messages) > place
+        and later.messages[place].get("role") == "assistant"
+        and (later.tools or None) == (earlier.tools or None)
+    )
+
+
+def _history(calls: list[ModelCall], trained: set[int]) -> dict[str, Any]:
+    last = calls[-1]
+    answers = {len(call.messages): call for call in calls if call.index in trained}
+    turns: list[dict[str, Any]] = []
+    for place, message in enumerate([*last.messages, last.message or {"role": "assistant", "content": ""}]):
+        call = answers.get(place)
+        turns.append(message if call is None else _choice(call))
+    return {"messages_and_choices": turns, "tools": last.tools or None}
+
+
+def _choice(call: ModelCall) -> dict[str, Any]:
+    ids, logprobs = call.token_ids or [], call.logprobs or []
+    if len(ids) != len(logprobs):
+        raise TrajectoryError(f"call {call.index} has {len(ids)} sampled tokens and {len(logprobs)} logprobs")
+    spelt = [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(ids, logprobs, strict=True)
+    ]
+    message = {"role": "assistant", "content": None, **(call.message or {})}
+    return _spelt_choice(message, {"content": spelt, "refusal": None}, call.finish_reason)
+
+
+def _spelt_choice(message: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+    """`stop` where nobody knows why it ended, for ART knows no such thing."""
+    return {
+        "index": 0,
+        "finish_reason": finish_reason if finish_reason in _FINISHED else "stop",
+        "logprobs": logprobs,
+        "message": message,
+    }
+
+
+def _of_items(items: Sequence[Any]) -> dict[str, Any]:
+    """The documented conversion, for trajectories whose builder knows of no calls."""
+    return {"messages_and_choices": [_turn(item) for item in items], "tools": None}
+
+
+def _turn(item: EpisodeItem) -> dict[str, Any]:
+    further = dict(item.metadata or {})
+    finish_reason = further.pop("finish_reason", None)
+    carried = {name: further[name] for name in ("tool_calls", "tool_call_id", "name") if further.get(name) is not None}
+    message = {"role": _ROLES.get(item.role, item.role.value), "content": item.content, **carried}
+    if item.role is not EpisodeItemRole.ASSISTANT or not (logprobs := _as_logprobs(item.logprobs)):
+        return message
+    return _spelt_choice(message, logprobs, finish_reason)
+
+
+def _as_logprobs(given: Any) -> Any:
+    """ChoiceLogprobs as they are, or their `content`; a bare list of numbers does not say which tokens they are of."""
+    if hasattr(given, "model_dump"):
+        given = given.model_dump()
+    if isinstance(given, dict):
+        return given if given.get("content") else None
+    if isinstance(given, list) and given and all(isinstance(e, dict) or hasattr(e, "model_dump") for e in given):
+        return {"content": [e if isinstance(e, dict) else e.model_dump() for e in given], "refusal": None}
+    return None

@@ -1,0 +1,193 @@
+"""The ART server at the other end, in place of the backend class that releases of ART from 0.5.9 on no longer ship."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import aiohttp
+import orjson
+
+from insitu.errors import BackendError, BackendUnavailable, RequestRefused
+
+logger = logging.getLogger(__name__)
+
+_SHORT = aiohttp.ClientTimeout(total=60, sock_connect=10)
+_LOADING = aiohttp.ClientTimeout(total=3600, sock_connect=10)
+_TRAINING = aiohttp.ClientTimeout(total=None, sock_connect=10)
+"""The open answer is the job: it ends when the training does."""
+
+
+def remote_backend(art: Any, base_url: str, api_key: str) -> Any:
+    """A backend of the installed release's own kind (`art.Backend`) for the server at `base_url`."""
+    kind = type("RemoteBackend", (_RemoteBackend, art.Backend), {"__init__": _RemoteBackend.__init__})
+    return kind(base_url, api_key)
+
+
+class _RemoteBackend:
+    """The methods that models of ART call on their backend, over HTTP. Errors say what the server answered."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self._base_url = base_url
+        self._headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        self._session: aiohttp.ClientSession | None = None
+        self.inference_url = ""
+        """Where the model is served, up to and including `/v1`; known once the server has prepared it."""
+        self._names: set[str] = set()
+        self._steps: dict[str, int] = {}
+
+    async def close(self) -> None:
+        """Close our connections; the server is somebody's own and stays."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def register(self, model: Any) -> None:
+        await self._post("/register", model.safe_model_dump())
+
+    async def _get_step(self, model: Any) -> int:
+        step = int(await self._post("/_get_step", model.safe_model_dump()))
+        self._steps[model.name] = step
+        return step
+
+    async def _prepare_backend_for_training(self, model: Any, config: Any) -> tuple[str, str]:
+        body = {"model": model.safe_model_dump(), "config": config}
+        base_url, api_key = await self._post("/_prepare_backend_for_training", body, timeout=_LOADING)
+        self.inference_url = self._reachable(base_url)
+        await self._get_step(model)
+        await self.list_names()
+        return self.inference_url, api_key
+
+    def _reachable(self, address: str) -> str:
+        """The address the server tells, with the host we know it by where it tells the one it listens on (0.0.0.0)."""
+        parts = urlsplit(address)
+        if parts.hostname not in ("0.0.0.0", "::", "localhost", "127.0.0.1"):
+            return address
+        known = urlsplit(self._base_url).hostname or "127.0.0.1"
+        host = f"[{known}]" if ":" in known else known
+        return urlunsplit(parts._replace(netloc=f"{host}:{parts.port}" if parts.port else host))
+
+    async def list_names(self) -> set[str]:
+        """The names of models that the inference server answers to."""
+        listed = await self._request("GET", f"{self.inference_url}/models", None, _SHORT)
+        self._names = {str(model.get("id")) for model in listed.get("data") or ()}
+        return self._names
+
+    def _model_inference_name(self, model: Any, step: int | None = None) -> str:
+        """The name to sample it by: servers differ in whether the newest weights have one without their step."""
+        if step is not None:
+            return f"{model.name}@{step}"
+        if model.name in self._names:
+            return str(model.name)
+        latest = f"{model.name}@{self._steps.get(model.name, 0)}"
+        return latest if latest in self._names else str(model.name)
+
+    async def _train_model(
+        self, model: Any, trajectory_groups: Iterable[Any], config: Any, dev_config: Any, verbose: bool = False
+    ) -> AsyncIterator[dict[str, float]]:
+        """The metrics of each gradient step, as it happens."""
+        body = {
+            "model": model.safe_model_dump(),
+            "trajectory_groups": [group.model_dump() for group in trajectory_groups],
+            "config": config.model_dump(),
+            "dev_config": dict(dev_config),
+            "verbose": verbose,
+        }
+        data = await asyncio.to_thread(orjson.dumps, body)
+        try:
+            async with self._open("POST", self._base_url + "/_train_model", data, _TRAINING) as answer:
+                if answer.status >= 400:
+                    raise await _refusal(answer)
+                async for line in answer.content:
+                    if line.strip():
+                        yield orjson.loads(line)
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise self._unavailable(error) from error
+
+    async def train(self, model: Any, trajectory_groups: Iterable[Any], **options: Any) -> Any:
+        """Releases from 0.5.9 on train by their backend; `options` are keys of the two kinds of TrainConfig."""
+        from art.types import TrainConfig, TrainResult
+
+        config = TrainConfig(**{k: options.pop(k) for k in [*options] if k in TrainConfig.model_fields})
+        lines = [line async for line in self._train_model(model, list(trajectory_groups), config, options)]
+        return TrainResult(step=await self._get_step(model), metrics=averages(lines))
+
+    async def _train_sft(self, *args: Any, **options: Any) -> AsyncIterator[dict[str, float]]:
+        raise BackendError("supervised training has no route in ART's protocol: it cannot be done on a remote server")
+        yield {}
+
+    async def _log(self, model: Any, trajectory_groups: Iterable[Any], split: str = "val") -> None:
+        groups = [group.model_dump() for group in trajectory_groups]
+        body = {"model": model.safe_model_dump(), "trajectory_groups": groups, "split": split}
+        await self._post("/_log", body, timeout=_LOADING)
+
+    async def _delete_checkpoints(self, model: Any, benchmark: str, benchmark_smoothing: float) -> None:
+        path = f"/_delete_checkpoints?benchmark={benchmark}&benchmark_smoothing={benchmark_smoothing}"
+        await self._post(path, model.safe_model_dump())
+
+    async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
+        await self._post("/_delete_checkpoint_files", {"model": model.safe_model_dump(), "steps_to_keep": steps_to_keep})
+
+    async def health(self) -> str | None:
+        """What is wrong with the server, or None: it is asked at its own address, `/healthcheck`, then `/health`."""
+        problem = None
+        for path in ("/healthcheck", "/health"):
+            try:
+                async with self._open("GET", self._base_url + path, None, _SHORT) as answer:
+                    if answer.status == 200:
+                        return None
+                    problem = f"{self._base_url}{path} answered {answer.status}"
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                return str(self._unavailable(error))
+        return problem
+
+    async def _post(self, path: str, body: Any, timeout: aiohttp.ClientTimeout = _SHORT) -> Any:
+        return await self._request("POST", self._base_url + path, await asyncio.to_thread(orjson.dumps, body), timeout)
+
+    async def _request(self, method: str, url: str, data: bytes | None, timeout: aiohttp.ClientTimeout) -> Any:
+        try:
+            async with self._open(method, url, data, timeout) as answer:
+                if answer.status >= 400:
+                    raise await _refusal(answer)
+                text = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise self._unavailable(error) from error
+        try:
+            return orjson.loads(text or b"null")
+        except orjson.JSONDecodeError as error:
+            raise BackendError(f"{url} did not answer in JSON: is it an ART server?") from error
+
+    def _open(self, method: str, url: str, data: bytes | None, timeout: aiohttp.ClientTimeout) -> Any:
+        if self._session is None or self._session.closed:
+            self._session = aiohttp.ClientSession(headers=self._headers)
+        return self._session.request(method, url, data=data, timeout=timeout)
+
+    def _unavailable(self, error: BaseException) -> BackendUnavailable:
+        return BackendUnavailable(f"no answer from the ART server at {self._base_url}: {type(error).__name__}: {error}")
+
+
+async def _refusal(answer: aiohttp.ClientResponse) -> BackendError:
+    """The server's own words: ART's `detail`, or the `error` of OpenAI's shape."""
+    text = await answer.text()
+    message, where = text[:500] or "no reason given", f"{answer.method} {answer.url.path}"
+    try:
+        body = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        body = None
+    if isinstance(body, dict):
+        told = body.get("error")
+        message = str(body.get("detail") or (told.get("message") if isinstance(told, dict) else told) or message)
+    if answer.status < 500:
+        return RequestRefused(f"the ART server refused {where} ({answer.status}): {message}", status=answer.status)
+    return BackendError(f"the ART server failed at {where} ({answer.status}): {message}")
+
+
+def averages(lines: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each number over the gradient steps that told it."""
+    found: dict[str, list[float]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
