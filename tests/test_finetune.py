@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -174,13 +175,16 @@ def test_an_unscored_episode_is_left_out_and_never_zero(project: Path, asked: st
 
 def test_nothing_to_train_on_fails_the_run_and_says_why(project: Path) -> None:
     write_rows(project, [{"say": "a", "score": "nan"}])
-    code, _, err = run(project)
+    code, out, err = run(project)
     assert code == 1
-    assert "nan_score" in err
+    assert "failed: epoch 1: no episode can be trained on; left out: 4 nan_score; most often nan_score: " in err
+    assert "epoch 1/2 was not completed; the run so far: run/" in out
     write_rows(project, [{"say": "a", "score": "0.5"}])
-    code, _, err = run(project)
+    code, out, err = run(project)
     assert code == 1
-    assert "no epoch trained anything" in err
+    assert out.count("trains nothing: all of it is left out") == 2
+    assert "no epoch trained anything: every group was left out: 8 no_variance" in err
+    assert "run/training_metrics.jsonl" in err
     assert [m["dropped"] for m in lines(project / "run/training_metrics.jsonl")] == [{"no_variance": 4}] * 2
 
 
@@ -230,6 +234,15 @@ def test_what_cannot_be_trained_is_refused_before_the_earlier_run_is_moved(proje
         assert (code, out) == (2, "")
         assert message in err
     assert (project / "run/run.json").exists()
+
+
+def test_a_job_that_fails_ends_the_run_and_is_told_with_its_epoch_and_reason(project: Path) -> None:
+    code, out, err = run(project, "-o", "trainer_adapters.backend.training.learning_rate", "1e30")
+    assert code == 1
+    assert re.search(r"^failed: epoch 1: training job job-\w+ is failed: .*the job is undone", err, re.MULTILINE), err
+    assert "epoch 1/2 was not completed; the run so far: run/" in out
+    (metrics,) = lines(project / "run/training_metrics.jsonl")  # what was gathered is recorded all the same
+    assert (metrics["num_groups"], metrics["policy_version"]) == (6, 0)
 
 
 def test_a_model_that_cannot_be_loaded_shows_the_end_of_the_log(project: Path) -> None:
@@ -364,9 +377,10 @@ def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     backend.kill()
-    _, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "backend" in err
+    assert "/500 was not completed; the run so far: run/" in out
 
 
 def test_eval_and_run_serve_the_starting_model(project: Path) -> None:

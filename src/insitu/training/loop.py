@@ -80,6 +80,7 @@ class InsituTrainer(Trainer):
         self.validation: Validation | None = None
         self._store: RunStore | None = None
         self._metrics: dict[str, Any] = {}
+        self._dropped: Counter[str] = Counter()  # of the epochs that trained nothing
         self._earlier_curriculum = self._read_curriculum()
 
     def _read_curriculum(self) -> dict[str, Any] | None:
@@ -121,19 +122,28 @@ class InsituTrainer(Trainer):
         if self.validation is not None:
             await self.validation.run(0)
         for epoch in range(1, num_epochs + 1):
-            ref = await self.run_epoch(epoch, self.run_id)
-            if ref is not None:
-                statuses.append(await self._wait(epoch, ref))
             try:
-                if self.validation is not None and (
-                    epoch % self.validation.config.interval == 0 or epoch == num_epochs
-                ):
-                    self._metrics["seconds"]["validate"] = (await self.validation.run(epoch))["seconds"]
-            finally:  # what has been trained is recorded, whatever becomes of its validation
-                self.log_progress(epoch, self._metrics)
-            self.report.epoch(epoch, num_epochs, self._metrics)
+                status = await self._run_epoch(epoch, num_epochs)
+            except BaseException:
+                self.report.end()
+                self.report.note(f"epoch {epoch}/{num_epochs} was not completed; the run so far: {self.store.folder}/")
+                raise
+            if status is not None:
+                statuses.append(status)
         await self._conclude(statuses)
         return statuses
+
+    async def _run_epoch(self, epoch: int, last: int) -> TrainingJobStatus | None:
+        """One epoch and, when it is due, its validation; recorded and reported."""
+        ref = await self.run_epoch(epoch, self.run_id)
+        status = await self._wait(epoch, ref) if ref is not None else None
+        try:
+            if self.validation is not None and (epoch % self.validation.config.interval == 0 or epoch == last):
+                self._metrics["seconds"]["validate"] = (await self.validation.run(epoch))["seconds"]
+        finally:  # what has been trained is recorded, whatever becomes of its validation
+            self.log_progress(epoch, self._metrics)
+        self.report.epoch(epoch, last, self._metrics)
+        return status
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collect the epoch's groups and submit what can be trained; None when that is nothing."""
@@ -155,6 +165,7 @@ class InsituTrainer(Trainer):
             "seconds": {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         }
         if not any(t.rows for group in collection.trajectories for t in group):
+            self._dropped.update(collection.dropped)
             self.report.note(f"epoch {epoch} trains nothing: all of it is left out")
             return None
         return await self.trainer_adapter.submit(collection)
@@ -225,8 +236,9 @@ class InsituTrainer(Trainer):
         self._metrics["seconds"]["train"] = time.perf_counter() - started
         if status.status is not TrainingStatusEnum.COMPLETED:
             self.log_progress(epoch, self._metrics)
+            job = (ref.metadata or {}).get("job_id", ref.run_id)
             raise JobFailed(
-                f"epoch {epoch}: the training job is {status.status.value}: {status.message or 'no reason given'}"
+                f"epoch {epoch}: training job {job} is {status.status.value}: {status.message or 'no reason given'}"
             )
         before, after = self._metrics["policy_version"], await self._served_version()
         if before is not None and after == before:
@@ -312,7 +324,10 @@ class InsituTrainer(Trainer):
         await plot(self.store.folder / "reward_plot.png", self.rewards, history)
         self.report.summary(history, self.validation.best if self.validation else None, self.store.folder)
         if not statuses:
-            raise TrajectoryError("no epoch trained anything: every group was left out (the reasons stand above)")
+            raise TrajectoryError(
+                f"no epoch trained anything: every group was left out: {counts(self._dropped)} "
+                f"(epoch by epoch: {self.store.folder / 'training_metrics.jsonl'})"
+            )
         failed = [v for v in history if "error" in v]
         if failed:
             raise InsituError(
