@@ -151,6 +151,9 @@ def test_an_agent_with_a_tool(installed: Path, server: FakeOpenAI, write: Any, t
         *("LLM_START", "LLM_END", "TOOL_START", "FUNCTION_START", "FUNCTION_END", "TOOL_END", "LLM_START", "LLM_END")
     ]
     assert [name for kind, name in agent if kind != "LLM_START"][2:5] == ["look", "look", "look"]
+    places = {s["payload"]["event_type"]: s for s in item["intermediate_steps"] if s["payload"]["name"] == "look"}
+    assert places["FUNCTION_START"]["parent_id"] == places["TOOL_START"]["payload"]["UUID"]
+    assert places["TOOL_START"]["function_ancestry"]["function_name"] == "agent"
     [offered] = server.requests[-2]["tools"]
     assert offered["function"]["description"] == "Looks at a place and says what the weather is there."
     assert offered["function"]["parameters"]["properties"]["at"]["description"] == "The place to look at."
@@ -216,7 +219,9 @@ async def {name}(config, builder):
 
 def distribution(site: Path, name: str, *sources: str) -> None:
     """Lays an installed package out in `site`, as pip does."""
-    (site / f"{name}.py").write_text("\n".join(sources))
+    module = site / f"{name.replace('.', '/')}.py"
+    module.parent.mkdir(parents=True, exist_ok=True)
+    module.write_text("\n".join(sources))
     info = site / f"{name}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -232,6 +237,9 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     distribution(site, "second", twin, FUNCTION.format(name="younger", says="younger", yields="say"))
     distribution(site, "halved", "import no_such_module_at_all", FUNCTION.format(name="half", says="", yields="say"))
     distribution(site, "leaver", "import sys", "sys.exit('not on this machine')")
+    distribution(
+        site, "nat.plugins.guest", FUNCTION.format(name="guest", says="a guest in nat's own folder", yields="say")
+    )
     distribution(site, "sour", FUNCTION.format(name="sour", says="", yields="1 / 0"))
     return site
 
@@ -254,6 +262,7 @@ def test_broken_packages_break_only_what_needs_them(
     ("name", "code", "message"),
     [
         ("younger", 0, "younger"),  # stands behind the clash in its package
+        ("guest", 0, "a guest in nat's own folder"),
         ("twin", 1, r"failed: two components of functions are called 'twin': .*; uninstall one of the packages"),
         (
             "half",

@@ -36,7 +36,7 @@ from nat.eval.evaluator.base_evaluator import BaseEvaluator
 from nat.eval.evaluator.evaluator_model import EvalOutput, EvalOutputItem
 from nat.experimental.test_time_compute.models.stage_enums import PipelineTypeEnum, StageTypeEnum
 from nat.experimental.test_time_compute.models.ttc_item import TTCItem
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 Type = IntermediateStepType
 
@@ -226,6 +226,22 @@ def test_a_configuration_knows_its_type_and_takes_no_offence() -> None:
     config = ToolConfig(how="plain", of_another_release=1)
     assert (ToolConfig.static_type(), config.type) == ("surface_tool", "surface_tool")
     assert not hasattr(config, "of_another_release")
+
+
+class FrozenConfig(FunctionBaseConfig, name="surface_frozen"):
+    model_config = ConfigDict(frozen=True)
+
+
+class HookedConfig(FunctionBaseConfig, name="surface_hooked"):
+    size: int = 1
+
+    def model_post_init(self, context: Any) -> None:
+        self.size *= 2
+
+
+def test_configurations_of_every_make_know_their_type() -> None:
+    assert FrozenConfig().type == "surface_frozen"
+    assert (HookedConfig(size=3).size, HookedConfig().type) == (6, "surface_hooked")
 
 
 # --- evaluation

@@ -8,9 +8,9 @@ A component's configuration is a class with a name, the `_type` of its YAML bloc
     GreeterConfig.static_type()  ->  "greeter"
 """
 
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import core_schema
 
 
@@ -30,9 +30,11 @@ class TypedBaseModel(BaseModel):
         if name is not None:
             cls.registered_name = name
 
-    def model_post_init(self, context: Any, /) -> None:
+    @model_validator(mode="after")
+    def _knows_its_type(self) -> Self:
         if self.registered_name is not None:
-            self.type = self.registered_name
+            self.__dict__["type"] = self.registered_name  # a plugin's class may be frozen
+        return self
 
     @classmethod
     def static_type(cls) -> str | None:
