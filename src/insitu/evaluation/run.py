@@ -30,6 +30,7 @@ from insitu.schemas.evaluation import (
     EvaluationRunOutput,
 )
 from insitu.schemas.evaluation import EvaluationRunConfig as EvaluationRunConfig  # documented in this place too
+from insitu.workflow.conversion import json_form
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ def _workflow_record(item: EvalInputItem, shape: FileDatasetConfig) -> dict[str,
 
 def to_json(value: Any) -> Any:
     """What JSON has no form for: models and dataclasses as objects, anything unknown as text."""
-    return to_jsonable_python(value, serialize_unknown=True, inf_nan_mode="null")
+    return to_jsonable_python(value, fallback=json_form, inf_nan_mode="null")
 
 
 def dump_json(data: Any, option: int = 0) -> bytes:

@@ -22,6 +22,7 @@ from pydantic_core import PydanticSerializationError, from_json, to_json, to_jso
 from insitu.registry import PolicyEndpoint
 from insitu.schemas.episodes import DropReason, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.steps import IntermediateStep, StreamEventData, TraceMetadata, TTCEventData
+from insitu.workflow.conversion import json_form
 
 PROTOCOL = 1
 EPISODES = "/v1/episodes"
@@ -82,9 +83,9 @@ class Description(BaseModel):
 def encode(value: Any) -> bytes:
     """JSON of whatever a workflow may have put there; ValueError if it cannot be told (nested too deeply)."""
     try:
-        return to_json(value, serialize_unknown=True, inf_nan_mode="constants", bytes_mode="base64")
+        return to_json(value, fallback=json_form, inf_nan_mode="constants", bytes_mode="base64")
     except PydanticSerializationError:  # lone surrogates are escaped
-        return json.dumps(to_jsonable_python(value, serialize_unknown=True, bytes_mode="base64")).encode()
+        return json.dumps(to_jsonable_python(value, fallback=json_form, bytes_mode="base64")).encode()
 
 
 def decode(text: bytes) -> Any:
