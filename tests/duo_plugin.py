@@ -7,7 +7,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from insitu.adapters.insitu_backend import InsituAdapterConfig, InsituTrainerAdapter
-from insitu.registry import Builder, EvaluatorInfo, register_evaluator, register_function, register_trainer_adapter
+from insitu.registry import (
+    Builder,
+    EvaluatorInfo,
+    PolicyEndpoint,
+    register_evaluator,
+    register_function,
+    register_trainer_adapter,
+)
 from insitu.schemas.components import FunctionBaseConfig, FunctionRef, LLMRef
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem, EvaluatorBaseConfig
@@ -16,7 +23,7 @@ from insitu.workflow.context import Context
 
 
 class AskBothConfig(FunctionBaseConfig, name="ask_both"):
-    """Asks each model for its word on a text; `earn` is given as step reward when both have answered."""
+    """Asks each model for its word on a text; `earn` is the step reward of a character that they have answered."""
 
     word: str
     player: LLMRef
@@ -38,7 +45,7 @@ async def ask_both(config: AskBothConfig, builder: Builder) -> AsyncIterator[Any
             else:
                 answers.append((await llm.ainvoke(messages)).content)
         if config.earn is not None:
-            Context.get().reward(config.earn)
+            Context.get().reward(config.earn * sum(map(len, answers)))
         return "".join(answers)
 
     yield ask
@@ -75,10 +82,18 @@ async def letters(config: LettersConfig, builder: Builder) -> AsyncIterator[Eval
 
 
 class KeepingAdapterConfig(InsituAdapterConfig, name="keeping_adapter"):
-    """The native adapter, which keeps what it sends."""
+    """The native adapter, which keeps what it sends; `stuck`: it tells the version it has seen first for ever."""
+
+    stuck: bool = False
 
 
 class KeepingAdapter(InsituTrainerAdapter):
+    first: PolicyEndpoint | None = None
+
+    async def policy_endpoint(self) -> PolicyEndpoint:
+        self.first = self.first or await super().policy_endpoint()
+        return self.first if getattr(self.config, "stuck", False) else await super().policy_endpoint()
+
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         sent.extend(row for group in trajectories.trajectories for t in group for row in t.rows)
         collections.append(trajectories)

@@ -261,6 +261,8 @@ def test_a_failed_validation_fails_the_run_and_is_no_reward(project: Path) -> No
     assert "validation" in err
     records = json.loads((project / "run/validation_history.json").read_text())
     assert all("error" in r and "avg_reward" not in r for r in records)
+    assert [r["epoch"] for r in records] == [0, 1]  # before the first step and after the last, whatever the interval
+    assert "failed: 2 validation(s) failed; the first, at epoch 0: no example could be scored: " in err
 
 
 CURRICULUM = "{enabled: true, initial_percentile: 0.3, increment_percentile: 0.3, expansion_interval: 1}"

@@ -1,4 +1,7 @@
-"""Which calls are trained: two functions, two models, a real backend, and what it logged against what it was sent."""
+"""Runs on a real backend: which calls are trained, on whose reward, and what is no run.
+
+Two functions that ask two models each; what the backend sampled is compared with what it was sent to train on.
+"""
 
 import json
 import subprocess
@@ -11,7 +14,7 @@ import duo_plugin
 import pytest
 from tiny_models import byte_tokenizer, save_tiny_model
 
-from insitu.errors import ConfigError, TrajectoryError
+from insitu.errors import BackendError, ConfigError, TrajectoryError
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training.runtime import finetuning_main
 
@@ -135,14 +138,40 @@ async def test_an_unknown_target_is_refused_with_all_there_are(
     assert says in str(caught.value)
 
 
-async def test_targets_that_are_never_called_are_told_with_what_was_called(write: Any, served: Served) -> None:
+@pytest.mark.parametrize(
+    ("functions", "reason", "called"),
+    [
+        ("[plan]", "no_target_calls", "judge in <workflow> > plan, player in <workflow> > plan"),
+        ("[]", "no_calls", "none"),
+    ],
+)
+async def test_targets_that_are_never_called_are_told_with_what_was_called(
+    write: Any, served: Served, functions: str, reason: str, called: str
+) -> None:
     path = project(write, served, {"target_functions": ["move"], "target_model": "judge"})
     with pytest.raises(TrajectoryError) as caught:
-        await train(path, ("workflow.functions", "[plan]"))
+        await train(path, ("workflow.functions", functions))
     message = str(caught.value)
-    assert message.startswith("epoch 1: no episode can be trained on; left out: 6 no_target_calls; most often ")
-    assert "the model calls of judge in move are trained; it called " in message
-    assert "it called judge in <workflow> > plan, player in <workflow> > plan" in message
+    assert message.startswith(f"epoch 1: no episode can be trained on; left out: 6 {reason}; most often {reason}: ")
+    assert f"the model calls of judge in move are trained; it called {called} (all of them: " in message
+
+
+async def test_step_rewards_are_those_of_the_trained_calls(write: Any, served: Served) -> None:
+    step = ("trainers.t.credit", "step")
+    target = {"target_functions": ["move"], "target_model": "player"}
+    await train(project(write, served, target, earn=0.5), step, ("functions.plan.earn", "-9"))
+    (collection,) = duo_plugin.collections
+    trajectories = [t for group in collection.trajectories for t in group]
+    assert len(trajectories) == ROWS * GENERATIONS
+    for t in trajectories:
+        said = [c.message["content"] for c in t.calls if c.message and "move" in c.functions]
+        assert t.shaped_rewards == [0.5 * len("".join(said))]
+        assert [row.advantages[-1] != 0 for row in t.rows] == [True]  # type: ignore[index]
+
+
+async def test_credit_by_steps_without_step_rewards_trains_nothing_and_says_so(write: Any, served: Served) -> None:
+    with pytest.raises(TrajectoryError, match=r"no epoch trained anything: .*: 6 no_step_rewards"):
+        await train(project(write, served, {}), ("trainers.t.credit", "step"))
 
 
 @pytest.mark.parametrize(("name", "negative"), [("score", False), ("other", True)])
@@ -155,3 +184,21 @@ async def test_the_named_evaluator_gives_the_reward(write: Any, served: Served, 
 async def test_a_backend_that_serves_another_model_is_refused(write: Any, served: Served) -> None:
     with pytest.raises(ConfigError, match=r"the trainer adapter's name is 'mine'; http.* serves 'policy'"):
         await train(project(write, served, {}), ("trainer_adapters.a.name", "mine"))
+
+
+async def test_what_is_sampled_must_be_what_is_trained(write: Any, served: Served) -> None:
+    frozen = project(write, served, {"target_model": "judge", "num_epochs": 2})
+    with pytest.raises(BackendError, match=r"answered by 'policy@0' at policy version 0, but the trainer's model is"):
+        await train(frozen, ("llms.judge.model_name", "policy@0"))
+
+
+async def test_a_version_that_does_not_move_ends_the_run(write: Any, served: Served) -> None:
+    with pytest.raises(BackendError, match=r"epoch 1: the job is completed, but the backend still serves .* \d+"):
+        await train(project(write, served, {}), ("trainer_adapters.a.stuck", "true"))
+
+
+async def test_a_wrong_token_is_told_before_anything_runs(write: Any, served: Served) -> None:
+    before = len(served.samples())
+    with pytest.raises(BackendError, match="token"):
+        await train(project(write, served, {}), ("trainer_adapters.a.api_key", "wrong"))
+    assert len(served.samples()) == before
