@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fake_openai import FakeOpenAI
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(__file__).parent / "toolkit_plugin"
+MODEL = str(ROOT / "examples/tic_tac_toe/model")
 NAT = Path(sys.executable).with_name("nat")
 
 DESK = {
@@ -160,14 +162,26 @@ def test_an_agent_with_a_tool(installed: Path, server: FakeOpenAI, write: Any, t
     assert [m["role"] for m in server.requests[-1]["messages"]] == ["user", "assistant", "tool"]
 
 
-def test_finetune(installed: Path, write: Any, tmp_path: Path) -> None:
-    model = str(ROOT / "examples/tic_tac_toe/model")
-    training = {
+@contextmanager
+def backend() -> Iterator[str]:
+    """A backend of the user's own: its address."""
+    command = [str(NAT.with_name("insitu")), "backend", "--model", MODEL, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().removeprefix("insitu backend ready at ").strip()
+        finally:
+            process.terminate()
+
+
+def training_file(clerk: dict[str, Any], adapter: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **DESK,
         "general": {"seed": 1},
-        "llms": {"clerk": {"_type": "policy", "max_tokens": 6}},
+        "llms": {"clerk": clerk},
         "trajectory_builders": {"episodes": {"_type": "insitu_traj_builder", "num_generations": 4}},
         "trainer_adapters": {
-            "backend": {"_type": "insitu_trainer_adapter", "model": model, "training": {"learning_rate": 1e-3}}
+            "backend": {"_type": "insitu_trainer_adapter", "training": {"learning_rate": 1e-3}, **adapter}
         },
         "trainers": {"grpo": {"_type": "insitu_trainer"}},
         "finetuning": {
@@ -181,9 +195,16 @@ def test_finetune(installed: Path, write: Any, tmp_path: Path) -> None:
             "output_dir": "run",
         },
     }
-    write({**training, **DESK})
-    write([{"question": {"text": f"Row {i}", "drafts": 2}, "topic": "rows"} for i in range(6)], "rows.jsonl")
-    code, _, err = nat(tmp_path, "finetune", "--config_file", "config.yml", sites=(installed,))
+
+
+@pytest.mark.parametrize("llm", ["policy", "openai"])
+def test_finetune(installed: Path, write: Any, tmp_path: Path, llm: str) -> None:
+    with backend() if llm == "openai" else nullcontext("") as address:
+        served = {"model_name": "policy", "base_url": f"{address}/v1", "api_key": "none"} if address else {}
+        adapter = {"url": address} if address else {"model": MODEL}
+        write(training_file({"_type": llm, "max_tokens": 6, **served}, adapter))
+        write([{"question": {"text": f"Row {i}", "drafts": 2}, "topic": "rows"} for i in range(6)], "rows.jsonl")
+        code, _, err = nat(tmp_path, "finetune", "--config_file", "config.yml", sites=(installed,))
     assert code == 0, err
     metrics = [json.loads(line) for line in (tmp_path / "run/training_metrics.jsonl").read_text().splitlines()]
     assert [m["policy_version"] for m in metrics] == [1, 2]
