@@ -132,12 +132,18 @@ class InsituTrainerAdapter(TrainerAdapter):
     async def policy_endpoint(self) -> PolicyEndpoint:
         health = await self._request("GET", "/health")
         models = await self._request("GET", "/v1/models")
-        return PolicyEndpoint(f"{self._address}/v1", models["data"][0]["id"], self._token(), health["policy_version"])
+        try:
+            name, version = models["data"][0]["id"], health["policy_version"]
+        except (LookupError, TypeError):
+            raise BackendError(
+                f"{self._address} is no insitu backend: it names no model or no policy_version"
+            ) from None
+        return PolicyEndpoint(f"{self._address}/v1", name, self._token(), version)
 
     async def is_healthy(self) -> bool:
         try:
             await self._request("GET", "/health")
-        except BackendUnavailable as error:
+        except BackendError as error:
             logger.warning("%s", error)
             return False
         return True

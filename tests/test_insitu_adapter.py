@@ -1,0 +1,205 @@
+"""The native adapter against a scripted server: what crosses the wire, and what is lost on it."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from insitu.adapters.insitu_backend import InsituTrainerAdapter
+from insitu.config import load_config
+from insitu.errors import BackendError, BackendUnavailable, ConfigError
+from insitu.registry import TRAINER_ADAPTER, Builder
+from insitu.schemas.episodes import TrainingRow
+from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
+from insitu.schemas.wire import TrainingOptions
+
+OPTIONS: dict[str, Any] = {
+    "objective": "cispo",
+    "level": "sequence",
+    "ratio_to": "start",
+    "clip_low": 0.11,
+    "clip_high": 0.12,
+    "cispo_cap": 3.0,
+    "dual_clip": None,
+    "truncated_importance": 2.5,
+    "kl": {"beta": 0.013, "estimator": "k1"},
+    "aggregation": "constant",
+    "constant": 17.0,
+    "method": "grpo",
+    "learning_rate": 3e-4,
+    "schedule": "cosine",
+    "warmup": 0.25,
+    "weight_decay": 0.014,
+    "betas": [0.7, 0.8],
+    "max_grad_norm": 0.5,
+    "batch_rows": 15,
+    "passes": 3,
+    "micro_batch_tokens": 999,
+    "lora": {"rank": 3},
+}
+OTHERS = {**OPTIONS, "objective": "clip", "dual_clip": 4.0, "ratio_to": "sampled", "truncated_importance": None}
+
+
+class Backend:
+    """What was asked of it (method and path, token, job), and how it answers."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.asked: list[str] = []
+        self.tokens: set[str | None] = set()
+        self.jobs: dict[str, list[dict[str, Any]]] = {}
+        self.health = 200
+        self.lose_replies = 0
+        self.events: list[dict[str, Any]] = []
+
+    def state(self, key: str = "r/3", **other: Any) -> dict[str, Any]:
+        return {"id": "j1", "key": key, "status": "completed", "progress": 100.0, "policy_version": 1, **other}
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(f"{request.method} {request.path}")
+        self.tokens.add(request.headers.get("Authorization"))
+        if request.path == "/health":
+            return web.json_response({"policy_version": 0}, status=self.health)
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "policy"}]})
+        if request.method == "POST":
+            key = request.headers["Idempotency-Key"]
+            assert request.headers["Content-Encoding"] == "gzip"
+            self.jobs[key] = [json.loads(line) for line in (await request.read()).splitlines()]
+            if self.lose_replies:
+                self.lose_replies -= 1
+                assert request.transport is not None
+                request.transport.close()
+            return web.json_response(self.state(key, status="running"))
+        if request.path.endswith("/events"):
+            stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await stream.prepare(request)
+            for state in self.events:
+                await stream.write(b"data: " + json.dumps(state).encode() + b"\n\n")
+            return stream
+        return web.json_response(self.state(metrics={"loss": 0.5, "tokens": 7}))
+
+
+@pytest.fixture
+async def backend() -> AsyncIterator[Backend]:
+    backend = Backend()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", backend.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    backend.address = "http://{}:{}".format(*runner.addresses[0][:2])
+    yield backend
+    await runner.cleanup()
+
+
+@asynccontextmanager
+async def adapter_to(backend: Backend, write: Any, **training: Any) -> AsyncIterator[InsituTrainerAdapter]:
+    block = {"_type": "insitu_trainer_adapter", "url": backend.address, "api_key": "s3cret", "training": training}
+    settings = {"general": {"seed": 11}, "trainer_adapters": {"a": block}, "finetuning": {"num_epochs": 10}}
+    config = load_config(write(settings))
+    async with Builder(config) as builder:
+        adapter = await builder.get(TRAINER_ADAPTER, "a")
+        await adapter.initialize(config.finetuning)
+        yield adapter
+
+
+def collection(epoch: int = 3) -> TrajectoryCollection:
+    row = TrainingRow(
+        token_ids=[1, 2], loss_mask=[0, 1], logprobs=[0, -0.5], advantages=[0, 1.5], episode="e", calls=[0]
+    )
+    return TrajectoryCollection(trajectories=[[Trajectory(reward=1, rows=[row])]], run_id="r", epoch=epoch)
+
+
+def test_the_options_below_are_all_there_are_and_none_has_its_default() -> None:
+    usual = TrainingOptions().model_dump(mode="json")
+    assert OPTIONS.keys() == OTHERS.keys() == usual.keys()
+    assert [n for n in usual if usual[n] == OPTIONS[n] and usual[n] == OTHERS[n]] == ["method"]  # there is but one
+
+
+@pytest.mark.parametrize("options", [OPTIONS, OTHERS], ids=["cispo", "clip"])
+async def test_every_option_of_training_arrives(backend: Backend, write: Any, options: dict[str, Any]) -> None:
+    async with adapter_to(backend, write, **options) as adapter:
+        ref = await adapter.submit(collection())
+    (head, *rows) = backend.jobs["r/3"]
+    settings = head["settings"]
+    assert settings["lora"]["rank"] == 3
+    sent = {**settings, "lora": {"rank": settings["lora"]["rank"]}}
+    assert sent == {**options, "seed": 11, "steps": None, "progress": [0.2, 0.3]}
+    assert head["num_rows"] == len(rows) == 1
+    assert rows[0] == collection().trajectories[0][0].rows[0].model_dump()
+    assert (ref.run_id, ref.backend, ref.metadata) == ("r", "insitu", {"job_id": "j1", "key": "r/3", "epoch": 3})
+    assert backend.tokens == {"Bearer s3cret"}
+
+
+async def test_a_job_whose_reply_was_lost_is_sent_again_under_its_key(backend: Backend, write: Any) -> None:
+    async with adapter_to(backend, write) as adapter:
+        backend.lose_replies = 2
+        await adapter.submit(collection())
+    assert backend.asked.count("POST /v1/train/jobs") == 3
+    assert list(backend.jobs) == ["r/3"]
+
+
+async def test_a_finished_job_can_be_asked_for_its_metrics(backend: Backend, write: Any) -> None:
+    async with adapter_to(backend, write) as adapter:
+        ref = await adapter.submit(collection())
+        for _ in range(2):
+            status = await adapter.status(ref)
+            assert (status.status, status.progress) == ("completed", 100)
+            assert status.metadata == {"policy_version": 1, "checkpoint": None, "loss": 0.5, "tokens": 7}
+
+
+async def test_a_lost_stream_of_events_is_made_up_for_by_asking(backend: Backend, write: Any) -> None:
+    async with adapter_to(backend, write) as adapter:
+        ref = await adapter.submit(collection())
+        backend.events = [backend.state(status="running", progress=10.0)]  # and then the stream ends
+        assert (await adapter.wait_until_complete(ref, poll_interval=0.01)).status == "completed"
+        assert backend.asked[-2:] == ["GET /v1/train/jobs/j1/events", "GET /v1/train/jobs/j1"]
+        backend.events.append(backend.state(status="failed", message="out of memory"))
+        ended = await adapter.wait_until_complete(ref)
+        assert (ended.status, ended.message) == ("failed", "out of memory")
+
+
+@pytest.mark.parametrize("status", [401, 404, 500, 503])
+async def test_health_is_asked_of_the_configured_address_and_its_status_counts(
+    backend: Backend, write: Any, status: int
+) -> None:
+    async with adapter_to(backend, write) as adapter:
+        assert await adapter.is_healthy()
+        backend.health = status
+        assert not await adapter.is_healthy()
+        assert backend.asked[-1] == "GET /health"
+    with pytest.raises(BackendError, match=f"{backend.address}|/health"):
+        async with adapter_to(backend, write):
+            pass
+
+
+async def test_a_server_that_is_no_backend(backend: Backend, write: Any) -> None:
+    backend.address += "/elsewhere"
+    with pytest.raises(BackendError):
+        async with adapter_to(backend, write):
+            pass
+    backend.address = "http://127.0.0.1:9"
+    with pytest.raises(BackendUnavailable, match=r"no answer from the backend at http://127.0.0.1:9"):
+        async with adapter_to(backend, write):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        ({}, "give exactly one of model .* and url"),
+        ({"url": "http://h", "model": "m"}, "give exactly one of model .* and url"),
+        ({"url": "h:1"}, "it must begin with http:// or https://"),
+        ({"url": "http://h", "device": "cpu", "dtype": "auto"}, "device, dtype: with model only"),
+        ({"url": "http://h", "startup_timeout": 5}, "startup_timeout: with model only"),
+        ({"model": "m", "api_key": "k"}, "api_key: with url only"),
+    ],
+)
+def test_settings_that_nobody_would_read_are_refused(write: Any, block: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config(write({"trainer_adapters": {"a": {"_type": "insitu_trainer_adapter", **block}}}))
