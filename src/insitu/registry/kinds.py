@@ -39,12 +39,26 @@ DATASET = Kind(
 )
 TTC_STRATEGY = Kind("ttc_strategies", TTCStrategyBaseConfig, {"best_of_n_selection": "insitu.workflow.ttc"})
 TRAJECTORY_BUILDER = Kind(
-    "trajectory_builders", TrajectoryBuilderConfig, {"insitu_traj_builder": "insitu.trajectories.builder"}
+    "trajectory_builders",
+    TrajectoryBuilderConfig,
+    {
+        "insitu_traj_builder": "insitu.trajectories.builder",
+        "openpipe_art_traj_builder": "insitu.adapters.art.register",
+    },
 )
 TRAINER_ADAPTER = Kind(
-    "trainer_adapters", TrainerAdapterConfig, {"insitu_trainer_adapter": "insitu.adapters.insitu_backend"}
+    "trainer_adapters",
+    TrainerAdapterConfig,
+    {
+        "insitu_trainer_adapter": "insitu.adapters.insitu_backend",
+        "openpipe_art_trainer_adapter": "insitu.adapters.art.register",
+    },
 )
-TRAINER = Kind("trainers", TrainerConfig, {"insitu_trainer": "insitu.training.loop"})
+TRAINER = Kind(
+    "trainers",
+    TrainerConfig,
+    {"insitu_trainer": "insitu.training.loop", "openpipe_art_trainer": "insitu.adapters.art.register"},
+)
 
 KINDS = (LLM, FUNCTION, EVALUATOR, DATASET, TTC_STRATEGY, TRAJECTORY_BUILDER, TRAINER_ADAPTER, TRAINER)
 
@@ -73,9 +87,13 @@ class EvaluatorInfo:
 
 @dataclass(frozen=True)
 class PolicyEndpoint:
-    """Where the model under training is served. `model` names the newest weights; `version` is theirs now."""
+    """Where the model under training is served. `model` names the newest weights; `version` is theirs now.
+
+    `model_now` is for servers on which that name changes with every version: it gives the one of the moment.
+    """
 
     base_url: str
     model: str
     api_key: str = "none"
     version: int | None = None
+    model_now: Callable[[], str] | None = None

@@ -98,6 +98,7 @@ class DropReason(StrEnum):
     NO_CALLS = "no_calls"
     NO_TARGET_CALLS = "no_target_calls"
     NO_STEP_REWARDS = "no_step_rewards"
+    EPISODE_ORDER = "episode_order"
     SINGLE_MEMBER = "single_member"
     NO_VARIANCE = "no_variance"
     CURRICULUM = "curriculum"

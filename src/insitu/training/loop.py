@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from insitu.algorithms.curriculum import CurriculumState
 from insitu.config import Config
 from insitu.errors import BackendError, ConfigError, InsituError, JobFailed, TrajectoryError
 from insitu.interfaces import Trainer
-from insitu.registry import Builder, name_being_built, register_trainer
+from insitu.registry import Builder, PolicyEndpoint, name_being_built, register_trainer
 from insitu.schemas.episodes import DropReason, Episode
 from insitu.schemas.finetuning import (
     FinetuneConfig,
@@ -26,6 +26,7 @@ from insitu.schemas.finetuning import (
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
+    Trajectory,
     TrajectoryCollection,
 )
 from insitu.training.report import Report, counts, plot
@@ -148,10 +149,11 @@ class InsituTrainer(Trainer):
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collect the epoch's groups and submit what can be trained; None when that is nothing."""
         started = time.perf_counter()
-        version = await self._served_version()
+        served = await self._served()
+        version = served.version if served is not None else None
         collection = await self._collect(epoch, run_id)
         self._metrics = self._epoch_metrics(epoch, run_id, collection)
-        self._check_versions(collection, version)
+        _check_versions(collection, served)
         collection = self.apply_curriculum_learning(collection, epoch)
         self._weigh(collection)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
@@ -164,7 +166,7 @@ class InsituTrainer(Trainer):
             "policy_version": version,
             "seconds": {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         }
-        if not any(t.rows for group in collection.trajectories for t in group):
+        if not any(collection.trajectories):
             self._dropped.update(collection.dropped)
             self.report.note(f"epoch {epoch} trains nothing: all of it is left out")
             return None
@@ -208,21 +210,28 @@ class InsituTrainer(Trainer):
         )
 
     def _weigh(self, collection: TrajectoryCollection) -> None:
-        """Give each trajectory its rows and advantages; groups whose advantages are all 0 teach nothing and go."""
+        """Make each group ready for its adapter; what cannot be trained, or teaches nothing, goes and is counted."""
+        _leave_out(collection, self._unfit)
         flat: dict[int, str] = {}
-        if self.config.credit == "step":
-            _leave_out_unrewarded(collection)
         for place, group in enumerate(collection.trajectories):
-            if len(group) == 1:
-                flat[place] = str(DropReason.SINGLE_MEMBER)
-                continue
-            advantages = call_advantages(group, self.config.advantages, self.config.credit, self.config.discount)
-            if not any(a for of_episode in advantages for a in of_episode.values()):
-                flat[place] = str(DropReason.NO_VARIANCE)
-                continue
-            build_rows(group, advantages)
+            reason = DropReason.SINGLE_MEMBER if len(group) == 1 else self._prepare(group)
+            if reason is not None:
+                flat[place] = str(reason)
         kept = without(collection, flat)
         collection.trajectories, collection.dropped = kept.trajectories, kept.dropped
+
+    def _unfit(self, trajectory: Trajectory) -> DropReason | None:
+        """Why a trajectory cannot be trained: credit by steps needs a reward for each trained call."""
+        missing = self.config.credit == "step" and not has_step_rewards(trajectory)
+        return DropReason.NO_STEP_REWARDS if missing else None
+
+    def _prepare(self, group: list[Trajectory]) -> DropReason | None:
+        """Give each trajectory its rows and advantages; or why the group teaches nothing: all its advantages are 0."""
+        advantages = call_advantages(group, self.config.advantages, self.config.credit, self.config.discount)
+        if not any(a for of_episode in advantages for a in of_episode.values()):
+            return DropReason.NO_VARIANCE
+        build_rows(group, advantages)
+        return None
 
     async def _wait(self, epoch: int, ref: TrainingJobRef) -> TrainingJobStatus:
         started = time.perf_counter()
@@ -240,7 +249,8 @@ class InsituTrainer(Trainer):
             raise JobFailed(
                 f"epoch {epoch}: training job {job} is {status.status.value}: {status.message or 'no reason given'}"
             )
-        before, after = self._metrics["policy_version"], await self._served_version()
+        served = await self._served()
+        before, after = self._metrics["policy_version"], served.version if served is not None else None
         if before is not None and after == before:
             raise BackendError(
                 f"epoch {epoch}: the job is completed, but the backend still serves policy version {after}: "
@@ -251,24 +261,10 @@ class InsituTrainer(Trainer):
             self.validation.checkpoints[after] = metadata.get("checkpoint")
         return status
 
-    async def _served_version(self) -> int | None:
+    async def _served(self) -> PolicyEndpoint | None:
+        """Where the model under training is served now, if its adapter says so."""
         endpoint = getattr(self.trainer_adapter, "policy_endpoint", None)
-        return (await endpoint()).version if endpoint is not None else None
-
-    def _check_versions(self, collection: TrajectoryCollection, served: int | None) -> None:
-        """Raise if a trained call was sampled from other weights than those about to be trained."""
-        if served is None:
-            return
-        for group in collection.trajectories:
-            for trajectory in group:
-                for place in trajectory.trained_calls:
-                    call = trajectory.calls[place]
-                    if call.policy_version != served:
-                        raise BackendError(
-                            f"episode {trajectory.id}: a call to be trained was answered by {call.model!r} at policy "
-                            f"version {call.policy_version}, but the trainer's model is at version {served}: is the "
-                            "llm the model that the trainer adapter trains? (_type: policy always is)"
-                        )
+        return await endpoint() if endpoint is not None else None
 
     def _epoch_metrics(self, epoch: int, run_id: str, collection: TrajectoryCollection) -> dict[str, Any]:
         rewards = [t.reward for group in collection.trajectories for t in group]
@@ -305,9 +301,7 @@ class InsituTrainer(Trainer):
         settings = {
             "epochs": num_epochs,
             "seed": self._loaded.general.seed,
-            "advantages": self.config.advantages.model_dump(),
-            "credit": self.config.credit,
-            "discount": self.config.discount,
+            **self._conventions(),
             "on_failure": self.run_config.reward_function.on_failure if self.run_config.reward_function else None,
         }
         training = getattr(getattr(self.trainer_adapter, "config", None), "training", None)
@@ -317,6 +311,11 @@ class InsituTrainer(Trainer):
             "run.json", {"run_id": self.run_id, "insitu": __version__, "source": self._loaded.source, **settings}
         )
         self.report.header(self.run_id, settings)
+
+    def _conventions(self) -> dict[str, Any]:
+        """How rewards become advantages."""
+        config = self.config
+        return {"advantages": config.advantages.model_dump(), "credit": config.credit, "discount": config.discount}
 
     async def _conclude(self, statuses: list[TrainingJobStatus]) -> None:
         """The picture and the table; raises if the run did not do what was asked."""
@@ -335,14 +334,31 @@ class InsituTrainer(Trainer):
             )
 
 
-def _leave_out_unrewarded(collection: TrajectoryCollection) -> None:
-    """Credit by steps needs a reward for each trained call; episodes without are dropped and counted."""
-    kept = [[t for t in group if has_step_rewards(t)] for group in collection.trajectories]
-    missing = sum(map(len, collection.trajectories)) - sum(map(len, kept))
-    if missing:
-        reason = str(DropReason.NO_STEP_REWARDS)
-        collection.dropped = {**collection.dropped, reason: collection.dropped.get(reason, 0) + missing}
-    collection.trajectories = [group for group in kept if group]
+def _check_versions(collection: TrajectoryCollection, served: PolicyEndpoint | None) -> None:
+    """Raise if a trained call was sampled from other weights than those about to be trained.
+
+    Servers that do not say which weights have answered are judged by the name that was asked for.
+    """
+    if served is None or served.version is None:
+        return
+    name = served.model.removesuffix(f"@{served.version}")
+    for trajectory in (t for group in collection.trajectories for t in group):
+        for call in (trajectory.calls[place] for place in trajectory.trained_calls):
+            told = call.policy_version
+            if told != served.version and not (told is None and call.model in (name, f"{name}@{served.version}")):
+                raise BackendError(
+                    f"episode {trajectory.id}: a call to be trained was answered by {call.model!r} at policy version "
+                    f"{told}, but the trainer's model, {name!r}, is at version {served.version}: is the llm the model "
+                    "that the trainer adapter trains? (_type: policy always is)"
+                )
+
+
+def _leave_out(collection: TrajectoryCollection, unfit: Callable[[Trajectory], DropReason | None]) -> None:
+    """Drop the trajectories for which there is a reason to, and count them."""
+    reasons = {id(t): unfit(t) for group in collection.trajectories for t in group}
+    dropped = Counter(collection.dropped) + Counter(str(reason) for reason in reasons.values() if reason is not None)
+    kept = [[t for t in group if reasons[id(t)] is None] for group in collection.trajectories]
+    collection.trajectories, collection.dropped = [group for group in kept if group], dict(dropped)
 
 
 @register_trainer(config_type=InsituTrainerConfig)

@@ -129,6 +129,13 @@ class EpisodesBuilder(TrajectoryBuilder):
             dropped=dict(dropped),
         )
 
+    async def stop(self) -> None:
+        """Give up what is still being collected."""
+        for collection in self._runs.values():
+            if collection.task is not None:
+                collection.task.cancel()
+                await asyncio.gather(collection.task, return_exceptions=True)
+
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         logger.info("run %s: collected %s", run_id, metrics)
 
@@ -254,7 +261,4 @@ async def episodes_builder(config: EpisodesBuilderConfig, builder: Builder) -> A
     try:
         yield made
     finally:
-        for collection in made._runs.values():
-            if collection.task is not None:
-                collection.task.cancel()
-                await asyncio.gather(collection.task, return_exceptions=True)
+        await made.stop()

@@ -35,14 +35,20 @@ class Recorder:
     """Records the chat completions of one model object.
 
     `server` is its address, `llm` its key under `llms`, `error_type` what is raised when training lacks something.
+    `model_now` gives the name to ask for, where the server has another one for each version of the weights.
     """
 
     def __init__(
-        self, server: str, llm: str | None = None, error_type: Callable[[str], CaptureError] = CaptureError
+        self,
+        server: str,
+        llm: str | None = None,
+        error_type: Callable[[str], CaptureError] = CaptureError,
+        model_now: Callable[[], str] | None = None,
     ) -> None:
         self.server = server
         self.llm = llm
         self.error_type = error_type
+        self.model_now = model_now
         self._warned = False
 
     def refuse_late_call(self, scope: EpisodeScope) -> None:
@@ -88,6 +94,8 @@ class Exchange:
         self._messages_digest = hashlib.blake2b(orjson.dumps(request["messages"]), digest_size=16).digest()
         self._turn = scope.turns[self._messages_digest].take()
         self._trains = scope.trains(recorder.llm)
+        if recorder.model_now is not None:
+            request["model"] = recorder.model_now()
         if self._trains:
             request["logprobs"] = True
             request["return_token_ids"] = True
@@ -198,6 +206,8 @@ class Exchange:
         if call.logprobs is None:
             raise self._capture_error("logprobs", "answered without them")
         if call.token_ids is None or call.prompt_token_ids is None:
+            if not self._scope.needs_token_ids:
+                return
             raise self._capture_error("token ids", "answered without them")
         if len(call.logprobs) != len(call.token_ids):
             counts = f"answered with {len(call.logprobs)} for {len(call.token_ids)} token ids"

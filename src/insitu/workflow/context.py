@@ -65,6 +65,7 @@ class EpisodeScope:
         self.input_message = input_message
         self.is_evaluating = is_evaluating
         self._training = training
+        self.needs_token_ids = True
         self.calls: list[ModelCall] = []
         self.steps: list[IntermediateStep] = []
         self.rewards: dict[int, float] = {}
@@ -97,7 +98,7 @@ class EpisodeScope:
         return self
 
     def trains(self, llm: str | None) -> bool:
-        """Whether calls to this key of `llms` are to be trained on, so that token ids and logprobs are insisted on."""
+        """Whether calls to this key of `llms` are to be trained on: logprobs, and as a rule token ids, are needed."""
         return self._training if isinstance(self._training, bool) else llm in self._training
 
     def close(self) -> None:

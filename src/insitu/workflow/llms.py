@@ -152,6 +152,8 @@ class Endpoint:
     model: str
     base_url: str | None
     api_key: str | None
+    model_now: Callable[[], str] | None = None
+    """The name to ask for at the moment, where it changes."""
 
 
 def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> PlainLLM:
@@ -163,7 +165,7 @@ def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> PlainLLM:
 
     http = http_library()
     server = endpoint.base_url or os.environ.get("OPENAI_BASE_URL", "api.openai.com")
-    recorder = Recorder(server, name, _capture_error_type())
+    recorder = Recorder(server, name, _capture_error_type(), endpoint.model_now)
     http_client = http.AsyncClient(transport=for_library(http).asynchronous(recorder), follow_redirects=True)
     options: dict[str, Any] = {} if config.timeout is None else {"timeout": config.timeout}
     client = AsyncOpenAI(
@@ -221,6 +223,6 @@ async def nim_llm(config: NIMConfig, builder: Builder) -> AsyncIterator[PlainLLM
 @register_llm_provider(config_type=PolicyConfig)
 async def policy_llm(config: PolicyConfig, builder: Builder) -> AsyncIterator[PlainLLM]:
     served = await builder.policy_endpoint()
-    endpoint = Endpoint(served.model, served.base_url, served.api_key)
+    endpoint = Endpoint(served.model, served.base_url, served.api_key, served.model_now)
     async with _live(config, endpoint) as plain:
         yield plain

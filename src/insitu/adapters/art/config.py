@@ -1,4 +1,4 @@
-"""The blocks of the ART plugin. What they name beyond their own keys is checked against the installed client library."""
+"""The blocks of the ART plugin; keys beyond their own are checked against the installed client library."""
 
 from typing import Any
 

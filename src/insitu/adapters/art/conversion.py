@@ -1,13 +1,14 @@
 """Trajectories as ART has them: histories of messages, in which a sampled turn is a choice with its token ids.
 
-    {"messages_and_choices": [user, CHOICE, tool, CHOICE], "tools": [...], "reward": 0.7,
-     "additional_histories": [{"messages_and_choices": [...], "tools": None}]}
+{"messages_and_choices": [user, CHOICE, tool, CHOICE], "tools": [...], "reward": 0.7,
+ "additional_histories": [{"messages_and_choices": [...], "tools": None}]}
 
-    CHOICE = {"index": 0, "finish_reason": "tool_calls", "message": {...},
-              "logprobs": {"content": [{"token": "token_id:7", "logprob": -0.1, "bytes": None, "top_logprobs": []}, ...]}}
+CHOICE = {"index": 0, "finish_reason": "tool_calls", "message": {...},
+          "logprobs": {"content": [{"token": "token_id:7", "logprob": -0.1, "bytes": None, "top_logprobs": []}]}}
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from insitu.algorithms.rows import rows_of
@@ -30,7 +31,7 @@ def check_order(items: Sequence[Any], episode: str | None = None) -> None:
         raise ValueError(f"{name} begins with a message of role {roles[0]}; allowed: user, system")
     if roles[-1] is not EpisodeItemRole.ASSISTANT:
         raise ValueError(f"{name} ends with a message of role {roles[-1]}; allowed: assistant")
-    for place, pair in enumerate(zip(roles, roles[1:], strict=False), 1):
+    for place, pair in enumerate(pairwise(roles), 1):
         if pair == (EpisodeItemRole.ASSISTANT, EpisodeItemRole.ASSISTANT):
             raise ValueError(f"{name}: messages {place - 1} and {place} are both the assistant's")
 
@@ -59,9 +60,7 @@ def _of_calls(trajectory: Trajectory) -> list[dict[str, Any]]:
     trained = {trajectory.calls[place].index for place in trajectory.trained_calls}
     by_index = {call.index: call for call in trajectory.calls}
     rows = rows_of(trajectory.calls, dict.fromkeys(trajectory.trained_calls, 1.0), trajectory.id or "")
-    return [
-        _history(calls, trained) for row in rows for calls in _linear([by_index[i] for i in row.calls], trained) if calls
-    ]
+    return [_history(calls, trained) for row in rows for calls in _linear([by_index[i] for i in row.calls], trained)]
 
 
 def _linear(calls: list[ModelCall], trained: set[int]) -> list[list[ModelCall]]:
@@ -98,7 +97,7 @@ def _choice(call: ModelCall) -> dict[str, Any]:
     ids, logprobs = call.token_ids or [], call.logprobs or []
     if len(ids) != len(logprobs):
         raise TrajectoryError(f"call {call.index} has {len(ids)} sampled tokens and {len(logprobs)} logprobs")
-    spelt = [
+    spelt: list[dict[str, Any]] = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
         for token, logprob in zip(ids, logprobs, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""The official client library `openpipe-art`: imported when it is first needed, and what the installed release takes."""
+"""The official client library `openpipe-art`, imported when it is needed, and the keys its installed release takes."""
 
 import importlib
 import os
@@ -59,8 +59,8 @@ def train_config(art: Any, training: ARTTrainingConfig) -> tuple[Any, dict[str, 
     if "beta" not in public:
         if given["beta"]:
             raise ConfigError(
-                f"training.beta is {given['beta']}, but openpipe-art {release()} has no KL penalty in its loss; allowed "
-                f"here: 0.0 (its own terms are: {', '.join(sorted(public | further))})"
+                f"training.beta is {given['beta']}, but openpipe-art {release()} has no KL penalty in its loss; "
+                f"allowed here: 0.0 (its own terms are: {', '.join(sorted(public | further))})"
             )
         del given["beta"]
     _check("training", given, public | further)

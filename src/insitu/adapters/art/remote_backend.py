@@ -34,6 +34,8 @@ class _RemoteBackend:
         self._session: aiohttp.ClientSession | None = None
         self.inference_url = ""
         """Where the model is served, up to and including `/v1`; known once the server has prepared it."""
+        self.job: str | None = None
+        """Names what is trained next: a server that knows `Idempotency-Key` trains it once."""
         self._names: set[str] = set()
         self._steps: dict[str, int] = {}
 
@@ -53,7 +55,7 @@ class _RemoteBackend:
 
     async def _prepare_backend_for_training(self, model: Any, config: Any) -> tuple[str, str]:
         body = {"model": model.safe_model_dump(), "config": config}
-        base_url, api_key = await self._post("/_prepare_backend_for_training", body, timeout=_LOADING)
+        base_url, api_key = await self._post("/_prepare_backend_for_training", body, limit=_LOADING)
         self.inference_url = self._reachable(base_url)
         await self._get_step(model)
         await self.list_names()
@@ -95,8 +97,9 @@ class _RemoteBackend:
             "verbose": verbose,
         }
         data = await asyncio.to_thread(orjson.dumps, body)
+        headers = {"Idempotency-Key": self.job} if self.job else {}
         try:
-            async with self._open("POST", self._base_url + "/_train_model", data, _TRAINING) as answer:
+            async with self._open("POST", self._base_url + "/_train_model", data, _TRAINING, **headers) as answer:
                 if answer.status >= 400:
                     raise await _refusal(answer)
                 async for line in answer.content:
@@ -120,14 +123,16 @@ class _RemoteBackend:
     async def _log(self, model: Any, trajectory_groups: Iterable[Any], split: str = "val") -> None:
         groups = [group.model_dump() for group in trajectory_groups]
         body = {"model": model.safe_model_dump(), "trajectory_groups": groups, "split": split}
-        await self._post("/_log", body, timeout=_LOADING)
+        await self._post("/_log", body, limit=_LOADING)
 
     async def _delete_checkpoints(self, model: Any, benchmark: str, benchmark_smoothing: float) -> None:
         path = f"/_delete_checkpoints?benchmark={benchmark}&benchmark_smoothing={benchmark_smoothing}"
         await self._post(path, model.safe_model_dump())
 
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
-        await self._post("/_delete_checkpoint_files", {"model": model.safe_model_dump(), "steps_to_keep": steps_to_keep})
+        await self._post(
+            "/_delete_checkpoint_files", {"model": model.safe_model_dump(), "steps_to_keep": steps_to_keep}
+        )
 
     async def health(self) -> str | None:
         """What is wrong with the server, or None: it is asked at its own address, `/healthcheck`, then `/health`."""
@@ -142,12 +147,12 @@ class _RemoteBackend:
                 return str(self._unavailable(error))
         return problem
 
-    async def _post(self, path: str, body: Any, timeout: aiohttp.ClientTimeout = _SHORT) -> Any:
-        return await self._request("POST", self._base_url + path, await asyncio.to_thread(orjson.dumps, body), timeout)
+    async def _post(self, path: str, body: Any, limit: aiohttp.ClientTimeout = _SHORT) -> Any:
+        return await self._request("POST", self._base_url + path, await asyncio.to_thread(orjson.dumps, body), limit)
 
-    async def _request(self, method: str, url: str, data: bytes | None, timeout: aiohttp.ClientTimeout) -> Any:
+    async def _request(self, method: str, url: str, data: bytes | None, limit: aiohttp.ClientTimeout) -> Any:
         try:
-            async with self._open(method, url, data, timeout) as answer:
+            async with self._open(method, url, data, limit) as answer:
                 if answer.status >= 400:
                     raise await _refusal(answer)
                 text = await answer.read()
@@ -158,10 +163,10 @@ class _RemoteBackend:
         except orjson.JSONDecodeError as error:
             raise BackendError(f"{url} did not answer in JSON: is it an ART server?") from error
 
-    def _open(self, method: str, url: str, data: bytes | None, timeout: aiohttp.ClientTimeout) -> Any:
+    def _open(self, method: str, url: str, data: bytes | None, limit: aiohttp.ClientTimeout, **headers: str) -> Any:
         if self._session is None or self._session.closed:
             self._session = aiohttp.ClientSession(headers=self._headers)
-        return self._session.request(method, url, data=data, timeout=timeout)
+        return self._session.request(method, url, data=data, timeout=limit, headers=headers)
 
     def _unavailable(self, error: BaseException) -> BackendUnavailable:
         return BackendUnavailable(f"no answer from the ART server at {self._base_url}: {type(error).__name__}: {error}")
