@@ -3,11 +3,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install quickstart test check bench clean
+.PHONY: help install quickstart test test-art check bench clean
 
 help:
 	@echo "make quickstart   install into .venv and train the tic-tac-toe player (about 3 minutes)"
 	@echo "make test         install what the tests need and run them"
+	@echo "make test-art     the official ART clients, each in an environment of its own, against the backend"
 	@echo "make check        lint, formatting and types"
 	@echo "make bench        measure side by side and write benchmarks/RESULTS.md"
 
@@ -37,6 +38,18 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
 
+# What ART needs beyond what it declares: its own requirements resolve to an openai it fails with.
+ART_RELEASES := 0.5.4 0.5.18
+ART_STAMPS   := $(ART_RELEASES:%=.venv-art/%/.installed)
+.venv-art/%/.installed: | $(BIN)/python
+	$(BIN)/python -m venv .venv-art/$*
+	.venv-art/$*/bin/python -m pip install --quiet --disable-pip-version-check \
+		'openpipe-art==$*' 'openai<3' 'polars<2' pyarrow numpy wandb
+	@touch $@
+
+test-art: $(VENV)/.installed-dev $(ART_STAMPS)
+	$(BIN)/python -m pytest tests_art -o pythonpath=tests
+
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,4 +59,4 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-art runs .pytest_cache .mypy_cache .ruff_cache

@@ -396,12 +396,12 @@ async def test_the_end_of_a_turn_is_no_text_even_if_it_is_no_special_token(tmp_p
     loaded.module.generation_config.eos_token_id = list(range(200))
     compute = Compute()
     compute.start()
-    engine = Engine(loaded, compute, lambda version: loaded.module)
+    engine = Engine(loaded, compute, lambda weights: loaded.module)
     try:
         await engine.start()
         params = SamplingParams(seed=1, max_tokens=50)
-        whole = (await engine.complete([1, 2, 3], [params], None))[0]
-        streamed = "".join([piece.text async for _, piece in engine.stream([1, 2, 3], [params], None)])
+        whole = (await engine.complete([1, 2, 3], [params]))[0]
+        streamed = "".join([piece.text async for _, piece in engine.stream([1, 2, 3], [params])])
     finally:
         compute.close()
     assert whole.finish_reason == "stop"

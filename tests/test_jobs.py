@@ -41,7 +41,7 @@ async def serving(loaded, folder):
     compute.start()
     learner = Learner(loaded, folder)
     published: list[int] = []
-    jobs = Jobs(learner, compute, lambda module, version: published.append(version), folder)
+    jobs = Jobs(learner, compute, lambda module, version, lineage: published.append(version), folder)
     app = Starlette(routes=training_routes(jobs), exception_handlers=EXCEPTION_HANDLERS)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
     task = asyncio.create_task(server.serve())

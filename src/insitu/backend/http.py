@@ -1,5 +1,6 @@
 """What every route shares: JSON answers, errors in OpenAI's shape, body limits and the bearer token."""
 
+import base64
 import hmac
 import logging
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from insitu.errors import BackendError, RequestRefused
 
 logger = logging.getLogger(__name__)
 
+OPEN_PATHS = ("/health", "/healthcheck")
+"""Which tell whether the server is up, and nothing else."""
 _KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
@@ -105,14 +108,18 @@ async def read_body(receive: Receive, limit: int) -> bytes:
 
 
 class TokenGate:
-    """Lets only requests with `Authorization: Bearer TOKEN` through; `/health` is open."""
+    """Lets only requests with `Authorization: Bearer TOKEN` through; the health checks are open.
+
+    Or with the token as the password of basic authentication, which is what clients that know no tokens make of
+    `http://user:TOKEN@host:port`.
+    """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
-        self._expected = f"Bearer {token}".encode()
+        self._token = token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health" and not self._admits(scope):
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._admits(scope):
             answer = error_response("the bearer token is missing or wrong", 401, headers={"www-authenticate": "Bearer"})
             await answer(scope, receive, send)
         else:
@@ -120,4 +127,12 @@ class TokenGate:
 
     def _admits(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)
+        scheme, _, credentials = given.partition(b" ")
+        if scheme.lower() == b"basic":
+            try:
+                credentials = base64.b64decode(credentials, validate=True).partition(b":")[2]
+            except ValueError:
+                return False
+        elif scheme.lower() != b"bearer":
+            return False
+        return hmac.compare_digest(credentials, self._token)

@@ -68,13 +68,39 @@ OPERATIONS = {
     ("GET", "/v1/train/jobs/{id}"): Operation("How a job is doing", gives=JobState),
     ("GET", "/v1/train/jobs/{id}/events"): Operation("A job's states as they change", events=JobState),
     ("POST", "/v1/train/jobs/{id}/cancel"): Operation("Stop a job", gives=JobState),
+    ("GET", "/healthcheck"): Operation("Whether the server serves, as ART asks"),
+    ("GET", "/metrics"): Operation("Requests under way, by vLLM's names"),
+    ("GET", "/art/jobs"): Operation("Latest training requests of ART clients, with their errors"),
+    ("GET", "/art/jobs/{id}"): Operation("One of them"),
+    ("POST", "/close"): Operation("ART: a client goes; the server stays"),
+    ("POST", "/register"): Operation("ART: whether a model can be trained here"),
+    ("POST", "/_get_step"): Operation("ART: a model's latest step"),
+    ("POST", "/_prepare_backend_for_training"): Operation("ART: where to sample from, and the key"),
+    ("POST", "/_train_model"): Operation(
+        "ART: train; a line of metrics for each gradient step", headers=("Idempotency-Key",)
+    ),
+    ("POST", "/_log"): Operation("ART: trajectories whose means are kept with the step"),
+    ("POST", "/_delete_checkpoints"): Operation("ART: keep the latest and the best checkpoint"),
+    ("POST", "/_delete_checkpoint_files"): Operation("ART: keep the named checkpoints and the latest"),
+    ("POST", "/_experimental_pull_from_s3"): Operation("ART: refused"),
+    ("POST", "/_experimental_push_to_s3"): Operation("ART: refused"),
+    ("POST", "/_experimental_fork_checkpoint"): Operation("ART: refused"),
+    ("POST", "/_experimental_deploy"): Operation("ART: refused"),
+    ("POST", "/v1/preview/models"): Operation("ART serverless: a model, new or as it is"),
+    ("DELETE", "/v1/preview/models/{id}"): Operation("ART serverless: delete a model"),
+    ("GET", "/v1/preview/models/{id}/checkpoints"): Operation("ART serverless: its steps with their metrics"),
+    ("DELETE", "/v1/preview/models/{id}/checkpoints"): Operation("ART serverless: delete some"),
+    ("POST", "/v1/preview/models/{id}/log"): Operation("ART serverless: as /_log"),
+    ("POST", "/v1/preview/training-jobs"): Operation("ART serverless: train", headers=("Idempotency-Key",)),
+    ("GET", "/v1/preview/training-jobs/{id}/events"): Operation("ART serverless: a job's events so far"),
+    ("POST", "/v1/preview/sft-training-jobs"): Operation("ART serverless: refused"),
 }
 
 
 def document(routes: list[BaseRoute], version: str) -> dict[str, Any]:
     """The document of the routes that are served."""
     served = {
-        (method, route.path): OPERATIONS.get((method, route.path), Operation(route.name))
+        (method, route.path_format): OPERATIONS.get((method, route.path_format), Operation(route.name))
         for route in routes
         if isinstance(route, Route)
         for method in sorted(route.methods or {"POST"})

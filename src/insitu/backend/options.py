@@ -10,7 +10,8 @@ class BackendOptions:
 
     `port` 0 picks a free one; `token` is asked of every request; `output_dir` takes checkpoints (none: a temporary
     folder); `max_length`, `max_batch` and `threads` default to what suits the model; `log_samples` is a file that
-    gets a JSON line for every completion; the process ends by itself when `parent_pid` is gone.
+    gets a JSON line for every completion; the process ends by itself when `parent_pid` is gone. With `lora_rank`,
+    jobs that do not ask for adapters of their own train adapters of that rank, otherwise all weights.
     """
 
     model: str
@@ -25,4 +26,5 @@ class BackendOptions:
     max_batch: int | None = None
     threads: int | None = None
     log_samples: Path | None = None
+    lora_rank: int | None = None
     parent_pid: int | None = None

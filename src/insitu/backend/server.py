@@ -19,17 +19,22 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 import insitu
+from insitu.backend.art.jobs import ArtJobs
+from insitu.backend.art.models import ArtModels
+from insitu.backend.art.server import art_routes
+from insitu.backend.art.serverless import serverless_routes
 from insitu.backend.compute import Compute
 from insitu.backend.http import EXCEPTION_HANDLERS, JSON, TokenGate
-from insitu.backend.inference.completions import ChatCompletions, Models, SampleLog
+from insitu.backend.inference.completions import ChatCompletions, Models, PolicyNames, SampleLog
 from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.lane import EngineOptions
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.openapi import document
 from insitu.backend.options import BackendOptions
 from insitu.backend.training.jobs import Jobs, training_routes
-from insitu.backend.training.learner import Learner
+from insitu.backend.training.lineages import Lineages
 from insitu.errors import BackendError
+from insitu.schemas.wire import LoRASettings
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +72,14 @@ class Backend:
 def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> Backend:
     """Engine, learner and the routes to both, not yet started."""
     compute = Compute()
-    learner = Learner(loaded, output_dir)
-    engine = Engine(loaded, compute, learner.module_at, _engine_options(loaded, options))
-    jobs = Jobs(learner, compute, engine.publish, output_dir)
-    models = Models(options.name, lambda: range(engine.version + 1))
+    lora = LoRASettings(rank=options.lora_rank, alpha=2 * options.lora_rank) if options.lora_rank else None
+    lineages = Lineages(loaded, output_dir, lora)
+    engine = Engine(loaded, compute, lineages.module_at, _engine_options(loaded, options))
+    jobs = Jobs(lineages.own, compute, engine.publish, output_dir)
+    base = options.model, options.name
+    art_models = ArtModels(lineages, engine, compute, base, output_dir / "art")
+    art_jobs = ArtJobs(art_models, jobs, engine.tokens)
+    models = Models(PolicyNames(options.name, lambda: lineages.own.versions), art_models)
     chat = ChatCompletions(engine, models, SampleLog(options.log_samples) if options.log_samples else None)
 
     async def health(request: Request) -> Response:
@@ -82,10 +91,12 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     routes: list[BaseRoute] = [
         Route("/health", health),
         Route("/v1/models", models.list),
-        Route("/v1/models/{model}", models.get),
+        Route("/v1/models/{model:path}", models.get),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/openapi.json", openapi),
         *training_routes(jobs),
+        *art_routes(art_models, art_jobs, engine, options.token),
+        *serverless_routes(art_models, art_jobs),
     ]
     app: ASGIApp = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
     return Backend(TokenGate(app, options.token) if options.token else app, compute, engine, jobs)

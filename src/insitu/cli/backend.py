@@ -48,6 +48,7 @@ def _announce(address: str) -> None:
 @click.option("--max_length", type=click.IntRange(min=2), help="Longest prompt and completion together, in tokens.")
 @click.option("--max_batch", type=click.IntRange(min=1), help="Most requests sampled at once.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads for sampling.")
+@click.option("--lora_rank", type=click.IntRange(min=1), help="Train adapters of this rank; none: all weights.")
 @click.option("--log_samples", type=click.Path(path_type=Path), help="A file that gets a line for every completion.")
 @click.option("--parent_pid", type=int, help="End when this process is gone.")
 def command(**given: Any) -> None:

@@ -50,6 +50,8 @@ class LossSettings(BaseModel):
     """`clip`: PPO's clipped surrogate (arXiv:1707.06347). `cispo`: clipped importance weights (arXiv:2506.13585)."""
     level: Literal["token", "sequence"] = "token"
     """Whose ratio: each token's, or the row's geometric mean (GSPO, arXiv:2507.18071)."""
+    ratio_to: Literal["start", "sampled"] = "start"
+    """The policy that the ratio is taken to: the learner's at the start of the job, or the sampler's as it said."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
     """The ratio is clamped from below at 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
@@ -74,6 +76,10 @@ class LossSettings(BaseModel):
             raise ValueError("aggregation: constant needs the key constant (a number of tokens)")
         if self.dual_clip is not None and self.objective != "clip":
             raise ValueError(f"dual_clip belongs to objective: clip, not to {self.objective}")
+        if self.truncated_importance is not None and self.ratio_to == "sampled":
+            raise ValueError(
+                "truncated_importance belongs to ratio_to: start; to the sampled ones nothing is to correct"
+            )
         return self
 
 
@@ -117,6 +123,8 @@ class TrainingSettings(TrainingOptions):
 
     seed: int = 0
     """Of the shuffling."""
+    steps: int | None = Field(default=None, ge=1)
+    """Optimiser steps of a pass, in place of what batch_rows makes of the number of rows."""
     progress: tuple[float, float] = (0.0, 1.0)
     """The part of the whole run this job is, for the schedule: epoch 3 of 10 is (0.2, 0.3)."""
 

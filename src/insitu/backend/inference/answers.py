@@ -69,6 +69,7 @@ class Choice(BaseModel):
     logprobs: Logprobs | None = None
     finish_reason: FinishReason
     token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ChunkChoice(BaseModel):
@@ -173,6 +174,8 @@ class Answer:
                 message["tool_calls"], finish_reason = calls, _with_calls(finish_reason)
         choice = {"index": index, "message": message, "finish_reason": finish_reason, "logprobs": None}
         self._add_tokens(choice, piece)
+        if self._request.choices_carry_prompt:
+            choice["prompt_token_ids"] = self._prompt
         return choice
 
     def _grow(self, index: int, piece: Piece, delta: dict[str, Any]) -> str | None:
@@ -203,6 +206,8 @@ class Answer:
 
     def _spelt(self, token_id: int, logprob: float) -> dict[str, Any]:
         text, raw = self._tokens.piece(token_id)
+        if self._request.return_tokens_as_token_ids:
+            text = f"token_id:{token_id}"
         return {"token": text, "logprob": logprob, "bytes": raw}
 
     def _usage(self, completion_tokens: int) -> dict[str, int]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from insitu.backend.inference.sampling import HOTTEST, TOP_LOGPROBS, SamplingParams, choice_seed
 from insitu.errors import RequestRefused
@@ -86,7 +86,21 @@ class ChatRequest(BaseModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = None
+    """Tokens in logprobs are spelt `token_id:N`; unset: for models that are trained on their returned answers."""
     chat_template_kwargs: dict[str, Any] | None = None
+    _taken_back: bool = PrivateAttr(default=False)
+
+    def ask_for_ids(self) -> None:
+        """As for a model that is trained on the choices its clients send back."""
+        self.logprobs = self._taken_back = True
+        if self.return_tokens_as_token_ids is None:
+            self.return_tokens_as_token_ids = True
+
+    @property
+    def choices_carry_prompt(self) -> bool:
+        """Whether each choice has `prompt_token_ids`, which survive where a client keeps choices alone."""
+        return self._taken_back
 
     def sampling(self, room: int) -> list[SamplingParams]:
         """The parameters of each choice; `room` is how many tokens fit behind the prompt."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from insitu.backend.http import JSON, error_body, read_body, refused_response
 from insitu.backend.inference.answers import Answer
 from insitu.backend.inference.chat import ChatRequest, parse_request, template_messages
-from insitu.backend.inference.engine import Engine
+from insitu.backend.inference.engine import NEWEST, Engine, Weights
 from insitu.backend.inference.lane import Piece
 from insitu.backend.inference.sampling import SamplingParams
 from insitu.errors import BackendError, RequestRefused
@@ -51,20 +51,56 @@ class SampleLog:
         self._file.flush()
 
 
-class Models:
-    """The names this server answers to: `NAME` for the newest weights, `NAME@K` for those of version K."""
+class Served(NamedTuple):
+    """What a name stands for; `version` is that of the weights it gives now.
+
+    Choices of a model that `takes_back` its answers to train on them carry all it needs for that: log-probabilities,
+    the sampled ids (as `token_id:N`) and the prompt's.
+    """
+
+    weights: Weights
+    version: int
+    takes_back: bool = False
+
+
+class Names(Protocol):
+    """Some of the names a server answers to."""
+
+    def find(self, model: str) -> Served | None: ...
+
+    def all(self) -> list[str]: ...
+
+
+class PolicyNames:
+    """`NAME` for the newest weights, `NAME@K` for those of version K."""
 
     def __init__(self, name: str, versions: Callable[[], Sequence[int]]) -> None:
-        self.name = name
+        self._name = name
         self._versions = versions
 
-    def version(self, model: str) -> int | None:
-        """The version asked for, none for the newest. Raises RequestRefused (404) listing what exists."""
-        if model == self.name:
-            return None
+    def find(self, model: str) -> Served | None:
+        if model == self._name:
+            return Served(NEWEST, self._versions()[-1])
         name, _, number = model.rpartition("@")
-        if name == self.name and number.isdecimal() and int(number) in self._versions():
-            return int(number)
+        if name == self._name and number.isdecimal() and int(number) in self._versions():
+            return Served(Weights(int(number)), int(number))
+        return None
+
+    def all(self) -> list[str]:
+        return [self._name, *(f"{self._name}@{version}" for version in self._versions())]
+
+
+class Models:
+    """All the names this server answers to."""
+
+    def __init__(self, *families: Names) -> None:
+        self._families = families
+
+    def find(self, model: str) -> Served:
+        """Raises RequestRefused (404) listing what exists."""
+        for family in self._families:
+            if served := family.find(model):
+                return served
         raise RequestRefused(
             f"there is no model {model!r}; existing: {', '.join(self.names())}",
             status=404,
@@ -73,7 +109,7 @@ class Models:
         )
 
     def names(self) -> list[str]:
-        return [self.name, *(f"{self.name}@{version}" for version in self._versions())]
+        return [name for family in self._families for name in family.all()]
 
     async def list(self, request: Request) -> Response:
         """GET /v1/models"""
@@ -83,10 +119,8 @@ class Models:
     async def get(self, request: Request) -> Response:
         """GET /v1/models/{model}"""
         model = request.path_params["model"]
-        version = self.version(model)
-        newest = self._versions()[-1]
         about = {"object": "model", "created": 0, "owned_by": "insitu"}
-        return JSON({"id": model, **about, "policy_version": newest if version is None else version})
+        return JSON({"id": model, **about, "policy_version": self.find(model).version})
 
 
 class Call(NamedTuple):
@@ -94,7 +128,7 @@ class Call(NamedTuple):
 
     prompt: list[int]
     params: list[SamplingParams]
-    version: int | None
+    weights: Weights
 
 
 class ChatCompletions:
@@ -109,10 +143,10 @@ class ChatCompletions:
         try:
             body = await read_body(receive, MAX_BODY)
             if len(body) < LONG_BODY:
-                request, version, prompt = self._understand(body)
+                request, weights, prompt = self._understand(body)
             else:
-                request, version, prompt = await asyncio.to_thread(self._understand, body)
-            call = Call(prompt, request.sampling(self._room(prompt)), version)
+                request, weights, prompt = await asyncio.to_thread(self._understand, body)
+            call = Call(prompt, request.sampling(self._room(prompt)), weights)
             if request.stream:
                 await self._stream(request, call, receive, send)
             else:
@@ -138,16 +172,15 @@ class ChatCompletions:
         if self._log is not None:
             self._log(call.prompt, call.params, pieces)
 
-    def _understand(self, body: bytes) -> tuple[ChatRequest, int | None, list[int]]:
-        """The request, the version it asks for, and its prompt."""
+    def _understand(self, body: bytes) -> tuple[ChatRequest, Weights, list[int]]:
+        """The request, the weights it asks for, and its prompt."""
         request = parse_request(body)
-        version = self._models.version(request.model)
+        served = self._models.find(request.model)
+        if served.takes_back:
+            request.ask_for_ids()
         messages = template_messages(request.messages)
-        return (
-            request,
-            version,
-            self._engine.tokens.prompt(messages, request.usable_tools, request.chat_template_kwargs),
-        )
+        prompt = self._engine.tokens.prompt(messages, request.usable_tools, request.chat_template_kwargs)
+        return request, served.weights, prompt
 
     def _room(self, prompt: list[int]) -> int:
         """Tokens that fit behind the prompt. Raises RequestRefused where there is no room, or no prompt."""

@@ -2,9 +2,10 @@
 
     await engine.complete(prompt, params)  ->  inbox  ->  step(): admit, prefill, decode  ->  Piece, on the event loop
 
-Each version has its lanes, one for each core that samples. Published weights open new ones; lanes whose requests have
-all finished are dropped with their weights, unless these are the newest, or of the few older ones kept because they
-were asked for by number.
+Weights are known by lineage and version: "" is the backend's own lineage, others go their own way from the same start,
+so that version 0 of each is the loaded model. Each version has its lanes, one for each core that samples. Published
+weights open new ones; lanes whose requests have all finished are dropped with their weights, unless these are the
+newest of their lineage, or of the few older ones kept because they were asked for by number.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,28 +41,38 @@ SAME_PROMPT = 8
 """A lane that has computed a prompt already may be this much fuller than another and still gets the request."""
 
 
+class Weights(NamedTuple):
+    """Those of a version; none: the newest of the lineage."""
+
+    version: int | None = None
+    lineage: str = ""
+
+
+NEWEST = Weights()
+
+
 class Engine:
-    """Samples completions. `module_at(version)` gives older weights, or raises RequestRefused where there are none."""
+    """Samples completions. `module_at(weights)` gives older ones, or raises RequestRefused where there are none."""
 
     def __init__(
         self,
         loaded: LoadedModel,
         compute: Compute,
-        module_at: Callable[[int], nn.Module],
+        module_at: Callable[[Weights], nn.Module],
         options: EngineOptions | None = None,
     ) -> None:
         self.options = options or EngineOptions(max_length=loaded.max_length)
         self.tokens = ChatTokenizer(loaded.tokenizer, eos_token_ids(loaded.module))
         self.vocabulary = loaded.vocabulary
-        self.version = 0
+        self._newest: dict[str, int] = {"": 0}
         self._loaded = loaded
         self._compute = compute
         self._module_at = module_at
-        self._inbox: deque[tuple[asyncio.AbstractEventLoop, list[Request]]] = deque()
-        self._lanes: dict[int, list[Lane]] = {}
+        self._inbox: deque[tuple[asyncio.AbstractEventLoop, list[Request], Weights]] = deque()
+        self._lanes: dict[Weights, list[Lane]] = {}
         self._lane_count = 1
         self._pool: ThreadPoolExecutor | None = None
-        self._asked: OrderedDict[int, None] = OrderedDict()
+        self._asked: OrderedDict[Weights, None] = OrderedDict()
         self._shapes: Shapes | None = None
 
     async def start(self) -> None:
@@ -85,20 +96,42 @@ class Engine:
         self._shapes = Shapes(module, options.max_batch, options.prefill_tokens, options.max_length)
         self.publish(module, 0)
 
-    def publish(self, module: nn.Module, version: int) -> None:
+    @property
+    def version(self) -> int:
+        """The newest of the backend's own lineage."""
+        return self._newest[""]
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Completions under way and those not yet begun; roughly, as other threads go on."""
+        waiting = sum(len(requests) for _, requests, _ in tuple(self._inbox))
+        return sum(len(lane.requests) for lanes in tuple(self._lanes.values()) for lane in lanes), waiting
+
+    def publish(self, module: nn.Module, version: int, lineage: str = "") -> None:
         """Serve these weights from the next request on; for the compute thread. Requests under way keep theirs."""
-        self._open(module, version)
-        self.version = version
+        self._open(module, _known(version, lineage))
+        self._newest[lineage] = version
         self._drop_idle()
 
-    async def complete(self, prompt: list[int], params: Sequence[SamplingParams], version: int | None) -> list[Piece]:
-        """One completion of `prompt` for each of `params`, all by the same weights: `version`, or the newest."""
+    def withdraw(self, weights: Weights) -> None:
+        """Keep these no longer (no version: the whole lineage), because nobody can ask for them; as `publish`."""
+        gone = [
+            each for each in self._asked if each.lineage == weights.lineage and weights.version in (None, each.version)
+        ]
+        for each in gone:
+            del self._asked[each]
+        if weights.version is None:
+            self._newest.pop(weights.lineage, None)
+        self._drop_idle()
+
+    async def complete(
+        self, prompt: list[int], params: Sequence[SamplingParams], weights: Weights = NEWEST
+    ) -> list[Piece]:
+        """One completion of `prompt` for each of `params`, all by the same weights."""
         loop = asyncio.get_running_loop()
         done: list[asyncio.Future[Piece]] = [loop.create_future() for _ in params]
-        requests = [
-            Request(prompt, each, _resolver(future), False, version) for each, future in zip(params, done, strict=True)
-        ]
-        with self._submitted(loop, requests):
+        requests = [Request(prompt, each, _resolver(future), False) for each, future in zip(params, done, strict=True)]
+        with self._submitted(loop, requests, weights):
             pieces = await asyncio.gather(*done)
         for piece, request in zip(pieces, requests, strict=True):
             if request.text is None:
@@ -108,15 +141,13 @@ class Engine:
         return pieces
 
     async def stream(
-        self, prompt: list[int], params: Sequence[SamplingParams], version: int | None
+        self, prompt: list[int], params: Sequence[SamplingParams], weights: Weights = NEWEST
     ) -> AsyncIterator[tuple[int, Piece]]:
         """The same, as (number of the choice, what it grew by) while they are sampled."""
         loop = asyncio.get_running_loop()
         arrivals: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
-        requests = [
-            Request(prompt, each, _forwarder(arrivals, number), True, version) for number, each in enumerate(params)
-        ]
-        with self._submitted(loop, requests):
+        requests = [Request(prompt, each, _forwarder(arrivals, number), True) for number, each in enumerate(params)]
+        with self._submitted(loop, requests, weights):
             unfinished = len(requests)
             while unfinished:
                 number, piece = await arrivals.get()
@@ -126,12 +157,12 @@ class Engine:
                 yield number, piece
 
     @contextmanager
-    def _submitted(self, loop: asyncio.AbstractEventLoop, requests: list[Request]):
+    def _submitted(self, loop: asyncio.AbstractEventLoop, requests: list[Request], weights: Weights):
         """Hand requests to the compute thread; whoever leaves early, by an error or cancelled, frees their slots."""
         for request in requests:
             if request.streamed or request.params.stop:
                 request.text, request.stops = TextStream(self.tokens), StopFinder(request.params.stop)
-        self._inbox.append((loop, requests))
+        self._inbox.append((loop, requests, weights))
         self._compute.wake()
         try:
             yield
@@ -153,11 +184,11 @@ class Engine:
 
     def _admit(self) -> None:
         while self._inbox:
-            loop, requests = self._inbox.popleft()
+            loop, requests, weights = self._inbox.popleft()
             for request in requests:
                 request.loop = loop
             try:
-                lanes = self._lanes_of(requests[0].version)
+                lanes = self._lanes_of(weights)
             except Exception as error:  # a checkpoint that has gone or changed must not end the thread either
                 self._deliver([(request, error) for request in requests])
                 continue
@@ -165,23 +196,27 @@ class Engine:
                 lane = min(lanes, key=lambda lane: lane.load(request, SAME_PROMPT)) if len(lanes) > 1 else lanes[0]
                 lane.waiting.append(request)
 
-    def _lanes_of(self, version: int | None) -> list[Lane]:
-        if version is None:
-            return self._lanes[self.version]
-        if version != self.version:
-            self._asked[version] = None
-            self._asked.move_to_end(version)
+    def _lanes_of(self, weights: Weights) -> list[Lane]:
+        version = self._newest.get(weights.lineage, 0) if weights.version is None else weights.version
+        weights = _known(version, weights.lineage)
+        if not self._is_newest(weights):
+            self._asked[weights] = None
+            self._asked.move_to_end(weights)
             while len(self._asked) > self.options.kept_versions:
                 self._asked.popitem(last=False)
-        if version not in self._lanes:
-            self._open(self._module_at(version), version)
-        return self._lanes[version]
+        if weights not in self._lanes:
+            self._open(self._module_at(weights), weights)
+        return self._lanes[weights]
 
-    def _open(self, module: nn.Module, version: int) -> None:
+    def _is_newest(self, weights: Weights) -> bool:
+        return self._newest.get(weights.lineage) == weights.version
+
+    def _open(self, module: nn.Module, weights: Weights) -> None:
         if self._shapes is None:
             raise BackendError("weights were published before the engine was started")
-        parts = module, version, self._shapes, self.tokens, self.options
-        self._lanes[version] = [Lane(*parts) for _ in range(self._lane_count)]
+        assert weights.version is not None  # see _known
+        parts = module, weights.version, self._shapes, self.tokens, self.options
+        self._lanes[weights] = [Lane(*parts) for _ in range(self._lane_count)]
 
     def _advance(self, lane: Lane) -> Sequence[tuple[Request, Piece | BaseException]]:
         """One step of a lane; when it fails, its requests get the error and the lane begins anew."""
@@ -196,10 +231,10 @@ class Engine:
         return told
 
     def _drop_idle(self) -> None:
-        for version, lanes in list(self._lanes.items()):
+        for weights, lanes in list(self._lanes.items()):
             idle = not any(lane.requests for lane in lanes)
-            if version != self.version and version not in self._asked and idle:
-                del self._lanes[version]
+            if idle and not self._is_newest(weights) and weights not in self._asked:
+                del self._lanes[weights]
 
     def _deliver(self, told: Sequence[tuple[Request, Piece | BaseException]]) -> None:
         """Everything one step has to tell crosses to the event loop at once."""
@@ -210,6 +245,11 @@ class Engine:
                 loop.call_soon_threadsafe(_notify_all, batch)
             except RuntimeError:
                 logger.debug("the event loop closed before %d results reached it", len(batch))
+
+
+def _known(version: int, lineage: str) -> Weights:
+    """What they are known by: every lineage begins with the loaded model."""
+    return Weights(version, lineage if version else "")
 
 
 def eos_token_ids(module: nn.Module) -> set[int]:

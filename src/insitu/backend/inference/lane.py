@@ -72,7 +72,6 @@ class Request:
     params: SamplingParams
     notify: Callable[[Piece | BaseException], None]
     streamed: bool = False
-    version: int | None = None
     loop: asyncio.AbstractEventLoop | None = None
     slot: int = -1
     computed: int = 0

@@ -66,7 +66,7 @@ def optimiser_steps(rows: Sequence[Row], settings: TrainingSettings) -> list[lis
     """The indices of the rows of each optimiser step, in the order of training.
 
     Each pass shuffles the episodes and cuts them into steps of about the same number of rows, an episode always
-    whole: as many steps as batches of `batch_rows` would fill.
+    whole: as many steps as batches of `batch_rows` would fill, or `steps`.
     """
     episodes: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
@@ -75,7 +75,8 @@ def optimiser_steps(rows: Sequence[Row], settings: TrainingSettings) -> list[lis
     for number in range(settings.passes):
         order = list(episodes.values())
         random.Random(f"{settings.seed}|{number}").shuffle(order)
-        steps += _cut(order, -(-len(rows) // (settings.batch_rows or len(rows))), len(rows))
+        parts = settings.steps or -(-len(rows) // (settings.batch_rows or len(rows)))
+        steps += _cut(order, parts, len(rows))
     return steps
 
 

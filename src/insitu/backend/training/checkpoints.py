@@ -45,6 +45,12 @@ def read_record(source: str | Path) -> TrainingRecord | None:
         raise BackendError(f"{path} cannot be read: {error}") from error
 
 
+def saved_checkpoints(folder: Path) -> dict[Path, TrainingRecord]:
+    """The checkpoints in a folder of them, oldest first."""
+    found = [(path, read_record(path)) for path in sorted(folder.glob("step_*"))]
+    return {path: record for path, record in found if record is not None}
+
+
 def read_optimizer(folder: Path) -> dict[str, Tensor]:
     """Empty for a folder whose optimiser state was not kept."""
     path = folder / OPTIMIZER

@@ -29,8 +29,9 @@ HEARTBEAT = 15.0
 class Job:
     """One job: its state, every state it went through since the last optimiser step, and who waits for the next."""
 
-    def __init__(self, key: str | None) -> None:
+    def __init__(self, key: str | None, learner: Learner) -> None:
         self.state = JobState(id=f"job-{uuid.uuid4().hex}", status="pending", key=key)
+        self.learner = learner
         self.history: list[JobState] = [self.state]
         self.task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -64,10 +65,13 @@ class Job:
 
 
 class Jobs:
-    """The jobs of this process. `publish` is called in the compute thread when a job has made new weights."""
+    """The jobs of this process, those of `learner` where no other is named.
+
+    `publish(module, version, lineage)` is called in the compute thread when a job has made new weights.
+    """
 
     def __init__(
-        self, learner: Learner, compute: Compute, publish: Callable[[nn.Module, int], None], output_dir: Path
+        self, learner: Learner, compute: Compute, publish: Callable[[nn.Module, int, str], None], output_dir: Path
     ) -> None:
         self._learner = learner
         self._compute = compute
@@ -87,12 +91,15 @@ class Jobs:
         job = self._by_key.get(key) if key else None
         return job if job is not None and job.state.status not in ("failed", "canceled") else None
 
-    def submit(self, key: str | None, settings: TrainingSettings, rows: Sequence[Row]) -> Job:
+    def submit(
+        self, key: str | None, settings: TrainingSettings, rows: Sequence[Row], learner: Learner | None = None
+    ) -> Job:
         """Starts or queues the job, or gives the one that has this key already."""
         if job := self.known(key):
             return job
-        self._learner.check(settings)
-        job = Job(key)
+        learner = learner or self._learner
+        learner.check(settings)
+        job = Job(key, learner)
         self._jobs[job.state.id] = job
         if key:
             self._by_key[key] = job
@@ -128,7 +135,9 @@ class Jobs:
         try:
             async with self._turn:
                 job.update(status="running", metrics={"rows": len(rows)})
-                await self._compute.drive(self._steps(settings, rows, finished), lambda event: _note(job, event))
+                await self._compute.drive(
+                    self._steps(job.learner, settings, rows, finished), lambda event: _note(job, event)
+                )
         except asyncio.CancelledError:
             # A job that was through when the request came has new weights, which are served already.
             if not finished:
@@ -149,11 +158,11 @@ class Jobs:
         self._record(job)
 
     def _steps(
-        self, settings: TrainingSettings, rows: Sequence[Row], finished: list[Trained]
+        self, learner: Learner, settings: TrainingSettings, rows: Sequence[Row], finished: list[Trained]
     ) -> Generator[Progress, None, None]:
         """Training and publishing as one: no other work gets between the new weights and their being served."""
-        trained = yield from self._learner.run(settings, rows)
-        self._publish(trained.module, trained.version)
+        trained = yield from learner.run(settings, rows)
+        self._publish(trained.module, trained.version, learner.lineage)
         finished.append(trained)
 
     def _record(self, job: Job) -> None:

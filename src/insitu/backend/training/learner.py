@@ -1,6 +1,8 @@
 """Turns a job's rows into the next policy version: its weights, ready to serve, and a checkpoint of them."""
 
 import logging
+import math
+import shutil
 import tempfile
 import time
 from collections.abc import Generator, Sequence
@@ -18,6 +20,7 @@ from insitu.backend.training.checkpoints import (
     forget_optimizer,
     read_optimizer,
     read_record,
+    saved_checkpoints,
     write_training,
 )
 from insitu.backend.training.policy import held_adapter, make_policy
@@ -47,11 +50,16 @@ class Learner:
 
     Its truth is the newest checkpoint (or, before the first, the loaded model): a job that fails or is cancelled just
     drops what is in memory, and the next one starts from there again. The loaded module is never changed.
+    `lineage` is the name of these weights where there are several lines of them; `lora` the adapters of jobs that ask
+    for none.
     """
 
-    def __init__(self, loaded: LoadedModel, output_dir: Path) -> None:
+    def __init__(
+        self, loaded: LoadedModel, output_dir: Path, lineage: str = "", lora: LoRASettings | None = None
+    ) -> None:
         self.version = 0
         self.loaded = loaded
+        self.lineage = lineage
         self._folder = output_dir / "checkpoints"
         self._checkpoints: dict[int, Path] = {}
         self._trainer: Trainer | None = None
@@ -61,13 +69,48 @@ class Learner:
         source = str(Path(loaded.source).resolve()) if Path(loaded.source).exists() else loaded.source
         self._origin = read_record(source) or TrainingRecord(step=0, version=0, started_from=source)
         self._origin_folder = Path(source)
+        self._usual_lora = lora
         self._lora = self._origin.lora or held_adapter(loaded.module)
         self._lora_fixed = self._lora is not None or self._origin.step > 0
         self._tokenizer_files: dict[str, bytes] = {}
 
+    @property
+    def lora(self) -> LoRASettings | None:
+        """The adapters under training, or to be trained by a job that asks for none."""
+        return self._lora if self._lora_fixed else self._usual_lora
+
+    @property
+    def versions(self) -> list[int]:
+        """Those that can be served, oldest first; the loaded model is always one of them."""
+        return [0, *self._checkpoints]
+
+    def resume(self) -> None:
+        """Go on from the checkpoints of an earlier process. Raises RequestRefused where other weights began them."""
+        for folder, record in saved_checkpoints(self._folder).items():
+            if (record.started_from, record.step - record.version) != (self._origin.started_from, self._origin.step):
+                raise RequestRefused(
+                    f"{folder} began with {record.started_from} (step {record.step - record.version}), but this "
+                    f"backend has {self._origin.started_from} (step {self._origin.step}); give the model another name",
+                    status=409,
+                    code="other_model",
+                )
+            self.version = record.version
+            self._checkpoints[record.version] = folder
+            self._lora, self._lora_fixed = record.lora, True
+
+    def forget(self, version: int) -> None:
+        """Delete a version's checkpoint. Raises RequestRefused for the newest, which training goes on from."""
+        if version == self.version:
+            raise RequestRefused(
+                f"{version} is the latest step, which training goes on from; it cannot be deleted",
+                status=409,
+                code="latest_step",
+            )
+        shutil.rmtree(self._checkpoints.pop(version))
+
     def check(self, settings: TrainingSettings) -> None:
         """Raises RequestRefused where the job asks for other adapters than those under training."""
-        if self._lora_fixed and not _same(settings.lora, self._lora):
+        if self._lora_fixed and not _same(settings.lora or self._usual_lora, self._lora):
             held = self._lora.model_dump_json() if self._lora else "none (all weights)"
             raise RequestRefused(
                 f"settings.lora differs from what this backend trains; allowed here: {held}",
@@ -77,7 +120,10 @@ class Learner:
             )
 
     def run(self, settings: TrainingSettings, rows: Sequence[Row]) -> Generator[Progress, None, Trained]:
-        """Yields after every micro-batch; closing it early leaves weights and optimiser as they were before."""
+        """Yields after every micro-batch; closing it early leaves weights and optimiser as they were before.
+
+        Without rows the next version is the same weights again.
+        """
         steps = self._job(settings, rows)
         try:
             while True:
@@ -115,7 +161,7 @@ class Learner:
         for group in trainer.optimizer.param_groups:
             group["betas"] = settings.betas
             group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
-        metrics = yield from Updates(trainer, settings, rows).run()
+        metrics = (yield from Updates(trainer, settings, rows).run()) if rows else {}
         served = trainer.policy.served()
         _refuse_broken(served, settings)
         checkpoint = self._write(trainer, served)
@@ -132,14 +178,13 @@ class Learner:
             "episodes": len({row.episode or index for index, row in enumerate(rows)}),
             "seconds": time.monotonic() - began,
         }
-        logger.info(
-            "version %d: loss %.4g, %d rows, %.1f s", self.version, metrics["loss"], len(rows), metrics["seconds"]
-        )
+        loss = metrics.get("loss", math.nan)
+        logger.info("version %d: loss %.4g, %d rows, %.1f s", self.version, loss, len(rows), metrics["seconds"])
         return Trained(served, self.version, checkpoint, metrics)
 
     def _restore(self, settings: TrainingSettings) -> Trainer:
         """The trainer as the newest checkpoint holds it, or as the loaded model begins."""
-        lora = self._lora if self._lora_fixed else settings.lora
+        lora = self._lora if self._lora_fixed else settings.lora or self._usual_lora
         policy = make_policy(self.loaded, lora, settings.seed)
         folder = self._checkpoints.get(self.version)
         if folder is not None:

@@ -16,7 +16,7 @@ from insitu.schemas.wire import KLSettings, LossSettings
 class PolicyBatch(NamedTuple):
     """What the loss needs besides the policy's own log-probabilities; logarithms are natural.
 
-    `old_BT` of the policy at the start of the job, `rollout_BT` as sampled, `ref_BT` of the starting weights (used
+    `old_BT` of the policy that ratios are taken to, `rollout_BT` as sampled, `ref_BT` of the starting weights (used
     by the penalty only, None without one), `mask_BT` boolean, `weight_B` what one trained token of the row weighs.
     """
 

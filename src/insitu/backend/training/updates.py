@@ -96,7 +96,8 @@ class Updates:
         plan = optimiser_steps(self._rows, self._settings)
         # What the first step trains need not be computed before it does so itself, unless it drops inputs out.
         computed_anyway = set() if self._policy.drops_out else set(plan[0])
-        for parts in self._rounds(set(range(len(self._rows))) - computed_anyway):
+        needed = set() if self._settings.ratio_to == "sampled" else set(range(len(self._rows))) - computed_anyway
+        for parts in self._rounds(needed):
             self._workers.map(self._score_old, parts)
             yield Progress(0.0)
         steps: list[Step] = []
@@ -188,6 +189,8 @@ class Updates:
         return sums, ()
 
     def _old_logprobs(self, part: list[int], batch: MicroBatch, new_BK: Tensor) -> Tensor:
+        if self._settings.ratio_to == "sampled":
+            return batch.rollout_BK
         if part[0] in self._old:
             old = place([self._old[index] for index in part], batch.mask_BK.cpu().numpy())
             return torch.from_numpy(old).to(self._device)
