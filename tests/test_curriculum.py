@@ -207,9 +207,18 @@ def test_the_order_of_groups_is_kept_and_changes_nothing_else() -> None:
     ],
     ids=["one group", "one without variance", "none with variance", "one member"],
 )
-def test_few_groups_or_none(rewards: Rewards, kept: set[str], dropped: dict[str, int]) -> None:
+def test_few_groups_or_none(
+    rewards: Rewards, kept: set[str], dropped: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     left = apply_curriculum(collection(rewards), curriculum(), documented(), 1)
     assert (trained_on(left), left.dropped) == (kept, {"timeout": 1, **dropped})
+    (said,) = caplog.records
+    assert said.levelname == ("INFO" if kept else "WARNING")
+    assert said.getMessage().startswith(
+        f"epoch 1: the curriculum trains on {len(kept)} of {len(rewards)} groups (30 %: 1 of {len(rewards)} examples);"
+    )
+    assert all(reason in said.getMessage() for reason in dropped)
 
 
 @pytest.mark.parametrize("key", ["row_id", "example_id", "id"])

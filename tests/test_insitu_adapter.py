@@ -115,7 +115,7 @@ def collection(epoch: int = 3) -> TrajectoryCollection:
     return TrajectoryCollection(trajectories=[[Trajectory(reward=1, rows=[row])]], run_id="r", epoch=epoch)
 
 
-def test_the_options_below_are_all_there_are_and_none_has_its_default() -> None:
+def test_all_options_are_tried_with_other_values_than_their_defaults() -> None:
     usual = TrainingOptions().model_dump(mode="json")
     assert OPTIONS.keys() == OTHERS.keys() == usual.keys()
     assert [n for n in usual if usual[n] == OPTIONS[n] and usual[n] == OTHERS[n]] == ["method"]  # there is but one

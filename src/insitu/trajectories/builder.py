@@ -40,7 +40,8 @@ class EpisodesBuilderConfig(TrajectoryBuilderConfig, name="insitu_traj_builder")
     num_generations: int = Field(default=8, ge=1)
     """Episodes for each row and epoch: the size of a group."""
     rows_per_epoch: int | None = Field(default=None, ge=1)
-    """Rows gone through in an epoch, in a seeded order over the whole dataset; none: all of them."""
+    """Rows gone through in an epoch, in a seeded order over the whole dataset; none: all of them. A curriculum lets in
+    what it has seen: a row that is first seen between two expansions waits for the next."""
 
 
 class GroupRecord(NamedTuple):

@@ -1,5 +1,6 @@
 """The curriculum applied to an epoch's groups, for every trainer, and the state file from which it goes on."""
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from pydantic import ValidationError
 from insitu.algorithms.curriculum import CurriculumState, select
 from insitu.errors import ConfigError, TrajectoryError
 from insitu.schemas.finetuning import CurriculumLearningConfig, Trajectory, TrajectoryCollection
+
+logger = logging.getLogger(__name__)
 
 _ID_KEYS = ("row_id", "example_id", "id")
 
@@ -35,7 +38,19 @@ def apply_curriculum(
     known = CurriculumState.model_validate(state)
     left_out = select(config, known, epoch, {e: [t.reward for t in group] for e, group in groups.items()}, seed)
     state.update(known)
-    return without(collection, {i: str(left_out[e]) for i, e in enumerate(examples) if e in left_out})
+    kept = without(collection, {i: str(left_out[e]) for i, e in enumerate(examples) if e in left_out})
+    logger.log(
+        logging.INFO if kept.trajectories else logging.WARNING,
+        "epoch %d: the curriculum trains on %d of %d groups (%.0f %%: %d of %d examples); groups left out: %s",
+        epoch,
+        len(kept.trajectories),
+        len(examples),
+        100 * known.current_percentile,
+        len(known.included_groups),
+        known.total_groups,
+        ", ".join(f"{n} {reason}" for reason, n in sorted(Counter(map(str, left_out.values())).items())) or "none",
+    )
+    return kept
 
 
 def examples_of(collection: TrajectoryCollection) -> list[str]:
