@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class InvocationNode(BaseModel):
     """One function invocation and the one that called it; the root is `root`."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", ser_json_bytes="base64")
 
     function_id: str
     function_name: str
@@ -69,7 +69,7 @@ class IntermediateStepType(StrEnum):
 class StreamEventData(BaseModel):
     """What went in, what came out; unknown keys are kept."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", ser_json_bytes="base64")
 
     input: Any = None
     output: Any = None
@@ -89,7 +89,7 @@ class TTCEventData(StreamEventData):
 class TraceMetadata(BaseModel):
     """What a framework's callback knows beyond input and output."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", ser_json_bytes="base64")
 
     chat_responses: Any = None
     chat_inputs: Any = None
@@ -105,7 +105,7 @@ class TraceMetadata(BaseModel):
 class UsageInfo(BaseModel):
     """Tokens and calls a step cost."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", ser_json_bytes="base64")
 
     token_usage: Any = None
     num_llm_calls: int = 0
@@ -115,7 +115,7 @@ class UsageInfo(BaseModel):
 class IntermediateStepPayload(BaseModel):
     """One event. START and END of the same thing carry the same `UUID`; times are seconds since 1970."""
 
-    model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True, ser_json_bytes="base64")
 
     event_type: IntermediateStepType
     event_timestamp: float = Field(default_factory=time.time)

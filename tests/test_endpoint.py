@@ -1,0 +1,420 @@
+"""The workflow as a service: trajectories as in this process, clear failures, and plain requests."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import served_plugin
+import yaml
+from fake_openai import FakeOpenAI
+from tiny_models import save_tiny_model
+
+from insitu.config import Config, load_config
+from insitu.errors import BackendUnavailable, ConfigError, RequestRefused
+from insitu.evaluation import service as service_module
+from insitu.evaluation.episodes import EpisodeRules, run_episode
+from insitu.evaluation.remote import RemoteWorkflow, open_workflow
+from insitu.evaluation.run import EvaluationRun
+from insitu.evaluation.service import WorkflowService
+from insitu.evaluation.wire import EPISODES, ServedPolicy, decode, encode
+from insitu.registry import Builder
+from insitu.schemas.episodes import Episode, EpisodeKey
+from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
+
+ROOT = Path(__file__).parent.parent
+MODEL = ROOT / "examples/tic_tac_toe/model"
+RULES = EpisodeRules(seed=7, training=frozenset({"player"}))
+
+
+@contextmanager
+def process(*arguments: str, folder: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A command of insitu that serves, and its address."""
+    others = {"PYTHONPATH": str(ROOT / "tests"), "PYTHONWARNINGS": "error", **environment}
+    with subprocess.Popen(
+        [sys.executable, "-m", "insitu", *arguments],
+        cwd=folder,
+        env=os.environ | others,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        try:
+            assert running.stdout is not None
+            line = running.stdout.readline()
+            assert "ready at http://" in line, running.communicate()
+            yield running, line.split()[-1]
+        finally:
+            running.terminate()
+            running.communicate(timeout=10)
+
+
+def content(llm: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    return {
+        "general": {"seed": 7, "plugins": ["served_plugin"]},
+        "llms": {"player": {"max_tokens": 12, "temperature": 1.0, "max_retries": 0, **llm}},
+        "functions": {"inner": {"_type": "served", "llm": "player"}},
+        "workflow": {"_type": "served", "llm": "player", "inner": "inner"},
+        "eval": {
+            "general": {"dataset": {"_type": "jsonl", "file_path": "rows.jsonl"}, "output_dir": "out"},
+            "evaluators": {"spelled": {"_type": "spelled"}},
+        },
+        **sections,
+    }
+
+
+def openai_at(url: str, **settings: Any) -> dict[str, Any]:
+    return {"_type": "openai", "model_name": "policy", "base_url": url, **settings}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("endpoint")
+
+
+@pytest.fixture(scope="module")
+def backend(folder: Path) -> Iterator[str]:
+    """The address of a real model."""
+    model = save_tiny_model(folder / "model")
+    with process("backend", "--model", str(model), "--port", "0", "--threads", "1", folder=folder) as (_, address):
+        yield f"{address}/v1"
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path, backend: str) -> Config:
+    (folder / "config.yml").write_text(yaml.safe_dump(content(openai_at(backend))))
+    rows = [{"id": i, "question": {"do": do}} for i, do in enumerate(("plain", "steps", "raise"))]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return load_config(folder / "config.yml")
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, config: Config) -> Iterator[str]:
+    with process("serve", "--config_file", "config.yml", "--port", "0", folder=folder) as (_, address):
+        yield address
+
+
+def key(row: Any, generation: int = 0) -> EpisodeKey:
+    return EpisodeKey("r", 1, str(row), generation)
+
+
+def asked(endpoint: str | None, **options: Any) -> EvaluationRunConfig:
+    return EvaluationRunConfig(config_file=None, endpoint=endpoint, **options)
+
+
+async def episode(
+    config: Config, endpoint: str | None, question: Any, rules: EpisodeRules = RULES, **options: Any
+) -> Episode:
+    async with Builder(config) as builder, open_workflow(builder, asked(endpoint, **options)) as attempt:
+        return await run_episode(attempt, EvalInputItem(id="x", input_obj=question), key("x"), rules)
+
+
+def known(episode: Episode) -> dict[str, Any]:
+    """All of an episode but the time it took and what is drawn anew each time."""
+    numbers: dict[str, str] = {}
+    calls = [{k: v for k, v in asdict(call).items() if k not in ("started", "ended")} for call in episode.calls]
+    text = encode(asdict(replace(episode, calls=calls, seconds=0.0))).decode()
+    text = re.sub(r'"(span_)?event_timestamp":[^,]+,', "", text)
+    unique = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{22}|\b[0-9a-f]{32}\b|chatcmpl-\w+"
+    return decode(re.sub(unique, lambda m: numbers.setdefault(m[0], f"<{len(numbers)}>"), text).encode())
+
+
+# the same trajectories
+
+
+@pytest.mark.parametrize("do", ["plain", "chain", "steps", "nest", "raise"])
+async def test_an_episode_is_the_same_as_in_this_process(config: Config, served: str, do: str) -> None:
+    question = {"do": do, "say": f"Tell: {do} é"}
+    here, there = [await episode(config, url, question) for url in (None, served)]
+    assert len(there.calls) == {"steps": 2, "nest": 3}.get(do, 1)
+    assert all(len(call.token_ids or ()) == len(call.logprobs or ()) > 0 for call in there.calls)
+    assert known(there) == known(here)
+    for mine, theirs in zip(here.steps, there.steps, strict=True):
+        assert type(mine.metadata) is type(theirs.metadata)
+        assert type(mine.data) is type(theirs.data)
+    assert (there.step_rewards == [0.5, 0.0]) is (do == "steps")
+    assert (there.reason == "workflow_error") is (do == "raise")
+    assert there.seconds > 0
+
+
+async def test_a_workflow_that_streams(folder: Path, backend: str, config: Config) -> None:
+    data = content(openai_at(backend), workflow={"_type": "streamed", "llm": "player"})
+    (folder / "streamed.yml").write_text(yaml.safe_dump(data))
+    loaded = load_config(folder / "streamed.yml")
+    async with serving(loaded) as (_, address):
+        here, there = [await episode(loaded, url, "hi") for url in (None, address)]
+    assert known(there) == known(here)
+    assert there.output
+    assert there.calls[0].token_ids
+
+
+async def test_an_evaluation_is_the_same_whoever_runs_the_workflow(config: Config, served: str) -> None:
+    outputs = [
+        await EvaluationRun(
+            EvaluationRunConfig(config_file=config, endpoint=url, reps=2, write_output=False)
+        ).run_and_evaluate()
+        for url in (None, served)
+    ]
+    here, there = [
+        [(i.id, i.rep, i.output_obj, i.error, i.reason, len(i.trajectory)) for i in o.eval_input.eval_input_items]
+        for o in outputs
+    ]
+    assert there == here
+    assert [reason for *_, reason, _ in there] == [None] * 4 + ["workflow_error"] * 2
+    assert outputs[0].evaluation_results == outputs[1].evaluation_results
+
+
+async def test_an_answer_that_is_an_object_arrives_as_json(config: Config, served: str) -> None:
+    answer = await episode(config, served, {"do": "model"})
+    assert answer.output["parts"] == ["a", "b"]
+
+
+async def test_what_has_no_form_in_json_fails_the_episode_and_says_so(config: Config, served: str) -> None:
+    there = await episode(config, served, {"do": "deep"})
+    assert (there.outcome, there.reason) == ("failed", "workflow_error")
+    assert "has no form in JSON" in str(there.error)
+
+
+# failures
+
+
+async def test_time_outs(config: Config, served: str) -> None:
+    rules = replace(RULES, timeout=0.3, retries=1)
+    here, there = [await episode(config, url, {"do": "hang"}, rules) for url in (None, served)]
+    assert known(there) == known(here)
+    assert (there.reason, there.key.attempt) == ("timeout", 1)
+    late = await episode(config, served, {"do": "hang"}, endpoint_timeout=1)
+    assert (late.reason, late.error) == ("timeout", "EpisodeTimeout: no answer within endpoint_timeout: 1 s")
+
+
+async def test_a_service_that_is_blocked_or_killed_fails_the_episodes_it_has(
+    folder: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("insitu.evaluation.remote._SILENCE_SECONDS", 0.5)
+    with process("serve", "--config_file", "config.yml", "--port", "0", folder=folder) as (running, address):
+        blocked = await episode(config, address, {"do": "block"}, endpoint_timeout=1)
+        assert (blocked.reason, "is silent" in str(blocked.error)) == ("backend_error", True)
+        async with Builder(config) as builder, open_workflow(builder, asked(address)) as attempt:
+            item = EvalInputItem(id="x", input_obj={"do": "hang"})
+            rules = replace(RULES, retries=1)
+            tasks = [asyncio.create_task(run_episode(attempt, item, key("x", g), rules)) for g in range(3)]
+            await until(address, lambda health: health["episodes"] == 3)
+            running.send_signal(signal.SIGKILL)
+            episodes = await asyncio.gather(*tasks)
+        assert [(e.outcome, e.reason, e.reward, e.key.attempt) for e in episodes] == [
+            ("failed", "backend_error", None, 1)
+        ] * 3
+        assert all(address in str(e.error) for e in episodes)
+        with pytest.raises(BackendUnavailable, match="no answer from the workflow service"):
+            await episode(config, address, {"do": "plain"})
+
+
+async def until(address: str, holds: Any) -> None:
+    async with aiohttp.ClientSession() as session, asyncio.timeout(20):
+        while True:
+            async with session.get(f"{address}/health") as answer:
+                if holds(await answer.json()):
+                    return
+            await asyncio.sleep(0.02)
+
+
+async def test_other_servers_are_refused(config: Config) -> None:
+    with FakeOpenAI() as other:
+        with pytest.raises(ConfigError, match="is no workflow service"):
+            await episode(config, other.base_url, {"do": "plain"})
+        async with RemoteWorkflow(other.base_url.removesuffix("/v1"), 5) as remote:
+            lost = await run_episode(remote.attempt, EvalInputItem(id="x"), key("x"), RULES)
+    assert lost.reason == "backend_error"
+
+
+async def test_the_llms_that_are_trained_must_be_the_services(config: Config, served: str) -> None:
+    async with Builder(config) as builder:
+        with pytest.raises(ConfigError, match=r"has no llm called judge; there is: player"):
+            async with open_workflow(builder, asked(served), {"player", "judge"}):
+                pass
+
+
+# the service, in this process
+
+
+@asynccontextmanager
+async def serving(config: Config, token: str | None = None) -> AsyncIterator[tuple[WorkflowService, str]]:
+    service = WorkflowService(config, lambda _: nullcontext(), token)  # type: ignore[arg-type,return-value]
+    async with service.listening("127.0.0.1", 0) as address:
+        yield service, address
+
+
+async def post(url: str, body: Any, **options: Any) -> tuple[int, Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **options.pop("headers", {})}
+    async with aiohttp.ClientSession() as session, session.post(url, data=data, headers=headers) as answer:
+        return answer.status, await answer.json()
+
+
+async def test_plain_requests(config: Config) -> None:
+    async with serving(config) as (_, address):
+        status, first = await post(f"{address}/generate", {"input": {"do": "plain"}})
+        _, second = await post(f"{address}/generate", {"input": {"do": "plain"}})
+        assert (status, list(first)) == (200, ["value"])
+        assert first != second  # an ordinary request has no seed
+        status, failed = await post(f"{address}/generate", {"input": {"do": "raise", "say": "oh no"}})
+        assert (status, failed["error"]["code"]) == (500, "workflow_error")
+        assert "RuntimeError: oh no (" in failed["error"]["message"]
+        status, wrong = await post(f"{address}/generate", {"input": "no object"})
+        assert (status, wrong["error"]["type"]) == (500, "server_error")
+        assert "function <workflow> takes dict" in wrong["error"]["message"]
+
+
+async def test_wrong_requests(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "_BODY_LIMIT", 10_000)
+    async with serving(config) as (_, address):
+        for path, body, headers, status, message in (
+            ("/generate", {"inptu": 1}, {}, 400, "input: Field required"),
+            ("/generate", b"{", {}, 400, "Invalid JSON"),
+            (EPISODES, {"key": ["r"]}, {}, 400, "key"),
+            (EPISODES, {"key": ["r", 1, "2", 0, 0], "polcy": {}}, {}, 400, "polcy: Extra inputs"),
+            ("/generate", {"input": 1}, {"Content-Type": "text/plain"}, 415, "text/plain, not application/json"),
+            ("/generate", {"input": "x" * 20_000}, {}, 413, "larger than 10000 bytes"),
+            ("/nothing", {}, {}, 404, "POST /nothing: "),
+            ("/health", {}, {}, 405, "POST /health: "),
+        ):
+            given, answer = await post(address + path, body, headers=headers)
+            assert (given, set(answer["error"])) == (status, {"message", "type", "param", "code"})
+            assert message in answer["error"]["message"]
+
+
+async def test_the_token(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(config, token="secret") as (_, address):
+        assert (await post(f"{address}/generate", {"input": 1}))[0] == 401
+        for token in (None, "wrong"):
+            monkeypatch.setenv("INSITU_SERVE_TOKEN", token or "")
+            with pytest.raises(RequestRefused, match="bearer token is missing or wrong"):
+                await episode(config, address, {"do": "plain"})
+        monkeypatch.setenv("INSITU_SERVE_TOKEN", "secret")
+        assert (await episode(config, address, {"do": "plain"})).outcome == "ok"
+
+
+async def test_a_client_that_leaves_ends_what_it_asked_for(config: Config) -> None:
+    async with serving(config) as (_, address):
+        for path, body in ((EPISODES, {"key": ["r", 1, "2", 0, 0]}), ("/generate", {})):
+            asking = asyncio.create_task(post(address + path, {"input": {"do": "hang"}, **body}))
+            await until(address, lambda health: health["episodes"] == 1)
+            asking.cancel()
+            await until(address, lambda health: health["episodes"] == 0)
+
+
+async def test_a_silent_workflow_is_no_silent_service(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "HEARTBEAT_SECONDS", 0.02)
+    body = {"input": {"do": "hang"}, "key": ["r", 1, "2", 0, 0], "timeout": 0.5}
+    async with serving(config) as (_, address), aiohttp.ClientSession() as session:
+        async with session.post(address + EPISODES, json=body) as answer:
+            lines = (await answer.read()).split(b"\n")
+    assert lines.count(b"") > 10
+    told = [next(iter(json.loads(line))) for line in lines if line]
+    assert told == ["step", "step", "end"]
+
+
+async def test_each_trainer_has_its_model_behind_the_workflow(folder: Path) -> None:
+    (folder / "policy.yml").write_text(yaml.safe_dump(content({"_type": "policy"})))
+    config = load_config(folder / "policy.yml")
+    with FakeOpenAI(policy_version=1) as one, FakeOpenAI(policy_version=2) as two:
+        served_plugin.built.clear()
+        async with serving(config) as (_, address), RemoteWorkflow(address, 10) as remote:
+            item = EvalInputItem(id="x", input_obj={"do": "plain"})
+            for model, server, version in (("a", one, 1), ("b", two, 2), ("a", one, 1)):
+                remote.policy = ServedPolicy(base_url=server.base_url, model=model)
+                (call,) = (await run_episode(remote.attempt, item, key("x"), RULES)).calls
+                assert (call.model, call.policy_version) == (model, version)
+            assert len(served_plugin.built) == 4  # two workflows, each with its inner function
+            for n in range(6):
+                remote.policy = ServedPolicy(base_url=one.base_url, model=f"m{n}")
+                await run_episode(remote.attempt, item, key("x"), RULES)
+            await asyncio.sleep(0.05)
+            assert len(served_plugin.built) == 2 * 4
+        assert served_plugin.built == []
+
+
+async def test_a_workflow_that_cannot_be_built_is_told_and_tried_again(folder: Path) -> None:
+    (folder / "lonely.yml").write_text(yaml.safe_dump(content({"_type": "policy"})))
+    config = load_config(folder / "lonely.yml")
+    async with serving(config) as (_, address), RemoteWorkflow(address, 10) as remote:
+        item = EvalInputItem(id="x", input_obj={"do": "plain"})
+        for _ in range(2):
+            failed = await run_episode(remote.attempt, item, key("x"), replace(RULES, retries=3))
+            assert (failed.reason, failed.key.attempt) == ("backend_error", 0)
+            assert "finetuning.trainer_adapter names no adapter" in str(failed.error)
+        with FakeOpenAI() as server:
+            remote.policy = ServedPolicy(base_url=server.base_url, model="m")
+            assert (await run_episode(remote.attempt, item, key("x"), RULES)).outcome == "ok"
+
+
+# whole runs
+
+
+def finetune(folder: Path, *arguments: str, command: str = "finetune") -> subprocess.CompletedProcess[str]:
+    others = {"PYTHONPATH": str(ROOT / "tests"), "PYTHONWARNINGS": "error", "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-m", "insitu", command, "--config_file", "train.yml", *arguments],
+        cwd=folder,
+        env=os.environ | others,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def recorded(folder: Path) -> list[Any]:
+    """What was sampled, in the order of the episodes."""
+    calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()[1:]]
+    return sorted([c["episode"].split("/", 1)[1], c["index"], c["token_ids"], c["functions"]] for c in calls)
+
+
+def test_training_and_validation_through_a_service(tmp_path: Path) -> None:
+    training = {
+        "trajectory_builders": {"b": {"_type": "insitu_traj_builder", "num_generations": 3}},
+        "trainer_adapters": {"a": {"_type": "insitu_trainer_adapter", "model": str(MODEL)}},
+        "trainers": {"t": {"_type": "insitu_trainer"}},
+        "finetuning": {
+            "enabled": True,
+            "trainer": "t",
+            "trajectory_builder": "b",
+            "trainer_adapter": "a",
+            "reward_function": {"name": "spelled"},
+            "validation": {"dataset": "rows.jsonl"},
+        },
+    }
+    (tmp_path / "train.yml").write_text(yaml.safe_dump(content({"_type": "policy"}, **training)))
+    rows = [{"id": i, "question": {"do": do, "say": "Row"}} for i, do in enumerate(("plain", "steps", "raise"))]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    refused = finetune(tmp_path, "--endpoint", "http://127.0.0.1:9")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "failed: no answer from the workflow service at http://127.0.0.1:9" in refused.stderr
+    with process("serve", "--config_file", "train.yml", "--port", "0", folder=tmp_path) as (running, address):
+        for options in ([], ["--endpoint", address]):
+            output = ["-o", "finetuning.output_dir", f"run{len(options)}"]
+            done = finetune(tmp_path, *output, *options)
+            assert done.returncode == 0, done.stderr
+            assert not psutil.Process(running.pid).children()  # the trainer's model it is, not one of the service's own
+        answers = finetune(tmp_path, "--endpoint", address, "-o", "eval.general.output_dir", "out", command="eval")
+        assert answers.returncode == 0, answers.stderr
+    here, there = [recorded(tmp_path / name) for name in ("run0", "run2")]
+    assert len(there) == 3 * (1 + 2 + 1)
+    assert there == here
+    metrics = [json.loads((tmp_path / name / "training_metrics.jsonl").read_text()) for name in ("run0", "run2")]
+    for name in ("avg_reward", "dropped", "rows", "tokens", "num_trajectories", "policy_version"):
+        assert metrics[0][name] == metrics[1][name]
+    assert metrics[1]["dropped"]["workflow_error"] == 3
+    first, second = [json.loads((tmp_path / name / "validation_history.json").read_text()) for name in ("run0", "run2")]
+    assert [v["avg_reward"] for v in second] == [v["avg_reward"] for v in first]
+    assert [v["policy_version"] for v in second] == [0, 1]
