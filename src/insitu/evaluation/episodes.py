@@ -32,7 +32,8 @@ _PASSING_OPENAI_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServ
 class EpisodeRules:
     """How an episode is run: `timeout` in seconds for each attempt, `retries` after passing failures.
 
-    `seed` is the configured one. `training` names the llms (True: all) whose servers are asked for token ids.
+    `seed` is the configured one. `training` names the llms (True: all) whose servers are asked for logprobs and token
+    ids; an answer without logprobs is an error, one without token ids only with `needs_token_ids`.
     `result` takes the output from the workflow's answer; none: the answer is the output.
     """
 
@@ -41,6 +42,7 @@ class EpisodeRules:
     retries: int = 0
     training: bool | frozenset[str] = False
     result: ResultPath | None = None
+    needs_token_ids: bool = True
 
 
 class Attempted(NamedTuple):
@@ -95,6 +97,7 @@ async def _attempt(
         training=rules.training,
         on_step=on_step,
     )
+    scope.needs_token_ids = rules.needs_token_ids
     episode = Episode(key, Outcome.OK, calls=scope.calls, steps=scope.steps)
     passing = False
     started = time.perf_counter()

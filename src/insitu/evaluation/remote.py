@@ -158,6 +158,7 @@ class RemoteWorkflow:
             seed=rules.seed,
             timeout=rules.timeout,
             training=training,
+            needs_token_ids=rules.needs_token_ids,
             policy=self.policy,
         )
         return encode(request.__dict__)

@@ -114,7 +114,14 @@ class EvaluationRun:
     async def _run_workflow(self, loaded: Config, builder: Builder, items: list[EvalInputItem]) -> None:
         trained = loaded.trained_llms() if self._training else frozenset()
         limits = loaded.eval
-        rules = EpisodeRules(loaded.general.seed, limits.episode_timeout, limits.retries, trained, self._result)
+        rules = EpisodeRules(
+            loaded.general.seed,
+            limits.episode_timeout,
+            limits.retries,
+            trained,
+            self._result,
+            needs_token_ids=False,  # plugins are promised logprobs; some train on the text
+        )
         epoch = 1 if self._training else 0  # a held-out row and a row to train on never sample with the same seed
 
         async def run(attempt: Attempt, item: EvalInputItem) -> Episode:

@@ -232,7 +232,7 @@ class WorkflowService:
         return response
 
     async def _attempt(self, asked: EpisodeRequest, on_step: Callable[[IntermediateStep], None]) -> Attempted:
-        rules = EpisodeRules(asked.seed, asked.timeout, training=asked.training)
+        rules = EpisodeRules(asked.seed, asked.timeout, training=asked.training, needs_token_ids=asked.needs_token_ids)
         item = EvalInputItem(id=asked.key.row_id, input_obj=asked.input)
         async with AsyncExitStack() as stack:
             try:

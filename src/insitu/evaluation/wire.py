@@ -56,6 +56,7 @@ class EpisodeRequest(BaseModel):
     seed: int = 0
     timeout: float | None = None
     training: bool | frozenset[str] = False
+    needs_token_ids: bool = True
     policy: ServedPolicy | None = None
 
 
