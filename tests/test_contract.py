@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.schemas.evaluation import (
     EvalInput,
     EvalInputItem,
@@ -26,10 +27,13 @@ from insitu.schemas.finetuning import (
     FinetuneRunConfig,
     OpenAIMessage,
     RewardFunctionConfig,
+    TrainerAdapterConfig,
+    TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
     Trajectory,
+    TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
 from insitu.schemas.steps import (
@@ -286,3 +290,64 @@ def test_a_step_shows_its_payload() -> None:
     for name in (*IntermediateStepPayload.model_fields, "event_category", "event_state"):
         assert getattr(step, name) == getattr(payload, name)
     assert (step.parent_id, step.function_ancestry.function_name) == ("p", "f")
+
+
+# the interfaces: what must be written, and what the base classes do
+
+WRITTEN = {
+    TrajectoryBuilder: {"start_run", "finalize", "log_progress"},
+    TrainerAdapter: {"is_healthy", "submit", "status", "wait_until_complete", "log_progress"},
+    Trainer: {"run_epoch", "run", "get_metrics", "cleanup", "log_progress"},
+}
+
+
+def written(base: type, *arguments: Any, **others: Any) -> Any:
+    """An object whose class has written all there is to write."""
+    return type("Mine", (base,), dict.fromkeys(WRITTEN[base], lambda *_: None))(*arguments, **others)
+
+
+@pytest.mark.parametrize("base", WRITTEN, ids=lambda base: base.__name__)
+def test_what_must_be_written(base: type) -> None:
+    assert base.__abstractmethods__ == WRITTEN[base]  # type: ignore[attr-defined]
+
+
+async def test_a_trainer_initializes_both_of_its_components() -> None:
+    builder = written(TrajectoryBuilder, trajectory_builder_config=TrajectoryBuilderConfig())
+    adapter = written(TrainerAdapter, adapter_config=TrainerAdapterConfig())
+    trainer = written(Trainer, trainer_config=TrainerConfig(), unheard_of=1)
+    assert builder.run_config is adapter.run_config is trainer.run_config is None
+    for name in ("curriculum_config", "trajectory_builder", "trainer_adapter", "_curriculum_state"):
+        assert getattr(trainer, name) is None
+
+    await trainer.bind_components(builder, adapter)
+    run = FinetuneConfig(reward_function={"name": "score"}, curriculum_learning={"initial_percentile": 0.4})
+    await trainer.initialize(run)
+    assert (trainer.trajectory_builder, trainer.trainer_adapter) == (builder, adapter)
+    assert builder.run_config is adapter.run_config is trainer.run_config is run
+    assert builder.trajectory_builder_config.reward is adapter.adapter_config.reward is run.reward_function
+    assert trainer.curriculum_config is run.curriculum_learning
+    assert trainer._curriculum_state == {
+        "current_percentile": 0.4,
+        "last_expansion_epoch": -1,
+        "total_groups": 0,
+        "included_groups": set(),
+    }
+    trainer._curriculum_state["included_groups"] |= {"b", "a"}
+    assert trainer.get_curriculum_state()["included_groups"] == ["a", "b"]
+    with pytest.raises(NotImplementedError, match="apply_curriculum_learning"):
+        trainer.apply_curriculum_learning(TrajectoryCollection(trajectories=[], run_id="r"), 1)
+
+
+@pytest.mark.parametrize(("score", "reward"), [(0.5, 0.5), (True, 1.0), ("0.25", 0.25), (None, 0.0)])
+async def test_the_default_reward_is_the_score(score: Any, reward: float) -> None:
+    builder = written(TrajectoryBuilder, TrajectoryBuilderConfig())
+    assert await builder.compute_reward(EvalOutputItem(id=1, score=score)) == reward
+
+
+async def test_outside_a_run_there_is_nothing_to_evaluate() -> None:
+    builder, trainer = written(TrajectoryBuilder, TrajectoryBuilderConfig()), written(Trainer, TrainerConfig())
+    builder.run_config = trainer.run_config = FinetuneConfig()
+    with pytest.raises(ValueError, match=r"run_eval\(\) needs finetuning\.run_configuration"):
+        await builder.run_eval()
+    with pytest.raises(ValueError, match="validation needs a dataset"):
+        await trainer.run_validation_evaluation(1, "r")
