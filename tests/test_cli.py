@@ -73,15 +73,11 @@ def test_help_lists_the_commands_and_their_options() -> None:
     shown = insitu("--help").stdout
     assert all(name in shown for name in ("finetune", "eval", "run", "backend"))
     shown = insitu("finetune", "--help").stdout
-    options = (
-        "config_file",
-        "dataset",
-        "override",
-        "validation_dataset",
-        "validation_interval",
-        "validation_config_file",
-    )
+    shared = ("config_file", "dataset", "override", "result_json_path", "endpoint", "endpoint_timeout")
+    options = (*shared, "validation_dataset", "validation_interval", "validation_config_file")
     assert all(f"--{name}" in shown for name in options)
+    shown = insitu("eval", "--help").stdout
+    assert all(f"--{name}" in shown for name in (*shared, "skip_workflow", "skip_completed_entries", "reps"))
 
 
 # what is wrong with the command line or the file is exit code 2, and says so in a sentence
@@ -120,6 +116,9 @@ def assert_refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
         (["eval", "--config_file", "x.yml", "--reps", "none"], "--reps"),
         (["eval", "--config_file", "x.yml", "-o", "only.key"], "-o"),
         (["finetuen"], "finetuen"),
+        (["finetune", "--config_file", "x.yml", "--endpoint_timeout", "0"], "--endpoint_timeout"),
+        (["serve", "--config_file", "x.yml", "--port", "70000"], "--port"),
+        (["serve", "--config_file", "no/such/file.yml"], "cannot read the configuration file no/such/file.yml"),
         (["eval", "--config_file", "no/such/file.yml"], "cannot read the configuration file no/such/file.yml"),
     ],
 )
@@ -202,6 +201,36 @@ def test_what_could_not_be_scored_is_told(write: Any, says: str, code: int, mess
     assert done.returncode == code
     assert message in done.stdout
     assert ("failed: nothing could be scored" in done.stderr) is bool(code)
+
+
+def test_answers_that_stand_in_the_dataset_are_scored_without_the_workflow(write: Any, tmp_path: Path) -> None:
+    first = insitu("eval", "--config_file", project(write))
+    assert first.returncode == 0, first.stderr
+    answers = tmp_path / "out" / "workflow_output.json"
+    broken = project(write, workflow={"_type": "parts", "inner": {"depth": 2}})
+    options = ("--dataset", answers, "-o", "eval.general.output_dir", tmp_path / "again")
+    again = insitu("eval", "--config_file", broken, "--skip_workflow", *options)
+    assert again.returncode == 0, again.stderr
+    assert (
+        "1 of 2 episodes failed; the first, of row 'r1': row 'r1' has no generated_answer: ValueError" in again.stdout
+    )
+    for name in ("exact_output.json",):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    completed = insitu("eval", "--config_file", broken, "--skip_completed_entries", *options)
+    assert "1 of 2 episodes failed; the first, of row 'r1': ValueError: oh no" in completed.stdout
+
+
+def test_the_part_of_the_answer_and_who_gives_it(write: Any) -> None:
+    path = project(write)
+    assert_refused(
+        insitu("eval", "--config_file", path, "--result_json_path", "$.["), "result_json_path '$.[' is no JSONPath"
+    )
+    done = insitu("eval", "--config_file", path, "--result_json_path", "$.answer")
+    assert done.returncode == 1
+    assert "result_json_path $.answer: the answer 'HELLO' is no JSON" in done.stdout
+    dead = insitu("eval", "--config_file", path, "--endpoint", "http://127.0.0.1:9")
+    assert (dead.returncode, dead.stdout) == (1, "")
+    assert dead.stderr.startswith("failed: no answer from the workflow service at http://127.0.0.1:9: ")
 
 
 def test_run_prints_the_answer(write: Any) -> None:

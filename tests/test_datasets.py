@@ -1,5 +1,7 @@
 """Dataset files of every format, and every way in which a row can be wrong."""
 
+import asyncio
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,9 @@ import pytest
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 from insitu.evaluation.datasets import load_dataset
+from insitu.registry import Builder
+from insitu.schemas.finetuning import FinetuneRunConfig, RewardFunctionConfig, ValidationConfig
+from insitu.training.runtime import _check_inputs
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "question": "1 + 1", "answer": "2", "level": "easy"},
@@ -25,9 +30,45 @@ def as_file(folder: Path, form: str, rows: list[dict[str, Any]] = ROWS, suffix: 
     elif form == "csv":
         lines = [",".join(rows[0]), *(",".join(f'"{v}"' for v in row.values()) for row in rows)]
         path.write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8")
+    elif form == "xls":
+        write_xlsx(path, [list(rows[0]), *(list(row.values()) for row in rows)])
     else:
         pytest.importorskip("polars").DataFrame(rows).write_parquet(path)
     return path
+
+
+def write_xlsx(path: Path, lines: list[list[str]]) -> None:
+    """The least that Excel calls a workbook: one sheet of text."""
+    xml = '<?xml version="1.0" encoding="UTF-8" standalone="yes"?>'
+    main, office = (
+        "http://schemas.openxmlformats.org/spreadsheetml/2006/main",
+        "application/vnd.openxmlformats-officedocument",
+    )
+    relations = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+    package = "http://schemas.openxmlformats.org/package/2006"
+    cells = ["".join(f'<c t="inlineStr"><is><t>{text}</t></is></c>' for text in line) for line in lines]
+    sheet = "".join(f"<row>{line}</row>" for line in cells)
+
+    def relation(kind: str, target: str) -> str:
+        one = f'<Relationship Id="r1" Type="{relations}/{kind}" Target="{target}"/>'
+        return f'<Relationships xmlns="{package}/relationships">{one}</Relationships>'
+
+    def part(name: str, kind: str) -> str:
+        return f'<Override PartName="/xl/{name}.xml" ContentType="{office}.spreadsheetml.{kind}+xml"/>'
+
+    parts = {
+        "[Content_Types].xml": f'<Types xmlns="{package}/content-types">'
+        '<Default Extension="rels" ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
+        f"{part('workbook', 'sheet.main')}{part('sheet', 'worksheet')}</Types>",
+        "_rels/.rels": relation("officeDocument", "xl/workbook.xml"),
+        "xl/_rels/workbook.xml.rels": relation("worksheet", "sheet.xml"),
+        "xl/workbook.xml": f'<workbook xmlns="{main}" xmlns:r="{relations}">'
+        '<sheets><sheet name="rows" sheetId="1" r:id="r1"/></sheets></workbook>',
+        "xl/sheet.xml": f'<worksheet xmlns="{main}"><sheetData>{sheet}</sheetData></worksheet>',
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in parts.items():
+            archive.writestr(name, xml + text)
 
 
 def config_for(write: Any, **dataset: Any) -> Config:
@@ -40,10 +81,11 @@ def complaint(config: Config, path: Path | None = None) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("form", ["json", "jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("form", ["json", "jsonl", "csv", "parquet", "xls"])
 @pytest.mark.parametrize("given", ["in the file", "by --dataset", "with another suffix"])
 def test_every_format(write: Any, tmp_path: Path, form: str, given: str) -> None:
-    path = as_file(tmp_path, form, suffix="txt" if given == "with another suffix" else form.upper())
+    suffix = "xlsx" if form == "xls" else form
+    path = as_file(tmp_path, form, suffix="txt" if given == "with another suffix" else suffix.upper())
     if given == "by --dataset":
         items = load_dataset(config_for(write, _type="json", file_path="elsewhere.json"), path)
     else:
@@ -121,3 +163,31 @@ def test_a_missing_file_is_told_with_both_places(write: Any, tmp_path: Path, mon
     assert "eval.general.dataset.file_path: 'gone.json' does not exist" in message
     assert str(tmp_path / "here" / "gone.json") in message
     assert str(tmp_path / "gone.json") in message
+
+
+def test_a_finetune_run_takes_its_rows_from_a_file_of_any_format(write: Any, tmp_path: Path) -> None:
+    """What the trajectory builder and the check before the run make of --dataset and --validation_dataset."""
+    sections = {
+        "trajectory_builders": {"b": {"_type": "insitu_traj_builder"}},
+        "eval": {"evaluators": {"e": {"_type": "judge"}}},
+        "general": {"plugins": ["plain_parts"]},
+    }
+    config = load_config(write(sections))
+    config.finetuning.reward_function = RewardFunctionConfig(name="e")
+    for form in ("json", "jsonl", "csv", "parquet", "xls"):
+        path = as_file(tmp_path, form, suffix="xlsx" if form == "xls" else form)
+        asked = FinetuneRunConfig(config_file=config, dataset=path, validation_dataset=path)
+        config.finetuning.run_configuration = asked
+        config.finetuning.validation = ValidationConfig(dataset=path)
+        asyncio.run(_check_inputs(config, asked))
+
+        async def rows() -> list[Any]:
+            async with Builder(config) as builder:
+                gathering = await builder.get_trajectory_builder("b")
+                await gathering.initialize(config.finetuning)
+                return [row.id for row in gathering.rows_of_epoch(1)]
+
+        assert sorted(asyncio.run(rows())) == ["a", "b"]
+        path.unlink()
+        with pytest.raises(ConfigError, match=f"{path.name}' does not exist"):
+            asyncio.run(_check_inputs(config, asked))

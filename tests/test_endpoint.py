@@ -362,10 +362,10 @@ async def test_a_workflow_that_cannot_be_built_is_told_and_tried_again(folder: P
 # whole runs
 
 
-def finetune(folder: Path, *arguments: str, command: str = "finetune") -> subprocess.CompletedProcess[str]:
+def finetune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     others = {"PYTHONPATH": str(ROOT / "tests"), "PYTHONWARNINGS": "error", "COLUMNS": "200"}
     return subprocess.run(
-        [sys.executable, "-m", "insitu", command, "--config_file", "train.yml", *arguments],
+        [sys.executable, "-m", "insitu", "finetune", "--config_file", "train.yml", *arguments],
         cwd=folder,
         env=os.environ | others,
         capture_output=True,
@@ -406,8 +406,6 @@ def test_training_and_validation_through_a_service(tmp_path: Path) -> None:
             done = finetune(tmp_path, *output, *options)
             assert done.returncode == 0, done.stderr
             assert not psutil.Process(running.pid).children()  # the trainer's model it is, not one of the service's own
-        answers = finetune(tmp_path, "--endpoint", address, "-o", "eval.general.output_dir", "out", command="eval")
-        assert answers.returncode == 0, answers.stderr
     here, there = [recorded(tmp_path / name) for name in ("run0", "run2")]
     assert len(there) == 3 * (1 + 2 + 1)
     assert there == here
