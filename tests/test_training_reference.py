@@ -80,6 +80,8 @@ def plain_training(module, parameters, reference, rows: list[Row], s: TrainingSe
     """Every optimiser step of a job on `parameters` of `module`."""
     with torch.no_grad():
         old = [token_logprobs(module, row.token_ids, row.positions).tolist() for row in rows]
+        if s.ratio_to == "sampled":
+            old = [row.rollout.tolist() for row in rows]
         ref = [token_logprobs(reference, row.token_ids, row.positions).tolist() for row in rows]
     matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -136,8 +138,9 @@ def agrees(got, wanted, since) -> bool:
         {"aggregation": "sequence"},
         {"aggregation": "constant", "constant": 7.0, "kl": {"beta": 0.3, "estimator": "k1"}},
         {"objective": "cispo", "dual_clip": None, "cispo_cap": 1.02},
+        {"ratio_to": "sampled", "truncated_importance": None, "clip_low": 0.2, "clip_high": 0.2},
     ],
-    ids=["token", "sequence", "constant-k1", "cispo"],
+    ids=["token", "sequence", "constant-k1", "cispo", "sampled"],
 )
 def test_a_job_changes_weights_as_plain_loops_do(loaded, tmp_path, changes, micro_batch_tokens):
     settings = TrainingSettings(**(EVERYTHING | changes), micro_batch_tokens=micro_batch_tokens)
