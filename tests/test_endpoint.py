@@ -28,13 +28,12 @@ from insitu.evaluation.episodes import EpisodeRules, run_episode
 from insitu.evaluation.remote import RemoteWorkflow, open_workflow
 from insitu.evaluation.run import EvaluationRun
 from insitu.evaluation.service import WorkflowService
-from insitu.evaluation.wire import EPISODES, ServedPolicy, decode, encode
-from insitu.registry import Builder
+from insitu.evaluation.wire import EPISODES, decode, encode
+from insitu.registry import Builder, PolicyEndpoint
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 
 ROOT = Path(__file__).parent.parent
-MODEL = ROOT / "examples/tic_tac_toe/model"
 RULES = EpisodeRules(seed=7, training=frozenset({"player"}))
 
 
@@ -333,12 +332,18 @@ async def test_each_trainer_has_its_model_behind_the_workflow(folder: Path) -> N
         async with serving(config) as (_, address), RemoteWorkflow(address, 10) as remote:
             item = EvalInputItem(id="x", input_obj={"do": "plain"})
             for model, server, version in (("a", one, 1), ("b", two, 2), ("a", one, 1)):
-                remote.policy = ServedPolicy(base_url=server.base_url, model=model)
+                remote.policy = PolicyEndpoint(server.base_url, model)
                 (call,) = (await run_episode(remote.attempt, item, key("x"), RULES)).calls
                 assert (call.model, call.policy_version) == (model, version)
             assert len(served_plugin.built) == 4  # two workflows, each with its inner function
+            names = iter(["m@1", "m@2"])
+            remote.policy = PolicyEndpoint(one.base_url, "m@0", model_now=lambda: next(names))
+            for name in ("m@1", "m@2"):
+                (call,) = (await run_episode(remote.attempt, item, key("x"), RULES)).calls
+                assert call.model == name
+            assert len(served_plugin.built) == 6  # one workflow for all names of a model
             for n in range(6):
-                remote.policy = ServedPolicy(base_url=one.base_url, model=f"m{n}")
+                remote.policy = PolicyEndpoint(one.base_url, f"m{n}")
                 await run_episode(remote.attempt, item, key("x"), RULES)
             await asyncio.sleep(0.05)
             assert len(served_plugin.built) == 2 * 4
@@ -355,7 +360,7 @@ async def test_a_workflow_that_cannot_be_built_is_told_and_tried_again(folder: P
             assert (failed.reason, failed.key.attempt) == ("backend_error", 0)
             assert "finetuning.trainer_adapter names no adapter" in str(failed.error)
         with FakeOpenAI() as server:
-            remote.policy = ServedPolicy(base_url=server.base_url, model="m")
+            remote.policy = PolicyEndpoint(server.base_url, "m")
             assert (await run_episode(remote.attempt, item, key("x"), RULES)).outcome == "ok"
 
 
@@ -380,10 +385,12 @@ def recorded(folder: Path) -> list[Any]:
     return sorted([c["episode"].split("/", 1)[1], c["index"], c["token_ids"], c["functions"]] for c in calls)
 
 
-def test_training_and_validation_through_a_service(tmp_path: Path) -> None:
+def test_training_and_validation_through_a_service(tmp_path: Path, backend: str) -> None:
+    """With a learning rate that moves no weight, so that a second run samples what the first one did."""
+    adapter = {"url": backend.removesuffix("/v1"), "training": {"learning_rate": 1e-15}}
     training = {
         "trajectory_builders": {"b": {"_type": "insitu_traj_builder", "num_generations": 3}},
-        "trainer_adapters": {"a": {"_type": "insitu_trainer_adapter", "model": str(MODEL)}},
+        "trainer_adapters": {"a": {"_type": "insitu_trainer_adapter", **adapter}},
         "trainers": {"t": {"_type": "insitu_trainer"}},
         "finetuning": {
             "enabled": True,
@@ -410,9 +417,9 @@ def test_training_and_validation_through_a_service(tmp_path: Path) -> None:
     assert len(there) == 3 * (1 + 2 + 1)
     assert there == here
     metrics = [json.loads((tmp_path / name / "training_metrics.jsonl").read_text()) for name in ("run0", "run2")]
-    for name in ("avg_reward", "dropped", "rows", "tokens", "num_trajectories", "policy_version"):
+    for name in ("avg_reward", "dropped", "rows", "tokens", "num_trajectories", "num_groups"):
         assert metrics[0][name] == metrics[1][name]
     assert metrics[1]["dropped"]["workflow_error"] == 3
     first, second = [json.loads((tmp_path / name / "validation_history.json").read_text()) for name in ("run0", "run2")]
     assert [v["avg_reward"] for v in second] == [v["avg_reward"] for v in first]
-    assert [v["policy_version"] for v in second] == [0, 1]
+    assert [v["policy_version"] for v in (*first, *second)] == [0, 1, 1, 2]

@@ -28,7 +28,7 @@ from insitu.evaluation.wire import (
     read_call,
     read_step,
 )
-from insitu.registry import FUNCTION, LLM, Builder
+from insitu.registry import FUNCTION, LLM, Builder, PolicyEndpoint
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 
@@ -60,7 +60,7 @@ async def open_workflow(builder: Builder, asked: Asked | None, trained: Collecti
     async with RemoteWorkflow(asked.endpoint, asked.endpoint_timeout) as remote:
         await remote.check(trained)
         if any(config.block(LLM, name).type == "policy" for name in config.names(LLM)):
-            remote.policy = ServedPolicy.of(await builder.policy_endpoint())
+            remote.policy = await builder.policy_endpoint()
         yield remote.attempt
 
 
@@ -69,7 +69,7 @@ class RemoteWorkflow:
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url = url.rstrip("/").removesuffix(EPISODES)
-        self.policy: ServedPolicy | None = None
+        self.policy: PolicyEndpoint | None = None
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
         if not url.startswith(("http://", "https://")):
@@ -158,8 +158,8 @@ class RemoteWorkflow:
             seed=rules.seed,
             timeout=rules.timeout,
             training=training,
-            needs_token_ids=rules.needs_token_ids,
-            policy=self.policy,
+            target_functions=rules.target_functions,
+            policy=ServedPolicy.of(self.policy) if self.policy else None,
         )
         return encode(request.__dict__)
 

@@ -15,6 +15,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from aiohttp import web
@@ -58,6 +59,10 @@ class GenerateRequest(BaseModel):
     input: Any
 
 
+_model_now: ContextVar[str] = ContextVar("insitu_model_now")
+"""The name of the trainer's model in the episode that is going on, where it changes with each version."""
+
+
 class _Served(Builder):
     """A builder whose llms of _type policy are those of one trainer."""
 
@@ -66,7 +71,9 @@ class _Served(Builder):
         self._policy = policy
 
     async def policy_endpoint(self) -> PolicyEndpoint:
-        return PolicyEndpoint(self._policy.base_url, self._policy.model, self._policy.api_key)
+        served = self._policy
+        now = (lambda: _model_now.get(served.model)) if served.renamed else None
+        return PolicyEndpoint(served.base_url, served.model, served.api_key, model_now=now)
 
 
 class _Deployment:
@@ -140,20 +147,24 @@ class WorkflowService:
     @asynccontextmanager
     async def workflow(self, policy: ServedPolicy | None = None) -> AsyncIterator[Any]:
         """The workflow with this policy behind it; built by whoever asks first, and shared."""
-        deployment = self._deployments.get(policy)
+        key = policy
+        if policy is not None and policy.renamed:
+            key = policy.model_copy(update={"model": ""})
+            _model_now.set(policy.model)
+        deployment = self._deployments.get(key)
         if deployment is None:
-            deployment = self._deployments[policy] = _Deployment(self._opened(policy))
-        self._deployments.move_to_end(policy)
+            deployment = self._deployments[key] = _Deployment(self._opened(policy))
+        self._deployments.move_to_end(key)
         deployment.users += 1
         try:
             yield await asyncio.shield(deployment.ready)  # who leaves does not take it from those who wait
         finally:
             deployment.users -= 1
-            if deployment.failed and self._deployments.get(policy) is deployment:
-                self._close(policy)  # the next one tries again
-            idle = [key for key, of_key in self._deployments.items() if not of_key.users]
-            for key in idle[: max(0, len(idle) - _IDLE_KEPT)]:
-                self._close(key)
+            if deployment.failed and self._deployments.get(key) is deployment:
+                self._close(key)  # the next one tries again
+            idle = [name for name, of_name in self._deployments.items() if not of_name.users]
+            for name in idle[: max(0, len(idle) - _IDLE_KEPT)]:
+                self._close(name)
 
     @asynccontextmanager
     async def _opened(self, policy: ServedPolicy | None) -> AsyncIterator[Any]:
@@ -232,7 +243,13 @@ class WorkflowService:
         return response
 
     async def _attempt(self, asked: EpisodeRequest, on_step: Callable[[IntermediateStep], None]) -> Attempted:
-        rules = EpisodeRules(asked.seed, asked.timeout, training=asked.training, needs_token_ids=asked.needs_token_ids)
+        rules = EpisodeRules(
+            asked.seed,
+            asked.timeout,
+            training=asked.training,
+            needs_token_ids=asked.needs_token_ids,
+            target_functions=asked.target_functions,
+        )
         item = EvalInputItem(id=asked.key.row_id, input_obj=asked.input)
         async with AsyncExitStack() as stack:
             try:

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticSerializationError, from_json, to_json, to_jsonable_python
 
+from insitu.config import WORKFLOW
 from insitu.registry import PolicyEndpoint
 from insitu.schemas.episodes import DropReason, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.steps import IntermediateStep, StreamEventData, TraceMetadata, TTCEventData
@@ -33,17 +34,23 @@ TOKEN_VARIABLE = "INSITU_SERVE_TOKEN"
 
 
 class ServedPolicy(BaseModel):
-    """Where the trainer's model is served: what llms of _type policy are, for this episode."""
+    """Where the trainer's model is served: what llms of _type policy are, for this episode.
+
+    `renamed`: `model` is another one with each version of the weights.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     base_url: str
     model: str
     api_key: str = "none"
+    renamed: bool = False
 
     @classmethod
     def of(cls, endpoint: PolicyEndpoint) -> "ServedPolicy":
-        return cls(base_url=endpoint.base_url, model=endpoint.model, api_key=endpoint.api_key)
+        now = endpoint.model_now
+        name = endpoint.model if now is None else now()
+        return cls(base_url=endpoint.base_url, model=name, api_key=endpoint.api_key, renamed=now is not None)
 
 
 class EpisodeRequest(BaseModel):
@@ -56,7 +63,7 @@ class EpisodeRequest(BaseModel):
     seed: int = 0
     timeout: float | None = None
     training: bool | frozenset[str] = False
-    needs_token_ids: bool = True
+    target_functions: tuple[str, ...] = (WORKFLOW,)
     policy: ServedPolicy | None = None
 
 
@@ -81,12 +88,21 @@ class Description(BaseModel):
     llms: list[str]
 
 
+_WHOLE: dict[str, Any] = {"fallback": json_form, "bytes_mode": "base64", "serialize_as_any": True}
+"""The last one: also what a subclass adds to the model that is declared, such as the tool calls of LangChain."""
+
+
 def encode(value: Any) -> bytes:
     """JSON of whatever a workflow may have put there; ValueError if it cannot be told (nested too deeply)."""
     try:
-        return to_json(value, fallback=json_form, inf_nan_mode="constants", bytes_mode="base64")
+        return to_json(value, inf_nan_mode="constants", **_WHOLE)
     except PydanticSerializationError:  # lone surrogates are escaped
-        return json.dumps(to_jsonable_python(value, fallback=json_form, bytes_mode="base64")).encode()
+        return json.dumps(plain(value)).encode()
+
+
+def plain(value: Any) -> Any:
+    """What `value` would be after it was written as JSON and read again."""
+    return to_jsonable_python(value, **_WHOLE)
 
 
 def decode(text: bytes) -> Any:
