@@ -158,6 +158,7 @@ class RemoteWorkflow:
             seed=rules.seed,
             timeout=rules.timeout,
             training=training,
+            needs_token_ids=rules.needs_token_ids,
             target_functions=rules.target_functions,
             policy=ServedPolicy.of(self.policy) if self.policy else None,
         )

@@ -63,6 +63,7 @@ class EpisodeRequest(BaseModel):
     seed: int = 0
     timeout: float | None = None
     training: bool | frozenset[str] = False
+    needs_token_ids: bool = True
     target_functions: tuple[str, ...] = (WORKFLOW,)
     policy: ServedPolicy | None = None
 
