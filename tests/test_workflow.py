@@ -429,6 +429,27 @@ def test_in_training_a_step_reward_passes_over_calls_of_other_models() -> None:
     assert scope.rewards == {1: 2.5}
 
 
+async def test_in_training_a_step_reward_passes_over_calls_outside_the_target_functions() -> None:
+    async def call_and_earn(n: int) -> None:
+        here = place.get()
+        scope.record(ModelCall(index=n, model="m", messages=[], functions=here.invocation.names), here)
+        Context.get().reward(n)
+
+    async def both(first: int) -> None:
+        await function(call_and_earn, "plan").ainvoke(first)
+        Context.get().reward(0.25)  # the first time, no trained call has been made that could have earned it
+        await function(call_and_earn, "move").ainvoke(first + 1)
+        await function(call_and_earn, "plan").ainvoke(first + 2)
+        Context.get().reward(0.5)
+
+    with EpisodeScope(training=True) as scope:
+        scope.target_functions = ("move",)
+        await function(both, "<workflow>").ainvoke(1)
+        await function(both, "again").ainvoke(4)
+        Context.get().reward(0.125)
+    assert scope.rewards == {1: 1.25, 2: 2.5, 3: 3, 4: 4.25, 5: 5.5 + 0.125, 6: 6}
+
+
 async def test_a_step_reward_goes_to_the_latest_call_of_the_running_function() -> None:
     async def player(n: int) -> None:
         scope.record(call(n), place.get())

@@ -4,7 +4,7 @@ import importlib
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,11 @@ class Config:
             if candidate.exists():
                 return candidate
         raise ConfigError(f"{key}: {str(path)!r} does not exist; looked for {' and '.join(map(str, candidates))}")
+
+
+def is_targeted(functions: Collection[str], targets: Collection[str]) -> bool:
+    """Whether a call made in `functions` was made in one of `targets` (`<workflow>`: anywhere)."""
+    return WORKFLOW in targets or not set(targets).isdisjoint(functions)
 
 
 def models_named(target: str, models: Mapping[str, str | None]) -> list[str]:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from insitu.config import WORKFLOW
+from pydantic import ConfigDict
+
 from insitu.errors import BackendUnavailable, CaptureError, EpisodeTimeout, InsituError, WorkflowError, told
 from insitu.evaluation.answers import ResultPath
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
@@ -34,8 +37,11 @@ class EpisodeRules:
 
     `seed` is the configured one. `training` names the llms (True: all) whose servers are asked for logprobs and token
     ids; an answer without logprobs is an error, one without token ids only with `needs_token_ids`.
-    `result` takes the output from the workflow's answer; none: the answer is the output.
+    `target_functions` are those whose calls are trained. `result` takes the output from the workflow's answer; none:
+    the answer is the output.
     """
+
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     seed: int = 0
     timeout: float | None = None
@@ -43,6 +49,7 @@ class EpisodeRules:
     training: bool | frozenset[str] = False
     result: ResultPath | None = None
     needs_token_ids: bool = True
+    target_functions: tuple[str, ...] = (WORKFLOW,)
 
 
 class Attempted(NamedTuple):
@@ -97,7 +104,7 @@ async def _attempt(
         training=rules.training,
         on_step=on_step,
     )
-    scope.needs_token_ids = rules.needs_token_ids
+    scope.needs_token_ids, scope.target_functions = rules.needs_token_ids, rules.target_functions
     episode = Episode(key, Outcome.OK, calls=scope.calls, steps=scope.steps)
     passing = False
     started = time.perf_counter()

@@ -121,6 +121,7 @@ class EvaluationRun:
             trained,
             self._result,
             needs_token_ids=False,  # plugins are promised logprobs; some train on the text
+            target_functions=tuple(loaded.finetuning.target_functions),
         )
         epoch = 1 if self._training else 0  # a held-out row and a row to train on never sample with the same seed
 

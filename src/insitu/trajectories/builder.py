@@ -156,7 +156,14 @@ class EpisodesBuilder(TrajectoryBuilder):
         evaluator = await self._builder.get_evaluator(name)
         limits, asked, trained = self._loaded.eval, self.run_config.run_configuration, self._loaded.trained_llms()
         result = ResultPath.parse(asked.result_json_path) if asked else None
-        rules = EpisodeRules(self._loaded.general.seed, limits.episode_timeout, limits.retries, trained, result)
+        rules = EpisodeRules(
+            self._loaded.general.seed,
+            limits.episode_timeout,
+            limits.retries,
+            trained,
+            result,
+            target_functions=tuple(self.run_config.target_functions),
+        )
 
         def tasks() -> Iterator[tuple[EvalInputItem, EpisodeKey]]:
             for row in self.rows_of_epoch(collection.epoch):

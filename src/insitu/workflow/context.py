@@ -16,6 +16,7 @@ from collections.abc import Collection
 from contextvars import ContextVar, Token
 from typing import Any, Self
 
+from insitu.config import WORKFLOW, is_targeted
 from insitu.errors import CaptureError, WorkflowError
 from insitu.schemas.episodes import EpisodeKey, ModelCall
 from insitu.schemas.steps import IntermediateStep, IntermediateStepCategory, IntermediateStepType, InvocationNode
@@ -66,6 +67,7 @@ class EpisodeScope:
         self.is_evaluating = is_evaluating
         self._training = training
         self.needs_token_ids = True
+        self.target_functions: Collection[str] = (WORKFLOW,)
         self.calls: list[ModelCall] = []
         self.steps: list[IntermediateStep] = []
         self.rewards: dict[int, float] = {}
@@ -79,6 +81,7 @@ class EpisodeScope:
         self._reported: dict[str, ModelCall] = {}  # by the UUID of a framework's step that is open
         self._on_step = on_step
         self._latest_call: int | None = None
+        self._targeted: set[int] = set()
         self._rewarded: set[str] = set()
         self._tokens: tuple[Token[Any], Token[Any]] | None = None
 
@@ -121,16 +124,22 @@ class EpisodeScope:
             self.step_manager.push_past(made_at, *payloads_of(call))
         if self._training and not self.trains(call.llm):
             return  # a judge's answer earns nothing: the reward it gives is for the call it judges
-        self._latest_call = call.index
+        trained = is_targeted(call.functions, self.target_functions)
+        if trained:
+            self._targeted.add(call.index)
+        if trained or self._latest_call not in self._targeted:
+            self._latest_call = call.index
         invocation: Invocation | None = made_at.invocation
         while invocation is not None:
-            invocation.latest_call = call.index
+            if trained or invocation.latest_call not in self._targeted:
+                invocation.latest_call = call.index
             invocation = invocation.caller
 
     def reward(self, value: float) -> None:
         """Add to the step reward of the latest call of the running function, or else of the episode.
 
-        In training only calls that are trained count.
+        In training calls of other models are passed over, and calls outside the target functions once the running
+        function has made a call that is trained: a reward that falls to one of these trains nothing.
         """
         if not math.isfinite(value):
             raise WorkflowError(f"a step reward is {value}; allowed: a finite number")
@@ -219,6 +228,6 @@ class Context:
     def reward(self, value: float) -> None:
         """Add to the step reward of the latest model call: of the running function, or else of the episode.
 
-        Calls of models that are not trained (a judge, say) are passed over in training.
+        In training, calls that are not trained (a judge's, say) are passed over.
         """
         self._scope.reward(value)
