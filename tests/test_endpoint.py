@@ -283,6 +283,7 @@ async def test_wrong_requests(config: Config, monkeypatch: pytest.MonkeyPatch) -
             ("/generate", b"{", {}, 400, "Invalid JSON"),
             (EPISODES, {"key": ["r"]}, {}, 400, "key"),
             (EPISODES, {"key": ["r", 1, "2", 0, 0], "polcy": {}}, {}, 400, "polcy: Extra inputs"),
+            (EPISODES, {"key": ["r", 1, "2", 0, 0], "rules": {"sed": 1}}, {}, 400, "rules.sed: Unexpected"),
             ("/generate", {"input": 1}, {"Content-Type": "text/plain"}, 415, "text/plain, not application/json"),
             ("/generate", {"input": "x" * 20_000}, {}, 413, "larger than 10000 bytes"),
             ("/nothing", {}, {}, 404, "POST /nothing: "),
@@ -315,7 +316,7 @@ async def test_a_client_that_leaves_ends_what_it_asked_for(config: Config) -> No
 
 async def test_a_silent_workflow_is_no_silent_service(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "HEARTBEAT_SECONDS", 0.02)
-    body = {"input": {"do": "hang"}, "key": ["r", 1, "2", 0, 0], "timeout": 0.5}
+    body = {"input": {"do": "hang"}, "key": ["r", 1, "2", 0, 0], "rules": {"timeout": 0.5}}
     async with serving(config) as (_, address), aiohttp.ClientSession() as session:
         async with session.post(address + EPISODES, json=body) as answer:
             lines = (await answer.read()).split(b"\n")

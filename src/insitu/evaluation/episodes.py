@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from insitu.config import WORKFLOW
 from pydantic import ConfigDict
 
+from insitu.config import WORKFLOW
 from insitu.errors import BackendUnavailable, CaptureError, EpisodeTimeout, InsituError, WorkflowError, told
 from insitu.evaluation.answers import ResultPath
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import fields
 from typing import Any, Protocol
 
 import aiohttp
@@ -21,7 +22,6 @@ from insitu.evaluation.wire import (
     TOKEN_VARIABLE,
     Description,
     EpisodeEnd,
-    EpisodeRequest,
     ServedPolicy,
     decode,
     encode,
@@ -35,6 +35,7 @@ from insitu.schemas.evaluation import EvalInputItem
 _CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS
 _JSON_LINES = "application/x-ndjson"
+_RULES_OF_OURS = ("retries", "result")  # what happens before and after an attempt
 
 
 class Asked(Protocol):
@@ -151,18 +152,9 @@ class RemoteWorkflow:
         )
 
     def _request(self, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules) -> bytes:
-        training: Any = rules.training if isinstance(rules.training, bool) else sorted(rules.training)
-        request = EpisodeRequest.model_construct(
-            input=item.input_obj,
-            key=key,
-            seed=rules.seed,
-            timeout=rules.timeout,
-            training=training,
-            needs_token_ids=rules.needs_token_ids,
-            target_functions=rules.target_functions,
-            policy=ServedPolicy.of(self.policy) if self.policy else None,
-        )
-        return encode(request.__dict__)
+        told = {f.name: getattr(rules, f.name) for f in fields(rules) if f.name not in _RULES_OF_OURS}
+        policy = ServedPolicy.of(self.policy) if self.policy else None
+        return encode({"input": item.input_obj, "key": key, "rules": told, "policy": policy})
 
     async def _lines(self, request: bytes) -> AsyncGenerator[bytes, None]:
         """The lines of the answer, each whole, however long."""

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from insitu.config import Config
 from insitu.errors import InsituError, told
-from insitu.evaluation.episodes import Attempted, EpisodeRules, being_cancelled, classify, fail, in_process
+from insitu.evaluation.episodes import Attempted, being_cancelled, classify, fail, in_process
 from insitu.evaluation.wire import (
     EPISODES,
     HEARTBEAT_SECONDS,
@@ -243,13 +243,6 @@ class WorkflowService:
         return response
 
     async def _attempt(self, asked: EpisodeRequest, on_step: Callable[[IntermediateStep], None]) -> Attempted:
-        rules = EpisodeRules(
-            asked.seed,
-            asked.timeout,
-            training=asked.training,
-            needs_token_ids=asked.needs_token_ids,
-            target_functions=asked.target_functions,
-        )
         item = EvalInputItem(id=asked.key.row_id, input_obj=asked.input)
         async with AsyncExitStack() as stack:
             try:
@@ -258,7 +251,7 @@ class WorkflowService:
                 episode = Episode(asked.key, Outcome.FAILED)
                 fail(episode, DropReason.BACKEND_ERROR, error)
                 return Attempted(episode)
-            return await in_process(workflow, on_step)(item, asked.key, rules)
+            return await in_process(workflow, on_step)(item, asked.key, asked.rules)
 
 
 async def _read(request: web.Request, model: type[BaseModel]) -> Any:

@@ -2,7 +2,7 @@
 
 A trainer asks `POST /v1/episodes` for one attempt, and is answered in JSON lines while it goes on:
 
-    {"input": "2 + 2", "key": ["r1", 3, "17", 2, 0], "seed": 7, "timeout": null, "training": ["player"],
+    {"input": "2 + 2", "key": ["r1", 3, "17", 2, 0], "rules": {"seed": 7, "timeout": null, "training": ["player"], ...},
      "policy": {"base_url": "http://127.0.0.1:8700/v1", "model": "policy", "api_key": "none"}}
 
     {"step": {"parent_id": "root", "function_ancestry": {...}, "payload": {"event_type": "FUNCTION_START", ...}}}
@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticSerializationError, from_json, to_json, to_jsonable_python
 
-from insitu.config import WORKFLOW
+from insitu.evaluation.episodes import EpisodeRules
 from insitu.registry import PolicyEndpoint
 from insitu.schemas.episodes import DropReason, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.steps import IntermediateStep, StreamEventData, TraceMetadata, TTCEventData
@@ -60,11 +60,7 @@ class EpisodeRequest(BaseModel):
 
     input: Any = None
     key: EpisodeKey
-    seed: int = 0
-    timeout: float | None = None
-    training: bool | frozenset[str] = False
-    needs_token_ids: bool = True
-    target_functions: tuple[str, ...] = (WORKFLOW,)
+    rules: EpisodeRules = EpisodeRules()
     policy: ServedPolicy | None = None
 
 
