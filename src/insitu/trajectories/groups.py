@@ -5,10 +5,11 @@ from typing import Any
 
 from insitu.algorithms.advantages import AdvantageConfig, group_advantages
 from insitu.algorithms.rows import rows_of
-from insitu.config import WORKFLOW, models_named
+from insitu.config import is_targeted, models_named
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory
+from insitu.trajectories.dialogues import Turn, dialogues
 
 _ROLES = {role.value: role for role in EpisodeItemRole} | {"developer": EpisodeItemRole.SYSTEM}
 
@@ -21,18 +22,17 @@ def targeted_calls(
     A call counts if it was made inside one of `functions` and to the targeted model: `model` names it by its key
     under `llms`, its model name, or `name@step`; `llms` holds the keys that this comes to (see Config.trained_llms).
     """
-    everywhere = WORKFLOW in functions
     return [
         place
         for place, call in enumerate(calls)
         if call.token_ids
         and call.error is None
-        and (everywhere or not set(functions).isdisjoint(call.functions))
-        and _is_targeted(call, model, llms)
+        and is_targeted(call.functions, functions)
+        and _is_model(call, model, llms)
     ]
 
 
-def _is_targeted(call: ModelCall, model: str | None, llms: Collection[str]) -> bool:
+def _is_model(call: ModelCall, model: str | None, llms: Collection[str]) -> bool:
     if llms and call.llm is not None:
         return call.llm in llms
     if model is None:
@@ -45,41 +45,20 @@ def dialogue(calls: Sequence[ModelCall]) -> list[EpisodeItem]:
 
     Calls that did not continue it are dialogues of their own and stay in the trajectory's `calls`.
     """
-    turns: list[ModelCall] = []
-    for call in calls:
-        if call.message is not None and (not turns or _continues(call, turns[-1])):
-            turns.append(call)
-    if not turns:
-        return []
-    last = turns[-1]
-    answers = {len(call.messages): call for call in turns}
-    return [*(_item(message, answers.get(place)) for place, message in enumerate(last.messages)), _assistant(last)]
+    found = dialogues(calls)
+    return [_item(turn) for turn in found[0]] if found else []
 
 
-def _continues(call: ModelCall, earlier: ModelCall) -> bool:
-    n = len(earlier.messages)
-    return len(call.messages) > n and call.messages[:n] == earlier.messages
-
-
-def _item(message: dict[str, Any], call: ModelCall | None) -> EpisodeItem:
-    """A message of a prompt; `call` is the one whose answer stood at this place, if it was one of ours."""
+def _item(turn: Turn) -> EpisodeItem:
+    message, call = turn
     role = _ROLES.get(str(message.get("role")), EpisodeItemRole.OTHER)
-    extra = {k: v for k, v in message.items() if k not in ("role", "content")} or None
+    metadata = {key: value for key, value in message.items() if key not in ("role", "content")}
+    if call is not None:
+        metadata |= {"call": call.index, "finish_reason": call.finish_reason}
+    logprobs = None
     if role is EpisodeItemRole.ASSISTANT:
-        said = text_of(message.get("content"))
-        unchanged = call is not None and call.message is not None and text_of(call.message.get("content")) == said
-        logprobs = call.logprobs if call is not None and unchanged else None
-        return EpisodeItem(role=role, content=said, logprobs=logprobs or [], metadata=extra)
-    return EpisodeItem(role=role, content=text_of(message.get("content")), metadata=extra)
-
-
-def _assistant(call: ModelCall) -> EpisodeItem:
-    message = call.message or {}
-    metadata: dict[str, Any] = {"call": call.index, "finish_reason": call.finish_reason}
-    if message.get("tool_calls"):
-        metadata["tool_calls"] = message["tool_calls"]
-    content = text_of(message.get("content"))
-    return EpisodeItem(role=EpisodeItemRole.ASSISTANT, content=content, logprobs=call.logprobs or [], metadata=metadata)
+        logprobs = (call.logprobs if call is not None else None) or []
+    return EpisodeItem(role=role, content=text_of(message.get("content")), logprobs=logprobs, metadata=metadata or None)
 
 
 def text_of(content: Any) -> str:
