@@ -4,6 +4,7 @@ The model looks at the animal with the tool it is given, then says a digit, samp
 question's own row of logits. A job moves these logits by the policy gradient of its episodes' rewards.
 """
 
+import asyncio
 import json
 import math
 import random
@@ -29,7 +30,6 @@ class TrainingService(FakeOpenAI):
         self.api_key, self.fails = api_key, fails
         self.jobs: list[dict[str, Any]] = []
         self.refused: list[str | None] = []
-        self.healthy = True
         self.in_flight = self.most = 0
         self._logits: dict[str, list[float]] = defaultdict(lambda: [0.0] * 10)
         self._asked: set[int] = set()
@@ -49,6 +49,7 @@ class TrainingService(FakeOpenAI):
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         try:
+            await asyncio.sleep(0.01 if body["messages"][-1]["role"] == "user" else 0)
             return web.json_response(self._reply(body))
         finally:
             self.in_flight -= 1
@@ -82,7 +83,7 @@ class TrainingService(FakeOpenAI):
             raise web.HTTPUnauthorized
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({}, status=200 if self.healthy else 503)
+        return web.json_response({"status": "ok"})
 
     async def _submit(self, request: web.Request) -> web.Response:
         self._authorized(request)
