@@ -86,8 +86,7 @@ async def served(config: ServedConfig, builder: Builder):
                 return text + await ask(text or say)
             case "nest":
                 assert inner is not None
-                texts = await asyncio.gather(*(inner.ainvoke({"do": "plain", "say": f"{say} {i}"}) for i in range(3)))
-                return "|".join(texts)
+                return "|".join([await inner.ainvoke({"do": "plain", "say": f"{say} {i}"}) for i in range(3)])
             case "raise":
                 await ask(say)
                 raise RuntimeError(say)
