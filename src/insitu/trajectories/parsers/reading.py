@@ -74,8 +74,13 @@ def read_answers(value: Any, prompt: Sequence[Message], dialects: Sequence[Diale
 
 
 def items_of(value: Any) -> list[Any]:
-    value = plain(value)
-    return value if isinstance(value, list) else [value]
+    """The JSON of each item of a list, or of a single one. Objects that JSON only has a name for are refused."""
+    items = value if isinstance(value, list | tuple) else [value]
+    read = [plain(item) for item in items]
+    for item, found in zip(items, read, strict=True):
+        if isinstance(found, str) and not isinstance(item, str):
+            raise TrajectoryError(f"{_shape(item)} is neither text nor a message or answer of a known framework")
+    return read
 
 
 def metadata_of(step: IntermediateStep) -> dict[str, Any]:
