@@ -63,7 +63,7 @@ def token_loss(new, old, rollout, ref, advantage: float, s: TrainingSettings):
     """One token of `docs/reference/losses.md`, written with scalars."""
     ratio = torch.exp(new - old)
     if s.objective == "cispo":
-        loss = -min(ratio.item(), s.cispo_cap) * advantage * new
+        loss = -min(max(ratio.item(), s.cispo_floor), s.cispo_cap) * advantage * new
     else:
         loss = torch.max(-advantage * ratio, -advantage * torch.clamp(ratio, 1 - s.clip_low, 1 + s.clip_high))
         if s.dual_clip and advantage < 0:
@@ -137,7 +137,7 @@ def agrees(got, wanted, since) -> bool:
         {},
         {"aggregation": "sequence"},
         {"aggregation": "constant", "constant": 7.0, "kl": {"beta": 0.3, "estimator": "k1"}},
-        {"objective": "cispo", "dual_clip": None, "cispo_cap": 1.02},
+        {"objective": "cispo", "dual_clip": None, "cispo_floor": 0.98, "cispo_cap": 1.02},
         {"ratio_to": "sampled", "truncated_importance": None, "clip_low": 0.2, "clip_high": 0.2},
     ],
     ids=["token", "sequence", "constant-k1", "cispo", "sampled"],

@@ -56,6 +56,8 @@ class LossSettings(BaseModel):
     """The ratio is clamped from below at 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
     """The ratio is clamped from above at 1 + clip_high (above clip_low: DAPO's clip-higher, arXiv:2503.14476)."""
+    cispo_floor: float = Field(default=0.0, ge=0)
+    """Lower bound of the importance weight, `cispo` only."""
     cispo_cap: float = Field(default=5.0, gt=0)
     """Upper bound of the importance weight, `cispo` only."""
     dual_clip: float | None = Field(default=None, gt=1)

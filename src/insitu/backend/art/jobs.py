@@ -155,7 +155,7 @@ class ArtJobs:
     def _batch(self, ask: Ask, plan: Plan) -> Batch:
         limits = self._jobs.limits
         longest = min(plan.max_length or limits.max_length, limits.max_length)
-        options = RowOptions(plan.scale_rewards, plan.advantage_balance, longest, plan.packed_length)
+        options = RowOptions(plan.scale_rewards, plan.advantage_balance, longest, plan.packed_length, plan.max_length)
         return make_batch(
             ask.groups, options, lambda messages, tools: self._tokens.prompt(messages, tools, plan.template), limits
         )

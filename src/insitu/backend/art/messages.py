@@ -15,6 +15,7 @@ from insitu.errors import RequestRefused
 
 TOKEN_ID = "token_id:"
 DEFAULT_ENTITY = "insitu"
+FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,17 @@ def _history(data: Any, where: str) -> History:
 
 
 def _tool(data: Any, where: str) -> dict[str, Any]:
-    """A tool as chat requests have it; ART also keeps the bare functions."""
+    """A tool as chat requests have it: ART also keeps bare functions, and its clients mix up the order of the keys,
+    which templates print."""
     tool = _typed(data, dict, where)
-    return tool if "type" in tool or "function" in tool else {"type": "function", "function": tool}
+    if "function" not in tool:
+        return tool if "type" in tool else {"type": "function", "function": _in_order(tool, FUNCTION_KEYS)}
+    function = _in_order(_typed(tool["function"], dict, f"{where}.function"), FUNCTION_KEYS)
+    return _in_order(tool | {"function": function}, ("type", "function"))
+
+
+def _in_order(given: Mapping[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
+    return {key: given[key] for key in (*first, *given) if key in given}
 
 
 def _turn(data: Any, where: str) -> Turn:

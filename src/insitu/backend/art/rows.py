@@ -39,12 +39,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class RowOptions:
-    """`max_length` tokens a row may have; `packed_length` of a sequence, none for the default."""
+    """`max_length` tokens a row may have; `packed_length` of a sequence, none for the default.
+
+    `sequence_limit` is what the client configured as the longest sequence, the limit of the default.
+    """
 
     scale_rewards: bool
     advantage_balance: float
     max_length: int
     packed_length: int | None = None
+    sequence_limit: int | None = None
 
 
 def make_batch(groups: Sequence[Group], options: RowOptions, render: Render, limits: Limits) -> Batch:
@@ -138,7 +142,8 @@ class _Packing:
 
     def count(self, groups: Sequence[Sequence[TrainingRow]]) -> int:
         longest = max(len(row.token_ids) for rows in groups for row in rows)
-        length = self._options.packed_length or min(math.ceil(longest / SEQUENCE) * SEQUENCE, self._options.max_length)
+        usual = math.ceil(longest / SEQUENCE) * SEQUENCE
+        length = self._options.packed_length or min(usual, self._options.sequence_limit or usual)
         sequences, room = 1, length
         for rows in groups:
             shared = _shared([row.token_ids for row in rows])

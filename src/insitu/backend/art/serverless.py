@@ -1,6 +1,7 @@
 """The serverless protocol (`art.ServerlessBackend`): models with ids, jobs that are polled by their events."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -79,7 +80,7 @@ class _Serverless:
         body, data = await body_of(request)
         registered = self._models.get(str(data.get("model_id")))
         ask = Ask.of(
-            registered.model,
+            replace(registered.model, generation="B"),  # whose defaults the service has
             read_groups(data.get("trajectory_groups")),
             ({}, present(data.get("experimental_config") or {})),
             request.headers.get("idempotency-key"),

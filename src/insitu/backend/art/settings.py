@@ -76,22 +76,25 @@ def read_plan(model: ArtModel, config: Mapping[str, Any], dev_config: Mapping[st
     """Raises RequestRefused (422) for what cannot be done as asked."""
     asked = _Asked(present(config) | present(dev_config), model.config)
     ppo = asked.take("ppo", bool, model.generation == "A")
-    epsilon = asked.take("epsilon", float, 0.2 if ppo else 1.0)
-    usual_high = epsilon if ppo or ("epsilon_high" in dev_config and dev_config["epsilon_high"] is None) else 4.0
-    high = asked.take("epsilon_high", float, usual_high)
+    narrow = ppo or model.generation == "A"
+    epsilon = asked.take("epsilon", float, 0.2 if narrow else 1.0)
+    symmetric = narrow or "epsilon_high" in dev_config  # with a null, or it is taken below
+    high = asked.take("epsilon_high", float, epsilon if symmetric else 4.0)
     recomputed = asked.take("precalculate_logprobs", bool, False)
     truncated = asked.take("truncated_importance_sampling", float, None)
     if truncated is not None and not recomputed:
         raise _refused("truncated_importance_sampling", truncated, "a number where precalculate_logprobs is true")
-    if not ppo and epsilon < 1:
-        raise _refused("epsilon", epsilon, "1 or more, or ppo: true")
     balance = asked.take("advantage_balance", float, 0.0)
     if not -1 <= balance <= 1:
         raise _refused("advantage_balance", balance, "from -1 to 1")
     betas = asked.take("trainer_args.adam_beta1", float, 0.9), asked.take("trainer_args.adam_beta2", float, 0.99)
     settings = {
         "objective": "clip" if ppo else "cispo",
-        **({"clip_low": epsilon, "clip_high": high} if ppo else {"cispo_cap": 1 + high}),
+        **(
+            {"clip_low": epsilon, "clip_high": high}
+            if ppo
+            else {"cispo_floor": max(1 - epsilon, 0), "cispo_cap": 1 + high}
+        ),
         "level": asked.take("importance_sampling_level", str, "token"),
         "ratio_to": "start" if recomputed else "sampled",
         "truncated_importance": truncated,
@@ -167,6 +170,7 @@ ART_NAMES = {
     "level": "importance_sampling_level",
     "clip_low": "epsilon",
     "clip_high": "epsilon_high",
+    "cispo_floor": "epsilon",
     "cispo_cap": "epsilon_high",
     "kl": "beta",
     "truncated_importance": "truncated_importance_sampling",

@@ -115,7 +115,7 @@ def _ratio(new_BT: Tensor, old_BT: Tensor, mask_BT: Tensor, settings: LossSettin
 
 def _objective(new_BT: Tensor, ratio_BT: Tensor, advantage_BT: Tensor, settings: LossSettings) -> Tensor:
     if settings.objective == "cispo":
-        return -ratio_BT.detach().clamp(max=settings.cispo_cap) * advantage_BT * new_BT
+        return -ratio_BT.detach().clamp(settings.cispo_floor, settings.cispo_cap) * advantage_BT * new_BT
     clamped_BT = ratio_BT.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     loss_BT = torch.maximum(-advantage_BT * ratio_BT, -advantage_BT * clamped_BT)
     if settings.dual_clip is None:
@@ -127,5 +127,5 @@ def _objective(new_BT: Tensor, ratio_BT: Tensor, advantage_BT: Tensor, settings:
 def _outside(ratio_BT: Tensor, settings: LossSettings) -> Tensor:
     """Where the ratio lies beyond the bounds of the objective."""
     if settings.objective == "cispo":
-        return ratio_BT > settings.cispo_cap
+        return (ratio_BT < settings.cispo_floor) | (ratio_BT > settings.cispo_cap)
     return (ratio_BT < 1 - settings.clip_low) | (ratio_BT > 1 + settings.clip_high)
