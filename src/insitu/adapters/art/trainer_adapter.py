@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from openai.types.chat.chat_completion import Choice
+
 from insitu.adapters.art.config import ARTTrainerAdapterConfig
 from insitu.adapters.art.conversion import art_trajectory, check_order
 from insitu.adapters.art.library import internal_config, load_art, server_config, train_config
@@ -135,11 +137,15 @@ class ARTTrainerAdapter(TrainerAdapter):
         return await asyncio.to_thread(self._groups, trajectory_lists)
 
     def _groups(self, trajectory_lists: list[list[Trajectory]]) -> "list[art.TrajectoryGroup]":
-        made = self._art.Trajectory
-        return [
-            self._art.TrajectoryGroup([made.model_validate(art_trajectory(t)) for t in group])
-            for group in trajectory_lists
-        ]
+        return [self._art.TrajectoryGroup([self._made(t) for t in group]) for group in trajectory_lists]
+
+    def _made(self, trajectory: Trajectory) -> "art.Trajectory":
+        made = art_trajectory(trajectory)
+        for history in (made, *made["additional_histories"]):
+            turns = history["messages_and_choices"]
+            # ART takes any mapping for a message: a choice has to be an object when it comes
+            history["messages_and_choices"] = [Choice.model_validate(t) if "message" in t else t for t in turns]
+        return self._art.Trajectory.model_validate(made)
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Begin to train on all groups; what a run submits twice for one epoch is trained once."""
