@@ -499,12 +499,18 @@ def test_each_answer_stands_once_and_where_it_was_given(scripts: list[Any], rand
     for number, (messages, answer) in enumerate(made):
         d, place = places[number]
         assert place == len(messages)
-        before = [{k: v for k, v in m.items() if k != "logprobs"} for m in found[d][: place + 1]]
-        assert before == [*messages, said("assistant", answer)]
-    ends = [(dialogue[:-1], dialogue[-1]["content"]) for dialogue in found]
-    prompts = [([{k: v for k, v in m.items() if k != "logprobs"} for m in prompt], answer) for prompt, answer in ends]
-    assert all(end in made for end in prompts)
-    assert prompts[0] == _main(made)
+        assert bare(found[d][: place + 1]) == [*messages, said("assistant", answer)]
+    for dialogue in found:  # none of them is the beginning of another, which would have taken its end in
+        size = len(dialogue)
+        longer = [other for other in found if len(other) > size and bare(other[:size]) == bare(dialogue)]
+        assert all(other[size - 1]["logprobs"] for other in longer)
+    ends = [(bare(dialogue[:-1]), dialogue[-1]["content"]) for dialogue in found]
+    assert all(end in made for end in ends)
+    assert ends[0] == _main(made)
+
+
+def bare(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in m.items() if k != "logprobs"} for m in messages]
 
 
 def _calls(script: Any) -> list[tuple[list[dict[str, Any]], str]]:
