@@ -23,6 +23,7 @@ OPTIONS: dict[str, Any] = {
     "clip_low": 0.11,
     "clip_high": 0.12,
     "cispo_cap": 3.0,
+    "cispo_floor": 0.5,
     "dual_clip": None,
     "truncated_importance": 2.5,
     "kl": {"beta": 0.013, "estimator": "k1"},
