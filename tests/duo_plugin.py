@@ -6,6 +6,8 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
+from pydantic import Field
+
 from insitu.adapters.insitu_backend import InsituAdapterConfig, InsituTrainerAdapter
 from insitu.registry import (
     Builder,
@@ -66,16 +68,18 @@ async def duo(config: DuoConfig, builder: Builder) -> AsyncIterator[Any]:
 
 
 class LettersConfig(EvaluatorBaseConfig, name="letters"):
-    """The mean code of the answer's characters, and `more`."""
+    """The mean code of the answer's characters, and `more`; or what is `fixed` for the row."""
 
     more: float = 0
+    fixed: dict[str, float] = Field(default_factory=dict)
 
 
 @register_evaluator(config_type=LettersConfig)
 async def letters(config: LettersConfig, builder: Builder) -> AsyncIterator[EvaluatorInfo]:
     async def evaluate(given: EvalInput) -> EvalOutput:
-        scores = [config.more + sum(map(ord, i.output_obj)) / (len(i.output_obj) + 1) for i in given.eval_input_items]
-        items = [EvalOutputItem(id=i.id, score=s) for i, s in zip(given.eval_input_items, scores, strict=True)]
+        means = [sum(map(ord, i.output_obj)) / (len(i.output_obj) + 1) for i in given.eval_input_items]
+        scored = zip(given.eval_input_items, means, strict=True)
+        items = [EvalOutputItem(id=i.id, score=config.fixed.get(i.id, config.more + mean)) for i, mean in scored]
         return EvalOutput(eval_output_items=items)
 
     yield EvaluatorInfo(config=config, evaluate_fn=evaluate, description="mean letter")

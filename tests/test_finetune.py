@@ -265,52 +265,6 @@ def test_a_failed_validation_fails_the_run_and_is_no_reward(project: Path) -> No
     assert "failed: 2 validation(s) failed; the first, at epoch 0: no example could be scored: " in err
 
 
-CURRICULUM = "{enabled: true, initial_percentile: 0.3, increment_percentile: 0.3, expansion_interval: 1}"
-
-
-def test_a_curriculum_goes_on_where_an_earlier_run_ended(project: Path) -> None:
-    on = ("-o", "finetuning.curriculum_learning", CURRICULUM)
-    code, out, err = run(project, *on)
-    assert code == 0, err
-    first = [m["curriculum_state"] for m in lines(project / "run/training_metrics.jsonl")]
-    assert [(s["epoch"], s["current_percentile"], len(s["included_groups"])) for s in first] == [
-        (1, 0.3, 2),
-        (2, 0.6, 4),
-    ]
-    assert set(first[0]["included_groups"]) < set(first[1]["included_groups"])
-    assert "curriculum 60 % (4 of 6 examples)" in out
-    assert [m["dropped"]["curriculum"] for m in lines(project / "run/training_metrics.jsonl")] == [16, 8]
-
-    # the file lies in the folder that is about to be moved aside
-    go_on = ("-o", "trainers.grpo.curriculum_state", "run/curriculum_state.json", "-o", "finetuning.num_epochs", "1")
-    code, out, err = run(project, *on, *go_on)
-    assert code == 0, err
-    assert "the curriculum goes on after epoch 2 of run/curriculum_state.json" in out
-    (third,) = lines(project / "run/training_metrics.jsonl")
-    assert (third["epoch"], third["curriculum_percentile"]) == (1, 0.9)
-    assert set(third["curriculum_state"]["included_groups"]) == {str(i) for i in range(6)}
-    sums = json.loads((project / "run/curriculum_state.json").read_text())["reward_sums"]
-    assert {count for _, count in sums.values()} == {3}
-
-    (project / "old.json").write_text('{"current_percentile": 0.3, "total_groups": 6, "included_groups": ["1"]}')
-    code, out, err = run(project, *on, "-o", "trainers.grpo.curriculum_state", "old.json")
-    assert (code, out) == (2, "")
-    assert "trainers.grpo.curriculum_state: " in err
-    assert "old.json holds no curriculum to go on with" in err
-    assert len(lines(project / "run/training_metrics.jsonl")) == 1  # nothing has been moved
-
-
-def test_a_curriculum_that_leaves_everything_out_is_no_failure_unless_all_epochs_do(project: Path) -> None:
-    write_rows(project, [{"say": "a"}, {"say": "b", "score": "1"}])  # the easiest has no variance
-    on = ("-o", "finetuning.curriculum_learning", "{enabled: true, expansion_interval: 1, increment_percentile: 0.5}")
-    code, out, err = run(project, *on)
-    assert code == 0, err
-    assert "epoch 1 trains nothing: all of it is left out" in out
-    first, second = lines(project / "run/training_metrics.jsonl")
-    assert (first["dropped"], first["filtered_groups"]) == ({"curriculum": 4, "no_variance": 4}, 0)
-    assert (second["dropped"], second["filtered_groups"], second["policy_version"]) == ({"no_variance": 4}, 1, 1)
-
-
 def backend_of(process: subprocess.Popen[str]) -> psutil.Process:
     """The backend process a run has started, once it is there."""
     deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""Runs on a real backend: which calls are trained, on whose reward, and what is no run.
+"""Runs on a real backend: which calls are trained, on whose reward, by which curriculum, and what is no run.
 
 Two functions that ask two models each; what the backend sampled is compared with what it was sent to train on.
 """
@@ -203,3 +203,65 @@ async def test_a_wrong_token_is_told_before_anything_runs(write: Any, served: Se
     with pytest.raises(BackendError, match="token"):
         await train(project(write, served, {}), ("trainer_adapters.a.api_key", "wrong"))
     assert len(served.samples()) == before
+
+
+# the curriculum
+
+STEPS = {"enabled": True, "initial_percentile": 0.3, "increment_percentile": 0.3, "expansion_interval": 1}
+
+
+def metrics_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path.parent / "run/training_metrics.jsonl").read_text().splitlines()]
+
+
+async def test_a_curriculum_goes_on_where_an_earlier_run_ended(
+    write: Any, served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = project(write, served, {"num_epochs": 2, "curriculum_learning": STEPS})
+    write([{"id": f"r{i}", "question": f"row {i}"} for i in range(6)], "rows.jsonl")
+    await train(path)
+    lines = metrics_of(path)
+    states = [line["curriculum_state"] for line in lines]
+    assert [(s["epoch"], s["current_percentile"], len(s["included_groups"])) for s in states] == [
+        (1, 0.3, 2),
+        (2, 0.6, 4),
+    ]
+    assert set(states[0]["included_groups"]) < set(states[1]["included_groups"]) < {f"r{i}" for i in range(6)}
+    assert [line["dropped"] for line in lines] == [{"curriculum": 4 * GENERATIONS}, {"curriculum": 2 * GENERATIONS}]
+    assert [line["filtered_groups"] for line in lines] == [2, 4]
+    trained = [{g[0].metadata["row_id"] for g in c.trajectories} for c in duo_plugin.collections]  # type: ignore[index]
+    assert trained == [set(s["included_groups"]) for s in states]
+    assert "curriculum 60 % (4 of 6 examples)" in capsys.readouterr().out
+
+    # the file lies in the folder that is about to be moved aside
+    go_on = ("trainers.t.curriculum_state", "run/curriculum_state.json")
+    await train(path, go_on, ("finetuning.num_epochs", "1"))
+    assert "the curriculum goes on after epoch 2 of run/curriculum_state.json" in capsys.readouterr().out
+    (third,) = metrics_of(path)
+    assert (third["epoch"], third["curriculum_percentile"]) == (1, 0.9)
+    assert set(third["curriculum_state"]["included_groups"]) == {f"r{i}" for i in range(6)}
+    sums = json.loads((path.parent / "run/curriculum_state.json").read_text())["reward_sums"]
+    assert {count for _, count in sums.values()} == {3}
+
+    write('{"current_percentile": 0.3, "total_groups": 6, "included_groups": ["r1"]}', "old.json")
+    with pytest.raises(
+        ConfigError, match=r"^trainers.t.curriculum_state: .*old.json holds no curriculum to go on with"
+    ):
+        await train(path, ("trainers.t.curriculum_state", "old.json"))
+    assert len(metrics_of(path)) == 1  # nothing has been moved
+
+
+async def test_an_epoch_that_the_curriculum_leaves_empty_is_no_failure_unless_all_are(
+    write: Any, served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = project(write, served, {"num_epochs": 2, "curriculum_learning": {**STEPS, "increment_percentile": 0.5}})
+    easy = ("eval.evaluators.score.fixed", "{r0: 9e9}")  # the easiest has no variance
+    (status,) = await train(path, easy)
+    assert status.status == "completed"
+    assert "epoch 1 trains nothing: all of it is left out" in capsys.readouterr().out
+    first, second = metrics_of(path)
+    assert (first["dropped"], first["filtered_groups"]) == ({"curriculum": GENERATIONS, "no_variance": GENERATIONS}, 0)
+    assert (second["dropped"], second["filtered_groups"]) == ({"no_variance": GENERATIONS}, 1)
+    assert second["policy_version"] == first["policy_version"] + 1
+    with pytest.raises(TrajectoryError, match="no epoch trained anything"):
+        await train(path, easy, ("finetuning.num_epochs", "1"))
