@@ -3,6 +3,8 @@
 import json
 import logging
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,8 @@ HISTORIES: dict[str, list[BaseMessage]] = {
                 {"type": "image", "source_type": "url", "url": "http://127.0.0.1/b.png"},
                 {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}},
                 {"type": "audio", "base64": "UklGRg==", "mime_type": "audio/wav"},
+                {"type": "file", "base64": PNG, "mime_type": "application/pdf", "filename": "a.pdf"},
+                {"type": "file", "base64": PNG, "mime_type": "application/pdf", "extras": {"filename": "b.pdf"}},
             ]
         ),
     ],
@@ -398,9 +402,37 @@ UNREADABLE: list[tuple[Any, Any, str]] = [
 
 @pytest.mark.parametrize(("messages", "answers", "complaint"), UNREADABLE)
 def test_what_cannot_be_read_is_told_with_its_step(messages: Any, answers: Any, complaint: str) -> None:
-    with pytest.raises(TrajectoryError, match=r"^step the-key \(LLM_END\): ") as refused:
+    holder = "LLM_END" if messages in (["q"], None) else "LLM_START"
+    with pytest.raises(TrajectoryError, match=rf"^step the-key \({holder}\): ") as refused:
         parse_to_openai_messages(pair(messages, answers, "the-key"))
     assert complaint in str(refused.value)
+
+
+def fields_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every field and item in a JSON value."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from fields_of(value[key], (*path, key))
+
+
+@pytest.mark.parametrize("name", RECORDED)
+@given(st.data())
+def test_a_payload_of_another_form_is_told_too(name: str, data: st.DataObject) -> None:
+    """A field of a recorded payload is missing or of another type, as another version of a framework may have it."""
+    steps = deepcopy(RECORDED[name]["agent"]["steps"])
+    payload = data.draw(st.sampled_from([s["payload"] for s in steps if s["payload"]["event_type"].startswith("LLM")]))
+    *path, last = data.draw(st.sampled_from(list(fields_of(payload["metadata"]))))
+    holder = reduce(lambda value, key: value[key], path, payload["metadata"])
+    if data.draw(st.booleans()):
+        del holder[last]
+    else:
+        holder[last] = data.draw(st.sampled_from([None, 7, "s", [], [3], {}, {"a": 1}]))
+    complaint = ""
+    try:
+        parse_to_dialogues(steps)
+    except TrajectoryError as error:
+        complaint = str(error)
+    assert not complaint or complaint.startswith(f"step {payload['UUID']} (")
 
 
 def test_logprobs_of_another_kind_and_what_is_no_step() -> None:

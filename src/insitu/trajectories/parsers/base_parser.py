@@ -7,7 +7,7 @@ tool stands in the next prompt.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from insitu.errors import TrajectoryError
@@ -119,9 +119,9 @@ def _pairs(steps: Iterable[Any]) -> list[_Steps]:
 
 def _calls(pair: _Steps, index: int) -> list[ModelCall]:
     answers, known, error = [], {}, "its LLM_END is missing"
-    with naming(pair.end or pair.first):
-        prompt = _prompt(pair)
-        if pair.end is not None:
+    prompt = _prompt(pair)
+    if pair.end is not None:
+        with naming(pair.end):
             known = metadata_of(pair.end)
             answers = answers_of(pair.end, prompt, DIALECTS)
             error = str(known.get("error") or "it ended without an answer")
@@ -150,8 +150,9 @@ def _calls(pair: _Steps, index: int) -> list[ModelCall]:
 
 
 def _prompt(pair: _Steps) -> list[Message]:
-    given: Sequence[Any] = [prompt_of(step) for step in (pair.start, pair.end) if step is not None]
-    told = next((value for value in given if value is not None), None)
-    if told is None:
+    for step in (pair.start, pair.end):
+        if step is not None and (told := prompt_of(step)) is not None:
+            with naming(step):
+                return read_prompt(told, DIALECTS)
+    with naming(pair.end or pair.first):
         raise TrajectoryError("what the model was asked is neither in it nor in an LLM_START of its UUID")
-    return read_prompt(told, DIALECTS)

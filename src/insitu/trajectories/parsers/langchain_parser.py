@@ -159,7 +159,9 @@ def _media(block: dict[str, Any]) -> Message:
     data, url = source.get("base64") or source.get("data"), source.get("url") or source.get("file_id")
     if not isinstance(data or url, str):
         raise TrajectoryError(f"content of type {kind!r} with neither data nor url nor file_id")
-    return media_part(mime, data, url)
+    places = (block, block.get("extras") or {}, block.get("metadata") or {})
+    name = next((place["filename"] for place in places if "filename" in place), None) if kind == "file" else None
+    return media_part(mime, data, url, **({"filename": name} if name else {}))
 
 
 LANGCHAIN = Dialect(_messages, _answers)

@@ -167,11 +167,14 @@ def as_step(given: Any) -> IntermediateStep:
 
 @contextmanager
 def naming(step: IntermediateStep) -> Iterator[None]:
-    """Says in every TrajectoryError which step it is about."""
+    """Says in every TrajectoryError which step it is about, and raises one for what lies in an unknown form there."""
+    where = f"step {step.UUID} ({step.event_type})"
     try:
         yield
     except TrajectoryError as error:
-        raise TrajectoryError(f"step {step.UUID} ({step.event_type}): {error}") from error
+        raise TrajectoryError(f"{where}: {error}") from error
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # a field lacks, or is of another type
+        raise TrajectoryError(f"{where}: it does not have the form its framework gives it: {error!r}") from error
 
 
 def json_text(value: Any) -> str:
