@@ -72,10 +72,9 @@ class LineStream(Response):
                 await send({"type": "http.response.body", "body": line, "more_body": True})
         except JobFailed as error:
             logger.error("model %s: %s", self._run.model.key, error)
-            if begun:
-                raise
-            await failure(str(error), 500)(scope, receive, send)
-            return
+            if not begun:
+                await failure(str(error), 500)(scope, receive, send)
+            return  # an answer that has begun and does not end is a broken connection
         finally:
             gone = left.done()
             left.cancel()

@@ -3,8 +3,8 @@
 import asyncio
 import hashlib
 import logging
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from insitu.backend.inference.tokens import ChatTokenizer
 from insitu.backend.training.batches import optimiser_steps
 from insitu.backend.training.jobs import Job, Jobs
 from insitu.errors import JobFailed, RequestRefused
-from insitu.schemas.wire import JobState
+from insitu.schemas.wire import JobState, TrainingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -44,19 +44,25 @@ class Ask:
 
 @dataclass
 class Run:
-    """A job that an ART client started; `delivered` once its whole reply has been sent to a client that was there."""
+    """A job that an ART client started; `delivered` once its whole reply has been sent to a client that was there.
+
+    `counts` are what its metrics say of the groups, `dropped` what was left out of them by reason.
+    """
 
     job: Job
     model: ArtModel
-    batch: Batch
-    groups: list[Group]
-    steps: int
+    counts: dict[str, int]
+    dropped: Mapping[str, int]
     digest: bytes
     delivered: bool = False
 
+    @property
+    def steps(self) -> int:
+        return self.counts["num_gradient_steps"]
+
     def state(self) -> dict[str, Any]:
         """What there is to know of it over HTTP."""
-        more = {"model": self.model.key, "dropped": dict(self.batch.dropped), "gradient_steps": self.steps}
+        more = {"model": self.model.key, "dropped": dict(self.dropped), "gradient_steps": self.steps}
         return self.job.state.model_dump() | more
 
     async def lines(self) -> AsyncIterator[dict[str, float]]:
@@ -79,7 +85,7 @@ class Run:
     def _line(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Under the names of every generation of clients that may ask."""
         known = {name: metrics.get(name) or 0.0 for name in ("loss", "grad_norm", "entropy", "learning_rate")}
-        dropped = {f"dropped_{reason}": float(count) for reason, count in self.batch.dropped.items()}
+        dropped = {f"dropped_{reason}": float(count) for reason, count in self.dropped.items()}
         old = {
             **{name: value for name, value in known.items() if name != "learning_rate"},
             **({"kl_div": metrics["kl"]} if metrics.get("kl") is not None else {}),
@@ -90,20 +96,10 @@ class Run:
         new = {
             **{f"loss/{'train' if name == 'loss' else name}": value for name, value in known.items()},
             **({"loss/kl_policy_ref": metrics["kl"]} if metrics.get("kl") is not None else {}),
-            **{f"data/step_{name}": float(value) for name, value in self.counts().items()},
+            **{f"data/step_{name}": float(value) for name, value in self.counts.items()},
             **{f"data/step_{name}": value for name, value in dropped.items()},
         }
         return old | new
-
-    def counts(self) -> dict[str, int]:
-        return {
-            "num_scenarios": len(self.groups),
-            "num_trajectories": sum(len(group.trajectories) + group.exceptions for group in self.groups),
-            "num_groups_submitted": len(self.groups),
-            "num_groups_trainable": self.batch.trainable_groups,
-            "trainer_tokens": sum(len(row.positions) for row in self.batch.rows),
-            "num_gradient_steps": self.steps,
-        }
 
 
 class ArtJobs:
@@ -115,10 +111,18 @@ class ArtJobs:
         self._tokens = tokens
         self._runs: OrderedDict[str, Run] = OrderedDict()
         self._latest: dict[str, Run] = {}  # by the model's key
+        self._refused: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
         self._turns: dict[str, asyncio.Lock] = {}
 
     async def start(self, ask: Ask) -> Run:
         """The run of this request: a new one, or the one it has already. Raises RequestRefused where it cannot be."""
+        try:
+            return await self._start(ask)
+        except RequestRefused as error:  # whose answer not every client shows
+            self._refused.appendleft({"model": ask.model.key, "message": str(error), "param": error.param})
+            raise
+
+    async def _start(self, ask: Ask) -> Run:
         async with self._turns.setdefault(ask.model.key, asyncio.Lock()):
             if run := self._known(ask):
                 return run
@@ -131,8 +135,7 @@ class ArtJobs:
             )
             registered.history.log(registered.step, "train", ask.groups)
             job = self._jobs.submit(_key(ask), settings, batch.rows, registered.learner)
-            steps = len(optimiser_steps(batch.rows, settings)) if batch.rows else 0
-            run = Run(job, ask.model, batch, ask.groups, steps, ask.digest)
+            run = Run(job, ask.model, _counts(ask.groups, batch, settings), batch.dropped, ask.digest)
             self._runs[job.state.id] = self._latest[ask.model.key] = run
             if len(self._runs) > REMEMBERED:
                 self._runs.popitem(last=False)
@@ -171,9 +174,25 @@ class ArtJobs:
             raise RequestRefused(f"there is no job {id!r}; there are: {known}", status=404, code="job_not_found")
         return self._runs[id]
 
-    def all(self) -> list[Run]:
+    def state(self) -> dict[str, Any]:
         """The latest first."""
-        return list(reversed(self._runs.values()))
+        return {"jobs": [run.state() for run in reversed(self._runs.values())], "refused": list(self._refused)}
+
+    def busy(self, model: ArtModel) -> bool:
+        run = self._latest.get(model.key)
+        return run is not None and not run.job.ended
+
+
+def _counts(groups: Sequence[Group], batch: Batch, settings: TrainingSettings) -> dict[str, int]:
+    """By ART's names."""
+    return {
+        "num_scenarios": len(groups),
+        "num_trajectories": sum(len(group.trajectories) + group.exceptions for group in groups),
+        "num_groups_submitted": len(groups),
+        "num_groups_trainable": batch.trainable_groups,
+        "trainer_tokens": sum(len(row.positions) for row in batch.rows),
+        "num_gradient_steps": len(optimiser_steps(batch.rows, settings)) if batch.rows else 0,
+    }
 
 
 def _key(ask: Ask) -> str | None:

@@ -84,9 +84,9 @@ def read_model(data: Any, where: str = "model") -> ArtModel:
     return ArtModel(
         name=_required(given, "name", str, where),
         project=_required(given, "project", str, where),
-        entity=_optional(given, "entity", str, where) or DEFAULT_ENTITY,
-        base_model=_optional(given, "base_model", str, where),
-        config=present(_optional(given, "_internal_config", dict, where) or {}),
+        entity=optional(given, "entity", str, where) or DEFAULT_ENTITY,
+        base_model=optional(given, "base_model", str, where),
+        config=present(optional(given, "_internal_config", dict, where) or {}),
         generation="B" if "base_path" in given else "A",
     )
 
@@ -105,17 +105,17 @@ def _group(data: Any, where: str) -> Group:
     trajectories = _required(given, "trajectories", list, where)
     return Group(
         [_trajectory(each, f"{where}.trajectories.{n}") for n, each in enumerate(trajectories)],
-        len(_optional(given, "exceptions", list, where) or []),
+        len(optional(given, "exceptions", list, where) or []),
     )
 
 
 def _trajectory(data: Any, where: str) -> Trajectory:
     given = present(_typed(data, dict, where))
-    further = _optional(given, "additional_histories", list, where) or []
+    further = optional(given, "additional_histories", list, where) or []
     own = {key: given[key] for key in ("messages_and_choices", "tools") if key in given}
-    metrics = _optional(given, "metrics", dict, where) or {}
+    metrics = optional(given, "metrics", dict, where) or {}
     return Trajectory(
-        float(_optional(given, "reward", (int, float), where) or 0.0),
+        float(optional(given, "reward", (int, float), where) or 0.0),
         [
             _history(own, where),
             *(_history(each, f"{where}.additional_histories.{n}") for n, each in enumerate(further)),
@@ -126,8 +126,8 @@ def _trajectory(data: Any, where: str) -> Trajectory:
 
 def _history(data: Any, where: str) -> History:
     given = present(_typed(data, dict, where))
-    turns = _optional(given, "messages_and_choices", list, where) or []
-    tools = _optional(given, "tools", list, where)
+    turns = optional(given, "messages_and_choices", list, where) or []
+    tools = optional(given, "tools", list, where)
     return History(
         [_turn(each, f"{where}.messages_and_choices.{n}") for n, each in enumerate(turns)],
         [_tool(each, f"{where}.tools.{n}") for n, each in enumerate(tools)] if tools else None,
@@ -154,26 +154,25 @@ def _turn(data: Any, where: str) -> Turn:
         return Turn(_message(given, where))
     message = _message(_typed(given["message"], dict, f"{where}.message"), f"{where}.message")
     content = _sampled(given, where)
-    ids = _optional(given, "token_ids", list, where) or _spelt_ids(content)
+    ids = optional(given, "token_ids", list, where) or _spelt_ids(content)
     if not content or not ids:
         return Turn(message)
     logprobs = [_required(_typed(each, dict, where), "logprob", (int, float), where) for each in content]
     if len(ids) != len(logprobs):
         raise _refused(f"{where} has {len(ids)} token_ids and {len(logprobs)} logprobs", where)
-    return Turn(message, ids, logprobs, _optional(given, "prompt_token_ids", list, where))
+    return Turn(message, ids, logprobs, optional(given, "prompt_token_ids", list, where))
 
 
 def _sampled(choice: Mapping[str, Any], where: str) -> list[Any]:
-    logprobs = present(_optional(choice, "logprobs", dict, where) or {})
+    logprobs = present(optional(choice, "logprobs", dict, where) or {})
     return logprobs.get("content") or logprobs.get("refusal") or []
 
 
 def _spelt_ids(content: list[Any]) -> list[int] | None:
     """The ids in `token_id:N`; none where the tokens are text, which may stand for several ids."""
     spelt = [each.get("token") if isinstance(each, dict) else None for each in content]
-    if not all(isinstance(token, str) and token.startswith(TOKEN_ID) for token in spelt):
-        return None
-    return [int(token.removeprefix(TOKEN_ID)) for token in spelt if token]
+    ids = [token.removeprefix(TOKEN_ID) if isinstance(token, str) and TOKEN_ID in token else "" for token in spelt]
+    return [int(id) for id in ids] if all(id.isdecimal() for id in ids) else None
 
 
 def _message(data: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -183,14 +182,16 @@ def _message(data: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise _refused(f"{where} is no message: {error}", where) from None
 
 
-def _optional(given: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:
-    return _typed(given[key], kind, f"{where}.{key}") if key in given else None
+def optional(given: Mapping[str, Any], key: str, kind: Any, where: str = "") -> Any:
+    """The value of a key, none where it is absent or null. Raises RequestRefused where it is no `kind`."""
+    place = f"{where}.{key}" if where else key
+    return _typed(given[key], kind, place) if given.get(key) is not None else None
 
 
 def _required(given: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:
     if key not in given:
         raise _refused(f"{where} has no {key}", f"{where}.{key}")
-    return _optional(given, key, kind, where)
+    return optional(given, key, kind, where)
 
 
 def _typed(value: Any, kind: Any, where: str) -> Any:

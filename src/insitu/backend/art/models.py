@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from insitu.backend.art.history import History
-from insitu.backend.art.messages import ArtModel
+from insitu.backend.art.messages import ArtModel, optional
 from insitu.backend.compute import Compute
 from insitu.backend.inference.completions import Served
 from insitu.backend.inference.engine import Engine, Weights
@@ -41,15 +41,23 @@ class Registered:
     def step(self) -> int:
         return self.learner.version
 
-    def names(self) -> dict[str, Served]:
-        """Every name of it: `NAME` and `NAME@K`, and as an artifact of the serverless protocol."""
-        lineage, artifact = self.learner.lineage, ARTIFACT + self.model.key
-        newest = Served(Weights(None, lineage), self.step, takes_back=True)
-        names = {self.model.name: newest, artifact: newest}
-        for step in self.learner.versions:
-            served = Served(Weights(step, lineage), step, takes_back=True)
-            names |= {f"{self.model.name}@{step}": served, f"{artifact}:step{step}": served}
-        return names
+    def find(self, name: str) -> Served | None:
+        """`NAME` is the latest step and `NAME@K` another, or as artifacts of the serverless protocol."""
+        lineage = self.learner.lineage
+        for own, mark in self._forms():
+            if name == own:
+                return Served(Weights(None, lineage), self.step, takes_back=True)
+            step = name.removeprefix(own + mark)
+            if step != name and step.isdecimal() and int(step) in self.learner.versions:
+                return Served(Weights(int(step), lineage), int(step), takes_back=True)
+        return None
+
+    def names(self) -> list[str]:
+        steps = self.learner.versions
+        return [name for own, mark in self._forms() for name in (own, *(f"{own}{mark}{step}" for step in steps))]
+
+    def _forms(self) -> tuple[tuple[str, str], ...]:
+        return (self.model.name, "@"), (ARTIFACT + self.model.key, ":step")
 
 
 class ArtModels:
@@ -71,7 +79,7 @@ class ArtModels:
         for what, text in (("entity", model.entity), ("project", model.project), ("name", model.name)):
             if text in ("", ".", ".."):
                 raise RequestRefused(f"the model's {what} is {text!r}, which names no folder", status=422, param=what)
-        asked = model.config.get("init_args", {}).get("model_name") or model.base_model
+        asked = optional(optional(model.config, "init_args", dict) or {}, "model_name", str) or model.base_model
         if asked is None or not self._is_base(asked):
             raise RequestRefused(
                 f"base_model is {asked!r}, but this backend has loaded {self._source!r}, which is also known as "
@@ -85,12 +93,13 @@ class ArtModels:
                 raise _taken(model, f"{other.model.key} is served under it")
         if model.name == self._name:
             raise _taken(model, "this backend serves its own model under it (its option --name)")
-        self._aliases[asked] = None
+        if asked != self._name:
+            self._aliases[asked] = None
 
     async def open(self, model: ArtModel) -> Registered:
         """The model, which goes on from the checkpoints it has. Raises RequestRefused as `check`."""
+        self.check(model)
         if model.key not in self._models:
-            self.check(model)
             folder = self.folder(model)
             learner = await self._compute.call(self._open, model.key, folder)
             if model.key not in self._models:  # somebody else may have been quicker
@@ -142,7 +151,7 @@ class ArtModels:
     def find(self, model: str) -> Served | None:
         if model in self._aliases:
             return Served(Weights(0), 0, takes_back=True)
-        return next((names[model] for names in map(Registered.names, self._models.values()) if model in names), None)
+        return next(filter(None, (registered.find(model) for registered in self._models.values())), None)
 
     def all(self) -> list[str]:
         return [*self._aliases, *(name for registered in self._models.values() for name in registered.names())]

@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from insitu.backend.art.answers import LineStream, answering, body_of
 from insitu.backend.art.jobs import ArtJobs, Ask
-from insitu.backend.art.messages import ArtModel, read_groups, read_model
+from insitu.backend.art.messages import optional, read_groups, read_model
 from insitu.backend.art.models import ArtModels
 from insitu.backend.inference.engine import Engine
 from insitu.errors import RequestRefused
@@ -75,7 +75,8 @@ class _Protocol:
         """Where to sample from, and the key for it: our own where there is one, or else the one that was asked for."""
         _, data = await body_of(request)
         await self._models.open(read_model(data.get("model")))
-        asked = ((data.get("config") or {}).get("server_args") or {}).get("api_key")
+        server = optional(optional(data, "config", dict) or {}, "server_args", dict, "config") or {}
+        asked = optional(server, "api_key", str, "config.server_args")
         return [f"{request.url.scheme}://{request.url.netloc}/v1", self._token or asked or "default"]
 
     async def train(self, request: Request) -> Response:
@@ -83,7 +84,7 @@ class _Protocol:
         ask = Ask.of(
             read_model(data.get("model")),
             read_groups(data.get("trajectory_groups")),
-            (data.get("config") or {}, data.get("dev_config") or {}),
+            (optional(data, "config", dict) or {}, optional(data, "dev_config", dict) or {}),
             request.headers.get("idempotency-key"),
             body,
         )
@@ -91,17 +92,17 @@ class _Protocol:
 
     async def log(self, request: Request) -> None:
         _, data = await body_of(request)
-        model = data.get("model") or {}
-        if model.get("trainable", True):
-            registered = await self._models.open(read_model(model))
-            registered.history.log(registered.step, data.get("split") or "val", read_groups(data["trajectory_groups"]))
+        if (optional(data, "model", dict) or {}).get("trainable", True):
+            registered = await self._models.open(read_model(data.get("model")))
+            split = optional(data, "split", str) or "val"
+            registered.history.log(registered.step, split, read_groups(data.get("trajectory_groups")))
 
     async def delete_checkpoints(self, request: Request) -> None:
         """All but the latest and the best by what was logged."""
         _, data = await body_of(request)
         registered = await self._models.open(read_model(data, "the body"))
         metric = request.query_params.get("benchmark", "val/reward")
-        smoothing = float(request.query_params.get("benchmark_smoothing", "1"))
+        smoothing = _smoothing(request.query_params.get("benchmark_smoothing", "1"))
         versions = registered.learner.versions
         kept = {registered.history.best(metric, smoothing, versions)}
         await self._models.delete_steps(registered, set(versions) - kept)
@@ -109,20 +110,32 @@ class _Protocol:
     async def delete_checkpoint_files(self, request: Request) -> None:
         _, data = await body_of(request)
         registered = await self._models.open(read_model(data.get("model")))
-        kept = set(data.get("steps_to_keep") or [])
+        kept = set(optional(data, "steps_to_keep", list) or [])
         await self._models.delete_steps(registered, set(registered.learner.versions) - kept)
 
     async def elsewhere(self, request: Request) -> None:
         _, data = await body_of(request)
-        model: ArtModel = read_model(data.get("model"))
+        model = read_model(data.get("model"))
         raise RequestRefused(
             f"{request.url.path} is not supported here; the checkpoints of {model.key} lie in "
             f"{self._models.folder(model) / 'checkpoints'}",
             code="unsupported",
         )
 
-    async def list_jobs(self, request: Request) -> list[dict[str, Any]]:
-        return [run.state() for run in self._jobs.all()]
+    async def list_jobs(self, request: Request) -> dict[str, Any]:
+        return self._jobs.state()
 
     async def job(self, request: Request) -> dict[str, Any]:
         return self._jobs.get(request.path_params["id"]).state()
+
+
+def _smoothing(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise RequestRefused(
+            f"benchmark_smoothing is {text!r}; allowed: above 0 and up to 1", status=422, param="benchmark_smoothing"
+        )
+    return value

@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from insitu.backend.art.answers import answering, body_of
 from insitu.backend.art.jobs import ArtJobs, Ask, Run
-from insitu.backend.art.messages import present, read_groups, read_model
+from insitu.backend.art.messages import optional, present, read_groups, read_model
 from insitu.backend.art.models import ArtModels, Registered
 from insitu.errors import RequestRefused
 
@@ -48,12 +48,15 @@ class _Serverless:
             "entity": model.entity,
             "project": model.project,
             "name": model.name,
-            "base_model": data["base_model"],
+            "base_model": model.base_model,
             "run_id": None,
         }
 
     async def delete(self, request: Request) -> None:
-        await self._models.delete(self._model(request))
+        registered = self._model(request)
+        if self._jobs.busy(registered.model):
+            raise RequestRefused(f"{registered.model.key} is being trained", status=409, code="model_busy")
+        await self._models.delete(registered)
 
     async def checkpoints(self, request: Request) -> dict[str, Any]:
         registered = self._model(request)
@@ -67,14 +70,16 @@ class _Serverless:
     async def delete_checkpoints(self, request: Request) -> dict[str, Any]:
         _, data = await body_of(request)
         registered = self._model(request)
-        steps = set(data.get("steps") or [])
+        steps = set(optional(data, "steps", list) or [])
         deleted = await self._models.delete_steps(registered, steps)
         return {"deleted_count": len(deleted), "not_found_steps": sorted(steps - set(deleted))}
 
     async def log(self, request: Request) -> None:
         _, data = await body_of(request)
         registered = self._model(request)
-        registered.history.log(registered.step, data.get("split") or "val", read_groups(data.get("trajectory_groups")))
+        registered.history.log(
+            registered.step, optional(data, "split", str) or "val", read_groups(data.get("trajectory_groups"))
+        )
 
     async def train(self, request: Request) -> dict[str, str]:
         body, data = await body_of(request)
@@ -82,7 +87,7 @@ class _Serverless:
         ask = Ask.of(
             replace(registered.model, generation="B"),  # whose defaults the service has
             read_groups(data.get("trajectory_groups")),
-            ({}, present(data.get("experimental_config") or {})),
+            ({}, present(optional(data, "experimental_config", dict) or {})),
             request.headers.get("idempotency-key"),
             body,
         )

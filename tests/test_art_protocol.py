@@ -1,0 +1,335 @@
+"""The protocols of ART over HTTP: recorded sessions of official clients, and what can go wrong on either side."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from tiny_models import save_tiny_model
+
+from insitu.backend.model import load_model
+from insitu.backend.options import BackendOptions
+from insitu.backend.server import create_backend
+
+DATA = Path(__file__).parent / "data/art"
+MODEL = {"name": "agent", "project": "games", "base_model": "some-hub/llama", "base_path": ".art", "trainable": True}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = save_tiny_model(tmp_path_factory.mktemp("model") / "llama", max_position_embeddings=1024)
+    yield load_model(str(folder), "cpu")
+    torch.set_num_threads(before)
+
+
+@contextlib.asynccontextmanager
+async def serving(loaded, folder: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the whole backend on a port."""
+    told = BackendOptions(model=loaded.source, threads=1, max_batch=8, **options)
+    backend = create_backend(loaded, told, folder)
+    await backend.start()
+    server = uvicorn.Server(uvicorn.Config(backend.app, port=0, log_level="critical", lifespan="off"))
+    task = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    try:
+        async with httpx.AsyncClient(base_url=address, timeout=60) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        await task
+        await backend.close()
+
+
+def session(release: str) -> list[dict[str, Any]]:
+    return json.loads((DATA / f"{release}.json").read_text())
+
+
+def groups(release: str = "0.5.4") -> list[dict[str, Any]]:
+    return next(e["body"]["trajectory_groups"] for e in session(release) if "trajectory_groups" in (e["body"] or {}))
+
+
+def training(model: dict = MODEL, trained: list | None = None, config: dict | None = None, **dev_config: Any) -> dict:
+    told = {"learning_rate": 1e-3} | (config or {})
+    return {
+        "model": model,
+        "trajectory_groups": groups() if trained is None else trained,
+        "config": told,
+        "dev_config": dev_config,
+        "verbose": False,
+    }
+
+
+async def train(client: httpx.AsyncClient, body: dict, **headers: str) -> list[dict]:
+    reply = await client.post("/_train_model", json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    return [json.loads(line) for line in reply.text.splitlines()]
+
+
+async def step(client: httpx.AsyncClient, model: dict = MODEL) -> int:
+    return (await client.post("/_get_step", json=model)).json()
+
+
+async def say(client: httpx.AsyncClient, model: str, **more: Any) -> httpx.Response:
+    asked = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "seed": 1}
+    return await client.post("/v1/chat/completions", json=asked | more)
+
+
+async def logprobs(client: httpx.AsyncClient, model: str) -> list[float]:
+    choice = (await say(client, model, logprobs=True)).json()["choices"][0]
+    return [token["logprob"] for token in choice["logprobs"]["content"]]
+
+
+async def test_a_recorded_session_of_0_5_4(loaded, tmp_path):
+    """Every request gets an answer like the recorded one; what is sampled before training is the same."""
+    async with serving(loaded, tmp_path) as client:
+        trained = []
+        for sent in session("0.5.4"):
+            reply = await client.request(sent["method"], sent["path"], json=sent["body"], headers=sent["headers"])
+            assert reply.status_code == sent["status"] == 200, reply.text
+            if sent["path"] == "/_train_model":
+                trained.append([json.loads(line) for line in reply.text.splitlines()])
+                before = [json.loads(line) for line in sent["answer"].splitlines()]
+                assert [line.keys() for line in trained[-1]] == [line.keys() for line in before]
+                for line, recorded in zip(trained[-1], before, strict=True):
+                    assert line == pytest.approx(recorded, rel=1e-3, abs=1e-5)
+            elif sent["path"] == "/_prepare_backend_for_training":
+                assert reply.json() == [f"{client.base_url}/v1", "default"]
+            elif "chat" in sent["path"] and not trained:
+                choice, before = reply.json()["choices"][0], json.loads(sent["answer"])["choices"][0]
+                assert choice["message"]["content"] == before["message"]["content"]
+                assert choice["prompt_token_ids"] == before["prompt_token_ids"]
+            elif sent["path"] == "/_get_step":
+                assert reply.json() == 2
+        assert [line["num_gradient_steps"] for line in trained[0]] == [2, 2]
+        assert trained[0][1]["kl_div"] > 0  # beta is 0.1
+        assert trained[1] == [
+            {"loss": 0, "grad_norm": 0, "entropy": 0, "num_gradient_steps": 0, "dropped_equal_rewards": 2}
+        ]
+        # Nothing was logged at step 1, so that is what _delete_checkpoints deleted.
+        names = [entry["id"] for entry in (await client.get("/v1/models")).json()["data"]]
+        assert {"recorded-0.5.4", "recorded-0.5.4@0", "recorded-0.5.4@2", "tiny/llama"} <= {*names}
+        assert (await say(client, "recorded-0.5.4@1")).status_code == 404
+        assert [path.name for path in tmp_path.glob("art/insitu/tests/*/checkpoints/*")] == ["step_000002"]
+
+
+async def test_a_recorded_session_of_0_5_18(loaded, tmp_path):
+    """The serverless protocol; ids of jobs are new, everything else is as recorded."""
+    async with serving(loaded, tmp_path) as client:
+        jobs: dict[str, str] = {}
+        for sent in session("0.5.18"):
+            path = sent["path"]
+            for recorded, ours in jobs.items():
+                path = path.replace(recorded, ours)
+            reply = await client.request(sent["method"], path, json=sent["body"], headers=sent["headers"])
+            assert reply.status_code == sent["status"] == 200, reply.text
+            answer, before = reply.json(), json.loads(sent["answer"])
+            if path == "/v1/preview/training-jobs":
+                jobs[before["id"]] = answer["id"]
+            elif path.endswith("/events"):
+                while answer["data"][-1]["type"] not in ("training_ended", "training_failed"):
+                    answer = (await client.get(path)).json()
+                assert [event["type"] for event in answer["data"]] == [event["type"] for event in before["data"]]
+                assert answer["data"][0] == before["data"][0]
+                for event, recorded in zip(answer["data"][1:-1], before["data"][1:-1], strict=True):
+                    assert event["data"] == pytest.approx(recorded["data"], rel=1e-3, abs=1e-5)
+            elif "checkpoints" in path or path.endswith("/models"):
+                assert answer == before
+        artifact = "wandb-artifact:///insitu/tests/recorded-0.5.18"
+        for name, status in ((artifact, 200), (f"{artifact}:step2", 200), (f"{artifact}:step1", 404)):
+            assert (await say(client, name)).status_code == status
+        id = session("0.5.18")[0]["answer"]
+        id = json.loads(id)["id"]
+        assert (await client.delete(f"/v1/preview/models/{id}")).status_code == 200
+        assert (await say(client, artifact)).status_code == 404
+        assert not list(tmp_path.glob("art/*/*/*"))
+
+
+async def test_metrics_of_later_clients(loaded, tmp_path):
+    """Under the names of all releases, the number of steps the same on each line."""
+    async with serving(loaded, tmp_path) as client:
+        lines = await train(client, training(packed_sequence_length=400))
+        assert len(lines) > 2
+        for line in lines:
+            assert line["num_gradient_steps"] == line["data/step_num_gradient_steps"] == len(lines)
+            assert line["loss/train"] == line["loss"]
+            assert line["loss/learning_rate"] == 1e-3
+            assert (line["data/step_num_groups_submitted"], line["data/step_num_groups_trainable"]) == (3, 2)
+            assert (line["data/step_num_trajectories"], line["data/step_dropped_equal_rewards"]) == (9, 2)
+            assert line["data/step_trainer_tokens"] == json.dumps(groups()[:2]).count("token_id:")
+        skipped = await train(client, training(trained=groups()[2:]))
+        assert len(skipped) == 1
+        assert skipped[0]["loss/train"] == skipped[0]["data/step_num_gradient_steps"] == 0
+        assert await step(client) == 2
+        first, second = [(await say(client, name)).json() for name in ("agent@1", "agent@2")]
+        assert first["choices"] == second["choices"]  # the skipped step has the same weights
+
+
+async def test_names_and_the_spelling_of_tokens(loaded, tmp_path):
+    async with serving(loaded, tmp_path) as client:
+        await client.post("/_prepare_backend_for_training", json={"model": MODEL, "config": None})
+        for name in ("agent", "agent@0", "some-hub/llama"):
+            choice = (await say(client, name)).json()["choices"][0]
+            assert all(token["token"].startswith("token_id:") for token in choice["logprobs"]["content"])
+            assert choice["prompt_token_ids"][0] == 258
+        plain = (await say(client, "agent", return_tokens_as_token_ids=False)).json()["choices"][0]
+        assert not plain["logprobs"]["content"][0]["token"].startswith("token_id:")
+        native = (await say(client, "policy", logprobs=True, return_tokens_as_token_ids=True)).json()["choices"][0]
+        assert native["logprobs"]["content"][0]["token"].startswith("token_id:")
+        assert "prompt_token_ids" not in native
+        assert (await say(client, "policy")).json()["choices"][0]["logprobs"] is None
+        for name in ("agent@1", "agent@x", "agent@", "other", "wandb-artifact:///insitu/games/agent:step9"):
+            assert (await say(client, name)).status_code == 404
+        assert (await client.get("/v1/models/some-hub/llama")).json()["policy_version"] == 0
+
+
+async def test_each_model_is_a_line_of_its_own(loaded, tmp_path):
+    """From the same start: training one changes neither the others nor the backend's own."""
+    other = MODEL | {"name": "other"}
+    async with serving(loaded, tmp_path) as client:
+        start = await logprobs(client, "policy")
+        await train(client, training(config={"learning_rate": 1e-2}))
+        await train(client, training(config={"learning_rate": 1e-2}, trained=groups()[:1]))
+        await train(client, training(other, config={"learning_rate": 1e-2}))
+        assert (await step(client), await step(client, other)) == (2, 1)
+        said = {name: await logprobs(client, name) for name in ("agent", "agent@1", "other", "other@1")}
+        assert await logprobs(client, "policy") == await logprobs(client, "agent@0") == start
+        assert said["other"] == said["other@1"] == said["agent@1"] != start
+        assert said["agent"] != said["agent@1"]
+        assert (await client.get("/health")).json()["policy_version"] == 0
+
+
+async def test_a_model_goes_on_in_another_process(loaded, tmp_path):
+    async with serving(loaded, tmp_path) as client:
+        await train(client, training(config={"learning_rate": 1e-2}))
+        await client.post("/_log", json={"model": MODEL, "trajectory_groups": groups(), "split": "val"})
+        said = (await say(client, "agent")).json()["choices"][0]
+    async with serving(loaded, tmp_path) as client:
+        assert (await say(client, "agent")).status_code == 404  # until somebody asks for the model
+        assert await step(client) == 1
+        assert (await say(client, "agent")).json()["choices"][0] == said
+        await train(client, training(config={"learning_rate": 1e-2}))
+        assert await step(client) == 2
+        kept = MODEL | {"_internal_config": None}
+        await client.post("/_delete_checkpoints", json=kept, params={"benchmark": "val/reward"})
+        assert (await say(client, "agent@1")).json()["choices"][0] == said  # the best of what was logged
+        await client.post("/_delete_checkpoint_files", json={"model": kept, "steps_to_keep": []})
+        assert (await say(client, "agent@1")).status_code == 404
+        assert (await say(client, "agent")).status_code == 200
+
+
+async def test_a_lost_reply_is_not_paid_twice(loaded, tmp_path):
+    """Who left before the end and sends the same again gets the reply; who had it means to train once more."""
+    body = training(packed_sequence_length=100)
+    async with serving(loaded, tmp_path) as client:
+        async with client.stream("POST", "/_train_model", json=body) as reply:
+            first = await anext(reply.aiter_lines())
+        again = await train(client, body)
+        assert json.loads(first) == again[0]
+        assert await step(client) == 1
+        assert len((await client.get("/art/jobs")).json()["jobs"]) == 1
+        once_more = await train(client, body)
+        assert once_more[0]["loss"] != again[0]["loss"]
+        assert await step(client) == 2
+        named = await train(client, body, **{"Idempotency-Key": "epoch 3"})
+        assert await train(client, body, **{"Idempotency-Key": "epoch 3"}) == named
+        assert await step(client) == 3
+
+
+async def test_failures_can_be_read(loaded, tmp_path):
+    """Before the first line by status, in the middle by a broken connection; each time at /art/jobs, and undone."""
+    targets = {"_internal_config": {"peft_args": {"target_modules": ["nowhere"]}}}
+    async with serving(loaded, tmp_path) as client:
+        early = await client.post("/_train_model", json=training(MODEL | targets))
+        assert early.status_code == 500
+        assert "nowhere" in early.json()["detail"] == early.json()["error"]["message"]
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post(
+                "/_train_model", json=training(config={"learning_rate": 1e38}, packed_sequence_length=300)
+            )
+        refused = await client.post("/_train_model", json=training(kimi_k2_tau=0.5))
+        assert refused.status_code == 422
+        assert refused.json()["detail"] == refused.json()["error"]["message"]
+        state = (await client.get("/art/jobs")).json()
+        assert [(job["status"], job["model"]) for job in state["jobs"]] == [("failed", "insitu/games/agent")] * 2
+        assert "the weights are those before it" in state["jobs"][0]["message"]
+        assert state["refused"][0]["param"] == "kimi_k2_tau"
+        assert (await client.get(f"/art/jobs/{state['jobs'][1]['id']}")).json() == state["jobs"][1]
+        assert await step(client) == 0
+        await train(
+            client, training(MODEL | {"_internal_config": {"peft_args": {"r": 2, "target_modules": ["q_proj"]}}})
+        )
+        assert await step(client) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "named"),
+    [
+        ("/register", MODEL | {"base_model": "Qwen/Qwen2.5-3B"}, 409, "base_model is 'Qwen/Qwen2.5-3B', but this"),
+        ("/register", MODEL | {"name": ".."}, 422, "the model's name is '..'"),
+        ("/register", MODEL | {"name": "policy"}, 409, "the name 'policy'"),
+        ("/register", MODEL | {"project": "others"}, 409, "insitu/games/agent is served under it"),
+        ("/register", [MODEL], 422, "the body is"),
+        ("/_train_model", {"model": MODEL, "trajectory_groups": {}}, 422, "trajectory_groups is"),
+        ("/_train_model", {"model": MODEL, "trajectory_groups": [], "config": 3}, 422, "config is '3'; expected dict"),
+        ("/_delete_checkpoints?benchmark_smoothing=2", MODEL, 422, "benchmark_smoothing is '2'"),
+        ("/_experimental_push_to_s3", {"model": MODEL}, 400, "the checkpoints of insitu/games/agent lie in"),
+        ("/v1/preview/training-jobs", {"model_id": "x", "trajectory_groups": []}, 404, "there is no model 'x'"),
+        ("/v1/preview/sft-training-jobs", {}, 501, "not supported"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_served_is_refused_in_both_shapes(loaded, tmp_path, path, body, status, named):
+    async with serving(loaded, tmp_path) as client:
+        await client.post("/_get_step", json=MODEL)
+        reply = await client.post(path, json=body)
+        assert reply.status_code == status
+        assert named in reply.json()["detail"] == reply.json()["error"]["message"]
+
+
+async def test_a_token_is_asked_of_art_clients_too(loaded, tmp_path):
+    """Those of `art run` know no tokens, but make basic authentication of an address with a password."""
+    async with serving(loaded, tmp_path, token="s3cret") as client:
+        assert (await client.get("/healthcheck")).json() == {"status": "ok"}
+        assert (await client.post("/register", json=MODEL)).status_code == 401
+        for wrong in ("Basic czNjcmV0", "Basic !", "Bearer nope", "s3cret"):
+            headers = {"Authorization": wrong}
+            assert (await client.post("/register", json=MODEL, headers=headers)).status_code == 401
+        address = str(client.base_url).replace("http://", "http://art:s3cret@")
+        async with httpx.AsyncClient(base_url=address) as inside:
+            assert (await inside.post("/register", json=MODEL)).json() is None
+            config = {"server_args": {"api_key": "default"}}
+            reply = await inside.post("/_prepare_backend_for_training", json={"model": MODEL, "config": config})
+            assert reply.json() == [f"{client.base_url}/v1", "s3cret"]
+
+
+async def test_adapters_by_the_backends_option_and_by_the_models(loaded, tmp_path):
+    """Where the model does not ask for adapters, those of --lora_rank are trained, or all weights."""
+    own = MODEL | {"name": "own", "_internal_config": {"peft_args": {"r": 2, "lora_alpha": 8}}}
+    async with serving(loaded, tmp_path, lora_rank=4) as client:
+        await train(client, training())
+        await train(client, training(own))
+    kept = {}
+    for name in ("agent", "own"):
+        folder = tmp_path / f"art/insitu/games/{name}/checkpoints/step_000001"
+        kept[name] = json.loads((folder / "adapter_config.json").read_text())
+    assert (kept["agent"]["r"], kept["agent"]["lora_alpha"]) == (4, 8)
+    assert (kept["own"]["r"], kept["own"]["lora_alpha"]) == (2, 8)
+
+
+async def test_what_art_asks_of_a_server_besides(loaded, tmp_path):
+    async with serving(loaded, tmp_path) as client:
+        assert (await client.post("/close")).json() is None
+        assert (await client.get("/metrics")).text == "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+        prompted = {"name": "gpt", "project": "games", "trainable": False}
+        assert (await client.post("/register", json=prompted)).json() is None
+        assert await step(client, prompted) == 0
+        assert (await client.post("/_log", json={"model": prompted, "trajectory_groups": groups()})).json() is None
