@@ -7,8 +7,9 @@ The word after a block's language says what becomes of it; a block with no rule 
     ```yaml agent            the same, with the module it names made up   ```text, ```json example  only shown
     ```bash                  run by bash, curl failing on a refusal       ```bash refused         the server must refuse
 
-Commands run in a copy of the examples with few rows and one epoch, on the one backend that is started here for all
-pages. Only the guide's training, and the evaluation of its checkpoint, start their own as they do for a reader.
+Commands run in a copy of the examples with few rows and one epoch, on the one backend and the one workflow service that
+are started here for all pages. Only the guide's training, and the evaluation of its checkpoint, start their own as they
+do for a reader. Files that need the ART library are checked, and not run: `make test-art` has it.
 """
 
 import importlib.util
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,10 +39,10 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = Path("examples/tic_tac_toe")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / EXAMPLE / "README.md"]
 GUIDE = "docs/guides/train-your-agent.md"
-PORT = "http://127.0.0.1:8700"
+PORT, SERVICE = "http://127.0.0.1:8700", "http://127.0.0.1:8000"
 BLOCK = re.compile(r"^```(\w*)[ ]*([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
-COMMAND = re.compile(r"^insitu (?:-v )?(finetune|eval|run|backend)\b(.*)$", re.MULTILINE)
+COMMAND = re.compile(r"^insitu (?:-v )?(finetune|eval|run|serve|backend)\b(.*)$", re.MULTILINE)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -69,6 +71,7 @@ class Desk:
 
     folder: Path
     backend: str
+    service: str
     is_guide: bool
     seen: set[str]
     """Commands that a page has run already: starting one costs seconds."""
@@ -96,13 +99,11 @@ class Desk:
     def made_small(self, text: str) -> str:
         """The block with long runs shortened, and with what only a reader's machine has taken out."""
         lines = []
-        for line in text.replace("\\\n", " ").replace(PORT, self.backend).splitlines():
+        for line in text.replace("\\\n", " ").replace(PORT, self.backend).replace(SERVICE, self.service).splitlines():
             found = COMMAND.match(line)
-            if found and found[1] == "backend":
-                click.Context(command("backend"))
-                command("backend").make_context("backend", shlex.split(found[2]))
-            elif found:
-                line = self.small_run(line, found[1])
+            if found:
+                asked = command(found[1]).make_context(found[1], shlex.split(found[2], comments=True)).params
+                line = self.small_run(line, found[1], asked)
                 if line not in self.seen:
                     self.seen.add(line)
                     lines.append(line)
@@ -114,11 +115,22 @@ class Desk:
                 lines.append(line)
         return "\n".join(lines)
 
-    def small_run(self, line: str, kind: str) -> str:
+    def small_run(self, line: str, kind: str, asked: dict[str, Any]) -> str:
+        """The line with what makes it quick; empty for what is not to be run."""
+        if kind in ("serve", "backend"):
+            return ""
+        config = parse_yaml((self.folder / asked["config_file"]).read_text())
+        adapters = config.get("trainer_adapters") or {}
+        if any(block["_type"] == "openpipe_art_trainer_adapter" for block in adapters.values()):
+            load_config(self.folder / asked["config_file"], asked["override"])
+            return ""
         if kind == "finetune":
-            line += " -o finetuning.num_epochs 1 -o trajectory_builders.episodes.num_generations 4"
-            line += " -o finetuning.validation.reps 1"
-        if not (self.is_guide and (kind == "finetune" or "--checkpoint" in line)):
+            line += " -o finetuning.num_epochs 1"
+            if "episodes" in config["trajectory_builders"]:
+                line += " -o trajectory_builders.episodes.num_generations 4"
+            if "validation" in config["finetuning"]:
+                line += " -o finetuning.validation.reps 1"
+        if "backend" in adapters and not (self.is_guide and (kind == "finetune" or "--checkpoint" in line)):
             line = re.sub(r"--checkpoint \S+", "", line)
             line += f" -o trainer_adapters.backend.model null -o trainer_adapters.backend.url {self.backend}"
         return re.sub(r"step_\d+", "step_000001", line)
@@ -132,28 +144,44 @@ def command(name: str) -> click.Command:
     return found
 
 
-@pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a backend on the example's model."""
-    folder = tmp_path_factory.mktemp("backend")
-    asked = ["backend", "--model", str(ROOT / EXAMPLE / "model"), "--port", "0", "--output_dir", str(folder)]
-    asked += ["--parent_pid", str(os.getpid())]
+@contextmanager
+def serving(*asked: str) -> Iterator[str]:
+    """The address of a server of ours that is started with these arguments."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, "-m", "insitu", *asked], stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-        assert ready.startswith("insitu backend ready at "), ready
-        yield ready.split()[-1]
-        process.terminate()
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            assert " ready at " in ready, ready
+            yield ready.split()[-1]
+        finally:
+            process.terminate()
 
 
 @pytest.fixture(scope="module")
-def desks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Desk]:
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a backend on the example's model."""
+    folder = str(tmp_path_factory.mktemp("backend"))
+    model = ("--model", str(ROOT / EXAMPLE / "model"))
+    with serving("backend", *model, "--port", "0", "--output_dir", folder, "--parent_pid", str(os.getpid())) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def service(backend: str) -> Iterator[str]:
+    """The address of a service that runs the example's workflow."""
+    model = ("-o", "trainer_adapters.backend.model", "null", "-o", "trainer_adapters.backend.url", backend)
+    with serving("serve", "--config_file", str(ROOT / EXAMPLE / "grpo.yml"), "--port", "0", *model) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def desks(backend: str, service: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Desk]:
     seen: set[str] = set()
     names = [name_of(page) for page in PAGES]
-    return {name: Desk(tmp_path_factory.mktemp("page"), backend, name == GUIDE, seen) for name in names}
+    return {name: Desk(tmp_path_factory.mktemp("page"), backend, service, name == GUIDE, seen) for name in names}
 
 
 @pytest.fixture
@@ -180,7 +208,7 @@ def test_every_block_does_what_it_says(
         where = f"{name_of(page)}, block {number}"
         kind = f"{block.language} {block.info}".strip()
         if block.file is not None:
-            check_written(desk.folder / block.file, block, where)
+            check_written(desk.folder / block.file, block.text.replace(PORT, desk.backend), block, where)
         elif kind == "python":
             exec(compile(block.text, where, "exec"), namespace)
         elif block.language == "yaml":
@@ -197,8 +225,8 @@ def test_every_block_does_what_it_says(
             assert kind == "text", f"{where}: there is no rule for {kind!r}"
 
 
-def check_written(path: Path, block: Block, where: str) -> None:
-    path.write_text(block.text)
+def check_written(path: Path, text: str, block: Block, where: str) -> None:
+    path.write_text(text)
     if block.language in ("json", "jsonl"):
         for line in block.text.splitlines():
             json.loads(line)
@@ -258,7 +286,7 @@ def test_make_targets_and_extras_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for page in PAGES:
         text = page.read_text()
-        for target in re.findall(r"`make (\w+)`|^    make (\w+)", text, re.MULTILINE):
+        for target in re.findall(r"`make ([\w-]+)`|^    make ([\w-]+)", text, re.MULTILINE):
             assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE), f"{name_of(page)}: make {target}"
         for named in re.findall(r"insitu\[(\w+)\]", text):
             assert named in extras, f"{name_of(page)}: insitu[{named}]"
@@ -276,7 +304,7 @@ def test_the_reference_of_the_configuration_is_up_to_date() -> None:
     assert not undescribed
 
 
-@pytest.mark.parametrize("name", ["finetune", "eval", "run", "backend"])
+@pytest.mark.parametrize("name", ["finetune", "eval", "run", "serve", "backend"])
 def test_every_option_is_documented(name: str) -> None:
     text = (ROOT / "docs/reference/cli.md").read_text()
     section = text.partition(f"## `insitu {name}`")[2].partition("\n## ")[0]
