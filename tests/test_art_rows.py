@@ -195,6 +195,7 @@ def test_what_is_asked_arrives():
             "weight_decay": 0.0,
             "max_grad_norm": 1.0,
             "beta": None,
+            "optim": "paged_adamw_8bit",
         },
         "chat_template_kwargs": {"enable_thinking": False},
     }
@@ -236,6 +237,7 @@ def test_a_null_bound_is_the_other_one():
         ({}, {"ppo": True, "epsilon": 1.5}, {}, "epsilon is 1.5"),
         ({}, {"moe_routing_replay_path": "x"}, {}, "moe_routing_replay_path"),
         ({}, {}, {"trainer_args": {"gradient_accumulation_steps": 4}}, "trainer_args.gradient_accumulation_steps is 4"),
+        ({}, {}, {"trainer_args": {"optim": "sgd"}}, "trainer_args.optim is 'sgd'"),
         ({}, {}, {"peft_args": {"use_rslora": True}}, "peft_args.use_rslora"),
         ({}, {}, {"peft_args": {"r": 0}}, "peft_args"),
         ({}, {}, {"init_args": [1]}, "init_args"),

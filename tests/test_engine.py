@@ -229,6 +229,34 @@ async def test_lanes_of_old_weights_are_dropped(folders):
             await engine.complete([1], [params(0, 2)], Weights(9))
 
 
+async def test_lineages_share_the_start_and_nothing_else(folders):
+    def module_at(weights: Weights):
+        assert weights == Weights(0)
+        return engine._loaded.module
+
+    async with running(folders["llama"], module_at=module_at, kept_versions=1) as engine:
+        changed = copy.deepcopy(engine._loaded.module)
+        with torch.no_grad():
+            for parameter in changed.parameters():
+                parameter.mul_(1.3)
+        asked = [5, 6, 7], [params(1, 20)]
+        start = pairs((await engine.complete(*asked))[0])
+        assert pairs((await engine.complete(*asked, Weights(None, "a")))[0]) == start
+        assert len(engine._lanes) == 1
+        await engine._compute.call(engine.publish, changed, 1, "a")
+        await engine._compute.call(engine.publish, engine._loaded.module, 1, "b")
+        newest = (await engine.complete(*asked, Weights(None, "a")))[0]
+        assert (newest.version, engine.version) == (1, 0)
+        assert pairs(newest) == pairs((await engine.complete(*asked, Weights(1, "a")))[0]) != start
+        for weights in (Weights(0, "a"), Weights(None, "b"), Weights()):
+            assert pairs((await engine.complete(*asked, weights))[0]) == start
+        await engine._compute.call(engine.publish, changed, 1)
+        assert set(engine._lanes) == {Weights(1), Weights(1, "a"), Weights(1, "b")}
+        assert pairs((await engine.complete(*asked, Weights(None, "c")))[0]) == start  # from the loaded model again
+        await engine._compute.call(engine.withdraw, Weights(None, "a"))
+        assert set(engine._lanes) == {Weights(0), Weights(1), Weights(1, "b")}
+
+
 async def test_old_weights_that_cannot_be_read_fail_only_who_asks_for_them(folders):
     def module_at(weights: Weights):
         raise FileNotFoundError("step_000001 is gone")

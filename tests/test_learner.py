@@ -359,6 +359,7 @@ def test_steps_hold_whole_episodes_and_cover_each_pass():
     assert steps[:4] != steps[4:8]
     assert steps == optimiser_steps(rows, TrainingSettings(batch_rows=20, passes=3))
     assert len(optimiser_steps(rows, TrainingSettings())) == 1
+    assert len(optimiser_steps(rows, TrainingSettings(batch_rows=20, steps=7))) == 7
 
 
 def test_micro_batches_stay_within_their_budget():

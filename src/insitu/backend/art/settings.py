@@ -1,6 +1,5 @@
 """What ART's configuration says in the terms of our own settings; what it asks for beyond them is refused by name."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +9,6 @@ from pydantic import ValidationError
 from insitu.backend.art.messages import ArtModel, present
 from insitu.errors import RequestRefused
 from insitu.schemas.wire import TrainingSettings
-
-logger = logging.getLogger(__name__)
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allow_training_without_logprobs": (False,),
@@ -75,38 +72,19 @@ class Plan:
 def read_plan(model: ArtModel, config: Mapping[str, Any], dev_config: Mapping[str, Any]) -> Plan:
     """Raises RequestRefused (422) for what cannot be done as asked."""
     asked = _Asked(present(config) | present(dev_config), model.config)
-    ppo = asked.take("ppo", bool, model.generation == "A")
-    narrow = ppo or model.generation == "A"
-    epsilon = asked.take("epsilon", float, 0.2 if narrow else 1.0)
-    symmetric = narrow or "epsilon_high" in dev_config  # with a null, or it is taken below
-    high = asked.take("epsilon_high", float, epsilon if symmetric else 4.0)
-    recomputed = asked.take("precalculate_logprobs", bool, False)
-    truncated = asked.take("truncated_importance_sampling", float, None)
-    if truncated is not None and not recomputed:
-        raise _refused("truncated_importance_sampling", truncated, "a number where precalculate_logprobs is true")
-    balance = asked.take("advantage_balance", float, 0.0)
-    if not -1 <= balance <= 1:
-        raise _refused("advantage_balance", balance, "from -1 to 1")
-    betas = asked.take("trainer_args.adam_beta1", float, 0.9), asked.take("trainer_args.adam_beta2", float, 0.99)
+    unbounded = "epsilon_high" in dev_config and dev_config["epsilon_high"] is None
     settings = {
-        "objective": "clip" if ppo else "cispo",
-        **(
-            {"clip_low": epsilon, "clip_high": high}
-            if ppo
-            else {"cispo_floor": max(1 - epsilon, 0), "cispo_cap": 1 + high}
-        ),
-        "level": asked.take("importance_sampling_level", str, "token"),
-        "ratio_to": "start" if recomputed else "sampled",
-        "truncated_importance": truncated,
+        **_objective(asked, model.generation, unbounded),
+        **_importance(asked),
+        **_optimizer(asked),
         "kl": {"beta": asked.take("beta", float, 0.0), "estimator": "k3"},
         "aggregation": "sequence",
-        "learning_rate": asked.take("learning_rate", float, 5e-6),
-        "betas": betas,
-        "weight_decay": asked.take("trainer_args.weight_decay", float, 0.1),
-        "max_grad_norm": asked.take("trainer_args.max_grad_norm", float, 0.1),
         "seed": asked.take("peft_args.random_state", int, 3407),
         "lora": _lora(asked) if model.config.get("peft_args") else None,
     }
+    balance = asked.take("advantage_balance", float, 0.0)
+    if not -1 <= balance <= 1:
+        raise _refused("advantage_balance", balance, "from -1 to 1")
     return Plan(
         settings=_validated(settings),
         scale_rewards=asked.take("scale_rewards", bool, True),
@@ -146,6 +124,49 @@ class _Asked:
                 neutral = " or ".join(repr(each) for each in NEUTRAL[key])
                 raise _refused(key, value, f"{neutral}, which asks for nothing" if neutral else "none")
         return tuple(sorted(self._given.keys() - NEUTRAL.keys()))
+
+
+def _objective(asked: _Asked, generation: str, unbounded: bool) -> dict[str, Any]:
+    """Releases up to 0.5.4 clip by default, within 0.2; later ones weigh, up to 5.
+
+    `unbounded` where epsilon_high is sent as null, which is not the same as unsent: it is then what epsilon is.
+    """
+    ppo = asked.take("ppo", bool, generation == "A")
+    narrow = ppo or generation == "A"
+    epsilon = asked.take("epsilon", float, 0.2 if narrow else 1.0)
+    high = asked.take("epsilon_high", float, epsilon if narrow or unbounded else 4.0)
+    if ppo:
+        return {"objective": "clip", "clip_low": epsilon, "clip_high": high}
+    return {"objective": "cispo", "cispo_floor": max(1 - epsilon, 0), "cispo_cap": 1 + high}
+
+
+def _importance(asked: _Asked) -> dict[str, Any]:
+    """Ratios are to what was sampled, or with precalculate_logprobs to what the learner makes of it."""
+    recomputed = asked.take("precalculate_logprobs", bool, False)
+    truncated = asked.take("truncated_importance_sampling", float, None)
+    if truncated is not None and not recomputed:
+        raise _refused("truncated_importance_sampling", truncated, "a number where precalculate_logprobs is true")
+    return {
+        "level": asked.take("importance_sampling_level", str, "token"),
+        "ratio_to": "start" if recomputed else "sampled",
+        "truncated_importance": truncated,
+    }
+
+
+def _optimizer(asked: _Asked) -> dict[str, Any]:
+    """With ART's own defaults. The learning rate is that of the request; its model's is without effect there, too."""
+    kind = asked.take("trainer_args.optim", str, "adamw")
+    if "adamw" not in kind:
+        raise _refused("trainer_args.optim", kind, "AdamW in any of its forms")
+    return {
+        "learning_rate": asked.take("learning_rate", float, 5e-6),
+        "betas": (
+            asked.take("trainer_args.adam_beta1", float, 0.9),
+            asked.take("trainer_args.adam_beta2", float, 0.99),
+        ),
+        "weight_decay": asked.take("trainer_args.weight_decay", float, 0.1),
+        "max_grad_norm": asked.take("trainer_args.max_grad_norm", float, 0.1),
+    }
 
 
 def _lora(asked: _Asked) -> dict[str, Any]:
