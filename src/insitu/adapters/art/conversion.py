@@ -7,14 +7,15 @@ CHOICE = {"index": 0, "finish_reason": "tool_calls", "message": {...},
           "logprobs": {"content": [{"token": "token_id:7", "logprob": -0.1, "bytes": None, "top_logprobs": []}]}}
 """
 
+import json
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from insitu.algorithms.rows import rows_of
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory
+from insitu.trajectories.dialogues import Turn, dialogues
 
 _FINISHED = ("stop", "length", "tool_calls", "content_filter", "function_call")
 _ROLES = {EpisodeItemRole.ENVIRONMENT: "user", EpisodeItemRole.OTHER: "user"}
@@ -39,8 +40,8 @@ def check_order(items: Sequence[Any], episode: str | None = None) -> None:
 def art_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     """What ART's `Trajectory` is made of; TrajectoryError where there is nothing to train on.
 
-    From the calls as they crossed the wire where there are any: those that continue one another, token for token, are
-    one history, the longest first. A trajectory built by hand is converted item by item.
+    From the calls as they crossed the wire where there are any: each dialogue is a history, the longest first. A
+    trajectory built by hand is converted item by item.
     """
     histories = _of_calls(trajectory) if trajectory.trained_calls else [_of_items(trajectory.episode)]
     if not any("message" in turn for history in histories for turn in history["messages_and_choices"]):
@@ -57,40 +58,35 @@ def art_trajectory(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _of_calls(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """Each trained call is a choice in exactly one history; all others are messages."""
     trained = {trajectory.calls[place].index for place in trajectory.trained_calls}
-    by_index = {call.index: call for call in trajectory.calls}
-    rows = rows_of(trajectory.calls, dict.fromkeys(trajectory.trained_calls, 1.0), trajectory.id or "")
-    return [_history(calls, trained) for row in rows for calls in _linear([by_index[i] for i in row.calls], trained)]
+    return [
+        history
+        for dialogue in dialogues(trajectory.calls)
+        for history in _histories([turn if _is_trained(turn, trained) else Turn(turn.message) for turn in dialogue])
+    ]
 
 
-def _linear(calls: list[ModelCall], trained: set[int]) -> list[list[ModelCall]]:
-    """The calls of a row, cut where a later one does not have the answers before it at their places as messages."""
-    parts: list[list[ModelCall]] = [[]]
-    for call in calls:
-        if parts[-1] and not _stands_in(parts[-1][-1], call):
-            parts.append([])
-        parts[-1].append(call)
-    return [part for part in parts if any(call.index in trained for call in part)]
+def _is_trained(turn: Turn, trained: set[int]) -> bool:
+    return turn.call is not None and turn.call.index in trained
 
 
-def _stands_in(earlier: ModelCall, later: ModelCall) -> bool:
-    """Whether the earlier call's answer is the message at its place in the later one's."""
-    place = len(earlier.messages)
-    return (
-        len(later.messages) > place
-        and later.messages[place].get("role") == "assistant"
-        and (later.tools or None) == (earlier.tools or None)
-    )
-
-
-def _history(calls: list[ModelCall], trained: set[int]) -> dict[str, Any]:
-    last = calls[-1]
-    answers = {len(call.messages): call for call in calls if call.index in trained}
-    turns: list[dict[str, Any]] = []
-    for place, message in enumerate([*last.messages, last.message or {"role": "assistant", "content": ""}]):
-        call = answers.get(place)
-        turns.append(message if call is None else _choice(call))
-    return {"messages_and_choices": turns, "tools": last.tools or None}
+def _histories(turns: list[Turn]) -> list[dict[str, Any]]:
+    """A dialogue as one history for each set of tools its answers were given with, up to the last answer of each."""
+    by_tools: dict[str, list[int]] = {}
+    for place, turn in enumerate(turns):
+        if turn.call is not None:
+            by_tools.setdefault(json.dumps(turn.call.tools or None), []).append(place)
+    return [
+        {
+            "messages_and_choices": [
+                _choice(turn.call) if turn.call is not None and place in places else turn.message
+                for place, turn in enumerate(turns[: places[-1] + 1])
+            ],
+            "tools": json.loads(tools),
+        }
+        for tools, places in by_tools.items()
+    ]
 
 
 def _choice(call: ModelCall) -> dict[str, Any]:

@@ -1,0 +1,74 @@
+"""A proxy that writes down what passes to an ART server, and can cut a connection: `with Wiretap(address) as tap`."""
+
+import asyncio
+import json
+import threading
+from typing import Any, Self
+
+import aiohttp
+from aiohttp import web
+
+
+class Wiretap:
+    """`bodies` of the posts by path, in order. `lose` names a path whose next answer never reaches the client."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.bodies: list[tuple[str, dict[str, str], Any]] = []
+        self.lose: str | None = None
+        self.address = ""
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def of(self, path: str) -> list[Any]:
+        return [body for at, _, body in self.bodies if at == path]
+
+    def headers_of(self, path: str) -> list[dict[str, str]]:
+        return [headers for at, headers, _ in self.bodies if at == path]
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._start())
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._session.close())
+        self._loop.run_until_complete(self._runner.cleanup())
+        self._loop.close()
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", self._pass)
+        self._session = aiohttp.ClientSession(auto_decompress=False)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.address = "http://{}:{}".format(*self._runner.addresses[0][:2])
+
+    async def _pass(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        if request.method == "POST" and body:
+            self.bodies.append((request.path, dict(request.headers), json.loads(body)))
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in ("host", "content-length")}
+        url = self.target + request.path_qs
+        async with self._session.request(request.method, url, data=body or None, headers=headers) as answer:
+            if request.path == self.lose:
+                self.lose = None
+                await answer.read()  # the server has done what it was asked
+                request.transport.close()
+                return web.Response()
+            kept = {k: v for k, v in answer.headers.items() if k.lower() not in ("transfer-encoding", "content-length")}
+            response = web.StreamResponse(status=answer.status, headers=kept)
+            await response.prepare(request)
+            async for chunk in answer.content.iter_any():
+                await response.write(chunk)
+            return response
