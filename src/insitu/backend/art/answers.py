@@ -1,9 +1,10 @@
 """Requests in and answers out, as ART clients expect them: bodies, errors, and the stream that is a training job."""
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from starlette.requests import Request
@@ -45,11 +46,20 @@ def failure(message: str, status: int, param: str | None = None, code: str | Non
     return JSON({"detail": message, **error_body(message, status, param, code)}, status_code=status)
 
 
-async def body_of(request: Request) -> tuple[bytes, dict[str, Any]]:
-    """As it was sent, and what it says."""
+class Body(NamedTuple):
+    """What a request says, and a digest of how it says it."""
+
+    data: dict[str, Any]
+    digest: bytes
+
+
+async def body_of(request: Request) -> Body:
     body = await read_body(request.receive, MAX_JOB_BYTES)
-    data = read_object(body) if len(body) < LONG_BODY else await asyncio.to_thread(read_object, body)
-    return body, data
+    return _understood(body) if len(body) < LONG_BODY else await asyncio.to_thread(_understood, body)
+
+
+def _understood(body: bytes) -> Body:
+    return Body(read_object(body), hashlib.blake2b(body).digest())
 
 
 class LineStream(Response):

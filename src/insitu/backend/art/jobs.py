@@ -1,14 +1,13 @@
 """Training as ART clients ask for it: groups in, a metrics line for each gradient step out, and no reply paid twice."""
 
 import asyncio
-import hashlib
 import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from insitu.backend.art.messages import ArtModel, Group
+from insitu.backend.art.messages import ArtModel, Group, read_groups
 from insitu.backend.art.models import ArtModels, Registered
 from insitu.backend.art.rows import Batch, RowOptions, make_batch
 from insitu.backend.art.settings import Plan, read_plan
@@ -26,20 +25,14 @@ REMEMBERED = 100
 
 @dataclass(frozen=True)
 class Ask:
-    """A request to train. `key` is the client's own name for it, `digest` that of its body."""
+    """A request to train on `groups`, not yet read; `key` is the client's name for it, `digest` that of its body."""
 
     model: ArtModel
-    groups: list[Group]
+    groups: Any
     config: Mapping[str, Any]
     dev_config: Mapping[str, Any]
     key: str | None
     digest: bytes
-
-    @classmethod
-    def of(
-        cls, model: ArtModel, groups: list[Group], config: tuple[Mapping, Mapping], key: str | None, body: bytes
-    ) -> "Ask":
-        return cls(model, groups, *config, key, hashlib.blake2b(body).digest())
 
 
 @dataclass
@@ -129,14 +122,15 @@ class ArtJobs:
             registered = await self._models.open(ask.model)
             plan = read_plan(ask.model, ask.config, ask.dev_config)
             self._tell(registered, plan)
-            batch = await asyncio.to_thread(self._batch, ask, plan)
+            groups, batch = await asyncio.to_thread(self._batch, ask, plan)
             settings = plan.settings.model_copy(
                 update={"steps": batch.sequences or None, "lora": plan.settings.lora or registered.learner.lora}
             )
-            registered.history.log(registered.step, "train", ask.groups)
+            step = registered.step
             job = self._jobs.submit(_key(ask), settings, batch.rows, registered.learner)
-            run = Run(job, ask.model, _counts(ask.groups, batch, settings), batch.dropped, ask.digest)
+            run = Run(job, ask.model, _counts(groups, batch, settings), batch.dropped, ask.digest)
             self._runs[job.state.id] = self._latest[ask.model.key] = run
+            registered.history.log(step, "train", groups)
             if len(self._runs) > REMEMBERED:
                 self._runs.popitem(last=False)
             return run
@@ -155,13 +149,16 @@ class ArtJobs:
         logger.info("model %s: the request of %s came again; it is not trained twice", run.model.key, run.job.state.id)
         return run
 
-    def _batch(self, ask: Ask, plan: Plan) -> Batch:
+    def _batch(self, ask: Ask, plan: Plan) -> tuple[list[Group], Batch]:
+        groups = read_groups(ask.groups)
         limits = self._jobs.limits
         longest = min(plan.max_length or limits.max_length, limits.max_length)
         options = RowOptions(plan.scale_rewards, plan.advantage_balance, longest, plan.packed_length, plan.max_length)
-        return make_batch(
-            ask.groups, options, lambda messages, tools: self._tokens.prompt(messages, tools, plan.template), limits
-        )
+
+        def render(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[int]:
+            return self._tokens.prompt(messages, tools, plan.template)
+
+        return groups, make_batch(groups, options, render, limits)
 
     def _tell(self, registered: Registered, plan: Plan) -> None:
         if new := sorted(set(plan.without_effect) - registered.told):

@@ -1,7 +1,6 @@
 """The ART models of this backend, each a line of weights of its own, and the names they are served under."""
 
 import hashlib
-import logging
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,8 +15,6 @@ from insitu.backend.inference.engine import Engine, Weights
 from insitu.backend.training.learner import Learner
 from insitu.backend.training.lineages import Lineages
 from insitu.errors import RequestRefused
-
-logger = logging.getLogger(__name__)
 
 ARTIFACT = "wandb-artifact:///"
 """What the serverless protocol puts before `entity/project/name`."""

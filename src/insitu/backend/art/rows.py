@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -146,7 +147,7 @@ class _Packing:
         length = self._options.packed_length or min(usual, self._options.sequence_limit or usual)
         sequences, room = 1, length
         for rows in groups:
-            shared = _shared([row.token_ids for row in rows])
+            shared = _shared(rows)
             here = False  # whether the sequence holds the shared prefix
             for row in rows:
                 needed = len(row.token_ids) - (shared if here else 0)
@@ -156,12 +157,11 @@ class _Packing:
         return sequences
 
 
-def _shared(rows: Sequence[list[int]]) -> int:
-    """The length of the prefix of all."""
-    if not rows:
-        return 0
-    first, last = min(rows), max(rows)
-    return next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+def _shared(rows: Sequence[TrainingRow]) -> int:
+    """The length of the prefix of all that ART keeps once: what none has sampled, less its last token."""
+    prompts = [row.token_ids[: row.loss_mask.index(1)] for row in rows]
+    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
+    return max(sum(1 for _ in same) - 1, 0)
 
 
 def _refused(message: str) -> RequestRefused:

@@ -1,5 +1,6 @@
 """The protocol of `art run`: what clients up to 0.5.7 speak by themselves, and later ones through a backend class."""
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -61,45 +62,47 @@ class _Protocol:
 
     async def register(self, request: Request) -> None:
         """Quick, because clients give up after five seconds: weights are got ready in `prepare`."""
-        _, data = await body_of(request)
+        data, _ = await body_of(request)
         if data.get("trainable", True):
             self._models.check(read_model(data, "the body"))
 
     async def step(self, request: Request) -> int:
-        _, data = await body_of(request)
+        data, _ = await body_of(request)
         if not data.get("trainable", True):
             return 0
         return (await self._models.open(read_model(data, "the body"))).step
 
     async def prepare(self, request: Request) -> list[str]:
         """Where to sample from, and the key for it: our own where there is one, or else the one that was asked for."""
-        _, data = await body_of(request)
+        data, _ = await body_of(request)
         await self._models.open(read_model(data.get("model")))
         server = optional(optional(data, "config", dict) or {}, "server_args", dict, "config") or {}
         asked = optional(server, "api_key", str, "config.server_args")
         return [f"{request.url.scheme}://{request.url.netloc}/v1", self._token or asked or "default"]
 
     async def train(self, request: Request) -> Response:
-        body, data = await body_of(request)
-        ask = Ask.of(
+        data, digest = await body_of(request)
+        ask = Ask(
             read_model(data.get("model")),
-            read_groups(data.get("trajectory_groups")),
-            (optional(data, "config", dict) or {}, optional(data, "dev_config", dict) or {}),
+            data.get("trajectory_groups"),
+            optional(data, "config", dict) or {},
+            optional(data, "dev_config", dict) or {},
             request.headers.get("idempotency-key"),
-            body,
+            digest,
         )
         return LineStream(await self._jobs.start(ask))
 
     async def log(self, request: Request) -> None:
-        _, data = await body_of(request)
+        data, _ = await body_of(request)
         if (optional(data, "model", dict) or {}).get("trainable", True):
             registered = await self._models.open(read_model(data.get("model")))
             split = optional(data, "split", str) or "val"
-            registered.history.log(registered.step, split, read_groups(data.get("trajectory_groups")))
+            groups = await asyncio.to_thread(read_groups, data.get("trajectory_groups"))
+            registered.history.log(registered.step, split, groups)
 
     async def delete_checkpoints(self, request: Request) -> None:
         """All but the latest and the best by what was logged."""
-        _, data = await body_of(request)
+        data, _ = await body_of(request)
         registered = await self._models.open(read_model(data, "the body"))
         metric = request.query_params.get("benchmark", "val/reward")
         smoothing = _smoothing(request.query_params.get("benchmark_smoothing", "1"))
@@ -108,13 +111,13 @@ class _Protocol:
         await self._models.delete_steps(registered, set(versions) - kept)
 
     async def delete_checkpoint_files(self, request: Request) -> None:
-        _, data = await body_of(request)
+        data, _ = await body_of(request)
         registered = await self._models.open(read_model(data.get("model")))
         kept = set(optional(data, "steps_to_keep", list) or [])
         await self._models.delete_steps(registered, set(registered.learner.versions) - kept)
 
     async def elsewhere(self, request: Request) -> None:
-        _, data = await body_of(request)
+        data, _ = await body_of(request)
         model = read_model(data.get("model"))
         raise RequestRefused(
             f"{request.url.path} is not supported here; the checkpoints of {model.key} lie in "

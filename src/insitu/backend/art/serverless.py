@@ -1,5 +1,6 @@
 """The serverless protocol (`art.ServerlessBackend`): models with ids, jobs that are polled by their events."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,7 +41,7 @@ class _Serverless:
         self._jobs = jobs
 
     async def create(self, request: Request) -> dict[str, Any]:
-        _, data = await body_of(request)
+        data, _ = await body_of(request)
         registered = await self._models.open(read_model(data, "the body"))
         model = registered.model
         return {
@@ -68,28 +69,28 @@ class _Serverless:
         return _page(page, request)
 
     async def delete_checkpoints(self, request: Request) -> dict[str, Any]:
-        _, data = await body_of(request)
+        data, _ = await body_of(request)
         registered = self._model(request)
         steps = set(optional(data, "steps", list) or [])
         deleted = await self._models.delete_steps(registered, steps)
         return {"deleted_count": len(deleted), "not_found_steps": sorted(steps - set(deleted))}
 
     async def log(self, request: Request) -> None:
-        _, data = await body_of(request)
+        data, _ = await body_of(request)
         registered = self._model(request)
-        registered.history.log(
-            registered.step, optional(data, "split", str) or "val", read_groups(data.get("trajectory_groups"))
-        )
+        groups = await asyncio.to_thread(read_groups, data.get("trajectory_groups"))
+        registered.history.log(registered.step, optional(data, "split", str) or "val", groups)
 
     async def train(self, request: Request) -> dict[str, str]:
-        body, data = await body_of(request)
+        data, digest = await body_of(request)
         registered = self._models.get(str(data.get("model_id")))
-        ask = Ask.of(
+        ask = Ask(
             replace(registered.model, generation="B"),  # whose defaults the service has
-            read_groups(data.get("trajectory_groups")),
-            ({}, present(optional(data, "experimental_config", dict) or {})),
+            data.get("trajectory_groups"),
+            {},
+            present(optional(data, "experimental_config", dict) or {}),
             request.headers.get("idempotency-key"),
-            body,
+            digest,
         )
         return {"id": (await self._jobs.start(ask)).job.state.id}
 
