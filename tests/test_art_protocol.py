@@ -187,6 +187,8 @@ async def test_names_and_the_spelling_of_tokens(loaded, tmp_path):
         assert native["logprobs"]["content"][0]["token"].startswith("token_id:")
         assert "prompt_token_ids" not in native
         assert (await say(client, "policy")).json()["choices"][0]["logprobs"] is None
+        streamed = await say(client, "agent", stream=True)
+        assert streamed.text.count('"token":"token_id:') == 3
         for name in ("agent@1", "agent@x", "agent@", "other", "wandb-artifact:///insitu/games/agent:step9"):
             assert (await say(client, name)).status_code == 404
         assert (await client.get("/v1/models/some-hub/llama")).json()["policy_version"] == 0

@@ -147,12 +147,16 @@ def test_plain_assistant_messages_are_context():
     [
         (lambda t: t.update(reward="high"), "trajectory_groups.0.trajectories.0.reward is 'high'"),
         (lambda t: t["messages_and_choices"].append("hi"), "messages_and_choices.3 is 'hi'; expected dict"),
-        (lambda t: t["messages_and_choices"].append({"content": "hi"}), "is no message"),
+        (lambda t: t["messages_and_choices"].append({"content": "hi"}), "3 is no message: role: Field required"),
+        (
+            lambda t: t["messages_and_choices"][1].update(content=[{"type": "image_url"}]),
+            "choices.1 cannot be rendered: .* part of type 'image_url'",
+        ),
         (lambda t: t["messages_and_choices"][2].update(token_ids=[1]), "1 token_ids and"),
         (lambda t: t["messages_and_choices"][2].update(prompt_token_ids=[999]), "id 999; the vocabulary ends at 319"),
         (lambda t: t["messages_and_choices"][2].update(prompt_token_ids=[]), "nothing stands before its choice 2"),
     ],
-    ids=["reward", "no-object", "no-role", "lengths", "vocabulary", "no-prompt"],
+    ids=["reward", "no-object", "no-role", "image", "lengths", "vocabulary", "no-prompt"],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(change, complaint):
     groups = json.loads(json.dumps(VECTORS["trajectory_groups"][:1]))

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
+from pydantic import ValidationError
 
-from insitu.backend.inference.chat import Message, template_messages
+from insitu.backend.inference.chat import Message, refusal, template_messages
 from insitu.errors import RequestRefused
 
 TOKEN_ID = "token_id:"
@@ -178,8 +179,10 @@ def _spelt_ids(content: list[Any]) -> list[int] | None:
 def _message(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     try:
         return template_messages([Message.model_validate(present(data))])[0]
-    except ValueError as error:  # pydantic's
-        raise _refused(f"{where} is no message: {error}", where) from None
+    except ValidationError as error:
+        raise _refused(f"{where} is no message: {refusal(error)}", where) from None
+    except RequestRefused as error:
+        raise _refused(f"{where} cannot be rendered: {error}", where) from None
 
 
 def optional(given: Mapping[str, Any], key: str, kind: Any, where: str = "") -> Any:
