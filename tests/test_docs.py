@@ -219,8 +219,7 @@ def test_every_block_does_what_it_says(
             assert done.returncode == 0, said
             assert done.stdout.startswith('{"error":') == (block.info == "refused"), said
         elif kind in ("json example", "jsonl example"):
-            for line in block.text.splitlines():
-                json.loads(line)
+            check_json(block)
         else:
             assert kind == "text", f"{where}: there is no rule for {kind!r}"
 
@@ -228,12 +227,16 @@ def test_every_block_does_what_it_says(
 def check_written(path: Path, text: str, block: Block, where: str) -> None:
     path.write_text(text)
     if block.language in ("json", "jsonl"):
-        for line in block.text.splitlines():
-            json.loads(line)
+        check_json(block)
     elif block.language == "yaml":
         load_config(path)
     else:
         assert block.language == "python", where
+
+
+def check_json(block: Block) -> None:
+    for document in block.text.splitlines() if block.language == "jsonl" else [block.text]:
+        json.loads(document)
 
 
 def check_yaml(folder: Path, block: Block, where: str) -> None:
