@@ -63,7 +63,7 @@ async def test_a_call_and_its_steps(server: FakeOpenAI) -> None:
     assert isinstance(start.metadata, TraceMetadata)
     assert start.metadata.chat_inputs == [HumanMessage("hi")]
     assert end.data is not None
-    assert end.data.output == "echo: hi"
+    assert (end.data.input, end.data.output) == ([HumanMessage("hi")], "echo: hi")
     assert end.usage_info is not None
     assert end.usage_info.token_usage["completion_tokens"] == 8
     assert isinstance(end.metadata, TraceMetadata)
@@ -89,6 +89,7 @@ async def test_a_tool_loop(server: FakeOpenAI) -> None:
     assert start.data is not None
     assert start.data.input == {"at": "sky"}
     assert end.data is not None
+    assert end.data.input == {"at": "sky"}
     assert end.data.output.content == "blue sky"
     assert isinstance(scope.steps[0].metadata, TraceMetadata)
     assert scope.steps[0].metadata.tools_schema == first.tools

@@ -14,15 +14,41 @@ InsituError
 """
 
 import os
+import re
 from traceback import walk_tb
+
+_LIBRARY = f"{os.sep}lib{os.sep}python"
+_PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
+_OURS = os.path.join(os.path.dirname(__file__), "")
 
 
 def told(error: BaseException) -> str:
-    """What somebody else's code raised, in a line: the exception, and where it left the code that is theirs."""
+    """What somebody else's code raised, in a line: the exception, and where it left the code that is theirs.
+
+    Theirs is neither insitu nor a library; what pip installed is theirs if it is what insitu called first.
+    """
     places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    own = [place for place in places if f"{os.sep}lib{os.sep}python" not in place[0]]  # no library
-    place = (own or places)[-1:]
-    return f"{type(error).__name__}: {error}" + "".join(f" ({file}, line {line})" for file, line in place)
+    others = [place for place in places if not place[0].startswith(_OURS)]
+    own = [place for place in others if _LIBRARY not in place[0]]
+    installed = [(found[1], place) for place in others if (found := _PACKAGES.search(place[0]))]
+    if not own:
+        own = [place for package, place in installed if package == installed[0][0]]
+    place = (own or others or places)[-1:]
+    return named(error) + "".join(f" ({file}, line {line})" for file, line in place)
+
+
+def named(error: BaseException) -> str:
+    """An exception by its name and message, and what it was raised from if that says more: which server, say."""
+    said, first = f"{type(error).__name__}: {error}", causes(error)[-1]
+    return said if str(first) in said else f"{said}, from {type(first).__name__}: {first}"
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """The exception, what it was raised from, and so on, each once: user code may even write `raise e from e`."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    return chain
 
 
 class InsituError(Exception):

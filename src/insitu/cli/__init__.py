@@ -41,6 +41,9 @@ def insitu(verbose: int) -> None:
 
         level = logging.INFO if verbose == 1 else logging.DEBUG
         logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        if verbose == 1:
+            for name in ("httpx", "httpx2"):  # a line for every request would bury the others
+                logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _tell_of_another_toolkit() -> None:

@@ -26,4 +26,5 @@ def command(override: tuple[tuple[str, str], ...], **given: Any) -> None:
     from insitu.training.runtime import run_finetuning_sync
 
     asked = {name: value for name, value in given.items() if value is not None}
-    run_finetuning_sync(FinetuneRunConfig(override=override, **asked))
+    statuses = run_finetuning_sync(FinetuneRunConfig(override=override, **asked))
+    print(f"{len(statuses)} training job{'s' if len(statuses) != 1 else ''} completed")

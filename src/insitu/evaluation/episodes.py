@@ -16,7 +16,16 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ConfigDict
 
 from insitu.config import WORKFLOW
-from insitu.errors import BackendUnavailable, CaptureError, EpisodeTimeout, InsituError, WorkflowError, told
+from insitu.errors import (
+    BackendUnavailable,
+    CaptureError,
+    EpisodeTimeout,
+    InsituError,
+    WorkflowError,
+    causes,
+    named,
+    told,
+)
 from insitu.evaluation.answers import ResultPath
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
@@ -82,10 +91,10 @@ async def run_episode(attempt: Attempt, item: EvalInputItem, key: EpisodeKey, ru
 
 
 def fail(episode: Episode, reason: DropReason, error: BaseException) -> None:
-    """Mark an episode as failed, `error` told by its name and message."""
+    """Mark an episode as failed, `error` told by its name, message and cause."""
     episode.outcome = Outcome.FAILED
     episode.reason = reason
-    episode.error = f"{type(error).__name__}: {error}"
+    episode.error = named(error)
 
 
 def in_process(workflow: Any, on_step: OnStep | None = None) -> Attempt:
@@ -145,19 +154,17 @@ def being_cancelled(error: BaseException) -> bool:
 
 def classify(error: BaseException) -> tuple[DropReason, bool]:
     """The reason code of a failed episode, and whether another attempt may help."""
-    chain: BaseException | None = error
-    while chain is not None:
-        if isinstance(chain, EpisodeTimeout):
+    for cause in causes(error):
+        if isinstance(cause, EpisodeTimeout):
             return DropReason.TIMEOUT, True
-        if isinstance(chain, CaptureError):
+        if isinstance(cause, CaptureError):
             return DropReason.CAPTURE_ERROR, False
-        if isinstance(chain, BackendUnavailable):
+        if isinstance(cause, BackendUnavailable):
             return DropReason.BACKEND_ERROR, True
-        kind = type(chain)
+        kind = type(cause)
         if kind.__module__.partition(".")[0] == "openai":
             names = {base.__name__ for base in kind.__mro__}
             return DropReason.BACKEND_ERROR, not names.isdisjoint(_PASSING_OPENAI_ERRORS)
-        chain = chain.__cause__
     return DropReason.WORKFLOW_ERROR, False
 
 

@@ -52,6 +52,9 @@ class StepReporter(BaseCallbackHandler):
 
     run_inline = True  # in the task that runs the model or tool: a thread for each event would cost more than the call
 
+    def __init__(self) -> None:
+        self._inputs: dict[UUID, Any] = {}  # of runs that have begun: an END tells them again, as a call's own does
+
     def on_chat_model_start(
         self, serialized: dict[str, Any], messages: list[list[BaseMessage]], *, run_id: UUID, **others: Any
     ) -> None:
@@ -61,11 +64,13 @@ class StepReporter(BaseCallbackHandler):
         inputs = list(messages[0])
         metadata = TraceMetadata.model_construct(chat_inputs=inputs, tools_schema=asked.get("tools"))
         name = asked.get("model") or asked.get("model_name")
+        self._inputs[run_id] = inputs
         _push(IntermediateStepType.LLM_START, run_id, name, StreamEventData(input=inputs), metadata=metadata)
 
     def on_llm_start(self, serialized: dict[str, Any], prompts: list[str], *, run_id: UUID, **others: Any) -> None:
         if current_scope() is not None:
             name = (others.get("invocation_params") or {}).get("model")
+            self._inputs[run_id] = prompts
             _push(IntermediateStepType.LLM_START, run_id, name, StreamEventData(input=prompts))
 
     def on_llm_new_token(self, token: Any, *, run_id: UUID, **others: Any) -> None:
@@ -73,6 +78,7 @@ class StepReporter(BaseCallbackHandler):
             _push(IntermediateStepType.LLM_NEW_TOKEN, run_id, None, StreamEventData(chunk=token))
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **others: Any) -> None:
+        asked = self._inputs.pop(run_id, None)
         if current_scope() is None:
             return
         first = response.generations[0][0] if response.generations and response.generations[0] else None
@@ -81,12 +87,13 @@ class StepReporter(BaseCallbackHandler):
         usage = UsageInfo.model_construct(token_usage=known.get("token_usage"), num_llm_calls=1)
         output = None if first is None else first.text
         name = known.get("model_name")
-        data = StreamEventData(output=output)
+        data = StreamEventData(input=asked, output=output)
         _push(IntermediateStepType.LLM_END, run_id, name, data, metadata=metadata, usage_info=usage)
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **others: Any) -> None:
+        data = StreamEventData(input=self._inputs.pop(run_id, None))
         if current_scope() is not None:
-            _push(IntermediateStepType.LLM_END, run_id, None, StreamEventData(), metadata={"error": repr(error)})
+            _push(IntermediateStepType.LLM_END, run_id, None, data, metadata={"error": repr(error)})
 
     def on_tool_start(self, serialized: dict[str, Any], input_str: str, *, run_id: UUID, **others: Any) -> None:
         if current_scope() is None:
@@ -94,18 +101,21 @@ class StepReporter(BaseCallbackHandler):
         arguments = others.get("inputs") or input_str
         metadata = TraceMetadata.model_construct(tool_inputs=arguments, tool_info=serialized)
         name = (serialized or {}).get("name") or others.get("name")
+        self._inputs[run_id] = arguments
         _push(IntermediateStepType.TOOL_START, run_id, name, StreamEventData(input=arguments), metadata=metadata)
 
     def on_tool_end(self, output: Any, *, run_id: UUID, **others: Any) -> None:
+        data = StreamEventData(input=self._inputs.pop(run_id, None), output=output)
         if current_scope() is not None:
             metadata = TraceMetadata.model_construct(tool_outputs=output)
             name = others.get("name") or getattr(output, "name", None)
-            _push(IntermediateStepType.TOOL_END, run_id, name, StreamEventData(output=output), metadata=metadata)
+            _push(IntermediateStepType.TOOL_END, run_id, name, data, metadata=metadata)
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **others: Any) -> None:
+        data = StreamEventData(input=self._inputs.pop(run_id, None))
         if current_scope() is not None:
             metadata = {"error": repr(error)}
-            _push(IntermediateStepType.TOOL_END, run_id, others.get("name"), StreamEventData(), metadata=metadata)
+            _push(IntermediateStepType.TOOL_END, run_id, others.get("name"), data, metadata=metadata)
 
 
 def _push(
@@ -120,6 +130,6 @@ def _push(
         )
 
 
-_REPORTER = StepReporter()  # keeps no state: one serves all
+_REPORTER = StepReporter()  # a run's id is its own in all episodes: one serves all
 _reporter: ContextVar[StepReporter | None] = ContextVar("insitu_langchain", default=_REPORTER)
 register_configure_hook(_reporter, inheritable=True)

@@ -163,7 +163,10 @@ async def _check_inputs(config: Config, asked: FinetuneRunConfig) -> None:
     load_dataset(config, asked.dataset)
     if config.finetuning.validation is not None:
         held_out, reward = held_out_config(config), config.finetuning.reward_function
-        load_dataset(held_out, config.finetuning.validation.dataset)
+        try:
+            load_dataset(held_out, config.finetuning.validation.dataset)
+        except ConfigError as error:
+            raise ConfigError(f"validation: {error}") from error
         if reward is not None and reward.name not in held_out.names(EVALUATOR):
             raise ConfigError(
                 not_found(
@@ -187,7 +190,8 @@ def _validation(config: Config, asked: FinetuneRunConfig) -> ValidationConfig | 
     in_file = config.finetuning.validation
     if in_file is None:
         if options and "dataset" not in options:
-            raise ConfigError(f"{', '.join(options)} for validation, but no validation dataset is given")
+            keys = " and ".join(f"finetuning.validation.{key}" for key in options)
+            raise ConfigError(f"{keys} given without finetuning.validation.dataset (--validation_dataset)")
         return ValidationConfig(**options) if options else None
     return in_file.model_copy(update=options)
 

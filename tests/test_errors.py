@@ -1,0 +1,41 @@
+"""What is told of an exception that is not ours: where it left the code it comes from, and what caused it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from insitu.errors import causes, named, told
+
+
+def test_the_place_is_in_a_plugin_that_pip_installed_and_not_in_what_it_called(tmp_path: Path) -> None:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    plugin, library = packages / "plugin" / "agent.py", packages / "library.py"
+    helper: dict[str, object] = {}
+    exec(compile("def fail(): raise ValueError('no')", str(library), "exec"), helper)
+    names = {"fail": helper["fail"]}
+    exec(compile("def run():\n    fail()\n", str(plugin), "exec"), names)
+    with pytest.raises(ValueError, match="no") as caught:
+        names["run"]()  # type: ignore[operator]
+    outside = caught.tb.tb_next  # without this test, which is no library
+    assert told(caught.value.with_traceback(outside)) == f"ValueError: no ({plugin}, line 2)"
+
+
+def test_the_place_is_never_in_the_code_of_insitu() -> None:
+    with pytest.raises(AttributeError) as caught:
+        told(None)  # type: ignore[arg-type]
+    assert told(caught.value).endswith(f"({__file__}, line {caught.traceback[0].lineno + 1})")
+
+
+def test_the_cause_is_told_where_it_says_more() -> None:
+    refused = ConnectionError("port 9 is closed")
+    error = RuntimeError("no connection")
+    error.__cause__ = refused
+    assert named(error) == "RuntimeError: no connection, from ConnectionError: port 9 is closed"
+    refused.__cause__ = error
+    assert causes(error) == [error, refused]
+    error.__cause__ = error
+    assert named(error) == "RuntimeError: no connection"
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("{")
+    assert named(caught.value).startswith("JSONDecodeError: Expecting property name")
