@@ -176,7 +176,7 @@ def test_a_tool_calling_episode_arrives_whole(release, looker, tool_model, tmp_p
         trainings = tap.of("/_train_model")
         (prepared,) = tap.of("/_prepare_backend_for_training")
         with urllib.request.urlopen(f"{address}/art/jobs") as answer:
-            jobs = [job for job in json.load(answer) if job["model"].endswith(f"/{name}")]
+            jobs = [job for job in json.load(answer)["jobs"] if job["model"].endswith(f"/{name}")]
         assert all(headers["Authorization"] == "Bearer default" for headers in tap.headers_of("/_train_model"))
     assert prepared["model"]["_internal_config"]["init_args"] == {"max_seq_length": 900}
     assert prepared["model"]["_internal_config"]["engine_args"] == {"gpu_memory_utilization": 0.9}

@@ -44,10 +44,14 @@ _METRICS = {
 
 @dataclass
 class _Job:
-    """One training: what it began at, what its steps told, and how it ended. `lost` is why its answer was not heard."""
+    """One training: the step it began at, the sampled tokens it was given, what its steps told, and how it ended.
+
+    `lost` is why its answer was not heard.
+    """
 
     step: int
     key: str
+    tokens: int
     lines: list[dict[str, float]] = field(default_factory=list)
     task: "asyncio.Task[None] | None" = None
     trained_to: int | None = None
@@ -158,7 +162,7 @@ class ARTTrainerAdapter(TrainerAdapter):
             step = await self._remote._get_step(self.model)
             rewards = [t.reward for group in trajectories.trajectories for t in group]
             self._rewards[step] = sum(rewards) / len(rewards)
-            job = self._jobs[key] = _Job(step, key)
+            job = self._jobs[key] = _Job(step, key, _sampled_tokens(trajectories))
             job.task = asyncio.create_task(self._train(job, groups), name=f"train {key}")
             self._training_jobs[trajectories.run_id] = job.task
         return TrainingJobRef(run_id=trajectories.run_id, backend=BACKEND, metadata={"job": key, "step": job.step})
@@ -238,7 +242,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         self, ref: TrainingJobRef, status: TrainingStatusEnum, progress: float | None, message: str | None
     ) -> TrainingJobStatus:
         job = self._job(ref)
-        metrics = known_metrics(averages(job.lines))
+        metrics: dict[str, Any] = {"tokens": job.tokens, **known_metrics(averages(job.lines))}
         if job.trained_to is not None:
             metrics["step"] = job.trained_to
         return TrainingJobStatus(
@@ -267,6 +271,12 @@ class ARTTrainerAdapter(TrainerAdapter):
 
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         logger.info("job %s: %s", (ref.metadata or {}).get("job"), metrics)
+
+
+def _sampled_tokens(trajectories: TrajectoryCollection) -> int:
+    """How many tokens there are to train on, where the builder knows the calls behind its trajectories."""
+    given = (t for group in trajectories.trajectories for t in group)
+    return sum(len(t.calls[place].token_ids or ()) for t in given for place in t.trained_calls)
 
 
 def known_metrics(told: Mapping[str, float]) -> dict[str, Any]:
