@@ -185,7 +185,7 @@ def test_a_tool_calling_episode_arrives_whole(release, looker, tool_model, tmp_p
     assert trainings[0]["config"].items() >= wanted.items()
     assert trainings[0]["model"]["name"] == name
     sampled = [json.loads(line) for line in samples.read_text().splitlines()]
-    known = {tuple(line["token_ids"]): line["logprobs"] for line in sampled}
+    known = {tuple(line["token_ids"]): line["logprobs"] for line in reversed(sampled)}  # the first: before any training
     tokenizer = byte_tokenizer()
     assert {job["status"] for job in jobs} == {"completed"}
     assert {job["metrics"]["learning_rate"] for job in jobs} == {1e-6}
