@@ -1,0 +1,329 @@
+"""The ART plugin as far as it goes without the client library: its blocks, its conversion, and its talk to a server."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from tiny_models import save_tiny_model
+
+from insitu.adapters.art.config import (
+    ARTTrainerAdapterConfig,
+    ARTTrainerConfig,
+    ARTTrajectoryBuilderConfig,
+)
+from insitu.adapters.art.conversion import art_trajectory, check_order
+from insitu.adapters.art.remote_backend import _RemoteBackend, averages
+from insitu.adapters.art.trainer_adapter import known_metrics
+from insitu.errors import BackendUnavailable, RequestRefused, TrajectoryError
+from insitu.schemas.episodes import ModelCall
+from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory
+from insitu.trajectories.groups import dialogue
+
+BACKEND = {"ip": "localhost", "port": 7623}
+
+
+def test_the_documented_blocks_and_their_defaults() -> None:
+    assert ARTTrajectoryBuilderConfig().num_generations == 2
+    assert {c.static_type() for c in (ARTTrajectoryBuilderConfig, ARTTrainerAdapterConfig, ARTTrainerConfig)} == {
+        "openpipe_art_traj_builder",
+        "openpipe_art_trainer_adapter",
+        "openpipe_art_trainer",
+    }
+    config = ARTTrainerAdapterConfig.model_validate({"backend": BACKEND})
+    defaults = config.backend.model_dump(exclude={"ip", "port"}, exclude_none=True)
+    assert defaults == {
+        "name": "trainer_run",
+        "project": "trainer_project",
+        "base_model": "Qwen/Qwen2.5-7B-Instruct",
+        "api_key": "default",
+        "delete_old_checkpoints": False,
+    }
+    assert config.training.model_dump() == {"learning_rate": 5e-5, "beta": 0.0}
+    assert "secret" not in repr(ARTTrainerAdapterConfig.model_validate({"backend": BACKEND | {"api_key": "secret"}}))
+    assert ARTTrainerConfig.model_fields.keys() == {"type", "reward"}
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("backend.ip", None),
+        ("backend.port", 0),
+        ("backend.port", 65536),
+        ("backend.name", ""),
+        ("backend.project", ""),
+        ("backend.init_args", {"max_seq_length": 0}),
+        ("backend.engine_args", {"gpu_memory_utilization": 1.1}),
+        ("backend.engine_args", {"tensor_parallel_size": 0}),
+        ("training.learning_rate", -1e-6),
+        ("training.beta", -0.1),
+    ],
+)
+def test_bounds(where: str, value: Any) -> None:
+    block, key = where.split(".")
+    data: dict[str, Any] = {"backend": dict(BACKEND), "training": {}}
+    data[block][key] = value
+    with pytest.raises(ValidationError, match=key):
+        ARTTrainerAdapterConfig.model_validate(data)
+
+
+def test_bounds_of_the_builder() -> None:
+    with pytest.raises(ValidationError, match="num_generations"):
+        ARTTrajectoryBuilderConfig(num_generations=0)
+
+
+def test_without_the_library_the_command_says_what_to_install() -> None:
+    file = Path(__file__).parent.parent / "examples/tic_tac_toe/art.yml"
+    nat = Path(sys.executable).with_name("nat")
+    done = subprocess.run([nat, "finetune", "--config_file", file], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "pip install 'insitu[art]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+USER = {"role": "user", "content": "hi"}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+ASKED = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+def call(index: int, messages: list[dict[str, Any]], answer: str | dict[str, Any], **more: Any) -> ModelCall:
+    message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+    ids = [100 * index + n for n in range(3)]
+    known: dict[str, Any] = {"token_ids": ids, "logprobs": [-0.1 * n for n in range(3)], "finish_reason": "stop"}
+    return ModelCall(index, "m", messages, message=message, prompt_token_ids=[1, 2], **known | more)
+
+
+def trajectory(calls: list[ModelCall], trained: list[int] | None = None) -> Trajectory:
+    return Trajectory(
+        episode=dialogue(calls),
+        reward=0.5,
+        id="r/1/7/0/0",
+        metadata={"row_id": "7", "deep": [1]},
+        calls=calls,
+        trained_calls=list(range(len(calls))) if trained is None else trained,
+    )
+
+
+def sampled_ids(choice: dict[str, Any]) -> list[int]:
+    assert all(entry["top_logprobs"] == [] for entry in choice["logprobs"]["content"])
+    return [int(entry["token"].removeprefix("token_id:")) for entry in choice["logprobs"]["content"]]
+
+
+def test_a_tool_dialogue_is_one_history() -> None:
+    asking = {"role": "assistant", "content": None, "tool_calls": [ASKED]}
+    seen = {"role": "tool", "tool_call_id": "c1", "content": "blue"}
+    first = call(0, [USER], asking, tools=TOOLS, finish_reason="tool_calls")
+    second = call(1, [USER, {**asking, "content": ""}, seen], "It is blue.", tools=TOOLS, finish_reason="length")
+    made = art_trajectory(trajectory([first, second]))
+    assert made["tools"] == TOOLS
+    assert made["additional_histories"] == []
+    assert made["reward"] == 0.5
+    assert made["metadata"] == {"row_id": "7", "episode": "r/1/7/0/0"}
+    user, one, tool, two = made["messages_and_choices"]
+    assert (user, tool) == (USER, seen)
+    assert one["message"]["tool_calls"] == [ASKED]
+    assert (one["finish_reason"], two["finish_reason"]) == ("tool_calls", "length")
+    assert (sampled_ids(one), sampled_ids(two)) == ([0, 1, 2], [100, 101, 102])
+    assert [entry["logprob"] for entry in two["logprobs"]["content"]] == second.logprobs
+
+
+def test_other_dialogues_are_additional_histories_and_untrained_calls_context() -> None:
+    said = {"role": "assistant", "content": "one"}
+    first, second = call(0, [USER], "one"), call(1, [USER, said, USER], "two")
+    beside = call(2, [{"role": "system", "content": "judge"}, USER], "three")
+    made = art_trajectory(trajectory([first, second, beside], trained=[1, 2]))
+    assert made["messages_and_choices"][:3] == [USER, said, USER]
+    assert sampled_ids(made["messages_and_choices"][3]) == [100, 101, 102]
+    (other,) = made["additional_histories"]
+    assert sampled_ids(other["messages_and_choices"][-1]) == [200, 201, 202]
+
+
+def test_answers_given_with_other_tools_are_a_history_of_their_own() -> None:
+    first = call(0, [USER], "one", tools=TOOLS)
+    second = call(1, [USER, {"role": "assistant", "content": "one"}, USER], "two")
+    made = art_trajectory(trajectory([first, second]))
+    histories = [made, *made["additional_histories"]]
+    assert [history["tools"] for history in histories] == [None, TOOLS]
+    assert ["message" in turn for turn in made["messages_and_choices"]] == [False, False, False, True]
+    assert ["message" in turn for turn in histories[1]["messages_and_choices"]] == [False, True]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=12))
+def test_each_trained_call_is_a_choice_exactly_once(plan: list[tuple[int, bool]]) -> None:
+    """Three interleaved dialogues; every call continues its own."""
+    histories: list[list[dict[str, Any]]] = [[{"role": "system", "content": str(n)}, USER] for n in range(3)]
+    calls = []
+    for index, (which, _) in enumerate(plan):
+        calls.append(call(index, list(histories[which]), f"answer {index}"))
+        histories[which] += [{"role": "assistant", "content": f"answer {index}"}, USER]
+    trained = [index for index, (_, wanted) in enumerate(plan) if wanted]
+    given = trajectory(calls, trained)
+    if not trained:
+        given.episode = []
+        with pytest.raises(TrajectoryError, match="nothing to train"):
+            art_trajectory(given)
+        return
+    made = art_trajectory(given)
+    turns = [t for h in [made, *made["additional_histories"]] for t in h["messages_and_choices"]]
+    found = sorted(sampled_ids(turn)[0] // 100 for turn in turns if "message" in turn)
+    assert found == trained
+
+
+def item(role: str, content: str = "x", **more: Any) -> EpisodeItem:
+    return EpisodeItem(role=EpisodeItemRole(role), content=content, **more)
+
+
+def test_a_trajectory_built_by_hand_is_converted_item_by_item() -> None:
+    entry = {"token": "token_id:5", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+    items = [
+        item("system"),
+        item("environment", "a board"),
+        item(
+            "assistant", "a", logprobs={"content": [entry]}, metadata={"tool_calls": [ASKED], "finish_reason": "length"}
+        ),
+        item("tool", "seen", metadata={"tool_call_id": "c1"}),
+        item("assistant", "known only as text", logprobs=[]),
+        item("user"),
+        item("assistant", "b", logprobs=[entry]),
+    ]
+    made = art_trajectory(Trajectory(episode=items, reward=1.0))
+    system, board, one, tool, context, _, two = made["messages_and_choices"]
+    assert (system["role"], board["role"]) == ("system", "user")
+    assert (one["finish_reason"], one["message"]["tool_calls"]) == ("length", [ASKED])
+    assert tool == {"role": "tool", "content": "seen", "tool_call_id": "c1"}
+    assert context == {"role": "assistant", "content": "known only as text"}
+    assert two["finish_reason"] == "stop"
+    assert sampled_ids(one) == sampled_ids(two) == [5]
+
+
+@pytest.mark.parametrize(
+    ("roles", "told"),
+    [
+        (["user", "assistant"], None),
+        (["system", "user", "user", "assistant", "tool", "environment", "function", "assistant"], None),
+        (["tool", "assistant"], "begins with a message of role tool"),
+        (["user", "assistant", "user"], "ends with a message of role user"),
+        (["user", "assistant", "assistant"], "messages 1 and 2 are both the assistant's"),
+        ([], "is no dialogue"),
+    ],
+)
+def test_order(roles: list[str], told: str | None) -> None:
+    items = [item(role, logprobs=[] if role == "assistant" else None) for role in roles]
+    if told is None:
+        check_order(items)
+    else:
+        with pytest.raises(ValueError, match=re.escape(told)):
+            check_order(items, "e1")
+
+
+def test_metrics_go_by_our_names_and_keep_the_servers() -> None:
+    lines = [{"loss/train": 1.0, "loss/entropy": 2.0}, {"loss/train": 3.0, "data/step_num_gradient_steps": 2}]
+    told = known_metrics(averages(lines))
+    assert (told["loss"], told["entropy"], told["steps"], told["loss/train"]) == (2.0, 2.0, 2, 2.0)
+    assert known_metrics({"policy_loss": 0.5, "kl_div": 0.1}) == {
+        "policy_loss": 0.5,
+        "kl_div": 0.1,
+        "loss": 0.5,
+        "kl": 0.1,
+    }
+
+
+class Sent:
+    """Stands for what the library's models, groups and configurations are to a backend: things that dump themselves."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data = data
+        self.name = data.get("name")
+
+    def safe_model_dump(self) -> dict[str, Any]:
+        return self.data
+
+    model_dump = safe_model_dump
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    model = save_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    insitu = Path(sys.executable).with_name("insitu")
+    command = [insitu, "backend", "--model", model, "--port", "0", "--threads", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            ready = re.search(r"ready at (\S+)", process.stdout.readline())
+            assert ready
+            yield ready[1]
+        finally:
+            process.terminate()
+
+
+async def test_the_remote_backend_trains_and_is_told_why_not(address: str) -> None:
+    model = Sent({"name": "agent", "project": "p", "base_model": "tiny", "base_path": ".art", "_internal_config": None})
+    remote = _RemoteBackend(address, "default")
+    try:
+        assert await remote.health() is None
+        await remote.register(model)
+        base_url, key = await remote._prepare_backend_for_training(model, None)
+        assert (base_url, key) == (f"{address}/v1", "default")
+        assert remote._model_inference_name(model) == "agent"
+        assert remote._model_inference_name(model, 3) == "agent@3"
+        turns = [trajectory([call(0, [USER], "a")]), trajectory([call(0, [USER], "b")])]
+        turns[1].reward = 1.5
+        group = Sent(json.loads(json.dumps({"trajectories": [art_trajectory(t) for t in turns]})))
+        config = Sent({"learning_rate": 1e-4})
+        lines = [line async for line in remote._train_model(model, [group], config, {"ppo": True})]
+        assert averages(lines)["num_gradient_steps"] == len(lines) == 1
+        assert await remote._get_step(model) == 1
+        remote.job = "run/1"
+        for _ in range(2):  # the same job, sent again
+            assert [line async for line in remote._train_model(model, [group], config, {})]
+        assert await remote._get_step(model) == 2
+        await remote._delete_checkpoint_files(model, [2])
+        assert "agent@1" not in await remote.list_names()
+        remote.job = None
+        with pytest.raises(RequestRefused, match="kimi_k2_tau"):
+            [line async for line in remote._train_model(model, [group], config, {"kimi_k2_tau": 1.0})]
+        with pytest.raises(RequestRefused, match="gpt-4"):
+            await remote.register(Sent({"name": "other", "project": "p", "base_model": "gpt-4", "base_path": ".art"}))
+    finally:
+        await remote.close()
+
+
+async def test_nobody_there_and_a_server_that_is_something_else() -> None:
+    nobody = _RemoteBackend("http://127.0.0.1:9", "default")
+    assert "no answer from the ART server at http://127.0.0.1:9" in str(await nobody.health())
+    with pytest.raises(BackendUnavailable, match=r"127\.0\.0\.1:9"):
+        await nobody.register(Sent({"name": "a"}))
+    await nobody.close()
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\nConnection: close\r\n\r\nnope")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        other = _RemoteBackend(f"http://127.0.0.1:{port}", "default")
+        assert str(await other.health()).endswith("/health answered 404")
+        await other.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "reached"),
+    [
+        ("http://0.0.0.0:8000/v1", "http://gpu.example:8000/v1"),
+        ("http://localhost:8000/v1", "http://gpu.example:8000/v1"),
+        ("https://models.example/v1", "https://models.example/v1"),
+    ],
+)
+def test_the_address_of_inference_is_one_that_can_be_reached(told: str, reached: str) -> None:
+    assert _RemoteBackend("http://gpu.example:7623", "x")._reachable(told) == reached
