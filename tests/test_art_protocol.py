@@ -327,6 +327,15 @@ async def test_adapters_by_the_backends_option_and_by_the_models(loaded, tmp_pat
     assert (kept["own"]["r"], kept["own"]["lora_alpha"]) == (2, 8)
 
 
+async def test_settings_without_effect_are_named_once(loaded, tmp_path, caplog):
+    told = MODEL | {"_internal_config": {"engine_args": {"tensor_parallel_size": 2}, "trainer_args": None}}
+    async with serving(loaded, tmp_path) as client:
+        for _ in range(2):
+            await train(client, training(told, trained=groups()[2:], plot_tensors=True))
+    named = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
+    assert named == ["model insitu/games/agent: without effect here: engine_args.tensor_parallel_size, plot_tensors"]
+
+
 async def test_what_art_asks_of_a_server_besides(loaded, tmp_path):
     async with serving(loaded, tmp_path) as client:
         assert (await client.post("/close")).json() is None

@@ -163,7 +163,7 @@ class ArtJobs:
     def _tell(self, registered: Registered, plan: Plan) -> None:
         if new := sorted(set(plan.without_effect) - registered.told):
             registered.told.update(new)
-            logger.info("model %s: without effect here: %s", registered.model.key, ", ".join(new))
+            logger.warning("model %s: without effect here: %s", registered.model.key, ", ".join(new))
 
     def get(self, id: str) -> Run:
         if id not in self._runs:
