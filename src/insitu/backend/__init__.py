@@ -5,4 +5,5 @@ compute      the one thread that touches the weights: sampling and training take
 model        loads any Hugging Face causal language model
 inference/   sampling, from a chat request to tokens and back
 training/    jobs, from uploaded rows to new weights
+art/         the protocols of OpenPipe ART, on the same port
 """
