@@ -78,7 +78,7 @@ def spelt(annotation: Any) -> str:
         return f"list of {len(parts)} of {spelt(parts[0])}"
     if isinstance(annotation, type) and issubclass(annotation, ComponentRef):
         return f"name under `{annotation.section}`"
-    return "block" if annotation is Any or models_of(annotation) else str(annotation)
+    return "block" if annotation is Any or origin is dict or models_of(annotation) else str(annotation)
 
 
 def also_text(parts: tuple[Any, ...]) -> tuple[type, ...]:
