@@ -88,6 +88,9 @@ class Parts:
                 return 2**100
             case "odd":
                 return {(1, 2): object(), "text": "\ud800", "nan": math.nan}
+            case "circle":
+                answer: dict[str, Any] = {"text": "a"}
+                return answer | {"circle": [answer.setdefault("itself", answer)]}
             case "seed":
                 return Context.get().seed
             case "say" if rest == "parts.Inner":

@@ -191,3 +191,12 @@ def test_a_finetune_run_takes_its_rows_from_a_file_of_any_format(write: Any, tmp
         path.unlink()
         with pytest.raises(ConfigError, match=f"{path.name}' does not exist"):
             asyncio.run(_check_inputs(config, asked))
+
+
+@pytest.mark.parametrize("name", ["data.json", "data.jsonl"])
+def test_json_may_begin_with_a_byte_order_mark_and_hold_half_a_character(write: Any, tmp_path: Path, name: str) -> None:
+    row = r'{"id": "a", "question": "1", "answer": "\ud83d"}'
+    path = tmp_path / name
+    path.write_text(row if path.suffix == ".jsonl" else f"[{row}]", encoding="utf-8-sig")
+    (item,) = load_dataset(config_for(write, _type="json", file_path=str(path)), path)
+    assert (item.id, item.expected_output_obj) == ("a", "\ud83d")

@@ -8,6 +8,11 @@ import pytest
 from insitu.errors import causes, named, told
 
 
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise KeyError("detail")
+
+
 def test_the_place_is_in_a_plugin_that_pip_installed_and_not_in_what_it_called(tmp_path: Path) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     plugin, library = packages / "plugin" / "agent.py", packages / "library.py"
@@ -34,6 +39,8 @@ def test_the_cause_is_told_where_it_says_more() -> None:
     assert named(error) == "RuntimeError: no connection, from ConnectionError: port 9 is closed"
     refused.__cause__ = error
     assert causes(error) == [error, refused]
+    error.__cause__ = Wordless()
+    assert named(error).endswith(", from Wordless: (its message cannot be shown: KeyError)")
     error.__cause__ = error
     assert named(error) == "RuntimeError: no connection"
     with pytest.raises(json.JSONDecodeError) as caught:

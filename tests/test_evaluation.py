@@ -396,6 +396,18 @@ async def test_whatever_a_workflow_answers_can_be_written(bench: Bench) -> None:
     assert "object" in json.loads(written.read_text())["eval_output_items"][0]["reasoning"]["seen"]
 
 
+async def test_an_answer_that_has_no_form_in_json_costs_no_other_answer(bench: Bench) -> None:
+    output = await bench.run(["circle", r"say b'\xff'", "a"], write_output=True)
+    assert output.workflow_output_file is not None
+    circle, octets, plain = json.loads(output.workflow_output_file.read_text())
+    assert circle["generated_answer"]["text"] == "a"
+    assert "itself" in str(circle["generated_answer"]["circle"])
+    assert (octets["generated_answer"], plain["generated_answer"]) == ("_w==", "A")
+    (written,) = output.evaluator_output_files
+    reasons = [item["reasoning"] for item in json.loads(written.read_text())["eval_output_items"]]
+    assert (reasons[0]["text"], *reasons[1:]) == ("a", "_w==", "A")
+
+
 # run_limited
 
 

@@ -39,8 +39,19 @@ def told(error: BaseException) -> str:
 
 def named(error: BaseException) -> str:
     """An exception by its name and message, and what it was raised from if that says more: which server, say."""
-    said, first = f"{type(error).__name__}: {error}", causes(error)[-1]
-    return said if str(first) in said else f"{said}, from {type(first).__name__}: {first}"
+    said, first = _named(error), causes(error)[-1]
+    return said if _message(first) in said else f"{said}, from {_named(first)}"
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_message(error)}"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as reason:  # somebody else's __str__
+        return f"(its message cannot be shown: {type(reason).__name__})"
 
 
 def causes(error: BaseException) -> list[BaseException]:

@@ -1,6 +1,7 @@
 """The command line: one file per command, each imported only when it is called."""
 
 import importlib.util
+import io
 import sys
 
 import click
@@ -62,6 +63,8 @@ def main() -> None:
     from insitu.errors import ConfigError, InsituError
 
     _tell_of_another_toolkit()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a model writes is shown, whatever the console can show
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = insitu.main(standalone_mode=False)  # what a command gave to ctx.exit()
     except click.ClickException as error:

@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -23,7 +22,7 @@ def command(config_file: Path, text: str, checkpoint: Path | None, override: tup
     print(run_async(_run(config_file, text, checkpoint, override)))
 
 
-async def _run(config_file: Path, text: str, checkpoint: Path | None, override: tuple[tuple[str, str], ...]) -> Any:
+async def _run(config_file: Path, text: str, checkpoint: Path | None, override: tuple[tuple[str, str], ...]) -> str:
     from insitu.config import load_config
     from insitu.errors import InsituError, WorkflowError, told
     from insitu.registry import Builder

@@ -39,7 +39,7 @@ class ResultPath:
                 answer = from_json(answer)
             except ValueError as error:
                 raise WorkflowError(f"result_json_path {self._text}: the answer {answer!r:.80} is no JSON") from error
-        found = self._path.findall(to_jsonable_python(answer, fallback=json_form))
+        found = self._path.findall(to_jsonable_python(answer, fallback=json_form, bytes_mode="base64"))
         if len(found) != 1:
             raise WorkflowError(
                 f"result_json_path {self._text} matches {len(found)} values of {answer!r:.200}, not one"

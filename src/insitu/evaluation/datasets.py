@@ -1,6 +1,8 @@
 """Datasets: files of rows become items with an id, an input, an expected answer, and the whole row."""
 
+import codecs
 import csv
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,8 +49,18 @@ class FileDatasetConfig(DatasetBaseConfig):
     """The columns' names, where they are others."""
 
 
+def _loads(data: bytes) -> Any:
+    """JSON, also if it begins with a byte order mark, or holds half a character."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        if data.startswith(codecs.BOM_UTF8) or b"\\u" in data:
+            return json.loads(data)
+        raise
+
+
 def _json_rows(path: Path) -> Rows:
-    data = orjson.loads(path.read_bytes())
+    data = _loads(path.read_bytes())
     if not isinstance(data, list):
         raise ConfigError(f"dataset {path} must hold a list of rows, not {type(data).__name__}")
     yield from data
@@ -59,8 +71,8 @@ def _jsonl_rows(path: Path) -> Rows:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield orjson.loads(line)
-                except orjson.JSONDecodeError as error:
+                    yield _loads(line)
+                except json.JSONDecodeError as error:
                     raise ConfigError(f"dataset {path}, line {number} is not valid JSON: {error}") from error
 
 
@@ -129,7 +141,7 @@ def load_dataset(config: Config, path: str | Path | None = None, answered: bool 
     file = config.find_path(file, where)
     try:
         items = _items(shape_of(config), file, registration.factory(file), answered)
-    except (OSError, UnicodeDecodeError, orjson.JSONDecodeError, csv.Error) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
         raise ConfigError(f"dataset {file} cannot be read: {error}") from error
     if not items:
         raise ConfigError(f"dataset {file} has no rows")

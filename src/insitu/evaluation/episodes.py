@@ -126,7 +126,7 @@ async def _attempt(
         if scope.capture_error is not None:
             raise scope.capture_error
         episode.output = output
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # user code: what it raises is its failure
+    except (Exception, BaseExceptionGroup, SystemExit, asyncio.CancelledError) as error:  # user code: its failure
         if being_cancelled(error):
             raise
         if isinstance(error, TimeoutError) and limit.expired():

@@ -12,6 +12,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import orjson
+from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from insitu.config import Config
@@ -186,16 +187,28 @@ def _workflow_record(item: EvalInputItem, shape: FileDatasetConfig) -> dict[str,
     }
 
 
-def to_json(value: Any) -> Any:
-    """What JSON has no form for: models and dataclasses as objects, anything unknown as text."""
-    return to_jsonable_python(value, fallback=json_form, inf_nan_mode="null")
+def to_json(value: Any, depth: int = 4) -> Any:
+    """What JSON has no form for: models and dataclasses as objects, bytes in base64, anything unknown as text.
+
+    So is what contains itself, and what a model cannot write; of the containers around that, `depth` are kept.
+    """
+    try:
+        return to_jsonable_python(value, fallback=json_form, bytes_mode="base64", inf_nan_mode="null")
+    except ValueError:
+        if depth and isinstance(value, BaseModel):
+            value = dict(value)
+        if depth and isinstance(value, dict):
+            return {str(key): to_json(part, depth - 1) for key, part in value.items()}
+        if depth and isinstance(value, list):
+            return [to_json(part, depth - 1) for part in value]
+        return json_form(value)
 
 
 def dump_json(data: Any, option: int = 0) -> bytes:
     """JSON of anything a workflow may answer."""
     try:
         return orjson.dumps(data, default=to_json, option=option | orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # integers beyond 64 bits, lone surrogates, keys that are tuples: slower, but it must be kept
+    except TypeError:  # big integers, lone surrogates, keys that are tuples, circles: slower, but it must be kept
         ending = "\n" if option & orjson.OPT_APPEND_NEWLINE else ""
         return (json.dumps(to_json(data)) + ending).encode()
 

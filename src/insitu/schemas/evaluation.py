@@ -25,7 +25,7 @@ class EvalInputItem(BaseModel):
     as a code.
     """
 
-    model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True, ser_json_bytes="base64")
 
     id: Any
     input_obj: Any = None
@@ -46,7 +46,7 @@ class EvalInput(BaseModel):
 class EvalOutputItem(BaseModel):
     """One score. Without one, `error` says why; `step_scores` (optional) scores the item's model calls in order."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", ser_json_bytes="base64")
 
     id: Any
     score: Any = None

@@ -54,7 +54,7 @@ def convert(value: Any, wanted: Any) -> Any:
     """`value` as `wanted`: models and containers to text as JSON, JSON text and dicts to models, else as pydantic."""
     if wanted is str:
         container = isinstance(value, BaseModel | dict | list | tuple)
-        return to_json(value, fallback=json_form).decode() if container else str(value)
+        return to_json(value, fallback=json_form, bytes_mode="base64").decode() if container else str(value)
     adapter = _adapter(wanted)
     if isinstance(value, BaseModel):
         value = value.model_dump()
