@@ -178,6 +178,15 @@ def test_each_trained_call_is_a_choice_exactly_once(plan: list[tuple[int, bool]]
     assert found == trained
 
 
+def test_a_choice_says_what_it_was_sampled_from_where_that_is_known() -> None:
+    known, unknown = call(0, [USER], "one"), call(1, [{"role": "user", "content": "else"}], "two")
+    unknown.prompt_token_ids = None
+    made = art_trajectory(trajectory([known, unknown]))
+    (other,) = made["additional_histories"]
+    assert made["messages_and_choices"][-1]["prompt_token_ids"] == known.prompt_token_ids
+    assert "prompt_token_ids" not in other["messages_and_choices"][-1]
+
+
 def item(role: str, content: str = "x", **more: Any) -> EpisodeItem:
     return EpisodeItem(role=EpisodeItemRole(role), content=content, **more)
 
@@ -282,13 +291,11 @@ async def test_the_remote_backend_trains_and_is_told_why_not(address: str) -> No
         lines = [line async for line in remote._train_model(model, [group], config, {"ppo": True})]
         assert averages(lines)["num_gradient_steps"] == len(lines) == 1
         assert await remote._get_step(model) == 1
-        remote.job = "run/1"
         for _ in range(2):  # the same job, sent again
-            assert [line async for line in remote._train_model(model, [group], config, {})]
+            assert [line async for line in remote._train_model(model, [group], config, {}, key="run/1")]
         assert await remote._get_step(model) == 2
         await remote._delete_checkpoint_files(model, [2])
         assert "agent@1" not in await remote.list_names()
-        remote.job = None
         with pytest.raises(RequestRefused, match="kimi_k2_tau"):
             [line async for line in remote._train_model(model, [group], config, {"kimi_k2_tau": 1.0})]
         with pytest.raises(RequestRefused, match="gpt-4"):
@@ -315,6 +322,20 @@ async def test_nobody_there_and_a_server_that_is_something_else() -> None:
         other = _RemoteBackend(f"http://127.0.0.1:{port}", "default")
         assert str(await other.health()).endswith("/health answered 404")
         await other.close()
+
+
+@pytest.mark.parametrize(
+    ("listed", "now"),
+    [
+        ({"tiny", "agent", "agent@0", "agent@4"}, "agent"),
+        ({"tiny", "agent@0", "agent@3"}, "agent@4"),  # listed before the fourth step
+        ({"tiny"}, "agent"),
+    ],
+)
+def test_the_name_to_sample_by_is_one_the_server_has(listed: set[str], now: str) -> None:
+    remote = _RemoteBackend("http://127.0.0.1:9", "x")
+    remote._names, remote._steps = listed, {"agent": 4}
+    assert remote._model_inference_name(Sent({"name": "agent"})) == now
 
 
 @pytest.mark.parametrize(

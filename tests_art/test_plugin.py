@@ -251,6 +251,24 @@ def test_what_cannot_be_done_is_refused_by_name(release, key, value, told, looke
 
 
 @each_release
+def test_the_adapter_by_hand(release, looker, tool_model):
+    """Made in Python, without a file: each submission of an unnumbered epoch trains, and a failure is one."""
+    address, _ = looker
+    python = ROOT / ".venv-art" / release / "bin" / "python"
+    port = address.rpartition(":")[2]
+    command = [python, "-W", "error::ResourceWarning", HERE / "by_hand.py", port, f"hand-{release}", tool_model.name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "never retrieved" not in done.stderr
+    first, again, other, untrained, by_run = map(json.loads, done.stdout.splitlines()[-5:])
+    assert (first["status"], first["step"]) == (again["status"], again["step"]) == ("completed", 1)
+    assert (other["status"], other["step"]) == ("completed", 2)
+    assert untrained["status"] == "failed"
+    assert "2 x no_logprobs" in untrained["message"]
+    assert by_run == other
+
+
+@each_release
 def test_old_checkpoints_go(release, looker, tool_model, tmp_path):
     address, samples = looker
     with Wiretap(address) as tap:

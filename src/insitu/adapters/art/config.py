@@ -87,6 +87,11 @@ class ARTTrainerAdapterConfig(TrainerAdapterConfig, name="openpipe_art_trainer_a
     training: ARTTrainingConfig = Field(default_factory=ARTTrainingConfig)
     """What each training is told."""
 
+    @property
+    def served_name(self) -> str:
+        """The trained model's name, for what names the model in `finetuning.target_model`."""
+        return self.backend.name
+
 
 class ARTTrainerConfig(TrainerConfig, name="openpipe_art_trainer"):
     """Collects, filters, trains and validates, epoch by epoch; advantages are the ART server's. It has no keys."""

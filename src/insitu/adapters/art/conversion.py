@@ -4,7 +4,11 @@
  "additional_histories": [{"messages_and_choices": [...], "tools": None}]}
 
 CHOICE = {"index": 0, "finish_reason": "tool_calls", "message": {...},
-          "logprobs": {"content": [{"token": "token_id:7", "logprob": -0.1, "bytes": None, "top_logprobs": []}]}}
+          "logprobs": {"content": [{"token": "token_id:7", "logprob": -0.1, "bytes": None, "top_logprobs": []}]},
+          "prompt_token_ids": [1, 5, 9]}
+
+The prompt's ids are more than ART asks for: servers that read them (`insitu backend`) train what was sampled behind
+the very tokens it was sampled behind; others make the prompt anew from the messages.
 """
 
 import json
@@ -98,7 +102,8 @@ def _choice(call: ModelCall) -> dict[str, Any]:
         for token, logprob in zip(ids, logprobs, strict=True)
     ]
     message = {"role": "assistant", "content": None, **(call.message or {})}
-    return _spelt_choice(message, {"content": spelt, "refusal": None}, call.finish_reason)
+    choice = _spelt_choice(message, {"content": spelt, "refusal": None}, call.finish_reason)
+    return choice if call.prompt_token_ids is None else {**choice, "prompt_token_ids": call.prompt_token_ids}
 
 
 def _spelt_choice(message: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:

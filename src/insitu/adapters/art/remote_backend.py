@@ -34,8 +34,7 @@ class _RemoteBackend:
         self._session: aiohttp.ClientSession | None = None
         self.inference_url = ""
         """Where the model is served, up to and including `/v1`; known once the server has prepared it."""
-        self.job: str | None = None
-        """Names what is trained next: a server that knows `Idempotency-Key` trains it once."""
+        self._inference_key = api_key
         self._names: set[str] = set()
         self._steps: dict[str, int] = {}
 
@@ -56,7 +55,7 @@ class _RemoteBackend:
     async def _prepare_backend_for_training(self, model: Any, config: Any) -> tuple[str, str]:
         body = {"model": model.safe_model_dump(), "config": config}
         base_url, api_key = await self._post("/_prepare_backend_for_training", body, limit=_LOADING)
-        self.inference_url = self._reachable(base_url)
+        self.inference_url, self._inference_key = self._reachable(base_url), api_key
         await self._get_step(model)
         await self.list_names()
         return self.inference_url, api_key
@@ -72,23 +71,28 @@ class _RemoteBackend:
 
     async def list_names(self) -> set[str]:
         """The names of models that the inference server answers to."""
-        listed = await self._request("GET", f"{self.inference_url}/models", None, _SHORT)
+        key = {"Authorization": f"Bearer {self._inference_key}"}
+        listed = await self._request("GET", f"{self.inference_url}/models", None, _SHORT, **key)
         self._names = {str(model.get("id")) for model in listed.get("data") or ()}
         return self._names
 
     def _model_inference_name(self, model: Any, step: int | None = None) -> str:
         """The name to sample it by: servers differ in whether the newest weights have one without their step."""
-        if step is not None:
-            return f"{model.name}@{step}"
-        if model.name in self._names:
-            return str(model.name)
-        latest = f"{model.name}@{self._steps.get(model.name, 0)}"
-        return latest if latest in self._names else str(model.name)
+        only_steps = model.name not in self._names and any(name.startswith(f"{model.name}@") for name in self._names)
+        if step is None and only_steps:
+            step = self._steps.get(model.name, 0)
+        return str(model.name) if step is None else f"{model.name}@{step}"
 
     async def _train_model(
-        self, model: Any, trajectory_groups: Iterable[Any], config: Any, dev_config: Any, verbose: bool = False
+        self,
+        model: Any,
+        trajectory_groups: Iterable[Any],
+        config: Any,
+        dev_config: Any,
+        verbose: bool = False,
+        key: str | None = None,
     ) -> AsyncIterator[dict[str, float]]:
-        """The metrics of each gradient step, as it happens."""
+        """The metrics of each gradient step, as it happens. A server that knows `Idempotency-Key` trains a key once."""
         body = {
             "model": model.safe_model_dump(),
             "trajectory_groups": [group.model_dump() for group in trajectory_groups],
@@ -97,7 +101,7 @@ class _RemoteBackend:
             "verbose": verbose,
         }
         data = await asyncio.to_thread(orjson.dumps, body)
-        headers = {"Idempotency-Key": self.job} if self.job else {}
+        headers = {"Idempotency-Key": key} if key else {}
         try:
             async with self._open("POST", self._base_url + "/_train_model", data, _TRAINING, **headers) as answer:
                 if answer.status >= 400:
@@ -150,9 +154,11 @@ class _RemoteBackend:
     async def _post(self, path: str, body: Any, limit: aiohttp.ClientTimeout = _SHORT) -> Any:
         return await self._request("POST", self._base_url + path, await asyncio.to_thread(orjson.dumps, body), limit)
 
-    async def _request(self, method: str, url: str, data: bytes | None, limit: aiohttp.ClientTimeout) -> Any:
+    async def _request(
+        self, method: str, url: str, data: bytes | None, limit: aiohttp.ClientTimeout, **headers: str
+    ) -> Any:
         try:
-            async with self._open(method, url, data, limit) as answer:
+            async with self._open(method, url, data, limit, **headers) as answer:
                 if answer.status >= 400:
                     raise await _refusal(answer)
                 text = await answer.read()

@@ -85,7 +85,6 @@ class ARTTrainerAdapter(TrainerAdapter):
         self._training_jobs: dict[str, asyncio.Task[None]] = {}
         self._jobs: dict[str, _Job] = {}
         self._rewards: dict[int, float] = {}  # the mean reward of what each step's weights did
-        self._registered = False
 
     @property
     def training_jobs(self) -> dict[str, asyncio.Task[None]]:
@@ -98,7 +97,6 @@ class ARTTrainerAdapter(TrainerAdapter):
         if problem := await self._remote.health():
             raise BackendUnavailable(f"the ART server cannot be used: {problem}")
         await self.model.register(self.remote_backend, _openai_client_config=self._server_config)
-        self._registered = True
 
     @property
     def _remote(self) -> Any:
@@ -112,10 +110,10 @@ class ARTTrainerAdapter(TrainerAdapter):
 
     async def close(self) -> None:
         """Let go of what still trains (the server goes on with it), and close the connections."""
-        running = [job.task for job in self._jobs.values() if job.task is not None and not job.task.done()]
-        for task in running:
+        tasks = [job.task for job in self._jobs.values() if job.task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)  # also of those that failed and that nobody asked about
         await self._remote.close()
 
     async def policy_endpoint(self) -> PolicyEndpoint:
@@ -152,10 +150,14 @@ class ARTTrainerAdapter(TrainerAdapter):
         return self._art.Trajectory.model_validate(made)
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        """Begin to train on all groups; what a run submits twice for one epoch is trained once."""
+        """Begin to train on all groups. What a run submits twice for one epoch is trained once.
+
+        Builders of plugins may not say which epoch their trajectories are of: then each submission is a job.
+        """
         if not any(trajectories.trajectories):
             raise JobFailed(f"run {trajectories.run_id}: there are no trajectories to train on")
-        key = f"{trajectories.run_id}/{trajectories.epoch or 1}"
+        number = trajectories.epoch if trajectories.epoch is not None else f"submission {len(self._jobs) + 1}"
+        key = f"{trajectories.run_id}/{number}"
         job = self._jobs.get(key)
         if job is None or (job.task is not None and job.task.done() and job.trained_to is None):
             groups = await self._construct_trajectory_groups(trajectories.trajectories)
@@ -172,12 +174,13 @@ class ARTTrainerAdapter(TrainerAdapter):
             await self._delete_old(job.step, groups)
         for attempt in (1, 2):
             job.lines = []
-            self._remote.job = job.key
             try:
-                async for line in self._remote._train_model(self.model, groups, self._train_config, self._dev_config):
+                async for line in self._remote._train_model(
+                    self.model, groups, self._train_config, self._dev_config, key=job.key
+                ):
                     job.lines.append(line)
             except BackendUnavailable as error:
-                reached = await self._step_after(error)
+                reached = await self._step_after(job.step, error)
                 if reached == job.step and attempt == 1:
                     logger.warning("%s; the model is still at step %d: training again", error, reached)
                     continue
@@ -186,12 +189,14 @@ class ARTTrainerAdapter(TrainerAdapter):
                 job.lost = str(error)
                 logger.warning("%s; but the model is at step %d now: it has trained", error, reached)
             break
-        job.trained_to = await self._remote._get_step(self.model)
-        if job.trained_to == job.step:
+        reached = await self._remote._get_step(self.model)
+        if reached == job.step:
             raise JobFailed(f"the ART server has ended the training, but the model is still at step {job.step}")
-        await self._remote.list_names()
+        if job.lost is None and not any(known_metrics(line).get("steps", 1) for line in job.lines):
+            raise JobFailed(f"the ART server took no gradient step, though its step is {reached} now: {_left_out(job)}")
+        job.trained_to = reached
 
-    async def _step_after(self, lost: BackendUnavailable) -> int:
+    async def _step_after(self, before: int, lost: BackendUnavailable) -> int:
         """The model's step once the server can be asked again; raises `lost` where it cannot for half a minute.
 
         A server that lost its connection to us may still be training, so it is asked until its step has moved, or has
@@ -203,16 +208,12 @@ class ARTTrainerAdapter(TrainerAdapter):
                 step = int(await self._remote._get_step(self.model))
             except BackendUnavailable:
                 continue
-            if step != self._latest_start:
+            if step != before:
                 return step
         try:
             return int(await self._remote._get_step(self.model))
         except BackendUnavailable:
             raise lost from None
-
-    @property
-    def _latest_start(self) -> int:
-        return max(job.step for job in self._jobs.values())
 
     async def _delete_old(self, step: int, groups: "list[art.TrajectoryGroup]") -> None:
         """Keep the latest checkpoint and that of the highest mean reward; training does not depend on it."""
@@ -255,7 +256,8 @@ class ARTTrainerAdapter(TrainerAdapter):
         return 100.0 * len(job.lines) / total if total else None
 
     def _job(self, ref: TrainingJobRef) -> _Job:
-        key = (ref.metadata or {}).get("job", f"{ref.run_id}/1")
+        of_run = [key for key in self._jobs if key.rpartition("/")[0] == ref.run_id]
+        key = (ref.metadata or {}).get("job", of_run[-1] if of_run else ref.run_id)
         if key not in self._jobs:
             known = ", ".join(self._jobs) or "none yet"
             raise JobFailed(f"this adapter has submitted no job {key!r}; it has: {known}")
@@ -277,6 +279,12 @@ def _sampled_tokens(trajectories: TrajectoryCollection) -> int:
     """How many tokens there are to train on, where the builder knows the calls behind its trajectories."""
     given = (t for group in trajectories.trajectories for t in group)
     return sum(len(t.calls[place].token_ids or ()) for t in given for place in t.trained_calls)
+
+
+def _left_out(job: _Job) -> str:
+    """Why, as far as the server says so: `insitu backend` counts what it leaves out by reason."""
+    reasons = {k.partition("dropped_")[2]: v for line in job.lines for k, v in line.items() if "dropped_" in k}
+    return ", ".join(f"{v:g} x {k}" for k, v in reasons.items()) or "it found nothing to train on in what it was given"
 
 
 def known_metrics(told: Mapping[str, float]) -> dict[str, Any]:
