@@ -169,6 +169,14 @@ def test_a_group_of_one_is_left_out_whatever_the_credit(credit: Any) -> None:
     assert (collection.trajectories, collection.dropped) == ([], {"single_member": 1})
 
 
+def test_text_without_calls_is_left_to_what_trains_it() -> None:
+    trainer = InsituTrainer(InsituTrainerConfig(), Builder(Config()))
+    groups = [[Trajectory(reward=r) for r in rewards] for rewards in ((1.0, 0.0), (1.0, 1.0))]
+    collection = TrajectoryCollection(trajectories=groups, run_id="r")
+    trainer._weigh(collection)
+    assert (collection.trajectories, collection.dropped) == (groups[:1], {"no_variance": 2})
+
+
 def test_rows_get_the_weights_of_their_calls() -> None:
     group = [trajectory(1.0, [0, 2]), trajectory(0.0, [0])]
     build_rows(group, call_advantages(group, CENTRED))

@@ -10,9 +10,9 @@ from aiohttp import web
 
 from insitu.adapters.insitu_backend import InsituTrainerAdapter
 from insitu.config import load_config
-from insitu.errors import BackendError, BackendUnavailable, ConfigError
+from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed
 from insitu.registry import TRAINER_ADAPTER, Builder
-from insitu.schemas.episodes import TrainingRow
+from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 from insitu.schemas.wire import TrainingOptions
 
@@ -143,6 +143,24 @@ async def test_a_job_whose_reply_was_lost_is_sent_again_under_its_key(backend: B
         await adapter.submit(collection())
     assert backend.asked.count("POST /v1/train/jobs") == 3
     assert list(backend.jobs) == ["r/3"]
+
+
+async def test_what_a_trainer_has_not_weighed_gets_the_default_advantages(backend: Backend, write: Any) -> None:
+    def trajectory(reward: float) -> Trajectory:
+        call = ModelCall(
+            index=0, model="m", messages=[], prompt_token_ids=[1], token_ids=[2, 3], logprobs=[-0.5, -0.25]
+        )
+        return Trajectory(reward=reward, calls=[call], trained_calls=[0])
+
+    async with adapter_to(backend, write) as adapter:
+        for _ in range(2):
+            group = [trajectory(1.0), trajectory(0.0)]
+            await adapter.submit(TrajectoryCollection(trajectories=[group], run_id="r"))
+            assert [row.token_ids for t in group for row in t.rows] == [[1, 2, 3]] * 2
+            assert group[0].rows[0].advantages[1] == -group[1].rows[0].advantages[1] > 0
+        with pytest.raises(JobFailed, match="none of 1 trajectories has rows or captured calls"):
+            await adapter.submit(TrajectoryCollection(trajectories=[[Trajectory(reward=1)]], run_id="r"))
+    assert list(backend.jobs) == ["r/1", "r/2"]  # a job each: nobody says which epoch they are of
 
 
 async def test_a_finished_job_can_be_asked_for_its_metrics(backend: Backend, write: Any) -> None:

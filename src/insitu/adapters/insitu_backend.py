@@ -12,6 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from insitu.adapters.backend_process import BackendProcess
+from insitu.algorithms.advantages import AdvantageConfig
 from insitu.config import Config
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
 from insitu.interfaces import TrainerAdapter
@@ -25,6 +26,7 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.schemas.wire import JobState, TrainingOptions, TrainingSettings
+from insitu.trajectories.groups import build_rows, call_advantages
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         self._loaded: Config = builder.config  # type: ignore[assignment]
         self._process: BackendProcess | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._submissions = 0
         self._address = adapter_config.url.rstrip("/") if adapter_config.url else ""
         self._model = self._find(adapter_config.model) if adapter_config.model else None
 
@@ -149,11 +152,22 @@ class InsituTrainerAdapter(TrainerAdapter):
         return True
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        """Send the rows of all trajectories; the same run and epoch is trained once, however often it is sent."""
+        """Send the rows of all trajectories; the same run and epoch is trained once, however often it is sent.
+
+        Groups that their trainer has not weighed get the default advantages. Builders of plugins may not say which
+        epoch their trajectories are of: then each submission is one.
+        """
+        for group in trajectories.trajectories:
+            if not any(t.rows for t in group):
+                build_rows(group, call_advantages(group, AdvantageConfig()))
         rows = [row for group in trajectories.trajectories for t in group for row in t.rows]
         if not rows:
-            raise JobFailed(f"run {trajectories.run_id}: there are no rows to train on")
-        epoch = trajectories.epoch or 1
+            raise JobFailed(
+                f"run {trajectories.run_id}: none of {sum(map(len, trajectories.trajectories))} trajectories has rows "
+                "or captured calls to make them from; insitu_traj_builder gives them"
+            )
+        self._submissions += 1
+        epoch = trajectories.epoch or self._submissions
         epochs = max(self.run_config.num_epochs, epoch)
         settings = TrainingSettings(
             **self.config.training.model_dump(),

@@ -189,6 +189,7 @@ class InsituTrainer(Trainer):
             collection = await self.trajectory_builder.finalize(run_id, meta)
         finally:
             self.report.end()
+        collection.epoch = epoch
         for error, count in errors.most_common(3):
             self.report.note(f"epoch {epoch}: {count} x {error}")
         if not any(collection.trajectories):
@@ -226,7 +227,12 @@ class InsituTrainer(Trainer):
         return DropReason.NO_STEP_REWARDS if missing else None
 
     def _prepare(self, group: list[Trajectory]) -> DropReason | None:
-        """Give each trajectory its rows and advantages; or why the group teaches nothing: all its advantages are 0."""
+        """Give each trajectory its rows and advantages; or why the group teaches nothing: all its advantages are 0.
+
+        Trajectories that a plugin's builder made of text alone have no calls to weigh: what trains them has to.
+        """
+        if not any(t.trained_calls for t in group):
+            return DropReason.NO_VARIANCE if len({t.reward for t in group}) < 2 else None
         advantages = call_advantages(group, self.config.advantages, self.config.credit, self.config.discount)
         if not any(a for of_episode in advantages for a in of_episode.values()):
             return DropReason.NO_VARIANCE

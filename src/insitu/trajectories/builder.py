@@ -61,15 +61,20 @@ class _Collection:
     on_episode: Callable[[Episode], None]
     on_group: Callable[[GroupRecord], None]
     groups: dict[str, GroupRecord] = field(default_factory=dict)
+    first_error: str | None = None
     task: asyncio.Task[None] | None = None
 
 
 class EpisodesBuilder(TrajectoryBuilder):
     """Runs the workflow `num_generations` times on each row and groups the episodes by row.
 
-    `start_run(run_id, meta)` takes from `meta`: `epoch` (1 first), `on_episode(episode)` and `on_group(record)`, called
-    as each ends. Failed and unscored episodes are counted by reason and are not in the collection.
+    `start_run(run_id, meta)` takes from `meta`: `epoch` (1 first; else the one after the last), `on_episode(episode)`
+    and `on_group(record)`, called as each ends. Failed and unscored episodes are counted by reason and are not in the
+    collection.
     """
+
+    needs_token_ids = True
+    """Whether what is trained are rows of tokens, so that a call without its prompt's ids is a failure."""
 
     def __init__(self, trajectory_builder_config: EpisodesBuilderConfig, builder: Builder) -> None:
         super().__init__(trajectory_builder_config)
@@ -78,6 +83,7 @@ class EpisodesBuilder(TrajectoryBuilder):
         self._loaded: Config = builder.config  # type: ignore[assignment]
         self._rows: list[EvalInputItem] = []
         self._runs: dict[str, _Collection] = {}
+        self._last_epoch = 0
         self._check()
 
     def _check(self) -> None:
@@ -105,7 +111,8 @@ class EpisodesBuilder(TrajectoryBuilder):
         if run_id in self._runs:
             raise TrajectoryError(f"run {run_id} is being collected already: finalize it first")
         ignore: Callable[[Any], None] = lambda _: None  # noqa: E731
-        collection = _Collection(meta.get("epoch", 1), meta.get("on_episode") or ignore, meta.get("on_group") or ignore)
+        self._last_epoch = meta.get("epoch", self._last_epoch + 1)
+        collection = _Collection(self._last_epoch, meta.get("on_episode") or ignore, meta.get("on_group") or ignore)
         self._runs[run_id] = collection
         collection.task = asyncio.create_task(self._collect(run_id, collection), name=f"collect {run_id}")
 
@@ -123,8 +130,11 @@ class EpisodesBuilder(TrajectoryBuilder):
         dropped: Counter[str] = Counter()
         for record in collection.groups.values():
             dropped.update(record.dropped)
+        trajectories = [t for row_id in order if (t := collection.groups[row_id].trajectories)]
+        if not trajectories:  # a plugin's trainer may take no notice
+            logger.warning("run %s: no episode can be trained on; the first: %s", run_id, collection.first_error)
         return TrajectoryCollection(
-            trajectories=[t for row_id in order if (t := collection.groups[row_id].trajectories)],
+            trajectories=trajectories,
             run_id=run_id,
             epoch=collection.epoch,
             dropped=dict(dropped),
@@ -162,6 +172,7 @@ class EpisodesBuilder(TrajectoryBuilder):
             limits.retries,
             trained,
             result,
+            needs_token_ids=self.needs_token_ids,
             target_functions=tuple(self.run_config.target_functions),
         )
 
@@ -191,6 +202,7 @@ class EpisodesBuilder(TrajectoryBuilder):
             if len(group) == self.config.num_generations:
                 record = self._group(waiting.pop(episode.key.row_id))
                 collection.groups[record.row_id] = record._replace(episodes=[])
+                collection.first_error = collection.first_error or next((e.error for e in group if e.error), None)
                 collection.on_group(record)
 
     async def _reward(self, episode: Episode, row: EvalInputItem, evaluator: EvaluatorInfo, name: str) -> None:
@@ -233,12 +245,13 @@ class EpisodesBuilder(TrajectoryBuilder):
         return targeted_calls(episode.calls, run.target_functions, run.target_model, self._loaded.trained_llms())
 
     def _untrained(self, episode: Episode) -> str:
-        """What was called instead of what is trained."""
+        """What was called instead of what is trained, or what those calls lack."""
+        trained = self._loaded.trained_llms()
+        if any(call.llm in trained and call.token_ids is None and call.error is None for call in episode.calls):
+            return "its model calls have no token ids: their server tells none"
         places = {f"{call.llm or call.model} in {' > '.join(call.functions)}" for call in episode.calls}
-        trained = (
-            f"{' or '.join(sorted(self._loaded.trained_llms()))} in {' or '.join(self.run_config.target_functions)}"
-        )
-        return f"the model calls of {trained} are trained; it called {', '.join(sorted(places)) or 'none'}"
+        target = f"{' or '.join(sorted(trained))} in {' or '.join(self.run_config.target_functions)}"
+        return f"the model calls of {target} are trained; it called {', '.join(sorted(places)) or 'none'}"
 
     def _trajectory(self, episode: Episode) -> Trajectory | None:
         """The episode as a trajectory; None, with the reason set, when it has no call to train on."""
