@@ -19,9 +19,15 @@ from aiohttp import web
 
 
 class FakeOpenAI:
-    """`requests` are the bodies received, in order. `token_ids`, `logprobs` False: a server that cannot give them."""
+    """`requests` are the bodies received, in order. `token_ids`, `logprobs` False: a server that cannot give them.
 
-    def __init__(self, *, token_ids: bool = True, logprobs: bool = True, policy_version: int | None = 3) -> None:
+    `spelt`: the tokens of its logprobs are `token_id:N`, as ART's servers write them.
+    """
+
+    def __init__(
+        self, *, token_ids: bool = True, logprobs: bool = True, policy_version: int | None = 3, spelt: bool = False
+    ) -> None:
+        self.spelt = spelt
         self.token_ids, self.logprobs, self.policy_version = token_ids, logprobs, policy_version
         self.requests: list[dict[str, Any]] = []
         self.connections: set[Any] = set()
@@ -113,7 +119,12 @@ class FakeOpenAI:
         if body.get("return_token_ids") and self.token_ids:
             choice["token_ids"] = encode(text)
         if body.get("logprobs") and self.logprobs:
-            entries = [{"token": c, "logprob": logprob(c), "bytes": [ord(c)], "top_logprobs": []} for c in text]
+            spelt = "token_id:{}" if self.spelt else "{1}"
+            tokens = [spelt.format(token, c) for token, c in zip(encode(text), text, strict=True)]
+            entries = [
+                {"token": t, "logprob": logprob(c), "bytes": [ord(c)], "top_logprobs": []}
+                for t, c in zip(tokens, text, strict=True)
+            ]
             choice["logprobs"] = {"content": entries}
 
     async def _stream(self, request: web.Request, body: dict[str, Any], text: str) -> web.StreamResponse:

@@ -110,6 +110,23 @@ async def test_a_call_is_a_pair_of_steps_where_it_was_made(server: FakeOpenAI) -
         assert end.metadata.model_extra["logprobs"] == call.logprobs
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_ids_that_are_spelt_in_the_logprobs(streamed: bool) -> None:
+    with FakeOpenAI(token_ids=False, spelt=True) as server:
+        async with model(server) as plain:
+            with EpisodeScope(training=True) as scope:
+                scope.needs_token_ids = False
+                if streamed:
+                    request: Any = {"model": "fake", "messages": ask("hi"), "stream": True}
+                    async for _ in await plain.client.chat.completions.create(**request):
+                        pass
+                else:
+                    await plain.complete(ask("hi"))
+    (call,) = scope.calls
+    assert (call.token_ids, call.prompt_token_ids) == (encode("echo: hi"), None)
+    assert call.logprobs == [logprob(c) for c in "echo: hi"]
+
+
 async def test_what_the_agent_asked_for_it_gets(server: FakeOpenAI) -> None:
     async with model(server) as plain:
         with EpisodeScope(training=True):

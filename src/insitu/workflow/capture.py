@@ -134,7 +134,9 @@ class Exchange:
 
     def strip(self, choice: dict[str, Any]) -> bool:
         """Take out of a choice what the client did not ask for; whether there was anything."""
-        found = self.hide_token_ids and choice.pop("token_ids", None) is not None
+        found = False
+        for name in ("token_ids", "prompt_token_ids") if self.hide_token_ids else ():
+            found |= choice.pop(name, None) is not None
         if self.hide_logprobs and choice.get("logprobs") is not None:
             choice["logprobs"] = None
             found = True
@@ -188,7 +190,7 @@ class Exchange:
                 message=choice.get("message"),
                 choice=choice.get("index", 0),
                 prompt_token_ids=reply.get("prompt_token_ids"),
-                token_ids=choice.get("token_ids"),
+                token_ids=_token_ids(choice),
                 logprobs=_logprobs(choice),
                 finish_reason=choice.get("finish_reason"),
                 policy_version=int(version) if version.isdecimal() else None,
@@ -220,6 +222,18 @@ class Exchange:
             f"{self._request.get('model')!r}) {did}: {_HINTS[what]}"
         )
         return self._scope.capture_error
+
+
+def _token_ids(choice: dict[str, Any]) -> list[int] | None:
+    """The sampled ids; servers of ART spell them in the logprobs instead, as tokens `token_id:N`."""
+    given: list[int] | None = choice.get("token_ids")
+    logprobs = choice.get("logprobs")
+    entries = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if given is not None or not entries:
+        return given
+    spelt = [str(entry.get("token")).partition("token_id:") for entry in entries]
+    ids = [int(number) for before, _, number in spelt if not before and number.isdecimal()]
+    return ids if len(ids) == len(entries) else None
 
 
 def _logprobs(choice: dict[str, Any]) -> list[float] | None:

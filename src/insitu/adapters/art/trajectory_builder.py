@@ -14,6 +14,8 @@ class ARTTrajectoryBuilder(EpisodesBuilder):
     All generations of a run are one task, under one limit of episodes.
     """
 
+    needs_token_ids = False  # servers of ART make the prompts themselves, and spell what was sampled in the logprobs
+
     def __init__(self, trajectory_builder_config: ARTTrajectoryBuilderConfig, builder: Builder) -> None:
         super().__init__(trajectory_builder_config, builder)
 
