@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKEND = "openpipe-art"
+_POLL = 3.0
+"""Seconds between two questions for the step of a server whose answer was lost."""
+_ABSENCE = 30.0
+"""Seconds it may be gone."""
 _METRICS = {
     "loss": ("loss/train", "loss", "policy_loss"),
     "kl": ("loss/kl_policy_ref", "kl_policy_ref", "kl_div"),
@@ -225,21 +230,22 @@ class ARTTrainerAdapter(TrainerAdapter):
     async def _step_after(self, job: _Job, lost: BackendUnavailable) -> int:
         """The model's step once the server can be asked again; raises `lost` where it cannot for half a minute.
 
-        A server that lost its connection to us may still be training, so it is asked until its step has moved, or has
-        stayed where it was for as long.
+        A server that is there all the time may still be training what it was given: it is asked until its step has
+        moved, for `lost_reply_patience` at most. One that was gone and has come back is not.
         """
-        for _ in range(10):
-            await asyncio.sleep(3)
+        asked, gone = time.monotonic(), 0
+        while time.monotonic() - asked < self.config.backend.lost_reply_patience:
+            await asyncio.sleep(_POLL)
             try:
                 step = await self._reached(job)
             except BackendUnavailable:
+                gone += 1
+                if gone * _POLL >= _ABSENCE:
+                    raise lost from None
                 continue
-            if step != job.step:
+            if step != job.step or gone:
                 return step
-        try:
-            return await self._reached(job)
-        except BackendUnavailable:
-            raise lost from None
+        return await self._reached(job)
 
     async def _delete_old(self, step: int) -> None:
         """Keep the latest checkpoint and that of the highest mean reward; training does not depend on it.
