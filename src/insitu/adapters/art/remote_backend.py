@@ -10,6 +10,7 @@ import aiohttp
 import orjson
 
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
+from insitu.schemas.bulk import collection_paused
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +199,10 @@ class _RemoteBackend:
 
 def spelt(group: Any) -> orjson.Fragment:
     """A trajectory group as JSON; one that is JSON already as it is."""
-    return group if isinstance(group, orjson.Fragment) else orjson.Fragment(orjson.dumps(group.model_dump()))
+    if isinstance(group, orjson.Fragment):
+        return group
+    with collection_paused():
+        return orjson.Fragment(orjson.dumps(group.model_dump()))
 
 
 def _with_groups(model: Any, groups: Iterable[Any], more: dict[str, Any]) -> bytes:

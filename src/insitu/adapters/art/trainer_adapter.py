@@ -18,6 +18,7 @@ from insitu.adapters.art.remote_backend import averages, remote_backend, spelt
 from insitu.errors import BackendUnavailable, InsituError, JobFailed, TrajectoryError
 from insitu.interfaces import TrainerAdapter
 from insitu.registry import PolicyEndpoint
+from insitu.schemas.bulk import collection_paused
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     TrainingJobRef,
@@ -147,7 +148,8 @@ class ARTTrainerAdapter(TrainerAdapter):
         return await asyncio.to_thread(self._groups, trajectory_lists)
 
     def _groups(self, trajectory_lists: list[list[Trajectory]]) -> "list[art.TrajectoryGroup]":
-        return [self._art.TrajectoryGroup([self._made(t) for t in group]) for group in trajectory_lists]
+        with collection_paused():
+            return [self._art.TrajectoryGroup([self._made(t) for t in group]) for group in trajectory_lists]
 
     def _made(self, trajectory: Trajectory) -> "art.Trajectory":
         made = art_trajectory(trajectory)
