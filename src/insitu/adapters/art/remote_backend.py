@@ -117,6 +117,15 @@ class _RemoteBackend:
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise self._unavailable(error) from error
 
+    async def failure_of(self, key: str) -> str | None:
+        """Why the training of this key has failed, where the server tells: `insitu backend` does, at /art/jobs."""
+        try:
+            listed = await self._request("GET", f"{self._base_url}/art/jobs", None, _SHORT)
+            latest = next(job for job in listed["jobs"] if str(job["key"]).endswith(f"/{key}"))
+            return str(latest["message"]) if latest["status"] in ("failed", "canceled") else None
+        except (BackendError, StopIteration, TypeError, LookupError):  # ART's own server has no such list
+            return None
+
     def _metrics(self, line: bytes) -> dict[str, float]:
         try:
             told = orjson.loads(line)

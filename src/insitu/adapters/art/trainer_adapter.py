@@ -65,6 +65,11 @@ class _Job:
     trained_to: int | None = None
     lost: str | None = None
 
+    @property
+    def name(self) -> str:
+        """What the server knows it by; a run of the same id that was trained before has begun at another step."""
+        return f"{self.key}/{self.step}"
+
 
 class ARTTrainerAdapter(TrainerAdapter):
     """Submits trajectories to an ART server, and says where the model it trains is served.
@@ -199,7 +204,7 @@ class ARTTrainerAdapter(TrainerAdapter):
             job.lines = []
             try:
                 async for line in self._remote._train_model(
-                    self.model, groups, self._train_config, self._dev_config, key=f"{job.key}/{job.step}"
+                    self.model, groups, self._train_config, self._dev_config, key=job.name
                 ):
                     job.lines.append(line)
             except BackendUnavailable as error:
@@ -247,6 +252,8 @@ class ARTTrainerAdapter(TrainerAdapter):
                 continue
             if step != job.step or gone:
                 return step
+            if why := await self._remote.failure_of(job.name):
+                raise JobFailed(why)
         return await self._reached(job)
 
     async def _delete_old(self, step: int) -> None:
