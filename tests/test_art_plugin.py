@@ -188,12 +188,20 @@ def test_a_choice_says_what_it_was_sampled_from_where_that_is_known() -> None:
     assert "prompt_token_ids" not in other["messages_and_choices"][-1]
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
+    given = trajectory([call(0, [USER], "one")])
+    given.reward = reward
+    with pytest.raises(TrajectoryError, match=f"episode r/1/7/0/0: its reward is {reward}"):
+        art_trajectory(given)
+
+
 def item(role: str, content: str = "x", **more: Any) -> EpisodeItem:
     return EpisodeItem(role=EpisodeItemRole(role), content=content, **more)
 
 
 def test_a_trajectory_built_by_hand_is_converted_item_by_item() -> None:
-    entry = {"token": "token_id:5", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+    entry = {"token": "token_id:5", "logprob": -0.5}
     items = [
         item("system"),
         item("environment", "a board"),

@@ -281,6 +281,7 @@ async def test_failures_can_be_read(loaded, tmp_path):
         ("/register", MODEL | {"name": "policy"}, 409, "the name 'policy'"),
         ("/register", MODEL | {"project": "others"}, 409, "insitu/games/agent is served under it"),
         ("/register", [MODEL], 422, "the body is"),
+        ("/register", MODEL | {"_internal_config": {"peft_args": {"bias": "all"}}}, 422, "peft_args.bias is 'all'"),
         ("/_train_model", {"model": MODEL, "trajectory_groups": {}}, 422, "trajectory_groups is"),
         ("/_train_model", {"model": MODEL, "trajectory_groups": [], "config": 3}, 422, "config is '3'; expected dict"),
         ("/_delete_checkpoints?benchmark_smoothing=2", MODEL, 422, "benchmark_smoothing is '2'"),

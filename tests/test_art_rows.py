@@ -153,10 +153,14 @@ def test_plain_assistant_messages_are_context():
             "choices.1 cannot be rendered: .* part of type 'image_url'",
         ),
         (lambda t: t["messages_and_choices"][2].update(token_ids=[1]), "1 token_ids and"),
+        (
+            lambda t: t["messages_and_choices"][2]["logprobs"]["content"][0].update(logprob=None),
+            "messages_and_choices.2 has no logprob",
+        ),
         (lambda t: t["messages_and_choices"][2].update(prompt_token_ids=[999]), "id 999; the vocabulary ends at 319"),
         (lambda t: t["messages_and_choices"][2].update(prompt_token_ids=[]), "nothing stands before its choice 2"),
     ],
-    ids=["reward", "no-object", "no-role", "image", "lengths", "vocabulary", "no-prompt"],
+    ids=["reward", "no-object", "no-role", "image", "lengths", "no-logprob", "vocabulary", "no-prompt"],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(change, complaint):
     groups = json.loads(json.dumps(VECTORS["trajectory_groups"][:1]))

@@ -428,6 +428,7 @@ async def test_our_builder_counts_the_epochs_of_a_trainer_that_does_not(
             await trainer.trajectory_builder.start_run("r1")
             collection = await trainer.trajectory_builder.finalize("r1")
             assert (collection.epoch, collection.trajectories, collection.dropped) == (epoch, [], {"no_calls": 8})
+            assert collection.mean_reward is None
         return [status("completed")]
 
     ours = ("trajectory_builders.b", "{_type: insitu_traj_builder, num_generations: 2}")

@@ -18,9 +18,16 @@ def trajectory(reward: float, token: str) -> Trajectory:
     return Trajectory(episode=[asked, answer], reward=reward)
 
 
-def group(token: str, epoch: int | None, run_id: str = "by hand") -> TrajectoryCollection:
+def group(token: str, epoch: int | None, run_id: str = "by hand", mean: float | None = None) -> TrajectoryCollection:
     both = [trajectory(1.0, token), trajectory(0.0, token)]
-    return TrajectoryCollection(trajectories=[both], run_id=run_id, epoch=epoch)
+    return TrajectoryCollection(trajectories=[both], run_id=run_id, epoch=epoch, mean_reward=mean)
+
+
+def adapter_of(
+    port: str, name: str, base_model: str, training: dict | None = None, **more: object
+) -> ARTTrainerAdapter:
+    backend = ARTBackendConfig(ip="127.0.0.1", port=int(port), name=name, base_model=base_model, **more)
+    return ARTTrainerAdapter(adapter_config=ARTTrainerAdapterConfig(backend=backend, training=training or {}))
 
 
 def tell(status: TrainingJobStatus) -> None:
@@ -29,8 +36,7 @@ def tell(status: TrainingJobStatus) -> None:
 
 
 async def main(port: str, name: str, base_model: str) -> None:
-    backend = ARTBackendConfig(ip="127.0.0.1", port=int(port), name=name, base_model=base_model)
-    adapter = ARTTrainerAdapter(adapter_config=ARTTrainerAdapterConfig(backend=backend))
+    adapter = adapter_of(port, name, base_model)
     await adapter.initialize(FinetuneConfig())
     assert await adapter.is_healthy()
     for epoch in (1, 1, None):  # the second is the first again
@@ -43,4 +49,5 @@ async def main(port: str, name: str, base_model: str) -> None:
     await adapter.close()
 
 
-asyncio.run(main(*sys.argv[1:]))
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

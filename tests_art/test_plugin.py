@@ -302,6 +302,49 @@ def test_the_adapter_by_hand(release, looker, tool_model):
 
 
 @each_release
+def test_submissions_at_once_again_and_from_elsewhere(release, looker, tool_model):
+    address, _ = looker
+    name = f"odd-{release}"
+    python = ROOT / ".venv-art" / release / "bin" / "python"
+    command = [python, HERE / "odd_submissions.py", address.rpartition(":")[2], name, tool_model.name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [json.loads(line)["step"] for line in lines if line.startswith("{")] == [1, 2, 1, 2, 3, 4, 5, 6]
+    (refused, _) = [line for line in lines if line.startswith("refused")]
+    assert "function.arguments" in refused
+    with urllib.request.urlopen(f"{address}/v1/models") as answer:
+        names = {model["id"] for model in json.load(answer)["data"]}
+    best = f"{name}-best"
+    assert {n for n in names if n.partition("@")[0] == best} == {best, *(f"{best}@{step}" for step in (0, 2, 5, 6))}
+
+
+def test_a_training_that_fails_on_the_way_is_told_by_its_cause(looker, tool_model, tmp_path):
+    """Its answer has begun when the loss is nan: the connection breaks, and nothing is waited for or trained again."""
+    address, _ = looker
+    with Wiretap(address) as tap:
+        more = ", packed_sequence_length: 16"
+        file = write_file(tmp_path, tap, "nan", tool_model.name, training=more)
+        done = finetune("0.5.18", file, *set_keys(trainer_adapters__art_adapter__training__learning_rate="1e30"))
+        assert done.returncode == 1, done.stdout + done.stderr
+        assert len(tap.of("/_train_model")) == 1
+    assert "epoch 1: training job" in done.stderr
+    assert "nan" in done.stderr
+
+
+@each_release
+def test_a_server_that_has_lost_the_model_ends_the_run(release, looker, tool_model, tmp_path):
+    """Started again in another folder within the third epoch: an earlier step is not taken for a training."""
+    address, _ = looker
+    with backend(tool_model, tmp_path / "other") as fresh, Wiretap(address) as tap:
+        tap.then = ("/_train_model", fresh)
+        file = write_file(tmp_path, tap, f"forgotten-{release}", tool_model.name)
+        done = finetune(release, file, "-o", "finetuning.num_epochs", "3")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the ART server has lost its checkpoints" in done.stderr
+
+
+@each_release
 def test_old_checkpoints_go(release, looker, tool_model, tmp_path):
     address, samples = looker
     with Wiretap(address) as tap:

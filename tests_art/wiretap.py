@@ -12,6 +12,7 @@ from aiohttp import web
 class Wiretap:
     """`bodies` of the posts by path, in order. `lose` names a path whose next answer never reaches the client.
 
+    `then` is a path and another server, which is asked from the third post to that path on.
     `plain` makes the server behind it one of ART's own kind for that model: it is served as NAME@STEP alone, answers
     name no version of the weights, and the sampled ids stand in the logprobs only.
     """
@@ -20,6 +21,7 @@ class Wiretap:
         self.target = target
         self.bodies: list[tuple[str, dict[str, str], Any]] = []
         self.lose: str | None = None
+        self.then: tuple[str, str] | None = None
         self.plain: str | None = None
         self.address = ""
         self._loop = asyncio.new_event_loop()
@@ -63,6 +65,8 @@ class Wiretap:
         body = await request.read()
         if request.method == "POST" and body:
             self.bodies.append((request.path, dict(request.headers), json.loads(body)))
+            if self.then and len(self.of(self.then[0])) == 3:
+                self.target = self.then[1]
         headers = {k: v for k, v in request.headers.items() if k.lower() != "content-length"}
         url = self.target + request.path_qs
         async with self._session.request(request.method, url, data=body or None, headers=headers) as answer:

@@ -1,0 +1,130 @@
+"""The ART plugin's talk to servers that break off, answer something else, or stand behind a gateway that does."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from insitu.adapters.art.remote_backend import _RemoteBackend
+from insitu.errors import BackendError, BackendUnavailable
+
+LINE = b'{"loss": 1.0, "num_gradient_steps": 2}\n'
+HTML = b"<html>welcome</html>"
+
+
+class Told:
+    """Stands for the library's models, groups and configurations: things that dump themselves."""
+
+    name = "agent"
+
+    def safe_model_dump(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    model_dump = safe_model_dump
+
+
+def reply(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
+    """It ends with the connection, whatever its body says."""
+    return "\r\n".join((f"HTTP/1.1 {status}", *headers, "Connection: close", "", "")).encode() + body
+
+
+def chunk(body: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(body), body)
+
+
+@asynccontextmanager
+async def remote(**answers: bytes) -> AsyncIterator[_RemoteBackend]:
+    """A client of a server that answers each path, less its slashes, with the same bytes."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = next((line.partition(":")[2] for line in head.splitlines() if line.startswith("content-length")), "0")
+        await reader.readexactly(int(length))
+        path = head.split()[1].replace("/", "")
+        writer.write(answers.get(path, reply(b"", "404 Not Found")))
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        found = _RemoteBackend(address, "default")
+        found.inference_url = f"{address}/v1"
+        try:
+            yield found
+        finally:
+            await found.close()
+
+
+async def trained(backend: _RemoteBackend) -> list[dict[str, float]]:
+    return [line async for line in backend._train_model(Told(), [Told()], Told(), {})]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        reply(LINE + LINE[:9]),
+        reply(chunk(LINE + LINE[:9]) + chunk(b""), "200 OK", "Transfer-Encoding: chunked"),
+        reply(chunk(LINE), "200 OK", "Transfer-Encoding: chunked"),
+        reply(HTML, "502 Bad Gateway"),
+        reply(HTML, "503 Service Unavailable"),
+        reply(HTML, "504 Gateway Timeout"),
+    ],
+    ids=["half a line", "half a line in a whole answer", "no last chunk", "502", "503", "504"],
+)
+async def test_an_answer_that_is_lost_is_unavailable(answer: bytes) -> None:
+    """It may have been trained: the adapter asks for the step before it does anything else."""
+    async with remote(_train_model=answer) as backend:
+        with pytest.raises(BackendUnavailable):
+            await trained(backend)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("_train_model", HTML),
+        ("_train_model", b"[1]\n"),
+        ("_get_step", b"null"),
+        ("_get_step", b"true"),
+        ("_get_step", b'{"step": 1}'),
+        ("_get_step", HTML),
+        ("_prepare_backend_for_training", b"null"),
+        ("_prepare_backend_for_training", b"[null, null]"),
+        ("v1models", b"[]"),
+        ("v1models", b'{"data": ["agent"]}'),
+    ],
+)
+async def test_an_answer_of_something_else_is_named(path: str, body: bytes) -> None:
+    async with remote(**{path: reply(body)}) as backend:
+        asked = {
+            "_train_model": lambda: trained(backend),
+            "_get_step": lambda: backend._get_step(Told()),
+            "_prepare_backend_for_training": lambda: backend._prepare_backend_for_training(Told(), None),
+            "v1models": backend.list_names,
+        }
+        with pytest.raises(BackendError, match=r"answered .*: is it an ART server\?") as caught:
+            await asked[path]()
+        assert not isinstance(caught.value, BackendUnavailable)
+
+
+async def test_a_model_that_was_not_registered_is_served_nowhere() -> None:
+    backend = _RemoteBackend("http://127.0.0.1:9", "default")
+    with pytest.raises(BackendError, match="initialize the adapter first"):
+        await backend.list_names()
+
+
+async def test_why_a_training_has_failed_is_asked_where_it_is_told() -> None:
+    jobs = [
+        {"key": "art/e/p/agent/run/2/5", "status": "failed", "message": "the loss is nan"},
+        {"key": "art/e/p/agent/run/1/4", "status": "completed", "message": None},
+        {"key": None, "status": "failed", "message": "of another"},
+    ]
+    async with remote(artjobs=reply(json.dumps({"jobs": jobs, "refused": []}).encode())) as backend:
+        assert await backend.failure_of("run/2/5") == "the loss is nan"
+        assert await backend.failure_of("run/1/4") is None
+        assert await backend.failure_of("run/3/5") is None
+    async with remote() as backend:  # ART's own has no such page
+        assert await backend.failure_of("run/2/5") is None
