@@ -55,7 +55,8 @@ class ARTBackendConfig(BaseModel):
     api_key: str = Field(default="default", repr=False)
     """Sent to the server as a bearer token."""
     delete_old_checkpoints: bool = False
-    """Before each training, delete all checkpoints but the latest and the one with the highest mean reward."""
+    """Before each training, delete all checkpoints but the latest and the one with the highest mean reward, that of
+    all episodes it was collected with. Those of earlier runs stay with releases of ART from 0.5.9 on."""
     lost_reply_patience: float = Field(default=600.0, gt=0)
     """Seconds for which a server that lost its connection to us while it trained is watched for its step to move,
     before it is given the same training again."""
