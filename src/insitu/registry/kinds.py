@@ -67,6 +67,7 @@ class LLMFrameworkEnum(StrEnum):
     """Agent frameworks whose own model object `get_llm(name, wrapper_type=...)` can give."""
 
     LANGCHAIN = "langchain"
+    LANGGRAPH = "langgraph"
     LLAMA_INDEX = "llama_index"
     CREWAI = "crewai"
     SEMANTIC_KERNEL = "semantic_kernel"
@@ -74,6 +75,11 @@ class LLMFrameworkEnum(StrEnum):
     ADK = "adk"
     STRANDS = "strands"
     AUTOGEN = "autogen"
+    OPENAI_AGENTS = "openai_agents"
+    PYDANTIC_AI = "pydantic_ai"
+    SMOLAGENTS = "smolagents"
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
 
 
 @dataclass(frozen=True)
