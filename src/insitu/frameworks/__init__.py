@@ -109,15 +109,18 @@ class ToolSteps:
         data = StreamEventData(input=arguments)
         push(self._framework, IntermediateStepType.TOOL_START, run_id, name, data, scope, metadata=metadata)
 
-    def end(self, run_id: object, output: Any = None, error: object = None) -> None:
-        """The END tells name and arguments again, as that of a model call does. A run that did not start has none."""
+    def end(self, run_id: object, output: Any = None, error: object = None, arguments: Any = None) -> None:
+        """The END tells name and arguments again, as that of a model call does. A run that did not start has none.
+
+        `arguments` are for a framework that tells them only now.
+        """
         run = self._open.pop(str(run_id), None)
         if run is None:
             return
         metadata: Any = {"error": repr(error)}
         if error is None:
             metadata = TraceMetadata.model_construct(tool_outputs=output)
-        data = StreamEventData(input=run.arguments, output=output)
+        data = StreamEventData(input=run.arguments if arguments is None else arguments, output=output)
         push(self._framework, IntermediateStepType.TOOL_END, run_id, run.name, data, run.scope, metadata=metadata)
 
     @contextmanager
