@@ -7,11 +7,12 @@ Both get the address of a gateway that is theirs for one episode, so that their 
 """
 
 import asyncio
-import logging
+import json
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,20 +20,21 @@ import aiohttp
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from insitu.errors import BackendUnavailable, WorkflowError
+from insitu.config import Config
+from insitu.errors import BackendUnavailable, EpisodeTimeout, WorkflowError
 from insitu.registry import Builder, register_function
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.workflow.context import Context, EpisodeScope, current_scope
-from insitu.workflow.conversion import convert
+from insitu.workflow.conversion import convert, json_form
 from insitu.workflow.functions import FunctionInfo
 from insitu.workflow.gateway import Door, Elsewhere, Gateway
-
-logger = logging.getLogger(__name__)
 
 _GRACE = 2.0
 """Seconds between asking a program to end and making it."""
 _TAIL = 2000
-"""Characters of a program's standard error that a failure shows."""
+"""Bytes of a program's standard error, or of a service's answer, that a failure shows."""
+_PASSING = (429, 502, 503, 504)
+"""Statuses of a service that another attempt may not meet."""
 
 
 class ElsewhereConfig(BaseModel):
@@ -61,13 +63,13 @@ class CommandConfig(ExternalConfig, name="command"):
     """A program run once for each episode; what it prints is the answer."""
 
     command: list[str] = Field(min_length=1)
-    """The program and its arguments; `{input}`, `{row_id}` and `{column}` are replaced by those of the row."""
+    """The program and its arguments; `{input}`, `{row_id}` and `{column}` stand for those of the row."""
     stdin: Literal["row", "input", "none"] = "row"
-    """What it reads: the whole row as a JSON object, the input as text, or nothing."""
+    """What it reads: the row as a JSON object (outside a dataset: `{"question": ...}`), the input, or nothing."""
     env: dict[str, str] = Field(default_factory=dict)
     """Further environment variables."""
     cwd: Path | None = None
-    """Its working directory; none: the folder of the YAML file."""
+    """Its working directory, from the folder of the YAML file; none: that folder."""
     timeout: float | None = Field(default=None, gt=0)
     """Seconds it may take; none: as long as the episode may."""
     max_output: int = Field(default=2**20, ge=1)
@@ -105,130 +107,153 @@ def _door(gateway: Gateway) -> Iterator[Door]:
 
 async def _gateway(config: ExternalConfig, builder: Builder) -> Gateway:
     names = list(dict.fromkeys((config.llm, *config.models.values())))
-    elsewhere = config.elsewhere
-    return Gateway(
-        [await builder.get_llm(name) for name in names],
-        config.models,
-        elsewhere and Elsewhere(elsewhere.base_url, elsewhere.api_key.get_secret_value() if elsewhere.api_key else "none"),
-    )
+    elsewhere = None
+    if (other := config.elsewhere) is not None:
+        elsewhere = Elsewhere(other.base_url, other.api_key.get_secret_value() if other.api_key else "none")
+    return Gateway([await builder.get_llm(name) for name in names], config.models, elsewhere)
 
 
 def environment(door: Door, given: Mapping[str, str]) -> dict[str, str]:
     """Ours, with the addresses of this episode in the variables that the official clients read."""
+    direct = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1")))
     return {
         **os.environ,
         "OPENAI_BASE_URL": door.openai_url,
+        "OPENAI_API_BASE": door.openai_url,
         "OPENAI_API_KEY": door.key,
         "ANTHROPIC_BASE_URL": door.anthropic_url,
         "ANTHROPIC_API_KEY": door.key,
         "INSITU_ROW_ID": Context.get().row_id or "",
+        "NO_PROXY": direct,
+        "no_proxy": direct,
         **given,
     }
+
+
+def _json(value: Any) -> bytes:
+    """JSON of whatever a row may hold, lone surrogates escaped."""
+    return json.dumps(value, default=json_form).encode()
+
+
+class _Talk(asyncio.SubprocessProtocol):
+    """What a running program says: `exited` is done when it has ended or said too much, `closed` at its last word."""
+
+    def __init__(self, max_output: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[None] = loop.create_future()
+        self.closed: asyncio.Future[None] = loop.create_future()
+        self.output = bytearray()
+        self._errors = b""
+        self._max_output = max_output
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == 2:
+            self._errors = (self._errors + data)[-_TAIL:]
+            return
+        self.output += data[: self._max_output + 1 - len(self.output)]
+        if self.too_long:
+            self._done(self.exited)
+
+    def process_exited(self) -> None:
+        self._done(self.exited)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._done(self.closed)
+
+    @staticmethod
+    def _done(future: asyncio.Future[None]) -> None:
+        if not future.done():
+            future.set_result(None)
+
+    @property
+    def too_long(self) -> bool:
+        return len(self.output) > self._max_output
+
+    @property
+    def errors(self) -> str:
+        return self._errors.decode(errors="replace").strip() or "it said nothing on its standard error"
 
 
 class _Command:
     def __init__(self, config: CommandConfig, gateway: Gateway, folder: Path) -> None:
         self._config = config
         self._gateway = gateway
-        self._cwd = config.cwd or folder
+        self._cwd = folder / (config.cwd or "")
+        program = config.command[0]
+        self._program = str(folder / program) if os.sep in program else program  # an absolute one stays as it is
 
     async def run(self, value: Any) -> Any:
-        config, row = self._config, Context.get().row or {}
-        names = {**row, "input": value, "row_id": Context.get().row_id}
-        command = [_filled(part, names) for part in config.command]
-        given = {"row": orjson.dumps(row or {"question": value}), "input": convert(value, str).encode(), "none": b""}
+        config, context = self._config, Context.get()
+        row = context.row if context.row is not None else {"question": value}
+        names = {**(row if isinstance(row, dict) else {}), "input": value, "row_id": context.row_id or ""}
+        arguments = [_filled(part, names) for part in config.command[1:]]
+        given = {"row": _json(row), "input": convert(value, str).encode(errors="replace"), "none": b""}[config.stdin]
         with _door(self._gateway) as door:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.PIPE,
-                    cwd=self._cwd,
-                    env=environment(door, config.env),
-                    start_new_session=True,  # a process group of its own, so that all of it can be ended
-                )
-            except OSError as error:
-                raise WorkflowError(f"workflow command {command[0]!r} cannot be started: {error}") from error
-            try:
-                async with asyncio.timeout(config.timeout) as limit:
-                    output, errors = await self._talk(process, given[config.stdin])
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise WorkflowError(f"{command[0]} took longer than {config.timeout:g} s") from None
-            finally:
-                await _end(process)
-        if process.returncode:
-            raise WorkflowError(f"{command[0]} ended with exit code {process.returncode}: {errors}")
-        return _answer(output, config.answer, command[0])
+            talk, status = await self._finished(arguments, given, environment(door, config.env))
+        if talk.too_long:
+            raise WorkflowError(f"{config.command[0]} printed more than max_output: {config.max_output} bytes")
+        if status != 0:
+            how = f"ended with exit code {status}" if status > 0 else f"was ended by {_signal(-status)}"
+            said = f"{config.command[0]} {how}: {talk.errors}"
+            raise BackendUnavailable(f"{said} (its model: {door.failure})") if door.failure else WorkflowError(said)
+        return _answer(bytes(talk.output), config.answer, config.command[0])
 
-    async def _talk(self, process: asyncio.subprocess.Process, given: bytes) -> tuple[bytes, str]:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        tail = asyncio.create_task(_tail(process.stderr))
-        writing = asyncio.create_task(_write(process.stdin, given))
+    async def _finished(self, arguments: list[str], given: bytes, env: dict[str, str]) -> tuple[_Talk, int]:
+        """Run the program to its end. However that comes, nothing of its process group is left."""
+        loop, limit = asyncio.get_running_loop(), self._config.timeout
         try:
-            output = bytearray()
-            while piece := await process.stdout.read(65536):
-                output += piece
-                if len(output) > self._config.max_output:
-                    raise WorkflowError(f"the program printed more than max_output: {self._config.max_output} bytes")
-            await process.wait()
-            return bytes(output), await tail
-        finally:
-            tail.cancel()
-            writing.cancel()
-            await asyncio.gather(tail, writing, return_exceptions=True)
-
-
-async def _write(stdin: asyncio.StreamWriter, given: bytes) -> None:
-    try:
-        stdin.write(given)
-        await stdin.drain()
-        stdin.close()
-    except ConnectionError:
-        pass  # a program need not read what it is given
-
-
-async def _tail(stream: asyncio.StreamReader) -> str:
-    end = b""
-    while piece := await stream.read(65536):
-        end = (end + piece)[-_TAIL:]
-    return end.decode(errors="replace").strip()
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """End the whole process group: what the program has left running is not to live longer than the episode."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+            transport, talk = await loop.subprocess_exec(
+                lambda: _Talk(self._config.max_output),
+                self._program,
+                *arguments,
+                cwd=self._cwd,
+                env=env,
+                start_new_session=True,  # a process group of its own
+            )
+        except (OSError, ValueError) as error:  # ValueError: text that no argument can hold
+            raise WorkflowError(f"workflow command {self._program!r} cannot be started: {error}") from error
         try:
-            os.killpg(process.pid, number)
-        except (ProcessLookupError, PermissionError):
-            break
-        try:
-            await asyncio.wait_for(process.wait(), _GRACE)
+            stdin: Any = transport.get_pipe_transport(0)
+            stdin.write(given)
+            stdin.close()
+            async with asyncio.timeout(limit) as timer:
+                await talk.exited
         except TimeoutError:
-            continue
-        if number is signal.SIGTERM and not _group_lives(process.pid):
-            break
+            if not timer.expired():
+                raise
+            raise EpisodeTimeout(f"{self._config.command[0]} took longer than timeout: {limit:g} s") from None
+        finally:
+            await _end_group(transport.get_pid())
+            if not talk.closed.done():
+                await asyncio.wait([talk.closed], timeout=_GRACE)  # the last of what was printed
+            transport.close()
+        return talk, transport.get_returncode() or 0
 
 
-def _group_lives(group: int) -> bool:
+async def _end_group(group: int) -> None:
+    """End what is left of a process group: ask, and after the grace period make it."""
+    with suppress(ProcessLookupError, PermissionError):  # none is left (macOS: none but zombies)
+        os.killpg(group, signal.SIGTERM)
+        try:
+            deadline = asyncio.get_running_loop().time() + _GRACE
+            while asyncio.get_running_loop().time() < deadline:
+                await asyncio.sleep(0.02)
+                os.killpg(group, 0)
+        finally:
+            os.killpg(group, signal.SIGKILL)
+
+
+def _signal(number: int) -> str:
     try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _filled(part: str, names: Mapping[str, Any]) -> str:
-    for name, value in names.items():
-        if f"{{{name}}}" in part:
-            part = part.replace(f"{{{name}}}", convert(value, str))
-    return part
+    """`part` with each `{name}` replaced, once: what a row holds is not looked at again."""
+    slots = "|".join(re.escape(name) for name in names)
+    return re.sub(rf"\{{({slots})\}}", lambda slot: convert(names[slot[1]], str), part)
 
 
 def _answer(output: bytes, kind: str, program: str) -> Any:
@@ -237,7 +262,8 @@ def _answer(output: bytes, kind: str, program: str) -> Any:
     try:
         return orjson.loads(output)
     except orjson.JSONDecodeError as error:
-        raise WorkflowError(f"{program} printed no JSON ({error}): {output[:200].decode(errors='replace')!r}") from None
+        shown = output[:200].decode(errors="replace")
+        raise WorkflowError(f"{program} answered with what is no JSON ({error}): {shown!r}") from None
 
 
 class _Http:
@@ -248,21 +274,20 @@ class _Http:
 
     async def run(self, value: Any) -> Any:
         config, context = self._config, Context.get()
-        limit = aiohttp.ClientTimeout(total=config.timeout)
+        headers = {"Content-Type": "application/json", **config.headers}
         with _door(self._gateway) as door:
             model = {"openai_base_url": door.openai_url, "anthropic_base_url": door.anthropic_url, "api_key": door.key}
-            body = {"input": value, "row_id": context.row_id, "row": context.row, "model": model}
-            headers = {"Content-Type": "application/json", **config.headers}
-            data = dump_json(body)
+            data = _json({"input": value, "row_id": context.row_id, "row": context.row, "model": model})
             try:
-                async with self._session.post(config.url, data=data, headers=headers, timeout=limit) as answer:
+                async with self._session.post(config.url, data=data, headers=headers) as answer:
                     text = await self._read(answer)
-            except TimeoutError as error:
-                raise WorkflowError(f"{config.url} took longer than {config.timeout:g} s") from error
             except aiohttp.ClientError as error:
                 raise BackendUnavailable(f"no answer from {config.url}: {type(error).__name__}: {error}") from error
+            except TimeoutError as error:
+                raise EpisodeTimeout(f"{config.url} took longer than timeout: {config.timeout} s") from error
         if answer.status >= 400:
-            raise WorkflowError(f"{config.url} answered {answer.status}: {text[:_TAIL].decode(errors='replace')}")
+            said = f"{config.url} answered {answer.status}: {text[:_TAIL].decode(errors='replace')}"
+            raise BackendUnavailable(said) if answer.status in _PASSING or door.failure else WorkflowError(said)
         if answer.content_type != "application/json":
             return text.decode(errors="replace")
         given = _answer(text, "json", config.url)
@@ -279,19 +304,25 @@ class _Http:
             text += piece
             if len(text) > self._config.max_output:
                 answer.close()
-                raise WorkflowError(f"{self._config.url} answered more than max_output: {self._config.max_output} bytes")
+                raise WorkflowError(
+                    f"{self._config.url} answered more than max_output: {self._config.max_output} bytes"
+                )
         return bytes(text)
 
 
 @register_function(config_type=CommandConfig)
 async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
-    folder = getattr(builder.config, "folder", Path.cwd())
+    file: Config = builder.config  # type: ignore[assignment]
     async with await _gateway(config, builder) as gateway:
-        yield FunctionInfo.from_fn(_Command(config, gateway, folder).run, description=f"Runs {config.command[0]}")
+        yield FunctionInfo.from_fn(_Command(config, gateway, file.folder).run, description=f"Runs {config.command[0]}")
 
 
 @register_function(config_type=HttpConfig)
 async def http_agent(config: HttpConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
-    async with await _gateway(config, builder) as gateway, aiohttp.ClientSession(timeout=timeout) as session:
-        yield FunctionInfo.from_fn(_Http(config, gateway, session).run, description=f"Asks {config.url}")
+    timeout = aiohttp.ClientTimeout(total=config.timeout, sock_connect=30)
+    connector = aiohttp.TCPConnector(limit=0)  # the number of episodes in flight is limited elsewhere
+    async with (
+        await _gateway(config, builder) as gateway,
+        aiohttp.ClientSession(timeout=timeout, connector=connector) as s,
+    ):
+        yield FunctionInfo.from_fn(_Http(config, gateway, s).run, description=f"Asks {config.url}")

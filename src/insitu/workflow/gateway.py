@@ -8,8 +8,10 @@ What the agent sends in its own dialect becomes a chat completion for the server
 that dialect; the recorder in between is the one of the in-process transport.
 """
 
+import io
 import logging
 import secrets
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,8 @@ from typing import Any, Self
 import aiohttp
 import orjson
 from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
 
 from insitu.errors import CaptureError, ConfigError, RequestRefused
 from insitu.workflow.capture import Exchange
@@ -31,15 +35,21 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY = 32 * 2**20
 """Bytes of a request; more is refused with 413."""
-_REMEMBERED_KEYS = 65_536
+MAX_CHOICES = 128
+"""Most completions one request may ask for (`n`)."""
+_PIECEWISE = 2**20
+_REMEMBERED_KEYS = 16_384
+_TEXT_COMPLETIONS = "v1/completions"
 _DIALECTS: dict[str, Dialect] = {
     "v1/chat/completions": chat,
     "v1/responses": responses,
     "v1/messages": anthropic,
 }
 _HOP_BY_HOP = frozenset(
-    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding")
-    + ("upgrade", "host", "content-length", "content-encoding", "accept-encoding", "authorization", "x-api-key")
+    (
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "upgrade", "host"),
+        *("transfer-encoding", "content-length", "content-encoding", "accept-encoding", "authorization", "x-api-key"),
+    )
 )
 
 
@@ -51,16 +61,18 @@ class Elsewhere:
     api_key: str = "none"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Door:
     """What one episode's agent is given: addresses that are good for it alone, and end with it."""
 
-    key: str
+    key: str = field(repr=False)
     address: str
     scope: EpisodeScope = field(repr=False)
     place: Place = field(repr=False)
-    memory: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What a dialect remembers of this episode's answers."""
+    memory: dict[Dialect, dict[str, Any]] = field(default_factory=dict, repr=False)
+    """What each dialect remembers of this episode's answers."""
+    failure: str | None = None
+    """Why the latest call had no answer, where the fault was the model's server's."""
 
     @property
     def openai_url(self) -> str:
@@ -95,12 +107,14 @@ class Gateway:
         self._first = llms[0]
         self._elsewhere = elsewhere
         self._doors: dict[str, Door] = {}
-        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._ended: OrderedDict[str, tuple[str, weakref.ref[EpisodeScope]]] = OrderedDict()
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
         self.address = ""
-        self.refused = 0
-        """Requests with a key that is unknown, or whose episode has ended."""
+        self.late_calls = 0
+        """Requests refused because their episode had ended; counted on the episode too."""
+        self.unknown_keys = 0
+        """Requests refused because no episode ever had their key (or one that ended long ago)."""
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=MAX_BODY)
@@ -135,128 +149,215 @@ class Gateway:
             yield door
         finally:
             del self._doors[door.key]
-            self._ended[door.key] = scope.key.text() if scope.key else "a run"
+            self._ended[door.key] = (scope.key.text() if scope.key else "a run"), weakref.ref(scope)
             if len(self._ended) > _REMEMBERED_KEYS:
                 self._ended.popitem(last=False)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        key, tail = request.match_info["key"], request.match_info["tail"]
+        tail = request.match_info["tail"]
         dialect = _DIALECTS.get(tail, chat)
         try:
-            door = self._door(key)
+            door = self._door(request.match_info["key"])
+            if (request.content_length or 0) > MAX_BODY:
+                raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length or 0)
             body = await request.read()
-            turn = self._turn(door, dialect, body) if request.method == "POST" and tail in _DIALECTS else None
-            llm = self._llm_for(turn) if turn is not None else None
-            if turn is None or llm is None:
-                return await self._forward(request, tail, body)
-            return await self._call(request, door, llm, turn)
+            told = request.method == "POST" and (tail in _DIALECTS or tail == _TEXT_COMPLETIONS)
+            data = _read(body) if told else {}
+            llm = self._llm_for(data.get("model")) if told else None
+            if llm is None:
+                return await self._forward(request, body)
+            if tail not in _DIALECTS:
+                return await self._text_completion(request, door, llm, data)
+            return await self._call(request, door, llm, _turn(door, dialect, data))
         except RequestRefused as error:
             return _json(dialect.error(error.status, str(error), error.code), error.status)
         except CaptureError as error:
             return _json(dialect.error(424, str(error), "capture_error"), 424)
         except web.HTTPRequestEntityTooLarge:
             message = f"the body is larger than {MAX_BODY} bytes"
-            return _json(dialect.error(413, message), 413)
+            return _json(dialect.error(413, message, "too_large"), 413)
         except aiohttp.ClientError as error:
-            message = f"no answer from the model's server: {type(error).__name__}: {error}"
-            return _json(dialect.error(502, message, "upstream"), 502)
+            status, what = (504, "in time") if isinstance(error, TimeoutError) else (502, "whole")
+            door.failure = f"no answer {what} from the model's server: {type(error).__name__}: {error}"
+            return _json(dialect.error(status, door.failure, "upstream"), status)
 
     def _door(self, key: str) -> Door:
         door = self._doors.get(key)
         if door is not None and not door.scope.closed:
             return door
-        self.refused += 1
-        if door is not None or key in self._ended:
-            name = self._ended.get(key, "")
-            logger.info("a request of %s came after its end", name)
-            raise RequestRefused(f"the episode {name} of this address has ended", status=410, code="episode_ended")
-        raise RequestRefused("this address belongs to no episode", status=401, code="unknown_episode")
+        name, scope = self._ended.get(key, ("", lambda: None)) if door is None else ("", lambda: door.scope)
+        ended = scope()
+        if door is None and key not in self._ended:
+            self.unknown_keys += 1
+            raise RequestRefused("this address belongs to no episode", status=401, code="unknown_episode")
+        level = logging.INFO if self.late_calls else logging.WARNING  # there may be many
+        logger.log(level, "a request of %s came after its end and is refused: has an agent been left running?", name)
+        self.late_calls += 1
+        if ended is not None:
+            ended.late_calls += 1
+        raise RequestRefused(f"the episode {name} of this address has ended", status=410, code="episode_ended")
 
-    def _turn(self, door: Door, dialect: Dialect, body: bytes) -> Turn:
-        try:
-            data = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise RequestRefused(f"the body is not JSON: {error}", code="malformed_json") from None
-        if not isinstance(data, dict):
-            raise RequestRefused(f"the body is a JSON {type(data).__name__}; expected an object", code="malformed_json")
-        try:
-            return dialect.turn(data, door.memory)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise RequestRefused(f"the request cannot be understood: {type(error).__name__} {error}") from error
-
-    def _llm_for(self, turn: Turn) -> PlainLLM | None:
+    def _llm_for(self, name: Any) -> PlainLLM | None:
         """The model a request means; None where it is to be sent elsewhere as it is."""
-        known = self._by_name.get(str(turn.chat.get("model")))
+        known = self._by_name.get(str(name))
         return known if known is not None or self._elsewhere is not None else self._first
 
     async def _call(self, request: web.Request, door: Door, llm: PlainLLM, turn: Turn) -> web.StreamResponse:
         asked = {**llm.params, **turn.chat, "model": llm.model}
+        choices = asked.get("n") or 1
+        if not isinstance(choices, int) or not 1 <= choices <= MAX_CHOICES:
+            raise RequestRefused(f"n is {choices!r:.50}; allowed: 1 to {MAX_CHOICES}", param="n")
+        if "max_completion_tokens" in turn.chat and "max_tokens" not in turn.chat:
+            asked.pop("max_tokens", None)  # the agent's own limit, by its newer name
         exchange = llm.recorder.begin("POST", "/chat/completions", orjson.dumps(asked), door.scope, door.place)
         if exchange is None:
             raise RequestRefused("messages is missing, or no list", param="messages")
-        url = f"{str(llm.client.base_url).rstrip('/')}/chat/completions"
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {llm.client.api_key}"}
-        assert self._session is not None
         try:
-            async with self._session.post(url, data=exchange.content, headers=headers) as answer:
+            async with self._post(llm, "chat/completions", exchange.content) as answer:
                 if exchange.streamed and answer.status < 400:
-                    return await _stream(request, answer, exchange, turn)
+                    return await _stream(request, answer, exchange, turn, door)
                 shown = exchange.answer(answer.status, answer.headers, await answer.read())
         except BaseException as error:  # whatever ends the call is a failed attempt; raised again
             exchange.fail(type(error).__name__)
             raise
-        if answer.status >= 400 or turn.verbatim:
-            return web.Response(body=shown, status=answer.status, content_type="application/json")
-        return _json(turn.reply(orjson.loads(shown)), answer.status)
+        busy = answer.status == 429 or answer.status >= 500
+        door.failure = f"it answered with status {answer.status}" if busy else None
+        if not turn.verbatim:
+            shown = orjson.dumps(_translated(turn, answer.status, shown))
+        return web.Response(body=shown, status=answer.status, headers=_passed_on(answer.headers))
 
-    async def _forward(self, request: web.Request, tail: str, body: bytes) -> web.StreamResponse:
+    async def _text_completion(
+        self, request: web.Request, door: Door, llm: PlainLLM, data: dict[str, Any]
+    ) -> web.StreamResponse:
+        """Passed on, and not recorded: it has no messages. So it is refused where what it samples is to be trained."""
+        if door.scope.trains(llm.name):
+            raise RequestRefused(
+                f"text completions of {llm.name} cannot be trained; ask /v1/chat/completions, /v1/responses or "
+                "/v1/messages",
+                code="unsupported",
+            )
+        async with self._post(llm, "completions", orjson.dumps({**data, "model": llm.model})) as answer:
+            return await _pass_on(request, answer)
+
+    def _post(self, llm: PlainLLM, route: str, content: bytes) -> Any:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {llm.client.api_key}"}
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=llm.config.timeout)
+        assert self._session is not None
+        return self._session.post(
+            _under(llm.client.base_url, route), data=_data(content), headers=headers, timeout=limit
+        )
+
+    async def _forward(self, request: web.Request, body: bytes) -> web.StreamResponse:
         """Send a request elsewhere as it is, and its answer back as it comes."""
         plain = self._first
         target = self._elsewhere or Elsewhere(str(plain.client.base_url), plain.client.api_key)
-        url = f"{target.base_url.rstrip('/')}/{tail.removeprefix('v1/')}"
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP_BY_HOP}
-        headers |= {"Authorization": f"Bearer {target.api_key}", "x-api-key": target.api_key}
+        route = request.rel_url.raw_path.removeprefix(f"/e/{request.match_info['key']}/").removeprefix("v1/")
+        query = request.rel_url.raw_query_string
+        url = URL(_under(target.base_url, route) + (f"?{query}" if query else ""), encoded=True)
+        headers = _passed_on(request.headers)
+        headers.update({"Authorization": f"Bearer {target.api_key}", "x-api-key": target.api_key})
         assert self._session is not None
         async with self._session.request(
-            request.method, url, params=request.query, data=body or None, headers=headers, allow_redirects=False
+            request.method, url, data=_data(body), headers=headers, allow_redirects=False
         ) as answer:
-            kept = {k: v for k, v in answer.headers.items() if k.lower() not in _HOP_BY_HOP}
-            response = web.StreamResponse(status=answer.status, headers=kept)
-            await response.prepare(request)
-            async for chunk in answer.content.iter_any():
-                await response.write(chunk)
-            return response
+            return await _pass_on(request, answer)
+
+
+def _under(base_url: Any, route: str) -> str:
+    return f"{str(base_url).rstrip('/')}/{route}"
+
+
+def _data(body: bytes) -> bytes | io.BytesIO | None:
+    """A body to send; a large one is sent in pieces, so that other episodes go on."""
+    return (body or None) if len(body) < _PIECEWISE else io.BytesIO(body)
+
+
+def _passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _HOP_BY_HOP)
+
+
+def _read(body: bytes) -> dict[str, Any]:
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestRefused(f"the body is not JSON: {error}", code="malformed_json") from None
+    if not isinstance(data, dict):
+        raise RequestRefused(f"the body is a JSON {type(data).__name__}; expected an object", code="malformed_json")
+    return data
+
+
+def _turn(door: Door, dialect: Dialect, data: dict[str, Any]) -> Turn:
+    try:
+        return dialect.turn(data, door.memory.setdefault(dialect, {}))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise RequestRefused(f"the request cannot be understood: {type(error).__name__} {error}") from error
+
+
+def _translated(turn: Turn, status: int, shown: bytes) -> dict[str, Any]:
+    """An answer of the server, or its refusal, in the agent's dialect."""
+    try:
+        data = orjson.loads(shown)
+        if status < 400:
+            return turn.reply(data)
+        said = data["error"]["message"]
+    except (orjson.JSONDecodeError, LookupError, TypeError) as error:
+        if status < 400:
+            raise aiohttp.ClientPayloadError(f"its answer is no chat completion: {error!r}") from error
+        said = shown[:500].decode(errors="replace")
+    return turn.error(status, str(said))
+
+
+async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    response = web.StreamResponse(status=answer.status, headers=_passed_on(answer.headers))
+    await response.prepare(request)
+    try:
+        while chunk := await answer.content.readany():
+            await response.write(chunk)
+    except (aiohttp.ClientError, ConnectionError):  # too late for a status: the agent is to see it broken off
+        if request.transport is not None:
+            request.transport.abort()
+    return response
 
 
 async def _stream(
-    request: web.Request, answer: aiohttp.ClientResponse, exchange: Exchange, turn: Turn
+    request: web.Request, answer: aiohttp.ClientResponse, exchange: Exchange, turn: Turn, door: Door
 ) -> web.StreamResponse:
     """Pass a streamed answer on as it comes. What breaks it off is recorded, and told inside the stream."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    reason: str | None = "the agent closed the connection"
-    rest = b""
     try:
         await response.prepare(request)
-        try:
-            async for chunk in answer.content.iter_any():
-                shown = exchange.feed(chunk)
-                if turn.verbatim:
-                    await response.write(shown)
-                    continue
-                events, rest = events_of(rest + shown)
-                for event in events:
-                    await response.write(b"".join(turn.event(event)))
-        except aiohttp.ClientError as error:
-            reason = f"the stream broke off: {error!r}"
-            logger.info("%s", reason)
-            await response.write(b"data: " + orjson.dumps({"error": {"message": reason, "type": "server_error"}}) + b"\n\n")
-            return response
-        reason = None
-        if not turn.verbatim:
-            await response.write(b"".join(turn.end()))
-        return response
+        door.failure = await _events(response, answer, exchange, turn)
+        exchange.end(answer.headers, door.failure)
+        await response.write(b"".join(turn.end(door.failure)))
+    except CaptureError as error:
+        await response.write(b"".join(turn.end(str(error))))
+    except ConnectionError:
+        logger.debug("an agent has closed its connection")
     finally:
-        exchange.end(answer.headers, reason)
+        exchange.end(answer.headers, "the agent closed the connection")  # unless it has ended already
+    return response
+
+
+async def _events(
+    response: web.StreamResponse, answer: aiohttp.ClientResponse, exchange: Exchange, turn: Turn
+) -> str | None:
+    """Pass on what comes; gives the reason if it broke off. An error to write is the agent's, and raised."""
+    rest = b""
+    while True:
+        try:
+            chunk = await answer.content.readany()
+        except aiohttp.ClientError as error:
+            return f"the stream of the model's server broke off: {error!r}"
+        if not chunk:
+            return None
+        shown = exchange.feed(chunk)
+        if not turn.verbatim:
+            events, rest = events_of(rest + shown)
+            failed = next((str(event["error"]) for event in events if "error" in event), None)
+            shown = b"".join(part for event in events if "error" not in event for part in turn.event(event))
+            if failed is not None:
+                return failed
+        await response.write(shown)
 
 
 def _json(data: dict[str, Any], status: int) -> web.Response:

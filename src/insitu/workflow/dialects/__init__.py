@@ -1,4 +1,4 @@
-"""The dialects in which agents talk to models, each to and from the chat completions that servers of models understand."""
+"""The dialects of agents, each to and from the chat completions that servers of models understand."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ class Turn(Protocol):
     """One request of an agent, in its own dialect.
 
     `chat` is the same request as a chat completion. Of a streamed answer every chunk is told to `event`, and `end`
-    closes it; both give the events for the agent.
+    closes it, `failure` saying what has broken it off; both give the events for the agent.
     """
 
     chat: dict[str, Any]
@@ -23,7 +23,9 @@ class Turn(Protocol):
 
     def event(self, chunk: dict[str, Any]) -> Iterator[bytes]: ...
 
-    def end(self) -> Iterator[bytes]: ...
+    def end(self, failure: str | None = None) -> Iterator[bytes]: ...
+
+    def error(self, status: int, message: str) -> dict[str, Any]: ...
 
 
 class Dialect(Protocol):

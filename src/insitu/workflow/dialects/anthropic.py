@@ -27,7 +27,7 @@ _ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_
 
 def turn(request: dict[str, Any], memory: dict[str, Any]) -> "_Turn":
     refuse_others(request, _KNOWN, _NEUTRAL)
-    return _Turn(_chat(request))
+    return _Turn(_chat(request, memory), memory)
 
 
 def error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
@@ -35,13 +35,13 @@ def error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _chat(request: dict[str, Any]) -> dict[str, Any]:
+def _chat(request: dict[str, Any], memory: dict[str, str]) -> dict[str, Any]:
     chat = {name: request[name] for name in _SAME if request.get(name) is not None}
     messages: list[dict[str, Any]] = []
     if system := text_parts(request.get("system"), ("text",), "system"):
         messages.append({"role": "system", "content": system})
     for number, message in enumerate(request.get("messages") or ()):
-        messages.extend(_messages(message, f"messages.{number}"))
+        messages.extend(_messages(message, f"messages.{number}", memory))
     chat["messages"] = messages
     if stops := request.get("stop_sequences"):
         chat["stop"] = stops
@@ -74,7 +74,7 @@ def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
     return {"tool_choice": spelt or "auto", **parallel}
 
 
-def _messages(message: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
+def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> Iterator[dict[str, Any]]:
     """One message as chat messages: results of tools become messages of their own, before the text beside them."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str):
@@ -87,7 +87,7 @@ def _messages(message: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
         if kind == "text":
             texts.append(block["text"])
         elif kind == "tool_use" and role == "assistant":
-            function = {"name": block["name"], "arguments": orjson.dumps(block.get("input") or {}).decode()}
+            function = {"name": block["name"], "arguments": _as_sampled(block, memory)}
             calls.append({"id": block["id"], "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             result = text_parts(block.get("content"), ("text",), f"{where}.content.{number}.content")
@@ -107,13 +107,15 @@ def _messages(message: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
 class _Turn:
     verbatim = False
 
-    def __init__(self, chat: dict[str, Any]) -> None:
+    def __init__(self, chat: dict[str, Any], memory: dict[str, str]) -> None:
         self.chat = chat
+        self._memory = memory
         self._id = f"msg_{uuid.uuid4().hex}"
         self._begun = False
         self._block: int = -1
         """The block that is open is the latest one."""
-        self._of_call: dict[int, int] = {}
+        self._calls: dict[int, str] = {}
+        """The id of each tool call, by its index."""
         self._text_open = False
         self._stop: str | None = None
         self._usage: dict[str, Any] = {}
@@ -125,10 +127,9 @@ class _Turn:
         if message.get("content"):
             content.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls") or ():
-            arguments = _arguments(call["function"].get("arguments"))
-            content.append(
-                {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments}
-            )
+            self._memory[call["id"]] = call["function"].get("arguments") or ""
+            arguments = _arguments(self._memory[call["id"]])
+            content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
         return self._message(completion, content, _STOPS.get(choice.get("finish_reason"), "end_turn"))
 
     def _message(self, completion: dict[str, Any], content: list[Any], stop: str | None) -> dict[str, Any]:
@@ -166,11 +167,12 @@ class _Turn:
 
     def _call(self, part: dict[str, Any]) -> Iterator[bytes]:
         function = part.get("function") or {}
-        if part["index"] not in self._of_call:
-            block = {"type": "tool_use", "id": part.get("id"), "name": function.get("name"), "input": {}}
-            yield from self._open(block)
-            self._of_call[part["index"]] = self._block
+        if part["index"] not in self._calls:
+            called = self._calls[part["index"]] = part.get("id") or f"toolu_{uuid.uuid4().hex}"
+            self._memory[called] = ""
+            yield from self._open({"type": "tool_use", "id": called, "name": function.get("name"), "input": {}})
         if function.get("arguments"):
+            self._memory[self._calls[part["index"]]] += function["arguments"]
             yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
 
     def _open(self, block: dict[str, Any]) -> Iterator[bytes]:
@@ -185,24 +187,34 @@ class _Turn:
         self._text_open = False
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return server_sent(
-            "content_block_delta", {"type": "content_block_delta", "index": self._block, "delta": delta}
-        )
+        return server_sent("content_block_delta", {"type": "content_block_delta", "index": self._block, "delta": delta})
 
-    def end(self) -> Iterator[bytes]:
+    def end(self, failure: str | None = None) -> Iterator[bytes]:
+        if failure is not None:
+            yield server_sent("error", error(502, failure))
+            return
         yield from self._close()
         delta = {"stop_reason": self._stop or "end_turn", "stop_sequence": None}
         usage = self._usage or _usage({})
         yield server_sent("message_delta", {"type": "message_delta", "delta": delta, "usage": usage})
         yield server_sent("message_stop", {"type": "message_stop"})
 
+    error = staticmethod(error)
+
+
+def _as_sampled(block: dict[str, Any], memory: dict[str, str]) -> str:
+    """A tool call's arguments in the very text the model wrote, unless the agent has changed what they say."""
+    written, given = memory.get(block["id"]), block.get("input") or {}
+    return written if written is not None and _arguments(written) == given else orjson.dumps(given).decode()
+
 
 def _arguments(text: str | None) -> Any:
     """A tool call's arguments as an object; what the model wrote otherwise is handed on as it is, under one key."""
     try:
-        return orjson.loads(text or "{}")
+        value = orjson.loads(text or "{}")
     except orjson.JSONDecodeError:
-        return {"arguments": text}
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+import orjson
+
 
 def turn(request: dict[str, Any], memory: dict[str, Any]) -> "_Turn":
     return _Turn(request)
@@ -25,5 +27,8 @@ class _Turn:
     def event(self, chunk: dict[str, Any]) -> Iterator[bytes]:
         raise NotImplementedError("passed on as it is")
 
-    def end(self) -> Iterator[bytes]:
-        raise NotImplementedError("passed on as it is")
+    def end(self, failure: str | None = None) -> Iterator[bytes]:
+        if failure is not None:
+            yield b"\n\ndata: " + orjson.dumps(error(502, failure, "upstream")) + b"\n\n"
+
+    error = staticmethod(error)

@@ -15,8 +15,10 @@ from insitu.workflow.dialects import refuse_others, server_sent, text_parts
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed", "user")
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "reasoning", "text", "truncation")
 _KNOWN = frozenset(
-    (*_SAME, *_ECHOED, "input", "tools", "tool_choice", "store", "include", "service_tier", "prompt_cache_key")
-    + ("prompt_cache_retention", "safety_identifier", "stream_options")
+    (
+        *(*_SAME, *_ECHOED, "input", "tools", "tool_choice", "store", "include", "service_tier", "prompt_cache_key"),
+        *("prompt_cache_retention", "safety_identifier", "stream_options"),
+    )
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"background": (False,), "max_tool_calls": (), "conversation": (), "prompt": ()}
 _TEXT = ("input_text", "output_text", "text", "summary_text", "refusal")
@@ -146,7 +148,7 @@ class _Turn:
 
     def _finished(self) -> dict[str, Any]:
         answer = {name: value for name, value in self._answer().items() if name in ("role", "content", "tool_calls")}
-        said = [m for m in self.chat["messages"] if not self._request.get("instructions") or m["role"] != "system"]
+        said = self.chat["messages"][1 if self._request.get("instructions") else 0 :]
         self._memory[self._id] = [*said, answer]
         return self._response("incomplete" if self._finish == "length" else "completed")
 
@@ -218,7 +220,10 @@ class _Turn:
             where = {"item_id": item["id"], "output_index": self._output.index(item)}
             yield self._event("response.function_call_arguments.delta", **where, delta=piece)
 
-    def end(self) -> Iterator[bytes]:
+    def end(self, failure: str | None = None) -> Iterator[bytes]:
+        if failure is not None:
+            yield self._event("error", code="server_error", message=failure, param=None)
+            return
         if self._text is not None:
             part = self._text["content"][0]
             yield self._event("response.output_text.done", **self._place(), text=part["text"], logprobs=[])
@@ -232,6 +237,8 @@ class _Turn:
             yield self._event("response.output_item.done", output_index=index, item=item)
         response = self._finished()
         yield self._event(f"response.{response['status']}", response=response)
+
+    error = staticmethod(error)
 
 
 def _text_part(text: str) -> dict[str, Any]:
