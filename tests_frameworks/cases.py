@@ -16,4 +16,9 @@ CASES = {
     "openai": Case("OpenAI SDK", "openai"),
     "anthropic": Case("Anthropic SDK", "anthropic"),
     "llama_index": Case("LlamaIndex", "llama-index-core"),
+    "autogen": Case("AutoGen AgentChat", "autogen-agentchat"),
+    "adk": Case("Google ADK", "google-adk"),
+    "crewai": Case("CrewAI", "crewai"),
+    "strands": Case("Strands Agents", "strands-agents"),
+    "agno": Case("Agno", "agno"),
 }
