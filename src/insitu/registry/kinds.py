@@ -30,7 +30,12 @@ class Kind:
 
 
 LLM = Kind("llms", LLMBaseConfig, dict.fromkeys(("openai", "nim", "policy"), "insitu.workflow.llms"))
-FUNCTION = Kind("functions", FunctionBaseConfig, finish="insitu.workflow.functions:as_function")
+FUNCTION = Kind(
+    "functions",
+    FunctionBaseConfig,
+    dict.fromkeys(("command", "http"), "insitu.workflow.external"),
+    finish="insitu.workflow.functions:as_function",
+)
 EVALUATOR = Kind("eval.evaluators", EvaluatorBaseConfig)
 DATASET = Kind(
     "eval.general.dataset",
