@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from insitu.algorithms.advantages import AdvantageConfig
-from insitu.algorithms.credit import step_returns
 from insitu.config import Config
 from insitu.errors import TrajectoryError
 from insitu.registry import Builder
@@ -128,13 +127,6 @@ def test_text_of_parts() -> None:
 def trajectory(reward: float, trained: list[int], steps: list[float] | None = None) -> Trajectory:
     calls = [call(i, prompt_token_ids=[i]) for i in range(max(trained) + 1)]
     return Trajectory(id=f"e{reward:g}", reward=reward, calls=calls, trained_calls=trained, shaped_rewards=steps)
-
-
-def test_step_returns() -> None:
-    assert step_returns([1, 0, -2], 1.0) == [-1, -2, -2]
-    assert step_returns([1, 0, -2], 0.5) == [0.5, -1, -2]
-    assert step_returns([1, 0, -2], 0.0) == [1, 0, -2]
-    assert step_returns([], 0.5) == []
 
 
 def test_credit_of_the_episode_goes_to_all_its_trained_calls() -> None:
