@@ -293,10 +293,11 @@ async def test_keys_are_good_for_one_episode(server: FakeOpenAI) -> None:
 async def test_an_answer_that_comes_after_the_end_is_nobodys(server: FakeOpenAI) -> None:
     async with gateway_to(model(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
-            late = asyncio.create_task(text_by("chat", False, door, "slow 0.2"))
-            await asyncio.sleep(0.1)
+            asked = {"model": "x", "messages": ask("slow 0.3")}
+            late = asyncio.create_task(post(f"{door.openai_url}/chat/completions", asked))
+            await asyncio.sleep(0.15)
         with EpisodeScope(training=True) as following, gateway.admit(following):
-            assert await late == "echo: slow 0.2"
+            assert (await late)[0] == 200
     assert (scope.calls, scope.late_calls, following.calls) == ([], 1, [])
 
 
