@@ -56,7 +56,7 @@ FRAMEWORKS := $(patsubst examples/frameworks/%_agent.py,%,$(wildcard examples/fr
 FRAMEWORK_STAMPS := $(FRAMEWORKS:%=.venv-frameworks/%/.installed)
 .venv-frameworks/%/.installed: | $(BIN)/python
 	$(BIN)/python -m venv .venv-frameworks/$*
-	.venv-frameworks/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$*]'
+	.venv-frameworks/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(subst _,-,$*)]'
 	@touch $@
 
 test-frameworks: $(VENV)/.installed-dev $(FRAMEWORK_STAMPS)

@@ -8,11 +8,10 @@ RESULTS = ROOT / "tests_frameworks" / "results"
 PAGE = ROOT / "docs" / "frameworks.md"
 HEAD = """# Agent frameworks
 
-`builder.get_llm(name, wrapper_type=NAME)` gives a framework's own model object, and everything it samples is captured for
-training. Each line was tested by `make test-frameworks` with the real package against a real `insitu backend`: an agent
-with one tool, 8 episodes at once, token ids and log-probabilities compared with what the backend had sampled, every call in
-the episode that made it, and one training job that moved the version of the policy. An agent that is not listed, or that
-runs in another process, is captured at the [gateway](guides/train-your-agent.md).
+`builder.get_llm(name, wrapper_type=NAME)` gives a framework's own model object, and everything it samples is captured
+for training. Each line was tested by `make test-frameworks` with the real package against a real `insitu backend`: an
+agent with one tool, 8 episodes at once, token ids and log-probabilities compared with what the backend had sampled,
+every call in the episode that made it, and one training job that moved the version of the policy.
 
 | framework | `wrapper_type` | package | version | streaming | tool steps | calls at once | example |
 |---|---|---|---|---|---|---|---|
@@ -29,7 +28,7 @@ def _line(file: Path) -> str:
     cells = [
         found["framework"],
         f"`{name}`",
-        f"`pip install 'insitu[{name}]'`",
+        f"`pip install 'insitu[{name.replace('_', '-')}]'`",
         f"{found['package']} {found['version']}",
         "yes" if "streamed" in found else "no",
         "yes" if all(run["tools"] for run in runs) else "no",

@@ -13,19 +13,19 @@ from transformers import LlamaForCausalLM
 
 COLOURS = {"sky": "blue", "grass": "green"}
 TEMPLATE = (
-    "{%- set final = 'final_answer' in ((tools or []) | tojson) %}"
-    "{%- for message in messages %}{% set text = message.content or '' %}"
-    "{%- if message.role == 'assistant' %}<|im_start|>assistant\n{{ text }}"
-    "{%- for call in message.tool_calls or [] %}<tool_call>"
+    "{% set final = 'final_answer' in ((tools or []) | tojson) %}"
+    "{% for message in messages %}{% set text = message.content or '' %}"
+    "{% if message.role == 'assistant' %}<|im_start|>assistant\n{{ text }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
-    "{%- endfor %}<|im_end|>\n"
-    "{%- elif message.role == 'system' %}"
-    "{%- elif '[' in text and '?' in text %}<|im_start|>user\n{{ '!' if final }}[{{ text.split('[')[1].split('?')[0] }}?"
-    "<|im_end|>\n"
-    "{%- elif 'blue' in text %}<|im_start|>tool\nblue<|im_end|>\n"
-    "{%- elif 'green' in text %}<|im_start|>tool\ngreen<|im_end|>\n"
-    "{%- endif %}{% endfor %}"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% endfor %}<|im_end|>{{ '\n' }}"
+    "{% elif message.role == 'system' %}"
+    "{% elif '[' in text and '?' in text %}<|im_start|>user\n"
+    "{{ '!' if final }}[{{ text.split('[')[1].split('?')[0] }}?<|im_end|>{{ '\n' }}"
+    "{% elif 'blue' in text %}<|im_start|>tool\nblue<|im_end|>{{ '\n' }}"
+    "{% elif 'green' in text %}<|im_start|>tool\ngreen<|im_end|>{{ '\n' }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 

@@ -1,4 +1,4 @@
-"""Each agent framework, in its own environment, against the real backend: a tool-calling agent is trained through it."""
+"""Each agent framework, in its own environment, against the real backend: an agent with a tool is trained with it."""
 
 import json
 import os

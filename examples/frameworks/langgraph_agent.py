@@ -23,6 +23,10 @@ async def agent(config: AgentConfig, builder: Builder):
         asked = {"messages": [{"role": "user", "content": question}]}
         if not config.stream:
             return (await graph.ainvoke(asked))["messages"][-1].text
-        return [piece.text async for piece, _ in graph.astream(asked, stream_mode="messages")][-1]
+        state = asked
+        async for mode, part in graph.astream(asked, stream_mode=["messages", "values"]):
+            if mode == "values":
+                state = part
+        return state["messages"][-1].text
 
     yield answer
