@@ -97,7 +97,9 @@ class Exchange:
         self.hide_logprobs = not request.get("logprobs")
         self.hide_token_ids = not request.get("return_token_ids")
         choices = request.get("n")
-        self._indices = [scope.call_indices.take() for _ in range(choices if isinstance(choices, int) else 1)]
+        begun = scope.calls_begun + (choices if isinstance(choices, int) else 1)
+        self._indices = range(scope.calls_begun, begun)
+        scope.calls_begun = begun
         self._messages_digest = hashlib.blake2b(orjson.dumps(request["messages"]), digest_size=16).digest()
         self._turn = scope.turns[self._messages_digest].take()
         self._trains = scope.trains(recorder.llm)
@@ -170,8 +172,8 @@ class Exchange:
             self._open = False
             self._scope.failed_attempts[reason] += 1
             self._scope.turns[self._messages_digest].give_back(self._turn)
-            for index in self._indices:
-                self._scope.call_indices.give_back(index)
+            if self._scope.calls_begun == self._indices.stop:  # else a later number would be that of an earlier call
+                self._scope.calls_begun = self._indices.start
 
     def _refused(self, status: int, body: bytes) -> None:
         self.fail(f"http {status}")

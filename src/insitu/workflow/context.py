@@ -77,7 +77,7 @@ class EpisodeScope:
         self.capture_error: CaptureError | None = None
         self.closed = False
         self.step_manager = IntermediateStepManager(keep=self._keep_step)
-        self.call_indices = Numbers()
+        self.calls_begun = 0
         self.turns: defaultdict[bytes, Numbers] = defaultdict(Numbers)
         self._reported: dict[str, list[ModelCall]] = {}  # by the UUID of a framework's step that is open
         self._on_step = on_step
