@@ -33,7 +33,7 @@ def test_every_example_is_a_case() -> None:
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    """Learns for some minutes; kept until its recipe changes."""
+    """Learns for half a minute; kept until its recipe changes."""
     folder, recipe = ROOT / ".venv-frameworks/looker", HERE / "looker.py"
     weights = folder / "model.safetensors"
     if not weights.exists() or weights.stat().st_mtime < recipe.stat().st_mtime:
