@@ -77,6 +77,27 @@ async def test_a_program_is_given_the_row_and_the_model(tmp_path: Path, server: 
     assert first.functions == ("<workflow>",)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("release", [2, 3])
+async def test_both_releases_of_the_official_client(
+    tmp_path: Path, server: FakeOpenAI, release: int, stream: bool
+) -> None:
+    code = f"""
+import openai
+assert openai.__version__.startswith("{release}.")
+with openai.OpenAI().responses.stream(model="x", input="hi") as events:
+    assert events.get_final_response().output_text == "echo: hi"
+asked = dict(model="x", messages=[dict(role="user", content="hi")])
+if {stream}:
+    chunks = openai.OpenAI().chat.completions.create(stream=True, **asked)
+    print("".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices))
+else:
+    print(openai.OpenAI().chat.completions.create(**asked).choices[0].message.content)
+"""
+    env = {"PYTHONPATH": str(Path(sys.prefix) / "openai2")} if release == 2 else {}
+    assert await output(tmp_path, server, code, env=env) == "echo: hi"
+
+
 async def test_arguments_environment_and_forms_of_answer(tmp_path: Path, server: FakeOpenAI) -> None:
     code = (
         "import json, os, sys; n = os.environ; print(json.dumps([sys.argv[1:], sys.stdin.read(), n['INSITU_ROW_ID'],"

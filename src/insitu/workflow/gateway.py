@@ -38,7 +38,7 @@ MAX_BODY = 32 * 2**20
 MAX_CHOICES = 128
 """Most completions one request may ask for (`n`)."""
 _PIECEWISE = 2**20
-_REMEMBERED_KEYS = 16_384
+_REMEMBERED_KEYS = 1024
 _TEXT_COMPLETIONS = "v1/completions"
 _DIALECTS: dict[str, Dialect] = {
     "v1/chat/completions": chat,
@@ -189,7 +189,7 @@ class Gateway:
         ended = scope()
         if door is None and key not in self._ended:
             self.unknown_keys += 1
-            raise RequestRefused("this address belongs to no episode", status=401, code="unknown_episode")
+            raise RequestRefused("this address belongs to no episode, or to one that ended long ago", status=401, code="unknown_episode")
         level = logging.INFO if self.late_calls else logging.WARNING  # there may be many
         logger.log(level, "a request of %s came after its end and is refused: has an agent been left running?", name)
         self.late_calls += 1
