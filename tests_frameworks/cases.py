@@ -21,4 +21,5 @@ CASES = {
     "crewai": Case("CrewAI", "crewai"),
     "strands": Case("Strands Agents", "strands-agents"),
     "agno": Case("Agno", "agno"),
+    "semantic_kernel": Case("Semantic Kernel", "semantic-kernel"),
 }

@@ -24,8 +24,7 @@ async def agent(config: AgentConfig, builder: Builder):
         looker = Agent(model=model, tools=[look], tool_hooks=[tool_hook], telemetry=False)
         if not config.stream:
             return (await looker.arun(question)).content
-        async for event in looker.arun(question, stream=True, yield_run_output=True):
-            pass
-        return event.content
+        events = [event async for event in looker.arun(question, stream=True, yield_run_output=True)]
+        return events[-1].content
 
     yield answer
