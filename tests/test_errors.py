@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from insitu.errors import causes, named, told
+from insitu.errors import WorkflowError, causes, named, told
 
 
 class Wordless(Exception):
@@ -43,6 +43,9 @@ def test_the_cause_is_told_where_it_says_more() -> None:
     assert named(error).endswith(", from Wordless: (its message cannot be shown: KeyError)")
     error.__cause__ = error
     assert named(error) == "RuntimeError: no connection"
+    ours = WorkflowError("row 1 is no JSON")
+    ours.__cause__ = refused
+    assert named(ours) == "WorkflowError: row 1 is no JSON"
     with pytest.raises(json.JSONDecodeError) as caught:
         json.loads("{")
     assert named(caught.value).startswith("JSONDecodeError: Expecting property name")

@@ -374,3 +374,13 @@ async def test_the_three_interfaces_can_be_specified_by_a_plugins_own_tests() ->
             mock.create_autospec(interface).train_harder()
         with pytest.raises(TypeError, match="abstract"):
             interface(None)
+
+
+def test_any_other_package_called_nat_is_told_too(tmp_path: Path) -> None:
+    (tmp_path / "nat").mkdir()
+    (tmp_path / "nat" / "__init__.py").write_text("")
+    said = run("-m", "insitu", "--help", PYTHONPATH=str(tmp_path))
+    assert (said.returncode, said.stderr) == (
+        0,
+        f"note: nat.* is another toolkit here ({tmp_path}/nat): its plugins do not reach insitu\n",
+    )

@@ -93,7 +93,7 @@ async def test_several_parameters_are_the_fields_of_the_input() -> None:
     assert await made.ainvoke({"width": 3}) == 6
     assert await made.ainvoke('{"width": 3, "height": 5}') == 15
     assert made.input_schema.model_json_schema()["required"] == ["width"]
-    with pytest.raises(WorkflowError, match="Field required"):
+    with pytest.raises(WorkflowError, match="width: Field required"):
         await made.ainvoke({"height": 1})
 
 

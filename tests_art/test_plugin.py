@@ -203,12 +203,45 @@ def test_a_tool_calling_episode_arrives_whole(release, looker, tool_model, tmp_p
         assert result == {"role": "tool", "tool_call_id": asked["id"], "content": "blue"}
         assert (answer["finish_reason"], answer["message"]["content"]) == ("stop", "It is blue.")
         for choice, text in ((call, TURNS[0]), (answer, TURNS[2])):
-            entries = choice["logprobs"]["content"]
-            ids = tuple(int(entry["token"].removeprefix("token_id:")) for entry in entries)
+            entries, ids = choice["logprobs"]["content"], ids_of(choice)
             assert ids == tuple(tokenizer.encode(text, add_special_tokens=False))
             assert [entry["logprob"] for entry in entries] == pytest.approx(known[ids], abs=1e-6)
     trained = len(trajectories) * sum(len(tokenizer.encode(TURNS[n], add_special_tokens=False)) for n in (0, 2))
     assert min(jobs, key=lambda job: job["policy_version"])["metrics"]["tokens"] == trained
+
+
+@each_release
+def test_a_server_of_arts_own_kind(release, looker, tool_model, tmp_path):
+    """One that serves the model by its step alone: the llm follows, and what was sampled is taken from the logprobs."""
+    address, _ = looker
+    name = f"plain-{release}"
+    with Wiretap(address) as tap:
+        tap.plain = name
+        file = write_file(tmp_path, tap, name, tool_model.name)
+        text = file.read_text()
+        fixed = re.search(r"_type: openai\n.*?(?= +temperature)", text, re.DOTALL)[0]
+        file.write_text(text.replace(fixed, "_type: policy\n"))
+        done = finetune(release, file, "-o", "finetuning.target_model", f"{name}@0")
+        assert done.returncode == 0, done.stdout + done.stderr
+        asked = [body["model"] for body in tap.of("/v1/chat/completions")]
+        trainings = tap.of("/_train_model")
+    assert asked == [f"{name}@0"] * (len(asked) // 2) + [f"{name}@1"] * (len(asked) // 2)
+    assert len(trainings) == 2
+    choices = [turn for turn in turns_of(trainings[0]) if "message" in turn]
+    assert choices
+    assert not any("prompt_token_ids" in choice for choice in choices)
+    tokenizer = byte_tokenizer()
+    sampled = {tuple(tokenizer.encode(TURNS[n], add_special_tokens=False)) for n in (0, 2)}
+    assert {ids_of(choice) for choice in choices} == sampled
+
+
+def turns_of(training: dict) -> list[dict]:
+    trajectories = [t for group in training["trajectory_groups"] for t in group["trajectories"]]
+    return [turn for t in trajectories for turn in t["messages_and_choices"]]
+
+
+def ids_of(choice: dict) -> tuple[int, ...]:
+    return tuple(int(entry["token"].removeprefix("token_id:")) for entry in choice["logprobs"]["content"])
 
 
 @each_release

@@ -10,12 +10,17 @@ from aiohttp import web
 
 
 class Wiretap:
-    """`bodies` of the posts by path, in order. `lose` names a path whose next answer never reaches the client."""
+    """`bodies` of the posts by path, in order. `lose` names a path whose next answer never reaches the client.
+
+    `plain` makes the server behind it one of ART's own kind for that model: it is served as NAME@STEP alone, answers
+    name no version of the weights, and the sampled ids stand in the logprobs only.
+    """
 
     def __init__(self, target: str) -> None:
         self.target = target
         self.bodies: list[tuple[str, dict[str, str], Any]] = []
         self.lose: str | None = None
+        self.plain: str | None = None
         self.address = ""
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -58,7 +63,7 @@ class Wiretap:
         body = await request.read()
         if request.method == "POST" and body:
             self.bodies.append((request.path, dict(request.headers), json.loads(body)))
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in ("host", "content-length")}
+        headers = {k: v for k, v in request.headers.items() if k.lower() != "content-length"}
         url = self.target + request.path_qs
         async with self._session.request(request.method, url, data=body or None, headers=headers) as answer:
             if request.path == self.lose:
@@ -66,9 +71,22 @@ class Wiretap:
                 await answer.read()  # the server has done what it was asked
                 request.transport.close()
                 return web.Response()
+            if self.plain and request.path.startswith("/v1/"):
+                return _made_plain(self.plain, body, await answer.json(), answer.status)
             kept = {k: v for k, v in answer.headers.items() if k.lower() not in ("transfer-encoding", "content-length")}
             response = web.StreamResponse(status=answer.status, headers=kept)
             await response.prepare(request)
             async for chunk in answer.content.iter_any():
                 await response.write(chunk)
             return response
+
+
+def _made_plain(name: str, asked: bytes, answer: Any, status: int) -> web.Response:
+    if asked and json.loads(asked)["model"] == name:
+        return web.json_response({"detail": f"there is no model {name!r}"}, status=404)
+    if "data" in answer:
+        answer["data"] = [model for model in answer["data"] if model["id"] != name]
+    for part in (answer, *answer.get("choices", ())):
+        for key in ("token_ids", "prompt_token_ids", "policy_version"):
+            part.pop(key, None)
+    return web.json_response(answer, status=status)

@@ -38,9 +38,9 @@ def told(error: BaseException) -> str:
 
 
 def named(error: BaseException) -> str:
-    """An exception by its name and message, and what it was raised from if that says more: which server, say."""
+    """An exception by its name and message, and what somebody else's was raised from: which server, say."""
     said, first = _named(error), causes(error)[-1]
-    return said if _message(first) in said else f"{said}, from {_named(first)}"
+    return said if isinstance(error, InsituError) or _message(first) in said else f"{said}, from {_named(first)}"
 
 
 def _named(error: BaseException) -> str:

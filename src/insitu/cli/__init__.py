@@ -51,7 +51,7 @@ def insitu(verbose: int) -> None:
 def _tell_of_another_toolkit() -> None:
     """One line if `nat.*` is not ours: what is written for it then does not reach us."""
     try:
-        found = importlib.util.find_spec("nat.builder")
+        found = importlib.util.find_spec("nat.builder") or importlib.util.find_spec("nat")
     except ModuleNotFoundError:
         return
     if found is not None and type(found.loader).__module__ != "nat":

@@ -260,3 +260,5 @@ class TrajectoryCollection(BaseModel):
     """The epoch they were collected in (1 first)."""
     dropped: dict[str, int] = Field(default_factory=dict)
     """How many episodes were left out, by reason code."""
+    mean_reward: float | None = None
+    """Of all trajectories that were collected, those included that were left out since."""

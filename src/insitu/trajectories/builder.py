@@ -131,6 +131,7 @@ class EpisodesBuilder(TrajectoryBuilder):
         for record in collection.groups.values():
             dropped.update(record.dropped)
         trajectories = [t for row_id in order if (t := collection.groups[row_id].trajectories)]
+        rewards = [t.reward for group in trajectories for t in group]
         if not trajectories:  # a plugin's trainer may take no notice
             logger.warning("run %s: no episode can be trained on; the first: %s", run_id, collection.first_error)
         return TrajectoryCollection(
@@ -138,6 +139,7 @@ class EpisodesBuilder(TrajectoryBuilder):
             run_id=run_id,
             epoch=collection.epoch,
             dropped=dict(dropped),
+            mean_reward=sum(rewards) / len(rewards) if rewards else None,
         )
 
     async def stop(self) -> None:

@@ -196,7 +196,10 @@ class Function:
                     return converter(value)
             return convert(value, wanted)
         except (ValidationError, ValueError, TypeError) as error:
-            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            reason: Any = error
+            if isinstance(error, ValidationError):
+                first = error.errors(include_url=False)[0]
+                reason = ": ".join(part for part in (".".join(map(str, first["loc"])), first["msg"]) if part)
             raise WorkflowError(
                 f"function {self.name} {verb} {type_name(wanted)}, which a value of type {type(value).__name__} "
                 f"cannot be made into: {reason}"

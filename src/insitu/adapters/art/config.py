@@ -56,6 +56,9 @@ class ARTBackendConfig(BaseModel):
     """Sent to the server as a bearer token."""
     delete_old_checkpoints: bool = False
     """Before each training, delete all checkpoints but the latest and the one with the highest mean reward."""
+    lost_reply_patience: float = Field(default=600.0, gt=0)
+    """Seconds for which a server that lost its connection to us while it trained is watched for its step to move,
+    before it is given the same training again."""
     init_args: InitArgs | None = None
     """How the server loads the model."""
     engine_args: EngineArgs | None = None

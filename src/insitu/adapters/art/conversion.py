@@ -12,6 +12,7 @@ the very tokens it was sampled behind; others make the prompt anew from the mess
 """
 
 import json
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -29,7 +30,7 @@ _ROLES = {EpisodeItemRole.ENVIRONMENT: "user", EpisodeItemRole.OTHER: "user"}
 def check_order(items: Sequence[Any], episode: str | None = None) -> None:
     """ValueError unless it begins with user or system, ends with the assistant, who never speaks twice in a row."""
     roles = [getattr(item, "role", None) for item in items]
-    name = f"episode {episode}" if episode else "the episode"
+    name = named(episode)
     if not roles or None in roles:
         raise ValueError(f"{name} is no dialogue: it has {len(roles)} messages; ART trains dialogues")
     if roles[0] not in (EpisodeItemRole.USER, EpisodeItemRole.SYSTEM):
@@ -41,15 +42,21 @@ def check_order(items: Sequence[Any], episode: str | None = None) -> None:
             raise ValueError(f"{name}: messages {place - 1} and {place} are both the assistant's")
 
 
+def named(episode: str | None) -> str:
+    return f"episode {episode}" if episode else "the episode"
+
+
 def art_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     """What ART's `Trajectory` is made of; TrajectoryError where there is nothing to train on.
 
     From the calls as they crossed the wire where there are any: each dialogue is a history, the longest first. A
     trajectory built by hand is converted item by item.
     """
+    if not math.isfinite(trajectory.reward):
+        raise TrajectoryError(f"{named(trajectory.id)}: its reward is {trajectory.reward}; allowed: a finite number")
     histories = _of_calls(trajectory) if trajectory.trained_calls else [_of_items(trajectory.episode)]
     if not any("message" in turn for history in histories for turn in history["messages_and_choices"]):
-        raise TrajectoryError(f"episode {trajectory.id}: no assistant message has logprobs; there is nothing to train")
+        raise TrajectoryError(f"{named(trajectory.id)}: no assistant message has logprobs; there is nothing to train")
     histories.sort(key=lambda history: -len(history["messages_and_choices"]))
     known = {k: v for k, v in (trajectory.metadata or {}).items() if isinstance(v, str | int | float | bool | None)}
     first, *further = histories
@@ -135,8 +142,8 @@ def _as_logprobs(given: Any) -> Any:
     """ChoiceLogprobs as they are, or their `content`; a bare list of numbers does not say which tokens they are of."""
     if hasattr(given, "model_dump"):
         given = given.model_dump()
-    if isinstance(given, dict):
-        return given if given.get("content") else None
-    if isinstance(given, list) and given and all(isinstance(e, dict) or hasattr(e, "model_dump") for e in given):
-        return {"content": [e if isinstance(e, dict) else e.model_dump() for e in given], "refusal": None}
+    content = given.get("content") if isinstance(given, dict) else given
+    if isinstance(content, list) and content and all(isinstance(e, dict) or hasattr(e, "model_dump") for e in content):
+        entries = (e if isinstance(e, dict) else e.model_dump() for e in content)
+        return {"content": [{"bytes": None, "top_logprobs": [], **e} for e in entries], "refusal": None}
     return None

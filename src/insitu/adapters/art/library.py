@@ -3,7 +3,9 @@
 import importlib
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from insitu.adapters.art.config import ARTBackendConfig, ARTTrainingConfig
 from insitu.errors import ConfigError
@@ -64,8 +66,25 @@ def train_config(art: Any, training: ARTTrainingConfig) -> tuple[Any, dict[str, 
             )
         del given["beta"]
     _check("training", given, public | further)
-    config = kind(**{name: value for name, value in given.items() if name in public})
-    return config, {name: value for name, value in given.items() if name not in public}
+    told = {name: _typed(f"training.{name}", given[name], hint) for name, hint in _hints(art, kind) if name in given}
+    config = kind(**{name: value for name, value in told.items() if name in public})
+    return config, {name: value for name, value in told.items() if name not in public}
+
+
+def _hints(art: Any, public: Any) -> list[tuple[str, Any]]:
+    """What each key of a training may be, so that a wrong value is told before the first episodes are."""
+    unnamed = {"MoeRoutingReplayBundle": Any}  # 0.5.18 uses this name without having it
+    further = get_type_hints(art.dev.TrainConfig, localns=unnamed)
+    own = {name: Annotated[field.annotation, field] for name, field in public.model_fields.items()}
+    return [*(further | own).items()]
+
+
+def _typed(where: str, value: Any, hint: Any) -> Any:
+    try:
+        return TypeAdapter(hint).validate_python(value)
+    except ValidationError as error:
+        said = error.errors(include_url=False)[0]["msg"]
+        raise ConfigError(f"trainer_adapters: {where} is {value!r}: {said} (openpipe-art {release()})") from None
 
 
 def release() -> str:

@@ -17,6 +17,7 @@ _SHORT = aiohttp.ClientTimeout(total=60, sock_connect=10)
 _LOADING = aiohttp.ClientTimeout(total=3600, sock_connect=10)
 _TRAINING = aiohttp.ClientTimeout(total=None, sock_connect=10)
 """The open answer is the job: it ends when the training does."""
+_OF_GATEWAYS = (502, 503, 504)
 
 
 def remote_backend(art: Any, base_url: str, api_key: str) -> Any:
@@ -48,17 +49,21 @@ class _RemoteBackend:
         await self._post("/register", model.safe_model_dump())
 
     async def _get_step(self, model: Any) -> int:
-        step = int(await self._post("/_get_step", model.safe_model_dump()))
+        step = await self._post("/_get_step", model.safe_model_dump())
+        if type(step) is not int:
+            raise self._strange("/_get_step", step)
         self._steps[model.name] = step
         return step
 
     async def _prepare_backend_for_training(self, model: Any, config: Any) -> tuple[str, str]:
         body = {"model": model.safe_model_dump(), "config": config}
-        base_url, api_key = await self._post("/_prepare_backend_for_training", body, limit=_LOADING)
-        self.inference_url, self._inference_key = self._reachable(base_url), api_key
+        told = await self._post("/_prepare_backend_for_training", body, limit=_LOADING)
+        if not (isinstance(told, list) and len(told) == 2 and all(isinstance(each, str) for each in told)):
+            raise self._strange("/_prepare_backend_for_training", told)
+        self.inference_url, self._inference_key = self._reachable(told[0]), told[1]
         await self._get_step(model)
         await self.list_names()
-        return self.inference_url, api_key
+        return self.inference_url, self._inference_key
 
     def _reachable(self, address: str) -> str:
         """The address the server tells, with the host we know it by where it tells the one it listens on (0.0.0.0)."""
@@ -71,9 +76,14 @@ class _RemoteBackend:
 
     async def list_names(self) -> set[str]:
         """The names of models that the inference server answers to."""
+        if not self.inference_url:
+            raise BackendError("no model has been registered with the ART server yet: initialize the adapter first")
         key = {"Authorization": f"Bearer {self._inference_key}"}
         listed = await self._request("GET", f"{self.inference_url}/models", None, _SHORT, **key)
-        self._names = {str(model.get("id")) for model in listed.get("data") or ()}
+        try:
+            self._names = {str(model["id"]) for model in listed["data"]}
+        except (TypeError, LookupError):
+            raise self._strange(f"{self.inference_url}/models", listed) from None
         return self._names
 
     def _model_inference_name(self, model: Any, step: int | None = None) -> str:
@@ -93,14 +103,8 @@ class _RemoteBackend:
         key: str | None = None,
     ) -> AsyncIterator[dict[str, float]]:
         """The metrics of each gradient step, as it happens. A server that knows `Idempotency-Key` trains a key once."""
-        body = {
-            "model": model.safe_model_dump(),
-            "trajectory_groups": [group.model_dump() for group in trajectory_groups],
-            "config": config.model_dump(),
-            "dev_config": dict(dev_config),
-            "verbose": verbose,
-        }
-        data = await asyncio.to_thread(orjson.dumps, body)
+        body = {"config": config.model_dump(), "dev_config": dict(dev_config), "verbose": verbose}
+        data = await asyncio.to_thread(_with_groups, model, trajectory_groups, body)
         headers = {"Idempotency-Key": key} if key else {}
         try:
             async with self._open("POST", self._base_url + "/_train_model", data, _TRAINING, **headers) as answer:
@@ -108,9 +112,20 @@ class _RemoteBackend:
                     raise await _refusal(answer)
                 async for line in answer.content:
                     if line.strip():
-                        yield orjson.loads(line)
+                        yield self._metrics(line)
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise self._unavailable(error) from error
+
+    def _metrics(self, line: bytes) -> dict[str, float]:
+        try:
+            told = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            if line.startswith(b"{") and not line.endswith(b"\n"):
+                raise self._unavailable(ConnectionError("the answer breaks off within a line")) from error
+            told = line.decode(errors="replace")
+        if not isinstance(told, dict):
+            raise self._strange("/_train_model", told)
+        return told
 
     async def train(self, model: Any, trajectory_groups: Iterable[Any], **options: Any) -> Any:
         """Releases from 0.5.9 on train by their backend; `options` are keys of the two kinds of TrainConfig."""
@@ -125,9 +140,8 @@ class _RemoteBackend:
         yield {}
 
     async def _log(self, model: Any, trajectory_groups: Iterable[Any], split: str = "val") -> None:
-        groups = [group.model_dump() for group in trajectory_groups]
-        body = {"model": model.safe_model_dump(), "trajectory_groups": groups, "split": split}
-        await self._post("/_log", body, limit=_LOADING)
+        data = await asyncio.to_thread(_with_groups, model, trajectory_groups, {"split": split})
+        await self._request("POST", self._base_url + "/_log", data, _LOADING)
 
     async def _delete_checkpoints(self, model: Any, benchmark: str, benchmark_smoothing: float) -> None:
         path = f"/_delete_checkpoints?benchmark={benchmark}&benchmark_smoothing={benchmark_smoothing}"
@@ -167,19 +181,32 @@ class _RemoteBackend:
         try:
             return orjson.loads(text or b"null")
         except orjson.JSONDecodeError as error:
-            raise BackendError(f"{url} did not answer in JSON: is it an ART server?") from error
+            raise self._strange(url, text.decode(errors="replace")) from error
 
     def _open(self, method: str, url: str, data: bytes | None, limit: aiohttp.ClientTimeout, **headers: str) -> Any:
         if self._session is None or self._session.closed:
             self._session = aiohttp.ClientSession(headers=self._headers)
         return self._session.request(method, url, data=data, timeout=limit, headers=headers)
 
+    def _strange(self, where: str, answer: Any) -> BackendError:
+        url = where if "://" in where else self._base_url + where
+        return BackendError(f"{url} answered {str(answer)[:80]!r}: is it an ART server?")
+
     def _unavailable(self, error: BaseException) -> BackendUnavailable:
         return BackendUnavailable(f"no answer from the ART server at {self._base_url}: {type(error).__name__}: {error}")
 
 
+def spelt(group: Any) -> orjson.Fragment:
+    """A trajectory group as JSON; one that is JSON already as it is."""
+    return group if isinstance(group, orjson.Fragment) else orjson.Fragment(orjson.dumps(group.model_dump()))
+
+
+def _with_groups(model: Any, groups: Iterable[Any], more: dict[str, Any]) -> bytes:
+    return orjson.dumps({"model": model.safe_model_dump(), "trajectory_groups": [*map(spelt, groups)], **more})
+
+
 async def _refusal(answer: aiohttp.ClientResponse) -> BackendError:
-    """The server's own words: ART's `detail`, or the `error` of OpenAI's shape."""
+    """The server's own words: ART's `detail`, or the `error` of OpenAI's shape. Of a gateway before it: no answer."""
     text = await answer.text()
     message, where = text[:500] or "no reason given", f"{answer.method} {answer.url.path}"
     try:
@@ -191,7 +218,8 @@ async def _refusal(answer: aiohttp.ClientResponse) -> BackendError:
         message = str(body.get("detail") or (told.get("message") if isinstance(told, dict) else told) or message)
     if answer.status < 500:
         return RequestRefused(f"the ART server refused {where} ({answer.status}): {message}", status=answer.status)
-    return BackendError(f"the ART server failed at {where} ({answer.status}): {message}")
+    kind = BackendUnavailable if answer.status in _OF_GATEWAYS else BackendError
+    return kind(f"the ART server failed at {where} ({answer.status}): {message}")
 
 
 def averages(lines: list[dict[str, float]]) -> dict[str, float]:

@@ -2,17 +2,20 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from openai.types.chat.chat_completion import Choice
+from pydantic import ValidationError
 
 from insitu.adapters.art.config import ARTTrainerAdapterConfig
-from insitu.adapters.art.conversion import art_trajectory, check_order
+from insitu.adapters.art.conversion import art_trajectory, check_order, named
 from insitu.adapters.art.library import internal_config, load_art, server_config, train_config
-from insitu.adapters.art.remote_backend import averages, remote_backend
-from insitu.errors import BackendUnavailable, InsituError, JobFailed
+from insitu.adapters.art.remote_backend import averages, remote_backend, spelt
+from insitu.errors import BackendUnavailable, InsituError, JobFailed, TrajectoryError
 from insitu.interfaces import TrainerAdapter
 from insitu.registry import PolicyEndpoint
 from insitu.schemas.finetuning import (
@@ -30,6 +33,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKEND = "openpipe-art"
+_POLL = 3.0
+"""Seconds between two questions for the step of a server whose answer was lost."""
+_ABSENCE = 30.0
+"""Seconds it may be gone."""
 _METRICS = {
     "loss": ("loss/train", "loss", "policy_loss"),
     "kl": ("loss/kl_policy_ref", "kl_policy_ref", "kl_div"),
@@ -85,6 +92,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         self._training_jobs: dict[str, asyncio.Task[None]] = {}
         self._jobs: dict[str, _Job] = {}
         self._rewards: dict[int, float] = {}  # the mean reward of what each step's weights did
+        self._submitting = asyncio.Lock()
 
     @property
     def training_jobs(self) -> dict[str, asyncio.Task[None]]:
@@ -143,11 +151,16 @@ class ARTTrainerAdapter(TrainerAdapter):
 
     def _made(self, trajectory: Trajectory) -> "art.Trajectory":
         made = art_trajectory(trajectory)
-        for history in (made, *made["additional_histories"]):
-            turns = history["messages_and_choices"]
-            # ART takes any mapping for a message: a choice has to be an object when it comes
-            history["messages_and_choices"] = [Choice.model_validate(t) if "message" in t else t for t in turns]
-        return self._art.Trajectory.model_validate(made)
+        try:
+            for history in (made, *made["additional_histories"]):
+                turns = history["messages_and_choices"]
+                # ART takes any mapping for a message: a choice has to be an object when it comes
+                history["messages_and_choices"] = [Choice.model_validate(t) if "message" in t else t for t in turns]
+            return self._art.Trajectory.model_validate(made)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise TrajectoryError(f"{named(trajectory.id)}: {place} is {first['input']!r}: {first['msg']}") from None
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Begin to train on all groups. What a run submits twice for one epoch is trained once.
@@ -158,29 +171,37 @@ class ARTTrainerAdapter(TrainerAdapter):
             raise JobFailed(f"run {trajectories.run_id}: there are no trajectories to train on")
         number = trajectories.epoch if trajectories.epoch is not None else f"submission {len(self._jobs) + 1}"
         key = f"{trajectories.run_id}/{number}"
-        job = self._jobs.get(key)
-        if job is None or (job.task is not None and job.task.done() and job.trained_to is None):
-            groups = await self._construct_trajectory_groups(trajectories.trajectories)
-            step = await self._remote._get_step(self.model)
-            rewards = [t.reward for group in trajectories.trajectories for t in group]
-            self._rewards[step] = sum(rewards) / len(rewards)
-            job = self._jobs[key] = _Job(step, key, _sampled_tokens(trajectories))
-            job.task = asyncio.create_task(self._train(job, groups), name=f"train {key}")
-            self._training_jobs[trajectories.run_id] = job.task
+        async with self._submitting:
+            job = self._jobs.get(key)
+            if job is None or (job.task is not None and job.task.done() and job.trained_to is None):
+                groups = await self._spelt(trajectories.trajectories)
+                step = job.step if job is not None else await self._remote._get_step(self.model)
+                self._rewards[step] = _mean_reward(trajectories)
+                job = self._jobs[key] = _Job(step, key, _sampled_tokens(trajectories))
+                job.task = asyncio.create_task(self._train(job, groups), name=f"train {key}")
+                self._training_jobs[trajectories.run_id] = job.task
         return TrainingJobRef(run_id=trajectories.run_id, backend=BACKEND, metadata={"job": key, "step": job.step})
 
-    async def _train(self, job: _Job, groups: "list[art.TrajectoryGroup]") -> None:
+    async def _spelt(self, trajectory_lists: list[list[Trajectory]]) -> list[orjson.Fragment]:
+        """The groups as they are sent, made one by one: ART's objects take many times the room, and the time."""
+        return [
+            await asyncio.to_thread(spelt, group)
+            for trajectories in trajectory_lists
+            for group in await self._construct_trajectory_groups([trajectories])
+        ]
+
+    async def _train(self, job: _Job, groups: list[orjson.Fragment]) -> None:
         if self.config.backend.delete_old_checkpoints:
-            await self._delete_old(job.step, groups)
+            await self._delete_old(job.step)
         for attempt in (1, 2):
             job.lines = []
             try:
                 async for line in self._remote._train_model(
-                    self.model, groups, self._train_config, self._dev_config, key=job.key
+                    self.model, groups, self._train_config, self._dev_config, key=f"{job.key}/{job.step}"
                 ):
                     job.lines.append(line)
             except BackendUnavailable as error:
-                reached = await self._step_after(job.step, error)
+                reached = await self._step_after(job, error)
                 if reached == job.step and attempt == 1:
                     logger.warning("%s; the model is still at step %d: training again", error, reached)
                     continue
@@ -189,41 +210,57 @@ class ARTTrainerAdapter(TrainerAdapter):
                 job.lost = str(error)
                 logger.warning("%s; but the model is at step %d now: it has trained", error, reached)
             break
-        reached = await self._remote._get_step(self.model)
+        reached = await self._reached(job)
         if reached == job.step:
             raise JobFailed(f"the ART server has ended the training, but the model is still at step {job.step}")
         if job.lost is None and not any(known_metrics(line).get("steps", 1) for line in job.lines):
             raise JobFailed(f"the ART server took no gradient step, though its step is {reached} now: {_left_out(job)}")
         job.trained_to = reached
 
-    async def _step_after(self, before: int, lost: BackendUnavailable) -> int:
+    async def _reached(self, job: _Job) -> int:
+        """The model's step; raises JobFailed where the server has an earlier one than the job began at."""
+        step = int(await self._remote._get_step(self.model))
+        if step < job.step:
+            raise JobFailed(
+                f"the model was at step {job.step} before the training, and is at step {step} now: the ART server has "
+                "lost its checkpoints (was it started again with another folder?)"
+            )
+        return step
+
+    async def _step_after(self, job: _Job, lost: BackendUnavailable) -> int:
         """The model's step once the server can be asked again; raises `lost` where it cannot for half a minute.
 
-        A server that lost its connection to us may still be training, so it is asked until its step has moved, or has
-        stayed where it was for as long.
+        A server that is there all the time may still be training what it was given: it is asked until its step has
+        moved, for `lost_reply_patience` at most. One that was gone and has come back is not.
         """
-        for _ in range(10):
-            await asyncio.sleep(3)
+        asked, gone = time.monotonic(), 0
+        while time.monotonic() - asked < self.config.backend.lost_reply_patience:
+            await asyncio.sleep(_POLL)
             try:
-                step = int(await self._remote._get_step(self.model))
+                step = await self._reached(job)
             except BackendUnavailable:
+                gone += 1
+                if gone * _POLL >= _ABSENCE:
+                    raise lost from None
                 continue
-            if step != before:
+            if step != job.step or gone:
                 return step
-        try:
-            return int(await self._remote._get_step(self.model))
-        except BackendUnavailable:
-            raise lost from None
+        return await self._reached(job)
 
-    async def _delete_old(self, step: int, groups: "list[art.TrajectoryGroup]") -> None:
-        """Keep the latest checkpoint and that of the highest mean reward; training does not depend on it."""
+    async def _delete_old(self, step: int) -> None:
+        """Keep the latest checkpoint and that of the highest mean reward; training does not depend on it.
+
+        Of the steps before this run some servers know the rewards, and delete them too; for the others they stay.
+        """
         try:
             if hasattr(self._art.Backend, "_delete_checkpoints"):  # releases whose server keeps the record of rewards
-                await self._remote._log(self.model, groups, "train")
-                await self._remote._delete_checkpoints(self.model, "train/reward", 1.0)
+                told = self._art.Trajectory(messages_and_choices=[], reward=self._rewards[step])
+                await self._remote._log(self.model, [self._art.TrajectoryGroup([told])], "collected")
+                await self._remote._delete_checkpoints(self.model, "collected/reward", 1.0)
             else:
                 best = max(self._rewards, key=lambda known: (self._rewards[known], known))
-                await self._remote._delete_checkpoint_files(self.model, sorted({step, best}))
+                earlier = range(min(self._rewards))
+                await self._remote._delete_checkpoint_files(self.model, [*earlier, *sorted({best, step})])
         except InsituError as error:
             logger.warning("old checkpoints were not deleted: %s", error)
 
@@ -279,6 +316,12 @@ def _sampled_tokens(trajectories: TrajectoryCollection) -> int:
     """How many tokens there are to train on, where the builder knows the calls behind its trajectories."""
     given = (t for group in trajectories.trajectories for t in group)
     return sum(len(t.calls[place].token_ids or ()) for t in given for place in t.trained_calls)
+
+
+def _mean_reward(trajectories: TrajectoryCollection) -> float:
+    """Of all that was collected, where its builder tells: what is left out for having no variance may be the best."""
+    rewards = [t.reward for group in trajectories.trajectories for t in group]
+    return sum(rewards) / len(rewards) if trajectories.mean_reward is None else trajectories.mean_reward
 
 
 def _left_out(job: _Job) -> str:

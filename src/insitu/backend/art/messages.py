@@ -192,7 +192,7 @@ def optional(given: Mapping[str, Any], key: str, kind: Any, where: str = "") -> 
 
 
 def _required(given: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:
-    if key not in given:
+    if given.get(key) is None:
         raise _refused(f"{where} has no {key}", f"{where}.{key}")
     return optional(given, key, kind, where)
 

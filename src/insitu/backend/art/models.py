@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from insitu.backend.art.history import History
 from insitu.backend.art.messages import ArtModel, optional
+from insitu.backend.art.settings import read_plan
 from insitu.backend.compute import Compute
 from insitu.backend.inference.completions import Served
 from insitu.backend.inference.engine import Engine, Weights
@@ -85,6 +86,7 @@ class ArtModels:
                 param="base_model",
                 code="other_base_model",
             )
+        read_plan(model, {}, {})  # what its configuration asks for beyond us is told now, not after the first episodes
         for other in self._models.values():
             if other.model.name == model.name and other.model.key != model.key:
                 raise _taken(model, f"{other.model.key} is served under it")
