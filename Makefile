@@ -3,12 +3,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install quickstart test test-art check bench clean
+.PHONY: help install quickstart test test-art test-frameworks test-javascript check bench clean
 
 help:
 	@echo "make quickstart   install into .venv and train the tic-tac-toe player (about 3 minutes)"
 	@echo "make test         install what the tests need and run them"
 	@echo "make test-art     the official ART clients, each in an environment of its own, against the backend"
+	@echo "make test-frameworks  each agent framework, in an environment of its own, trained through the backend"
+	@echo "make test-javascript  an agent on the official openai package of npm (needs node), trained through the backend"
 	@echo "make check        lint, formatting and types"
 	@echo "make bench        measure side by side and write benchmarks/RESULTS.md"
 
@@ -50,6 +52,25 @@ ART_STAMPS   := $(ART_RELEASES:%=.venv-art/%/.installed)
 test-art: $(VENV)/.installed-dev $(ART_STAMPS)
 	$(BIN)/python -m pytest tests_art -o pythonpath=tests
 
+# An environment for each framework: some exclude one another. None has torch: the backend runs in ours.
+FRAMEWORKS := $(patsubst examples/frameworks/%_agent.py,%,$(wildcard examples/frameworks/*_agent.py))
+FRAMEWORK_STAMPS := $(FRAMEWORKS:%=.venv-frameworks/%/.installed)
+.venv-frameworks/%/.installed: | $(BIN)/python
+	$(BIN)/python -m venv .venv-frameworks/$*
+	.venv-frameworks/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(subst _,-,$*)]'
+	@touch $@
+
+test-frameworks: $(VENV)/.installed-dev $(FRAMEWORK_STAMPS)
+	$(BIN)/python -m pytest tests_frameworks -o pythonpath=tests --ignore tests_frameworks/test_javascript.py
+	$(BIN)/python scripts/write_frameworks.py
+
+examples/javascript/node_modules: examples/javascript/package.json
+	npm install --prefix examples/javascript --no-audit --no-fund --no-package-lock --silent
+	@touch $@
+
+test-javascript: $(VENV)/.installed-dev examples/javascript/node_modules
+	$(BIN)/python -m pytest tests_frameworks/test_javascript.py -o pythonpath=tests
+
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,4 +80,4 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) .venv-art runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-art .venv-frameworks examples/javascript/node_modules runs .pytest_cache .mypy_cache .ruff_cache

@@ -156,7 +156,9 @@ def page() -> str:
     lines += [
         "## `functions` and `workflow`\n",
         "Blocks of `_type`s that your plugins register with `register_function`; their keys are the fields of your",
-        "configuration classes. `workflow` is one such block, and is the function that is run on each row.\n",
+        "configuration classes. `workflow` is one such block, and is the function that is run on each row.",
+        "Two are built in, for agents that are no Python of yours.\n",
+        *components(reg.FUNCTION),
         *section("`eval.general`", EvalGeneralConfig, "eval.general"),
         "## `eval.general.dataset`\n",
         *components(reg.DATASET),

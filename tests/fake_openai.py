@@ -48,7 +48,7 @@ class FakeOpenAI:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        app = web.Application()
+        app = web.Application(client_max_size=2**24)
         self.add_routes(app.router)
         runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
         self._loop.run_until_complete(runner.setup())

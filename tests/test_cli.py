@@ -53,7 +53,7 @@ def test_help_is_there_at_once(arguments: list[str]) -> None:
     assert max(run.megabytes for run in runs) < 60
 
 
-@pytest.mark.parametrize("command", ["", "finetune", "eval", "run"])
+@pytest.mark.parametrize("command", ["", "finetune", "eval", "run", "trajectories"])
 def test_help_imports_nothing_heavy(command: str) -> None:
     arguments = [command, "--help"] if command else ["--help"]
     code = (

@@ -191,3 +191,15 @@ async def test_outside_an_episode_nothing_is_reported(server: FakeOpenAI) -> Non
         await look.ainvoke({"at": "sky"})
     subscription.unsubscribe()
     assert seen == []
+
+
+async def test_all_candidates_of_a_request_are_known(server: FakeOpenAI) -> None:
+    async with model(server) as chat:
+        with EpisodeScope(training=True) as scope:
+            await chat.agenerate([[HumanMessage("best of three")]], n=3)
+    end = scope.steps[-1]
+    assert isinstance(end.metadata, TraceMetadata)
+    known = [known_of(call) for call in scope.calls]
+    assert [call.choice for call in scope.calls] == [0, 1, 2]
+    assert end.metadata.model_extra == {**known[0], "choices": known}
+    assert len(scope.steps) == 2

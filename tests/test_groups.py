@@ -11,7 +11,7 @@ from insitu.registry import Builder
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItemRole, Trajectory, TrajectoryCollection
 from insitu.training.loop import InsituTrainer, InsituTrainerConfig
-from insitu.trajectories.groups import build_rows, call_advantages, dialogue, step_returns, targeted_calls, text_of
+from insitu.trajectories.groups import Credit, build_rows, call_advantages, dialogue, targeted_calls, text_of
 
 CENTRED = AdvantageConfig(baseline="mean", scale="none")
 
@@ -129,13 +129,6 @@ def trajectory(reward: float, trained: list[int], steps: list[float] | None = No
     return Trajectory(id=f"e{reward:g}", reward=reward, calls=calls, trained_calls=trained, shaped_rewards=steps)
 
 
-def test_step_returns() -> None:
-    assert step_returns([1, 0, -2], 1.0) == [-1, -2, -2]
-    assert step_returns([1, 0, -2], 0.5) == [0.5, -1, -2]
-    assert step_returns([1, 0, -2], 0.0) == [1, 0, -2]
-    assert step_returns([], 0.5) == []
-
-
 def test_credit_of_the_episode_goes_to_all_its_trained_calls() -> None:
     group = [trajectory(1.0, [0, 2]), trajectory(0.0, [1])]
     assert call_advantages(group, CENTRED) == [{0: 0.5, 2: 0.5}, {1: -0.5}]
@@ -144,24 +137,24 @@ def test_credit_of_the_episode_goes_to_all_its_trained_calls() -> None:
 
 def test_credit_of_steps_compares_the_returns_of_all_calls() -> None:
     group = [trajectory(9.0, [0, 2], [1.0, 0.0]), trajectory(-9.0, [1], [-1.0])]
-    assert call_advantages(group, CENTRED, "step", 0.0) == [{0: 1.0, 2: 0.0}, {1: -1.0}]
-    first, second = call_advantages(group, CENTRED, "step", 0.5)
+    assert call_advantages(group, CENTRED, Credit("step", 0.0)) == [{0: 1.0, 2: 0.0}, {1: -1.0}]
+    first, second = call_advantages(group, CENTRED, Credit("step", 0.5))
     assert first == {0: 1.0, 2: 0.0}
     assert second == {1: -1.0}
     later = [trajectory(0.0, [0, 1], [0.0, 4.0]), trajectory(0.0, [0], [1.0])]
-    assert call_advantages(later, CENTRED, "step", 0.5) == [{0: 2 - 7 / 3, 1: 4 - 7 / 3}, {0: 1 - 7 / 3}]
+    assert call_advantages(later, CENTRED, Credit("step", 0.5)) == [{0: 2 - 7 / 3, 1: 4 - 7 / 3}, {0: 1 - 7 / 3}]
 
 
 def test_step_rewards_must_be_there_for_each_trained_call() -> None:
     with pytest.raises(TrajectoryError, match="episode e1 has none"):
-        call_advantages([trajectory(1.0, [0]), trajectory(0.0, [0], [1.0])], CENTRED, "step")
+        call_advantages([trajectory(1.0, [0]), trajectory(0.0, [0], [1.0])], CENTRED, Credit("step"))
     with pytest.raises(TrajectoryError, match="episode e1 has 2 trained calls and 1 step rewards"):
-        call_advantages([trajectory(1.0, [0, 1], [1.0])], CENTRED, "step")
+        call_advantages([trajectory(1.0, [0, 1], [1.0])], CENTRED, Credit("step"))
     with pytest.raises(TrajectoryError, match="nan"):
         call_advantages([trajectory(float("nan"), [0]), trajectory(1.0, [0])], CENTRED)
 
 
-@pytest.mark.parametrize("credit", ["episode", "step"])
+@pytest.mark.parametrize("credit", ["episode", "step", "function"])
 def test_a_group_of_one_is_left_out_whatever_the_credit(credit: Any) -> None:
     trainer = InsituTrainer(InsituTrainerConfig(credit=credit), Builder(Config()))
     collection = TrajectoryCollection(trajectories=[[trajectory(1.0, [0, 1], [0.0, 1.0])]], run_id="r")

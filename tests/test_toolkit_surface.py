@@ -219,7 +219,7 @@ async def test_numbers_of_numpy_in_a_text_answer() -> None:
 
 def test_the_frameworks() -> None:
     names = {"LANGCHAIN", "LLAMA_INDEX", "CREWAI", "SEMANTIC_KERNEL", "AGNO", "ADK", "STRANDS", "AUTOGEN"}
-    assert set(LLMFrameworkEnum.__members__) == names
+    assert names < set(LLMFrameworkEnum.__members__)
 
 
 def test_a_configuration_knows_its_type_and_takes_no_offence() -> None:

@@ -467,3 +467,18 @@ def test_nothing_is_recorded_after_the_end() -> None:
         push("CUSTOM_START")
     manager.push_intermediate_step(IntermediateStepPayload(event_type=IntermediateStepType.CUSTOM_END))
     assert len(scope.steps) == 1
+
+
+async def test_a_step_reward_may_name_its_function() -> None:
+    async def ask(n: int) -> None:
+        scope.record(ModelCall(index=n, model="m", messages=[], functions=place.get().invocation.names), place.get())
+
+    with EpisodeScope() as scope:
+        await function(ask, "planner").ainvoke(0)
+        await function(ask, "worker").ainvoke(1)
+        Context.get().reward(0.5, function="planner")
+        push("CUSTOM_END", metadata={"reward": 2, "function": "planner"})
+        push("CUSTOM_END", metadata={"reward": 1})
+        with pytest.raises(WorkflowError, match=r"given to 'plan', .* no model call .*: planner, worker"):
+            Context.get().reward(1.0, function="plan")
+    assert scope.rewards == {0: 2.5, 1: 1}

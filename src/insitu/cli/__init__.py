@@ -10,6 +10,7 @@ _COMMANDS = {
     "finetune": "Train the model behind a workflow.",
     "eval": "Score a workflow on a dataset.",
     "run": "Run a workflow on one input.",
+    "trajectories": "Look at what a run has recorded.",
     "serve": "Serve a workflow: for --endpoint, and for plain requests.",
     "backend": "Serve and train a model (inference and training jobs on one port).",
 }

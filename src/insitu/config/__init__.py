@@ -4,7 +4,7 @@ import importlib
 import logging
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,15 @@ class Config:
 def is_targeted(functions: Collection[str], targets: Collection[str]) -> bool:
     """Whether a call made in `functions` was made in one of `targets` (`<workflow>`: anywhere)."""
     return WORKFLOW in targets or not set(targets).isdisjoint(functions)
+
+
+def credited_function(functions: Sequence[str], targets: Collection[str]) -> str:
+    """The function that a call made in `functions` (outermost first) is credited to.
+
+    It is the innermost; where `targets` name functions, the innermost of these.
+    """
+    named = [name for name in functions if name in targets] if WORKFLOW not in targets else []
+    return (named or functions or (WORKFLOW,))[-1]
 
 
 def models_named(target: str, models: Mapping[str, str | None]) -> list[str]:

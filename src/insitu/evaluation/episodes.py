@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ConfigDict
 
-from insitu.config import WORKFLOW
+from insitu.config import WORKFLOW, credited_function
 from insitu.errors import (
     BackendUnavailable,
     CaptureError,
@@ -113,6 +113,7 @@ async def _attempt(
         training=rules.training,
         on_step=on_step,
     )
+    scope.row = item.full_dataset_entry
     scope.needs_token_ids, scope.target_functions = rules.needs_token_ids, rules.target_functions
     episode = Episode(key, Outcome.OK, calls=scope.calls, steps=scope.steps)
     passing = False
@@ -143,6 +144,9 @@ async def _attempt(
     episode.calls.sort(key=lambda call: call.index)  # recorded in the order of their ends
     if scope.rewards:
         episode.step_rewards = [scope.rewards.get(call.index, 0.0) for call in episode.calls]
+        rewarded = [call.functions for call in episode.calls if call.index in scope.rewards]
+        names = {credited_function(functions, rules.target_functions) for functions in rewarded}
+        episode.rewarded_functions = sorted(names)
     return Attempted(episode, passing)
 
 

@@ -154,7 +154,8 @@ class RemoteWorkflow:
     def _request(self, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules) -> bytes:
         told = {f.name: getattr(rules, f.name) for f in fields(rules) if f.name not in _RULES_OF_OURS}
         policy = ServedPolicy.of(self.policy) if self.policy else None
-        return encode({"input": item.input_obj, "key": key, "rules": told, "policy": policy})
+        asked = {"input": item.input_obj, "row": item.full_dataset_entry, "key": key}
+        return encode({**asked, "rules": told, "policy": policy})
 
     async def _lines(self, request: bytes) -> AsyncGenerator[bytes, None]:
         """The lines of the answer, each whole, however long."""

@@ -243,7 +243,7 @@ class WorkflowService:
         return response
 
     async def _attempt(self, asked: EpisodeRequest, on_step: Callable[[IntermediateStep], None]) -> Attempted:
-        item = EvalInputItem(id=asked.key.row_id, input_obj=asked.input)
+        item = EvalInputItem(id=asked.key.row_id, input_obj=asked.input, full_dataset_entry=asked.row)
         async with AsyncExitStack() as stack:
             try:
                 workflow = await stack.enter_async_context(self.workflow(asked.policy))

@@ -2,7 +2,8 @@
 
 A trainer asks `POST /v1/episodes` for one attempt, and is answered in JSON lines while it goes on:
 
-    {"input": "2 + 2", "key": ["r1", 3, "17", 2, 0], "rules": {"seed": 7, "timeout": null, "training": ["player"], ...},
+    {"input": "2 + 2", "row": {"id": 17, ...}, "key": ["r1", 3, "17", 2, 0],
+     "rules": {"seed": 7, "timeout": null, "training": ["player"], ...},
      "policy": {"base_url": "http://127.0.0.1:8700/v1", "model": "policy", "api_key": "none"}}
 
     {"step": {"parent_id": "root", "function_ancestry": {...}, "payload": {"event_type": "FUNCTION_START", ...}}}
@@ -25,7 +26,7 @@ from insitu.schemas.episodes import DropReason, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.steps import IntermediateStep, StreamEventData, TraceMetadata, TTCEventData
 from insitu.workflow.conversion import json_form
 
-PROTOCOL = 1
+PROTOCOL = 2
 EPISODES = "/v1/episodes"
 HEARTBEAT_SECONDS = 5.0
 """A service that has nothing to say sends an empty line this often."""
@@ -59,6 +60,7 @@ class EpisodeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     input: Any = None
+    row: Any = None
     key: EpisodeKey
     rules: EpisodeRules = EpisodeRules()
     policy: ServedPolicy | None = None
@@ -74,6 +76,7 @@ class EpisodeEnd(BaseModel):
     passing: bool = False
     seconds: float = 0.0
     step_rewards: list[float] | None = None
+    rewarded_functions: list[str] = []
     failed_requests: dict[str, int] = {}
 
 

@@ -5,6 +5,7 @@ an episode the reports go nowhere.
 """
 
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -14,13 +15,8 @@ from langchain_core.outputs import LLMResult
 from langchain_core.tracers.context import register_configure_hook
 from langchain_openai import ChatOpenAI
 
-from insitu.schemas.steps import (
-    IntermediateStepPayload,
-    IntermediateStepType,
-    StreamEventData,
-    TraceMetadata,
-    UsageInfo,
-)
+from insitu.frameworks import ToolSteps, push
+from insitu.schemas.steps import IntermediateStepType, StreamEventData, TraceMetadata, UsageInfo
 from insitu.workflow.context import current_scope
 from insitu.workflow.llms import PlainLLM, http_library
 from insitu.workflow.transport import for_library
@@ -96,40 +92,18 @@ class StepReporter(BaseCallbackHandler):
             _push(IntermediateStepType.LLM_END, run_id, None, data, metadata={"error": repr(error)})
 
     def on_tool_start(self, serialized: dict[str, Any], input_str: str, *, run_id: UUID, **others: Any) -> None:
-        if current_scope() is None:
-            return
-        arguments = others.get("inputs") or input_str
-        metadata = TraceMetadata.model_construct(tool_inputs=arguments, tool_info=serialized)
         name = (serialized or {}).get("name") or others.get("name")
-        self._inputs[run_id] = arguments
-        _push(IntermediateStepType.TOOL_START, run_id, name, StreamEventData(input=arguments), metadata=metadata)
+        _TOOLS.start(run_id, name, others.get("inputs") or input_str, serialized)
 
     def on_tool_end(self, output: Any, *, run_id: UUID, **others: Any) -> None:
-        data = StreamEventData(input=self._inputs.pop(run_id, None), output=output)
-        if current_scope() is not None:
-            metadata = TraceMetadata.model_construct(tool_outputs=output)
-            name = others.get("name") or getattr(output, "name", None)
-            _push(IntermediateStepType.TOOL_END, run_id, name, data, metadata=metadata)
+        _TOOLS.end(run_id, output)
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **others: Any) -> None:
-        data = StreamEventData(input=self._inputs.pop(run_id, None))
-        if current_scope() is not None:
-            metadata = {"error": repr(error)}
-            _push(IntermediateStepType.TOOL_END, run_id, others.get("name"), data, metadata=metadata)
+        _TOOLS.end(run_id, error=error)
 
 
-def _push(
-    event_type: IntermediateStepType, run_id: UUID, name: str | None, data: StreamEventData, **others: Any
-) -> None:
-    scope = current_scope()
-    if scope is not None:
-        scope.step_manager.push_intermediate_step(
-            IntermediateStepPayload(
-                event_type=event_type, UUID=str(run_id), framework="langchain", name=name, data=data, **others
-            )
-        )
-
-
+_TOOLS = ToolSteps("langchain")
+_push = partial(push, "langchain")
 _REPORTER = StepReporter()  # a run's id is its own in all episodes: one serves all
 _reporter: ContextVar[StepReporter | None] = ContextVar("insitu_langchain", default=_REPORTER)
 register_configure_hook(_reporter, inheritable=True)

@@ -192,7 +192,7 @@ class Builder:
                 if error.name != f"insitu.frameworks.{framework}":
                     raise ConfigError(
                         f"llms.{name} is asked for as a model of {framework}, which needs the package {error.name!r}: "
-                        f"pip install 'insitu[{framework}]'"
+                        f"pip install 'insitu[{framework.replace('_', '-')}]'"
                     ) from error
                 raise ConfigError(f"llms.{name}: there is no support for the framework {framework!r}") from error
             return module.make_llm(plain)

@@ -30,7 +30,12 @@ class Kind:
 
 
 LLM = Kind("llms", LLMBaseConfig, dict.fromkeys(("openai", "nim", "policy"), "insitu.workflow.llms"))
-FUNCTION = Kind("functions", FunctionBaseConfig, finish="insitu.workflow.functions:as_function")
+FUNCTION = Kind(
+    "functions",
+    FunctionBaseConfig,
+    dict.fromkeys(("command", "http"), "insitu.workflow.external"),
+    finish="insitu.workflow.functions:as_function",
+)
 EVALUATOR = Kind("eval.evaluators", EvaluatorBaseConfig)
 DATASET = Kind(
     "eval.general.dataset",
@@ -67,6 +72,7 @@ class LLMFrameworkEnum(StrEnum):
     """Agent frameworks whose own model object `get_llm(name, wrapper_type=...)` can give."""
 
     LANGCHAIN = "langchain"
+    LANGGRAPH = "langgraph"
     LLAMA_INDEX = "llama_index"
     CREWAI = "crewai"
     SEMANTIC_KERNEL = "semantic_kernel"
@@ -74,6 +80,11 @@ class LLMFrameworkEnum(StrEnum):
     ADK = "adk"
     STRANDS = "strands"
     AUTOGEN = "autogen"
+    OPENAI_AGENTS = "openai_agents"
+    PYDANTIC_AI = "pydantic_ai"
+    SMOLAGENTS = "smolagents"
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
 
 
 @dataclass(frozen=True)

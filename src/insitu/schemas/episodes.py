@@ -129,5 +129,7 @@ class Episode:
     reward: float | None = None
     reasoning: Any = None
     step_rewards: list[float] | None = None
+    rewarded_functions: list[str] = field(default_factory=list)
+    """The functions whose calls step rewards were given to; for those of others 0.0 stands in `step_rewards`."""
     failed_requests: dict[str, int] = field(default_factory=dict)
     """Requests that brought no answer, over all attempts, by reason; a client that tried again made one call."""

@@ -10,12 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from insitu import __version__
 from insitu.algorithms.advantages import AdvantageConfig
+from insitu.algorithms.credit import spread
 from insitu.algorithms.curriculum import CurriculumState
-from insitu.config import Config
+from insitu.config import WORKFLOW, Config
 from insitu.errors import BackendError, ConfigError, InsituError, JobFailed, TrajectoryError
 from insitu.interfaces import Trainer
 from insitu.registry import Builder, PolicyEndpoint, name_being_built, register_trainer
@@ -33,8 +34,8 @@ from insitu.training.report import Report, counts, plot
 from insitu.training.store import RunStore, set_aside
 from insitu.training.validation import Validation
 from insitu.trajectories.builder import GroupRecord
-from insitu.trajectories.curriculum import apply_curriculum, read_curriculum_state, without
-from insitu.trajectories.groups import build_rows, call_advantages, has_step_rewards
+from insitu.trajectories.curriculum import apply_curriculum, mark_dropped, read_curriculum_state, without
+from insitu.trajectories.groups import Credit, build_rows, call_advantages, has_step_rewards, weighed_calls
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +59,20 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
 
     advantages: AdvantageConfig = Field(default_factory=AdvantageConfig)
     """How a group's rewards become advantages."""
-    credit: Literal["episode", "step"] = "episode"
-    """`episode`: every call gets its episode's advantage. `step`: each call that of its own return."""
+    credit: Literal["episode", "step", "function"] = "episode"
+    """`episode`: every call gets its episode's advantage. `step`: each call that of its own return. `function`: each
+    call that of its function, compared with the same function in the group's other episodes."""
     discount: float = Field(default=1.0, ge=0, le=1)
-    """With credit: step, how much a later step's reward counts for an earlier call."""
+    """With credit: step or function, how much a later step's reward counts for an earlier call."""
     curriculum_state: Path | None = None
     """The `curriculum_state.json` of an earlier run, whose curriculum goes on where that run ended: with its included
     examples, ranks and place in the schedule."""
+
+    @model_validator(mode="after")
+    def _functions_to_leave_out(self) -> "InsituTrainerConfig":
+        if self.advantages.baseline == "leave_one_function_out" and self.credit != "function":
+            raise ValueError(f"advantages.baseline leave_one_function_out needs credit: function, not {self.credit}")
+        return self
 
 
 class InsituTrainer(Trainer):
@@ -82,6 +90,7 @@ class InsituTrainer(Trainer):
         self._store: RunStore | None = None
         self._metrics: dict[str, Any] = {}
         self._dropped: Counter[str] = Counter()  # of the epochs that trained nothing
+        self._weighed: list[tuple[Trajectory, dict[int, float]]] = []  # in this epoch
         self._earlier_curriculum = self._read_curriculum()
 
     def _read_curriculum(self) -> dict[str, Any] | None:
@@ -154,8 +163,10 @@ class InsituTrainer(Trainer):
         collection = await self._collect(epoch, run_id)
         self._metrics = self._epoch_metrics(epoch, run_id, collection)
         _check_versions(collection, served)
+        collected = [t for group in collection.trajectories for t in group]
         collection = self.apply_curriculum_learning(collection, epoch)
         self._weigh(collection)
+        self.store.append_advantages(epoch, collected, self._weighed)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
         self._metrics |= {
             "curriculum_percentile": state and state["current_percentile"],
@@ -163,6 +174,7 @@ class InsituTrainer(Trainer):
             "dropped": dict(sorted(collection.dropped.items())),
             "filtered_trajectories": sum(map(len, collection.trajectories)),
             "filtered_groups": len(collection.trajectories),
+            "credit_by_function": spread(weighed_calls(self._weighed, self.run_config.target_functions)),
             "policy_version": version,
             "seconds": {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         }
@@ -212,6 +224,7 @@ class InsituTrainer(Trainer):
 
     def _weigh(self, collection: TrajectoryCollection) -> None:
         """Make each group ready for its adapter; what cannot be trained, or teaches nothing, goes and is counted."""
+        self._weighed = []
         _leave_out(collection, self._unfit)
         flat: dict[int, str] = {}
         for place, group in enumerate(collection.trajectories):
@@ -222,8 +235,9 @@ class InsituTrainer(Trainer):
         collection.trajectories, collection.dropped = kept.trajectories, kept.dropped
 
     def _unfit(self, trajectory: Trajectory) -> DropReason | None:
-        """Why a trajectory cannot be trained: credit by steps needs a reward for each trained call."""
-        missing = self.config.credit == "step" and not has_step_rewards(trajectory)
+        """Why a trajectory cannot be trained: what is judged by step rewards needs one for each trained call."""
+        needed = {"episode": False, "step": True, "function": trajectory.shaped_rewards is not None}
+        missing = needed[self.config.credit] and not has_step_rewards(trajectory)
         return DropReason.NO_STEP_REWARDS if missing else None
 
     def _prepare(self, group: list[Trajectory]) -> DropReason | None:
@@ -233,10 +247,13 @@ class InsituTrainer(Trainer):
         """
         if not any(t.trained_calls for t in group):
             return DropReason.NO_VARIANCE if len({t.reward for t in group}) < 2 else None
-        advantages = call_advantages(group, self.config.advantages, self.config.credit, self.config.discount)
+        targets = self.run_config.target_functions if self.run_config is not None else (WORKFLOW,)
+        credit = Credit(self.config.credit, self.config.discount, targets)
+        advantages = call_advantages(group, self.config.advantages, credit)
         if not any(a for of_episode in advantages for a in of_episode.values()):
             return DropReason.NO_VARIANCE
         build_rows(group, advantages)
+        self._weighed += zip(group, advantages, strict=True)
         return None
 
     async def _wait(self, epoch: int, ref: TrainingJobRef) -> TrainingJobStatus:
@@ -362,6 +379,9 @@ def _check_versions(collection: TrajectoryCollection, served: PolicyEndpoint | N
 def _leave_out(collection: TrajectoryCollection, unfit: Callable[[Trajectory], DropReason | None]) -> None:
     """Drop the trajectories for which there is a reason to, and count them."""
     reasons = {id(t): unfit(t) for group in collection.trajectories for t in group}
+    for trajectory in (t for group in collection.trajectories for t in group):
+        if (reason := reasons[id(trajectory)]) is not None:
+            mark_dropped(trajectory, str(reason))
     dropped = Counter(collection.dropped) + Counter(str(reason) for reason in reasons.values() if reason is not None)
     kept = [[t for t in group if reasons[id(t)] is None] for group in collection.trajectories]
     collection.trajectories, collection.dropped = [group for group in kept if group], dict(dropped)

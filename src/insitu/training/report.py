@@ -87,6 +87,12 @@ class Report:
             parts.append(f"left out: {counts(m['dropped'])}")
         parts.append("+".join(f"{seconds.get(k, 0.0):.1f}" for k in ("collect", "train", "validate")) + " s")
         self.note("  ".join(parts))
+        if len(functions := m["credit_by_function"]) > 1:
+            shares = (
+                f"{name} {100 * of['share']:.0f} % ({of['calls']} calls, mean |A| {of['mean_abs_advantage']:.3g})"
+                for name, of in functions.items()
+            )
+            self.note(f"  credit: {', '.join(shares)}")
 
     def summary(self, validations: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None, folder: Path) -> None:
         """Before and after, the best version, and where everything lies."""

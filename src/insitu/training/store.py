@@ -4,6 +4,7 @@ run.json                 what was asked: run id, conventions, settings, versions
 episodes.jsonl           a line per episode as its group completes: outcome, reward, cost, drop reason, policy version
 calls.jsonl              a line per model call; a call that continues an earlier one holds only what it adds
 groups.jsonl             a line per group: rewards of its members, drops
+advantages.jsonl         a line per episode that has a reward: the advantages of its calls, or why it was left out
 training_metrics.jsonl   a line per epoch
 reward_history.json      validation_history.json   curriculum_state.json   best.json   reward_plot.png
 backend/                 what the embedded backend wrote: its log and checkpoints
@@ -13,7 +14,7 @@ The first line of episodes, calls and groups names the format: {"format": 1}.
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +24,7 @@ import orjson
 from insitu.errors import ConfigError, InsituError
 from insitu.evaluation.run import dump_json, writable_folder, write_json
 from insitu.schemas.episodes import FORMAT_VERSION, Episode, ModelCall
+from insitu.schemas.finetuning import Trajectory
 from insitu.trajectories.builder import GroupRecord
 
 logger = logging.getLogger(__name__)
@@ -98,6 +100,15 @@ class RunStore:
         }
         self.append("groups.jsonl", [group])
 
+    def append_advantages(
+        self, epoch: int, collected: Iterable[Trajectory], weighed: Iterable[tuple[Trajectory, Mapping[int, float]]]
+    ) -> None:
+        """What became of an epoch's trajectories: the advantages of their calls, or why they are not trained."""
+        given = {t.id: {str(t.calls[k].index): a for k, a in of_calls.items()} for t, of_calls in weighed}
+        reasons = [(t, (t.metadata or {}).get("dropped")) for t in collected]
+        lines = [{"epoch": epoch, "episode": t.id, "dropped": r, "advantages": given.get(t.id, {})} for t, r in reasons]
+        self.append("advantages.jsonl", lines)
+
 
 def _line(record: Any) -> bytes:
     return dump_json(record, orjson.OPT_APPEND_NEWLINE)
@@ -119,6 +130,7 @@ def episode_record(episode: Episode) -> dict[str, Any]:
         "output": episode.output,
         "reward": episode.reward,
         "step_rewards": episode.step_rewards,
+        "rewarded_functions": episode.rewarded_functions,
         "reasoning": episode.reasoning,
         "policy_versions": sorted(versions),
         "calls": len(calls),

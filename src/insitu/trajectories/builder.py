@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from insitu.config import Config
+from insitu.config import Config, credited_function
 from insitu.errors import ConfigError, TrajectoryError
 from insitu.evaluation.answers import ResultPath
 from insitu.evaluation.datasets import load_dataset
@@ -226,6 +226,8 @@ class EpisodesBuilder(TrajectoryBuilder):
         episode.reasoning = given.reasoning
         if given.step_scores is not None:
             episode.step_rewards = given.step_scores
+            targets = self.run_config.target_functions
+            episode.rewarded_functions = sorted({credited_function(call.functions, targets) for call in episode.calls})
         if not all(map(math.isfinite, episode.step_rewards or ())):
             episode.reward, episode.reason = None, DropReason.NAN_SCORE
             episode.error = f"the step rewards are {episode.step_rewards}"
@@ -270,7 +272,11 @@ class EpisodesBuilder(TrajectoryBuilder):
             episode=dialogue(episode.calls),
             reward=episode.reward,
             shaped_rewards=steps,
-            metadata={"row_id": episode.key.row_id, "generation": episode.key.generation},
+            metadata={
+                "row_id": episode.key.row_id,
+                "generation": episode.key.generation,
+                "rewarded_functions": episode.rewarded_functions,
+            },
             id=episode.key.text(),
             calls=episode.calls,
             trained_calls=trained,

@@ -74,11 +74,18 @@ def _example_of(group: Sequence[Trajectory]) -> str | None:
     return next((str(metadata[key]) for key in _ID_KEYS if metadata.get(key) is not None), None)
 
 
+def mark_dropped(trajectory: Trajectory, reason: str) -> None:
+    """Say in a trajectory's metadata why it is left out of training."""
+    trajectory.metadata = {**(trajectory.metadata or {}), "dropped": reason}
+
+
 def without(collection: TrajectoryCollection, reasons: Mapping[int, str]) -> TrajectoryCollection:
-    """The collection less the groups at the places in `reasons`, whose episodes are counted as dropped."""
+    """The collection less the groups at the places in `reasons`, whose episodes are marked and counted as dropped."""
     dropped = Counter(collection.dropped)
     for place, reason in reasons.items():
         dropped[reason] += len(collection.trajectories[place])
+        for trajectory in collection.trajectories[place]:
+            mark_dropped(trajectory, reason)
     kept = [group for place, group in enumerate(collection.trajectories) if place not in reasons]
     return collection.model_copy(update={"trajectories": kept, "dropped": dict(dropped)})
 

@@ -1,11 +1,13 @@
 """From the calls of a group's episodes to its training rows: which calls are trained, and with what advantage."""
 
-from collections.abc import Collection, Sequence
-from typing import Any
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from insitu.algorithms.advantages import AdvantageConfig, group_advantages
+from insitu.algorithms.advantages import AdvantageConfig, group_advantages, member_advantages
+from insitu.algorithms.credit import Weighed, step_returns
 from insitu.algorithms.rows import rows_of
-from insitu.config import is_targeted, models_named
+from insitu.config import WORKFLOW, credited_function, is_targeted, models_named
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory
@@ -68,30 +70,80 @@ def text_of(content: Any) -> str:
     return "" if content is None else str(content)
 
 
-def step_returns(rewards: Sequence[float], discount: float) -> list[float]:
-    """G_k = sum over j >= k of discount^(j-k) r_j, for the steps of one episode."""
-    returns: list[float] = []
-    following = 0.0
-    for reward in reversed(rewards):
-        following = reward + discount * following
-        returns.append(following)
-    return returns[::-1]
+class Credit(NamedTuple):
+    """How rewards become the advantages of calls; see `call_advantages`."""
+
+    unit: str = "episode"
+    discount: float = 1.0
+    targets: Collection[str] = (WORKFLOW,)
+
+
+BY_EPISODE = Credit()
 
 
 def call_advantages(
-    group: Sequence[Trajectory], config: AdvantageConfig, credit: str = "episode", discount: float = 1.0
+    group: Sequence[Trajectory], config: AdvantageConfig, credit: Credit = BY_EPISODE
 ) -> list[dict[int, float]]:
     """For each trajectory of a group, the advantage of each of its trained calls, by place in `calls`.
 
     `credit: episode` gives every call of an episode the advantage of its reward within the group. `credit: step`
-    compares the (discounted) returns of all trained calls of the group with one another.
+    compares the (discounted) returns of all trained calls of the group with one another. `credit: function` compares
+    each call with those of the same function in the group's other episodes: by the returns of that function's rewards
+    where it was given any, and by the episodes' rewards where not.
     """
-    if credit == "episode":
+    if credit.unit == "episode":
         advantages = group_advantages([t.reward for t in group], config)
         return [dict.fromkeys(t.trained_calls, a) for t, a in zip(group, advantages, strict=True)]
-    returns = [step_returns(_step_rewards(t), discount) for t in group]
+    if credit.unit == "function":
+        return _by_function(group, config, credit)
+    returns = [step_returns(_step_rewards(t), credit.discount) for t in group]
     flat = iter(group_advantages([g for of_episode in returns for g in of_episode], config))
     return [{place: next(flat) for place in t.trained_calls} for t in group]
+
+
+def _by_function(group: Sequence[Trajectory], config: AdvantageConfig, credit: Credit) -> list[dict[int, float]]:
+    found: list[dict[int, float]] = [{} for _ in group]
+    made: dict[str, list[list[int]]] = {}  # by function, for each trajectory the places among its trained calls
+    for number, t in enumerate(group):
+        for k, place in enumerate(t.trained_calls):
+            name = credited_function(t.calls[place].functions, credit.targets)
+            made.setdefault(name, [[] for _ in group])[number].append(k)
+    for name, members in made.items():
+        rewarded = any(name in _rewarded(t, credit.targets) for t in group)
+        returns = [
+            step_returns([_step_reward(t, k) for k in ks], credit.discount) if rewarded else [t.reward] * len(ks)
+            for t, ks in zip(group, members, strict=True)
+        ]
+        firsts = [t.calls[t.trained_calls[ks[0]]] if ks else None for t, ks in zip(group, members, strict=True)]
+        contexts = [first and _asked(first) for first in firsts]
+        advantages = member_advantages(returns, config, contexts)
+        for number, (t, ks) in enumerate(zip(group, members, strict=True)):
+            found[number] |= {t.trained_calls[k]: a for k, a in zip(ks, advantages[number], strict=True)}
+    return found
+
+
+def _rewarded(trajectory: Trajectory, targets: Collection[str]) -> Collection[str]:
+    """The functions with rewards of their own: those that are told, or else all where there are step rewards."""
+    if trajectory.shaped_rewards is None:
+        return ()
+    told: Collection[str] | None = (trajectory.metadata or {}).get("rewarded_functions")
+    return {credited_function(call.functions, targets) for call in trajectory.calls} if told is None else told
+
+
+def _step_reward(trajectory: Trajectory, k: int) -> float:
+    """That of the k-th trained call; an episode in which nothing was given is worth nothing to the function."""
+    return 0.0 if trajectory.shaped_rewards is None else _step_rewards(trajectory)[k]
+
+
+def _asked(call: ModelCall) -> str:
+    """What a function had seen when it began: all that the others have done before it, as far as it was told."""
+    return json.dumps([call.messages, call.tools], sort_keys=True)
+
+
+def weighed_calls(weighed: Iterable[tuple[Trajectory, Mapping[int, float]]], targets: Collection[str]) -> list[Weighed]:
+    """The trained calls of trajectories that were given advantages, with their functions."""
+    calls = [(t.calls[place], advantage) for t, of_calls in weighed for place, advantage in of_calls.items()]
+    return [Weighed(credited_function(c.functions, targets), len(c.token_ids or ()), a) for c, a in calls]
 
 
 def has_step_rewards(trajectory: Trajectory) -> bool:

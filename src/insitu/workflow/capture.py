@@ -20,7 +20,7 @@ from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall
 from insitu.workflow.assembly import StreamAssembly
 from insitu.workflow.context import EpisodeScope, current_scope
-from insitu.workflow.steps import place
+from insitu.workflow.steps import Place, place
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,15 @@ class Recorder:
         name = scope.key.text() if scope.key else "a run"
         logger.log(level, "a model call of %s came after its end and is not recorded: is a task left running?", name)
 
-    def begin(self, method: str, path: str, content: bytes, scope: EpisodeScope | None = None) -> "Exchange | None":
-        """Start a call of the current episode (or `scope`); None for all that is no such call."""
+    def begin(
+        self,
+        method: str,
+        path: str,
+        content: bytes,
+        scope: EpisodeScope | None = None,
+        made_at: Place | None = None,
+    ) -> "Exchange | None":
+        """Start a call of the current episode, made here (or of `scope`, at `made_at`); None for what is no call."""
         scope = scope or current_scope()
         if scope is None or method != "POST" or not path.endswith("/chat/completions"):
             return None
@@ -74,23 +81,25 @@ class Recorder:
             return None  # the server will say what is wrong with it
         if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
             return None
-        return Exchange(self, scope, request)
+        return Exchange(self, scope, request, made_at or place.get())
 
 
 class Exchange:
     """One request and its answer. Of `answer`, `end` and `fail` exactly one has an effect, the first."""
 
-    def __init__(self, recorder: Recorder, scope: EpisodeScope, request: dict[str, Any]) -> None:
+    def __init__(self, recorder: Recorder, scope: EpisodeScope, request: dict[str, Any], made_at: Place) -> None:
         self._recorder = recorder
         self._scope = scope
         self._request = request
-        self._place = place.get()
+        self._place = made_at
         self._open = True
         self.streamed = bool(request.get("stream"))
         self.hide_logprobs = not request.get("logprobs")
         self.hide_token_ids = not request.get("return_token_ids")
         choices = request.get("n")
-        self._indices = [scope.call_indices.take() for _ in range(choices if isinstance(choices, int) else 1)]
+        begun = scope.calls_begun + (choices if isinstance(choices, int) else 1)
+        self._indices = range(scope.calls_begun, begun)
+        scope.calls_begun = begun
         self._messages_digest = hashlib.blake2b(orjson.dumps(request["messages"]), digest_size=16).digest()
         self._turn = scope.turns[self._messages_digest].take()
         self._trains = scope.trains(recorder.llm)
@@ -163,8 +172,8 @@ class Exchange:
             self._open = False
             self._scope.failed_attempts[reason] += 1
             self._scope.turns[self._messages_digest].give_back(self._turn)
-            for index in self._indices:
-                self._scope.call_indices.give_back(index)
+            if self._scope.calls_begun == self._indices.stop:  # else a later number would be that of an earlier call
+                self._scope.calls_begun = self._indices.start
 
     def _refused(self, status: int, body: bytes) -> None:
         self.fail(f"http {status}")

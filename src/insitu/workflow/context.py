@@ -66,6 +66,7 @@ class EpisodeScope:
         self.input_message = input_message
         self.is_evaluating = is_evaluating
         self._training = training
+        self.row: Any = None
         self.needs_token_ids = True
         self.target_functions: Collection[str] = (WORKFLOW,)
         self.calls: list[ModelCall] = []
@@ -76,11 +77,12 @@ class EpisodeScope:
         self.capture_error: CaptureError | None = None
         self.closed = False
         self.step_manager = IntermediateStepManager(keep=self._keep_step)
-        self.call_indices = Numbers()
+        self.calls_begun = 0
         self.turns: defaultdict[bytes, Numbers] = defaultdict(Numbers)
-        self._reported: dict[str, ModelCall] = {}  # by the UUID of a framework's step that is open
+        self._reported: dict[str, list[ModelCall]] = {}  # by the UUID of a framework's step that is open
         self._on_step = on_step
         self._latest_call: int | None = None
+        self._latest_in: dict[str, int] = {}  # by the name of a function
         self._targeted: set[int] = set()
         self._rewarded: set[str] = set()
         self._tokens: tuple[Token[Any], Token[Any]] | None = None
@@ -119,7 +121,9 @@ class EpisodeScope:
         self.calls.append(call)
         around = self.step_manager.innermost(made_at)
         if around is not None and around.category is IntermediateStepCategory.LLM:
-            self._reported.setdefault(around.uuid, call)
+            reported = self._reported.setdefault(around.uuid, [call])
+            if call is not reported[0] and call.messages is reported[0].messages:  # another choice of the same request
+                reported.append(call)
         else:
             self.step_manager.push_past(made_at, *payloads_of(call))
         if self._training and not self.trains(call.llm):
@@ -129,21 +133,31 @@ class EpisodeScope:
             self._targeted.add(call.index)
         if trained or self._latest_call not in self._targeted:
             self._latest_call = call.index
+        for name in call.functions:
+            if trained or self._latest_in.get(name) not in self._targeted:
+                self._latest_in[name] = call.index
         invocation: Invocation | None = made_at.invocation
         while invocation is not None:
             if trained or invocation.latest_call not in self._targeted:
                 invocation.latest_call = call.index
             invocation = invocation.caller
 
-    def reward(self, value: float) -> None:
+    def reward(self, value: float, function: str | None = None) -> None:
         """Add to the step reward of the latest call of the running function, or else of the episode.
+
+        `function` names another one: then it is the latest call made in that, however deep.
 
         In training calls of other models are passed over, and calls outside the target functions once the running
         function has made a call that is trained: a reward that falls to one of these trains nothing.
         """
         if not math.isfinite(value):
             raise WorkflowError(f"a step reward is {value}; allowed: a finite number")
-        index = place.get().invocation.latest_call
+        if function is not None and function not in self._latest_in:
+            made = ", ".join(sorted(self._latest_in)) or "none"
+            raise WorkflowError(
+                f"a step reward was given to {function!r}, which has made no model call so far; those that have: {made}"
+            )
+        index = place.get().invocation.latest_call if function is None else self._latest_in[function]
         if index is None:
             index = self._latest_call
         if index is None:
@@ -153,8 +167,8 @@ class EpisodeScope:
     def _keep_step(self, step: IntermediateStep) -> None:
         if self.closed:
             return
-        if step.event_type is IntermediateStepType.LLM_END and (call := self._reported.pop(step.UUID, None)):
-            enrich(step.payload, call)
+        if step.event_type is IntermediateStepType.LLM_END and (calls := self._reported.pop(step.UUID, None)):
+            enrich(step.payload, calls)
         self.steps.append(step)
         if self._on_step is not None:
             self._on_step(step)
@@ -162,14 +176,18 @@ class EpisodeScope:
             self._take_reward(step)
 
     def _take_reward(self, step: IntermediateStep) -> None:
-        """A number under `reward` in a custom step's metadata is a step reward, once for its START and END."""
+        """A number under `reward` in a custom step's metadata is a step reward, once for its START and END.
+
+        A name under `function` says whose.
+        """
         metadata = step.payload.metadata
-        value = metadata.get("reward") if isinstance(metadata, dict) else getattr(metadata, "reward", None)
+        given = metadata if isinstance(metadata, dict) else getattr(metadata, "model_extra", None) or {}
+        value, function = given.get("reward"), given.get("function")
         if not isinstance(value, int | float) or isinstance(value, bool):
             return
         if self._latest_call is not None and step.UUID not in self._rewarded:
             self._rewarded.add(step.UUID)
-            self.reward(value)
+            self.reward(value, function if isinstance(function, str) else None)
 
 
 class _Outside(EpisodeScope):
@@ -178,7 +196,7 @@ class _Outside(EpisodeScope):
     def _keep_step(self, step: IntermediateStep) -> None:
         pass
 
-    def reward(self, value: float) -> None:
+    def reward(self, value: float, function: str | None = None) -> None:
         pass
 
 
@@ -208,6 +226,15 @@ class Context:
         return self._scope.input_message
 
     @property
+    def row(self) -> Any:
+        """The dataset's row as it stands in the file, the expected answer included; None outside a dataset."""
+        return self._scope.row
+
+    @property
+    def row_id(self) -> str | None:
+        return self._scope.key.row_id if self._scope.key is not None else None
+
+    @property
     def active_function(self) -> InvocationNode:
         """The function that is running; `root` outside all functions."""
         return place.get().invocation.node
@@ -225,9 +252,10 @@ class Context:
         """Fixed by the configured seed and the episode's identity: for the randomness of an environment."""
         return self._scope.seed
 
-    def reward(self, value: float) -> None:
+    def reward(self, value: float, function: str | None = None) -> None:
         """Add to the step reward of the latest model call: of the running function, or else of the episode.
 
-        In training, calls that are not trained (a judge's, say) are passed over.
+        `function` names another function that has made one; WorkflowError if it has not. In training, calls that are
+        not trained (a judge's, say) are passed over.
         """
-        self._scope.reward(value)
+        self._scope.reward(value, function)

@@ -1,6 +1,7 @@
 """A recorded model call as intermediate steps: a pair of its own, or what it adds to the pair of a framework."""
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from insitu.schemas.episodes import ModelCall
@@ -49,9 +50,14 @@ def payloads_of(call: ModelCall) -> tuple[IntermediateStepPayload, IntermediateS
     return start, end
 
 
-def enrich(payload: IntermediateStepPayload, call: ModelCall) -> None:
-    """Add to a framework's LLM_END what the wire knows of the call it is about."""
-    known = known_of(call)
+def enrich(payload: IntermediateStepPayload, calls: Sequence[ModelCall]) -> None:
+    """Add to a framework's LLM_END what the wire knows of the call it is about.
+
+    Of a request for several choices (`calls`) it is the first, and `choices` has it for each.
+    """
+    known = known_of(calls[0])
+    if len(calls) > 1:
+        known["choices"] = [known_of(call) for call in calls]
     if isinstance(payload.metadata, TraceMetadata):
         for name, value in known.items():
             setattr(payload.metadata, name, value)

@@ -129,11 +129,12 @@ def _is_plain_json(request: dict[str, Any]) -> bool:
     return True
 
 
-def http_library() -> Any:
-    """The HTTP library that the installed `openai` stands on: the module `httpx2` (release 3) or `httpx` (2)."""
-    import openai
+def http_library(sdk: Any = None) -> Any:
+    """The module `httpx` or `httpx2`, whichever an SDK's module stands on; that of `openai` (2: httpx, 3: httpx2)."""
+    if sdk is None:
+        import openai as sdk
 
-    base = next(cls for cls in openai.DefaultAsyncHttpxClient.__mro__ if cls.__module__.startswith("httpx"))
+    base = next(cls for cls in sdk.DefaultAsyncHttpxClient.__mro__ if cls.__module__.startswith("httpx"))
     return importlib.import_module(base.__module__.partition(".")[0])
 
 

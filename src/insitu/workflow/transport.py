@@ -5,6 +5,7 @@ bases of the library it is to serve (`for_library`). aiohttp takes about a tenth
 """
 
 import asyncio
+import threading
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
@@ -145,10 +146,12 @@ class _SyncTransport:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._inner: Any = None
+        self._lock = threading.Lock()
 
     def handle_request(self, request: Any) -> Any:
-        if self._inner is None:
-            self._inner = self.http.HTTPTransport()
+        with self._lock:  # agents run in threads of their own call at once
+            if self._inner is None:
+                self._inner = self.http.HTTPTransport()
         exchange = self._recorder.begin(request.method, request.url.path, request.read())
         if exchange is None:
             return self._inner.handle_request(request)

@@ -1,0 +1,36 @@
+"""Agno: an `OpenAILike` over our clients, and hooks that tell tool runs as steps.
+
+model = await builder.get_llm("player", wrapper_type="agno")
+agent = Agent(model=model, tools=[look], tool_hooks=[tool_hook])
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from agno.models.openai.like import OpenAILike
+
+from insitu.frameworks import ToolSteps, async_client, sync_client
+from insitu.workflow.llms import PlainLLM
+
+_TOOLS = ToolSteps("agno")
+
+
+def make_llm(plain: PlainLLM) -> OpenAILike:
+    """For `Agent(model=...)`."""
+    return OpenAILike(id=plain.model, client=sync_client(plain), async_client=async_client(plain))
+
+
+async def tool_hook(function_name: str, function_call: Callable[..., Awaitable[Any]], arguments: dict[str, Any]) -> Any:
+    """Pushes TOOL_ steps to the episode that is going on; for agents that are run with `arun`."""
+    with _TOOLS.around(function_name, arguments) as returned:
+        result = await function_call(**arguments)
+        returned(result)
+        return result
+
+
+def sync_tool_hook(function_name: str, function_call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """The same for agents that are run with `run`."""
+    with _TOOLS.around(function_name, arguments) as returned:
+        result = function_call(**arguments)
+        returned(result)
+        return result

@@ -1,0 +1,66 @@
+"""AutoGen AgentChat: an `OpenAIChatCompletionClient` over ours, and a workbench that tells its tool runs as steps.
+
+client = await builder.get_llm("player", wrapper_type="autogen")
+agent = AssistantAgent("looker", client, workbench=ReportingWorkbench([FunctionTool(look, "Looks.")]))
+"""
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from autogen_core import CancellationToken
+from autogen_core.models import ModelFamily
+from autogen_core.tools import StaticStreamWorkbench, ToolResult
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+from insitu.frameworks import ToolSteps, async_http
+from insitu.workflow.llms import PlainLLM
+
+_TOOLS = ToolSteps("autogen")
+
+
+def make_llm(plain: PlainLLM) -> OpenAIChatCompletionClient:
+    """For `AssistantAgent(model_client=...)`; it may do all that the server behind it can."""
+    return OpenAIChatCompletionClient(
+        model=plain.model,
+        model_info={
+            "vision": True,
+            "function_calling": True,
+            "json_output": True,
+            "structured_output": True,
+            "multiple_system_messages": True,
+            "family": ModelFamily.UNKNOWN,
+        },
+        base_url=str(plain.client.base_url),
+        api_key=plain.client.api_key,
+        timeout=plain.client.timeout,
+        max_retries=plain.client.max_retries,
+        http_client=async_http(plain),
+    )
+
+
+class ReportingWorkbench(StaticStreamWorkbench):
+    """The tools of an agent; each run is a TOOL_START and a TOOL_END of the episode that is going on."""
+
+    async def call_tool(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        cancellation_token: CancellationToken | None = None,
+        call_id: str | None = None,
+    ) -> ToolResult:
+        with _TOOLS.around(name, arguments) as returned:
+            result = await super().call_tool(name, arguments, cancellation_token, call_id)
+            returned(result)
+            return result
+
+    async def call_tool_stream(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        cancellation_token: CancellationToken | None = None,
+        call_id: str | None = None,
+    ) -> AsyncGenerator[Any | ToolResult, None]:
+        with _TOOLS.around(name, arguments) as returned:
+            async for piece in super().call_tool_stream(name, arguments, cancellation_token, call_id):
+                returned(piece)
+                yield piece

@@ -1,0 +1,18 @@
+"""The official OpenAI SDK, Chat Completions and Responses: its client, and steps for the tools that an agent runs.
+
+client = await builder.get_llm("player", wrapper_type="openai")
+with tool_step("look", arguments) as returned:
+    returned(look(**arguments))
+"""
+
+from openai import AsyncOpenAI
+
+from insitu.frameworks import ToolSteps, async_client
+from insitu.workflow.llms import PlainLLM
+
+tool_step = ToolSteps("openai").around
+
+
+def make_llm(plain: PlainLLM) -> AsyncOpenAI:
+    """A client that asks the model under this key of `llms`, whatever the name in a request."""
+    return async_client(plain)

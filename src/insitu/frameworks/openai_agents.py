@@ -1,0 +1,48 @@
+"""OpenAI Agents SDK: a model over Chat Completions, and its traces of tool runs as steps.
+
+Importing this module adds a trace processor; where tracing is disabled, or told to leave inputs and outputs out, the
+steps lack as much. A TOOL_START has no arguments yet, the TOOL_END has arguments and result.
+"""
+
+from typing import Any
+
+from agents import FunctionSpanData, OpenAIChatCompletionsModel, TracingProcessor, add_trace_processor
+
+from insitu.frameworks import ToolSteps, async_client
+from insitu.workflow.llms import PlainLLM
+
+
+def make_llm(plain: PlainLLM) -> OpenAIChatCompletionsModel:
+    """For `Agent(model=...)`."""
+    return OpenAIChatCompletionsModel(model=plain.model, openai_client=async_client(plain))
+
+
+class _ToolReports(TracingProcessor):
+    """Spans begin and end in the task that runs the tool."""
+
+    def __init__(self) -> None:
+        self._tools = ToolSteps("openai_agents")
+
+    def on_span_start(self, span: Any) -> None:
+        if isinstance(span.span_data, FunctionSpanData):
+            self._tools.start(span.span_id, span.span_data.name, span.span_data.input)
+
+    def on_span_end(self, span: Any) -> None:
+        if isinstance(span.span_data, FunctionSpanData):
+            data = span.span_data
+            self._tools.end(span.span_id, data.output, span.error, arguments=data.input)
+
+    def on_trace_start(self, trace: Any) -> None:
+        pass
+
+    def on_trace_end(self, trace: Any) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+    def force_flush(self) -> None:
+        pass
+
+
+add_trace_processor(_ToolReports())

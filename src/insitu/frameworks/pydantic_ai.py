@@ -1,0 +1,35 @@
+"""Pydantic AI: a chat model, and a capability that tells an agent's tool runs as steps.
+
+model = await builder.get_llm("player", wrapper_type="pydantic_ai")
+agent = Agent(model, capabilities=[ToolReports()])
+"""
+
+from typing import Any
+
+from pydantic_ai import RunContext, ToolDefinition
+from pydantic_ai.capabilities import AbstractCapability
+from pydantic_ai.messages import ToolCallPart
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+from insitu.frameworks import ToolSteps, async_client
+from insitu.workflow.llms import PlainLLM
+
+_TOOLS = ToolSteps("pydantic_ai")
+
+
+def make_llm(plain: PlainLLM) -> OpenAIChatModel:
+    """For `Agent(model, ...)`."""
+    return OpenAIChatModel(plain.model, provider=OpenAIProvider(openai_client=async_client(plain)))
+
+
+class ToolReports(AbstractCapability[Any]):
+    """Pushes TOOL_ steps to the episode that is going on."""
+
+    async def wrap_tool_execute(
+        self, ctx: RunContext[Any], *, call: ToolCallPart, tool_def: ToolDefinition, args: dict[str, Any], handler: Any
+    ) -> Any:
+        with _TOOLS.around(call.tool_name, args) as returned:
+            result = await handler(args)
+            returned(result)
+            return result

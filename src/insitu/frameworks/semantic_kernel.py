@@ -1,0 +1,30 @@
+"""Semantic Kernel: an `OpenAIChatCompletion` over our client, and a filter that tells tool runs as steps.
+
+service = await builder.get_llm("player", wrapper_type="semantic_kernel")
+kernel = Kernel(services=service)
+kernel.add_filter(FilterTypes.AUTO_FUNCTION_INVOCATION, tool_filter)
+"""
+
+from collections.abc import Awaitable, Callable
+
+from semantic_kernel.connectors.ai.open_ai import OpenAIChatCompletion
+from semantic_kernel.filters import AutoFunctionInvocationContext
+
+from insitu.frameworks import ToolSteps, async_client
+from insitu.workflow.llms import PlainLLM
+
+_TOOLS = ToolSteps("semantic_kernel")
+
+
+def make_llm(plain: PlainLLM) -> OpenAIChatCompletion:
+    """For `Kernel(services=...)` and `ChatCompletionAgent(service=...)`; its service_id is the key under `llms`."""
+    return OpenAIChatCompletion(ai_model_id=plain.model, service_id=plain.name, async_client=async_client(plain))
+
+
+async def tool_filter(
+    context: AutoFunctionInvocationContext, next: Callable[[AutoFunctionInvocationContext], Awaitable[None]]
+) -> None:
+    """Pushes TOOL_ steps to the episode that is going on, for the functions that the model calls."""
+    with _TOOLS.around(context.function.name, dict(context.arguments or {})) as returned:
+        await next(context)
+        returned(context.function_result)

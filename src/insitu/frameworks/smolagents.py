@@ -1,0 +1,62 @@
+"""smolagents: an `OpenAIModel` over our client, and a tool around a tool that tells its runs as steps.
+
+    model = await builder.get_llm("player", wrapper_type="smolagents")
+    agent = ToolCallingAgent([ReportingTool(look)], model)
+    answer = await asyncio.to_thread(agent.run, question)
+
+Its agents run in threads: `asyncio.to_thread` takes the episode along.
+"""
+
+from typing import Any
+
+from smolagents import OpenAIModel, Tool
+
+from insitu.frameworks import ToolSteps, sync_http
+from insitu.workflow.llms import PlainLLM
+
+_TOOLS = ToolSteps("smolagents")
+
+
+def make_llm(plain: PlainLLM) -> OpenAIModel:
+    """For `ToolCallingAgent(model=...)` and `CodeAgent(model=...)`."""
+    client = plain.client
+    settings = {"timeout": client.timeout, "max_retries": client.max_retries, "http_client": sync_http(plain)}
+    return _Model(plain.model, api_base=str(client.base_url), api_key=client.api_key, client_kwargs=settings)
+
+
+class _Model(OpenAIModel):
+    """Leaves it to the model whether to call a tool, where smolagents asks for `tool_choice: required`.
+
+    A server that forces a call samples from another distribution than the one that is trained, and many cannot.
+    """
+
+    def generate(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().generate(messages, *args, **_auto(kwargs))
+
+    def generate_stream(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().generate_stream(messages, *args, **_auto(kwargs))
+
+
+def _auto(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"tool_choice": "auto", **kwargs} if kwargs.get("tools_to_call_from") else kwargs
+
+
+class ReportingTool(Tool):
+    """The same tool; each run pushes TOOL_ steps, whether the agent calls it or code that the agent has written."""
+
+    skip_forward_signature_validation = True
+
+    def __init__(self, tool: Tool) -> None:
+        super().__init__()
+        self.tool = tool
+        self.name, self.description = tool.name, tool.description
+        self.inputs, self.output_type = tool.inputs, tool.output_type
+        self.output_schema = getattr(tool, "output_schema", None)
+        self.is_initialized = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = {**dict(zip(self.inputs, args, strict=False)), **kwargs}
+        with _TOOLS.around(self.name, arguments) as returned:
+            result = self.tool(*args, **kwargs)
+            returned(result)
+            return result

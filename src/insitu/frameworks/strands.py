@@ -1,0 +1,39 @@
+"""Strands Agents: an `OpenAIModel` over our client, and a hook provider that tells tool runs as steps.
+
+model = await builder.get_llm("player", wrapper_type="strands")
+agent = Agent(model, tools=[look], hooks=[ToolReports()])
+"""
+
+from typing import Any
+
+from strands.hooks import AfterToolCallEvent, BeforeToolCallEvent, HookProvider, HookRegistry
+from strands.models.openai import OpenAIModel
+
+from insitu.frameworks import ToolSteps, async_client
+from insitu.workflow.llms import PlainLLM
+
+_TOOLS = ToolSteps("strands")
+
+
+def make_llm(plain: PlainLLM) -> OpenAIModel:
+    """For `Agent(model=...)`. Strands streams unless it is told `update_config(stream=False)`."""
+    return OpenAIModel(client=async_client(plain), model_id=plain.model)
+
+
+class ToolReports(HookProvider):
+    """Pushes TOOL_ steps to the episode that is going on; one serves any number of agents."""
+
+    def register_hooks(self, registry: HookRegistry, **others: Any) -> None:
+        registry.add_callback(BeforeToolCallEvent, self._before)
+        registry.add_callback(AfterToolCallEvent, self._after)
+
+    def _before(self, event: BeforeToolCallEvent) -> None:
+        _TOOLS.start(_run_id(event), event.tool_use["name"], event.tool_use["input"])
+
+    def _after(self, event: AfterToolCallEvent) -> None:
+        _TOOLS.end(_run_id(event), event.result, event.exception)
+
+
+def _run_id(event: BeforeToolCallEvent | AfterToolCallEvent) -> str:
+    """A call's id comes from the server, and may be unique in its dialogue only."""
+    return f"{id(event.agent):x}/{event.tool_use['toolUseId']}"

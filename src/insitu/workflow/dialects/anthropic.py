@@ -1,0 +1,221 @@
+"""Anthropic's Messages (`POST /v1/messages`), to and from chat completions.
+
+Source: https://docs.anthropic.com/en/api/messages and its page on streaming.
+"""
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from insitu.errors import RequestRefused
+from insitu.workflow.dialects import refuse_others, server_sent, text_parts
+
+_SAME = ("model", "max_tokens", "temperature", "top_p", "stream")
+_KNOWN = frozenset((*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "metadata", "service_tier"))
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "thinking": ({"type": "disabled"},),
+    "top_k": (0, -1),
+    "container": (),
+    "mcp_servers": ([],),
+    "context_management": ({},),
+}
+_STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+
+
+def turn(request: dict[str, Any], memory: dict[str, Any]) -> "_Turn":
+    refuse_others(request, _KNOWN, _NEUTRAL)
+    return _Turn(_chat(request, memory), memory)
+
+
+def error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _chat(request: dict[str, Any], memory: dict[str, str]) -> dict[str, Any]:
+    chat = {name: request[name] for name in _SAME if request.get(name) is not None}
+    messages: list[dict[str, Any]] = []
+    if system := text_parts(request.get("system"), ("text",), "system"):
+        messages.append({"role": "system", "content": system})
+    for number, message in enumerate(request.get("messages") or ()):
+        messages.extend(_messages(message, f"messages.{number}", memory))
+    chat["messages"] = messages
+    if stops := request.get("stop_sequences"):
+        chat["stop"] = stops
+    if tools := request.get("tools"):
+        chat["tools"] = [_tool(tool, number) for number, tool in enumerate(tools)]
+    if choice := request.get("tool_choice"):
+        chat |= _tool_choice(choice)
+    if chat.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    return chat
+
+
+def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
+    if tool.get("type", "custom") != "custom":
+        raise RequestRefused(
+            f"tools.{number} is of type {tool['type']!r}, which the server would have to run; allowed: custom",
+            param="tools",
+            code="unsupported",
+        )
+    function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
+    kind = choice.get("type")
+    spelt: Any = {"auto": "auto", "any": "required", "none": "none"}.get(str(kind))
+    if kind == "tool":
+        spelt = {"type": "function", "function": {"name": choice.get("name")}}
+    parallel = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
+    return {"tool_choice": spelt or "auto", **parallel}
+
+
+def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """One message as chat messages: results of tools become messages of their own, before the text beside them."""
+    role, content = message.get("role"), message.get("content")
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for number, block in enumerate(content or ()):
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(block["text"])
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block["name"], "arguments": _as_sampled(block, memory)}
+            calls.append({"id": block["id"], "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            result = text_parts(block.get("content"), ("text",), f"{where}.content.{number}.content")
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": result}
+        elif kind not in ("thinking", "redacted_thinking"):  # the server that thought keeps its thoughts to itself
+            raise RequestRefused(
+                f"{where}.content.{number} is of type {kind!r}; allowed: text, tool_use, tool_result",
+                param=where,
+                code="unsupported",
+            )
+    if calls:
+        yield {"role": role, "content": "".join(texts) or None, "tool_calls": calls}
+    elif texts:
+        yield {"role": role, "content": "".join(texts)}
+
+
+class _Turn:
+    verbatim = False
+
+    def __init__(self, chat: dict[str, Any], memory: dict[str, str]) -> None:
+        self.chat = chat
+        self._memory = memory
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._begun = False
+        self._block: int = -1
+        """The block that is open is the latest one."""
+        self._calls: dict[int, str] = {}
+        """The id of each tool call, by its index."""
+        self._text_open = False
+        self._stop: str | None = None
+        self._usage: dict[str, Any] = {}
+
+    def reply(self, completion: dict[str, Any]) -> dict[str, Any]:
+        choice = completion["choices"][0]
+        message = choice["message"]
+        content: list[dict[str, Any]] = []
+        if message.get("content"):
+            content.append({"type": "text", "text": message["content"]})
+        for call in message.get("tool_calls") or ():
+            self._memory[call["id"]] = call["function"].get("arguments") or ""
+            arguments = _arguments(self._memory[call["id"]])
+            content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
+        return self._message(completion, content, _STOPS.get(choice.get("finish_reason"), "end_turn"))
+
+    def _message(self, completion: dict[str, Any], content: list[Any], stop: str | None) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": completion.get("model"),
+            "content": content,
+            "stop_reason": stop,
+            "stop_sequence": None,
+            "usage": _usage(completion.get("usage") or {}),
+        }
+
+    def event(self, chunk: dict[str, Any]) -> Iterator[bytes]:
+        if not self._begun:
+            self._begun = True
+            yield server_sent("message_start", {"type": "message_start", "message": self._message(chunk, [], None)})
+        if chunk.get("usage"):
+            self._usage = _usage(chunk["usage"])
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if delta.get("content"):
+                yield from self._text(delta["content"])
+            for part in delta.get("tool_calls") or ():
+                yield from self._call(part)
+            if choice.get("finish_reason"):
+                self._stop = _STOPS.get(choice["finish_reason"], "end_turn")
+
+    def _text(self, text: str) -> Iterator[bytes]:
+        if not self._text_open:
+            yield from self._open({"type": "text", "text": ""})
+            self._text_open = True
+        yield self._delta({"type": "text_delta", "text": text})
+
+    def _call(self, part: dict[str, Any]) -> Iterator[bytes]:
+        function = part.get("function") or {}
+        if part["index"] not in self._calls:
+            called = self._calls[part["index"]] = part.get("id") or f"toolu_{uuid.uuid4().hex}"
+            self._memory[called] = ""
+            yield from self._open({"type": "tool_use", "id": called, "name": function.get("name"), "input": {}})
+        if function.get("arguments"):
+            self._memory[self._calls[part["index"]]] += function["arguments"]
+            yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
+
+    def _open(self, block: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._close()
+        self._block += 1
+        data = {"type": "content_block_start", "index": self._block, "content_block": block}
+        yield server_sent("content_block_start", data)
+
+    def _close(self) -> Iterator[bytes]:
+        if self._block >= 0:
+            yield server_sent("content_block_stop", {"type": "content_block_stop", "index": self._block})
+        self._text_open = False
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return server_sent("content_block_delta", {"type": "content_block_delta", "index": self._block, "delta": delta})
+
+    def end(self, failure: str | None = None) -> Iterator[bytes]:
+        if failure is not None:
+            yield server_sent("error", error(502, failure))
+            return
+        yield from self._close()
+        delta = {"stop_reason": self._stop or "end_turn", "stop_sequence": None}
+        usage = self._usage or _usage({})
+        yield server_sent("message_delta", {"type": "message_delta", "delta": delta, "usage": usage})
+        yield server_sent("message_stop", {"type": "message_stop"})
+
+    error = staticmethod(error)
+
+
+def _as_sampled(block: dict[str, Any], memory: dict[str, str]) -> str:
+    """A tool call's arguments in the very text the model wrote, unless the agent has changed what they say."""
+    written, given = memory.get(block["id"]), block.get("input") or {}
+    return written if written is not None and _arguments(written) == given else orjson.dumps(given).decode()
+
+
+def _arguments(text: str | None) -> Any:
+    """A tool call's arguments as an object; what the model wrote otherwise is handed on as it is, under one key."""
+    try:
+        value = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
+
+
+def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+    return {"input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens", 0)}

@@ -1,0 +1,328 @@
+"""Agents we did not build, as workflows: a program run for each episode, or a service asked for each.
+
+    workflow: {_type: command, command: [node, agent.js], llm: player}
+    workflow: {_type: http, url: "http://127.0.0.1:9000/run", llm: player}
+
+Both get the address of a gateway that is theirs for one episode, so that their model calls are recorded and trained.
+"""
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from insitu.config import Config
+from insitu.errors import BackendUnavailable, EpisodeTimeout, WorkflowError
+from insitu.registry import Builder, register_function
+from insitu.schemas.components import FunctionBaseConfig, LLMRef
+from insitu.workflow.context import Context, EpisodeScope, current_scope
+from insitu.workflow.conversion import convert, json_form
+from insitu.workflow.functions import FunctionInfo
+from insitu.workflow.gateway import Door, Elsewhere, Gateway
+
+_GRACE = 2.0
+"""Seconds between asking a program to end and making it."""
+_TAIL = 2000
+"""Bytes of a program's standard error, or of a service's answer, that a failure shows."""
+_PASSING = (429, 502, 503, 504)
+"""Statuses of a service that another attempt may not meet."""
+
+
+class ElsewhereConfig(BaseModel):
+    """An OpenAI-compatible server for requests that name no model of this file, embeddings among them."""
+
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+    base_url: str
+    """Up to and including `/v1`."""
+    api_key: SecretStr | None = None
+    """Its key."""
+
+
+class ExternalConfig(FunctionBaseConfig):
+    """What both kinds of external agent have in common."""
+
+    llm: LLMRef
+    """The model the agent talks to. It stands for every model name that is not known otherwise."""
+    models: dict[str, LLMRef] = Field(default_factory=dict)
+    """Further models, by the names the agent calls them."""
+    elsewhere: ElsewhereConfig | None = None
+    """Where requests go that name no known model; none: to `llm`."""
+
+
+class CommandConfig(ExternalConfig, name="command"):
+    """A program run once for each episode; what it prints is the answer."""
+
+    command: list[str] = Field(min_length=1)
+    """The program and its arguments; `{input}`, `{row_id}` and `{column}` stand for those of the row."""
+    stdin: Literal["row", "input", "none"] = "row"
+    """What it reads: the row as a JSON object (outside a dataset: `{"question": ...}`), the input, or nothing."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables."""
+    cwd: Path | None = None
+    """Its working directory, from the folder of the YAML file; none: that folder."""
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds it may take; none: as long as the episode may."""
+    max_output: int = Field(default=2**20, ge=1)
+    """Most bytes of its standard output."""
+    answer: Literal["text", "json"] = "text"
+    """How its standard output is read."""
+
+
+class HttpConfig(ExternalConfig, name="http"):
+    """A service that is posted each row, and told where its model is for this episode."""
+
+    url: str
+    """Where to post."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Further headers."""
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds an answer may take; none: as long as the episode may."""
+    max_output: int = Field(default=2**20, ge=1)
+    """Most bytes of an answer."""
+    answer_key: str | None = "output"
+    """The key of the answer's JSON object that holds the workflow's answer; none: the whole of it."""
+
+
+@contextmanager
+def _door(gateway: Gateway) -> Iterator[Door]:
+    """The door of the episode that is going on; outside an episode, of one that nobody reads."""
+    scope = current_scope()
+    if scope is not None:
+        with gateway.admit(scope) as door:
+            yield door
+    else:
+        with EpisodeScope() as scope, gateway.admit(scope) as door:
+            yield door
+
+
+async def _gateway(config: ExternalConfig, builder: Builder) -> Gateway:
+    names = list(dict.fromkeys((config.llm, *config.models.values())))
+    elsewhere = None
+    if (other := config.elsewhere) is not None:
+        elsewhere = Elsewhere(other.base_url, other.api_key.get_secret_value() if other.api_key else "none")
+    return Gateway([await builder.get_llm(name) for name in names], config.models, elsewhere)
+
+
+def environment(door: Door, given: Mapping[str, str]) -> dict[str, str]:
+    """Ours, with the addresses of this episode in the variables that the official clients read."""
+    direct = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1")))
+    return {
+        **os.environ,
+        "OPENAI_BASE_URL": door.openai_url,
+        "OPENAI_API_BASE": door.openai_url,
+        "OPENAI_API_KEY": door.key,
+        "ANTHROPIC_BASE_URL": door.anthropic_url,
+        "ANTHROPIC_API_KEY": door.key,
+        "INSITU_ROW_ID": Context.get().row_id or "",
+        "NO_PROXY": direct,
+        "no_proxy": direct,
+        **given,
+    }
+
+
+def _json(value: Any) -> bytes:
+    """JSON of whatever a row may hold, lone surrogates escaped."""
+    return json.dumps(value, default=json_form).encode()
+
+
+class _Talk(asyncio.SubprocessProtocol):
+    """What a running program says: `exited` is done when it has ended or said too much, `closed` at its last word."""
+
+    def __init__(self, max_output: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[None] = loop.create_future()
+        self.closed: asyncio.Future[None] = loop.create_future()
+        self.output = bytearray()
+        self._errors = b""
+        self._max_output = max_output
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == 2:
+            self._errors = (self._errors + data)[-_TAIL:]
+            return
+        self.output += data[: self._max_output + 1 - len(self.output)]
+        if self.too_long:
+            self._done(self.exited)
+
+    def process_exited(self) -> None:
+        self._done(self.exited)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._done(self.closed)
+
+    @staticmethod
+    def _done(future: asyncio.Future[None]) -> None:
+        if not future.done():
+            future.set_result(None)
+
+    @property
+    def too_long(self) -> bool:
+        return len(self.output) > self._max_output
+
+    @property
+    def errors(self) -> str:
+        return self._errors.decode(errors="replace").strip() or "it said nothing on its standard error"
+
+
+class _Command:
+    def __init__(self, config: CommandConfig, gateway: Gateway, folder: Path) -> None:
+        self._config = config
+        self._gateway = gateway
+        self._cwd = folder / (config.cwd or "")
+        program = config.command[0]
+        self._program = str(folder / program) if os.sep in program else program  # an absolute one stays as it is
+
+    async def run(self, value: Any) -> Any:
+        config, context = self._config, Context.get()
+        row = context.row if context.row is not None else {"question": value}
+        names = {**(row if isinstance(row, dict) else {}), "input": value, "row_id": context.row_id or ""}
+        arguments = [_filled(part, names) for part in config.command[1:]]
+        given = {"row": _json(row), "input": convert(value, str).encode(errors="replace"), "none": b""}[config.stdin]
+        with _door(self._gateway) as door:
+            talk, status = await self._finished(arguments, given, environment(door, config.env))
+        if talk.too_long:
+            raise WorkflowError(f"{config.command[0]} printed more than max_output: {config.max_output} bytes")
+        if status != 0:
+            how = f"ended with exit code {status}" if status > 0 else f"was ended by {_signal(-status)}"
+            said = f"{config.command[0]} {how}: {talk.errors}"
+            raise BackendUnavailable(f"{said} (its model: {door.failure})") if door.failure else WorkflowError(said)
+        return _answer(bytes(talk.output), config.answer, config.command[0])
+
+    async def _finished(self, arguments: list[str], given: bytes, env: dict[str, str]) -> tuple[_Talk, int]:
+        """Run the program to its end. However that comes, nothing of its process group is left."""
+        loop, limit = asyncio.get_running_loop(), self._config.timeout
+        try:
+            transport, talk = await loop.subprocess_exec(
+                lambda: _Talk(self._config.max_output),
+                self._program,
+                *arguments,
+                cwd=self._cwd,
+                env=env,
+                start_new_session=True,  # a process group of its own
+            )
+        except (OSError, ValueError) as error:  # ValueError: text that no argument can hold
+            raise WorkflowError(f"workflow command {self._program!r} cannot be started: {error}") from error
+        try:
+            stdin: Any = transport.get_pipe_transport(0)
+            stdin.write(given)
+            stdin.close()
+            async with asyncio.timeout(limit) as timer:
+                await talk.exited
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            raise EpisodeTimeout(f"{self._config.command[0]} took longer than timeout: {limit:g} s") from None
+        finally:
+            await _end_group(transport.get_pid())
+            if not talk.closed.done():
+                await asyncio.wait([talk.closed], timeout=_GRACE)  # the last of what was printed
+            transport.close()
+        return talk, transport.get_returncode() or 0
+
+
+async def _end_group(group: int) -> None:
+    """End what is left of a process group: ask, and after the grace period make it."""
+    with suppress(ProcessLookupError, PermissionError):  # none is left (macOS: none but zombies)
+        os.killpg(group, signal.SIGTERM)
+        try:
+            deadline = asyncio.get_running_loop().time() + _GRACE
+            while asyncio.get_running_loop().time() < deadline:
+                await asyncio.sleep(0.02)
+                os.killpg(group, 0)
+        finally:
+            os.killpg(group, signal.SIGKILL)
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _filled(part: str, names: Mapping[str, Any]) -> str:
+    """`part` with each `{name}` replaced, once: what a row holds is not looked at again."""
+    slots = "|".join(re.escape(name) for name in names)
+    return re.sub(rf"\{{({slots})\}}", lambda slot: convert(names[slot[1]], str), part)
+
+
+def _answer(output: bytes, kind: str, program: str) -> Any:
+    if kind == "text":
+        return output.decode(errors="replace").strip()
+    try:
+        return orjson.loads(output)
+    except orjson.JSONDecodeError as error:
+        shown = output[:200].decode(errors="replace")
+        raise WorkflowError(f"{program} answered with what is no JSON ({error}): {shown!r}") from None
+
+
+class _Http:
+    def __init__(self, config: HttpConfig, gateway: Gateway, session: aiohttp.ClientSession) -> None:
+        self._config = config
+        self._gateway = gateway
+        self._session = session
+
+    async def run(self, value: Any) -> Any:
+        config, context = self._config, Context.get()
+        headers = {"Content-Type": "application/json", **config.headers}
+        with _door(self._gateway) as door:
+            model = {"openai_base_url": door.openai_url, "anthropic_base_url": door.anthropic_url, "api_key": door.key}
+            data = _json({"input": value, "row_id": context.row_id, "row": context.row, "model": model})
+            try:
+                async with self._session.post(config.url, data=data, headers=headers) as answer:
+                    text = await self._read(answer)
+            except aiohttp.ClientError as error:
+                raise BackendUnavailable(f"no answer from {config.url}: {type(error).__name__}: {error}") from error
+            except TimeoutError as error:
+                raise EpisodeTimeout(f"{config.url} took longer than timeout: {config.timeout} s") from error
+        if answer.status >= 400:
+            said = f"{config.url} answered {answer.status}: {text[:_TAIL].decode(errors='replace')}"
+            raise BackendUnavailable(said) if answer.status in _PASSING or door.failure else WorkflowError(said)
+        if answer.content_type != "application/json":
+            return text.decode(errors="replace")
+        given = _answer(text, "json", config.url)
+        if config.answer_key is None:
+            return given
+        if not isinstance(given, dict) or config.answer_key not in given:
+            found = ", ".join(given) if isinstance(given, dict) else type(given).__name__
+            raise WorkflowError(f"{config.url} answered without the key {config.answer_key!r}; there is: {found}")
+        return given[config.answer_key]
+
+    async def _read(self, answer: aiohttp.ClientResponse) -> bytes:
+        text = bytearray()
+        async for piece in answer.content.iter_any():
+            text += piece
+            if len(text) > self._config.max_output:
+                answer.close()
+                raise WorkflowError(
+                    f"{self._config.url} answered more than max_output: {self._config.max_output} bytes"
+                )
+        return bytes(text)
+
+
+@register_function(config_type=CommandConfig)
+async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
+    file: Config = builder.config  # type: ignore[assignment]
+    async with await _gateway(config, builder) as gateway:
+        yield FunctionInfo.from_fn(_Command(config, gateway, file.folder).run, description=f"Runs {config.command[0]}")
+
+
+@register_function(config_type=HttpConfig)
+async def http_agent(config: HttpConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
+    timeout = aiohttp.ClientTimeout(total=config.timeout, sock_connect=30)
+    connector = aiohttp.TCPConnector(limit=0)  # the number of episodes in flight is limited elsewhere
+    async with (
+        await _gateway(config, builder) as gateway,
+        aiohttp.ClientSession(timeout=timeout, connector=connector) as s,
+    ):
+        yield FunctionInfo.from_fn(_Http(config, gateway, s).run, description=f"Asks {config.url}")

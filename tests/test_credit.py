@@ -1,0 +1,185 @@
+"""Credit by function: numbers by hand, what must not change, and a policy gradient that has to come out right."""
+
+import random
+from collections.abc import Sequence
+from statistics import fmean, pvariance
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from insitu.algorithms.advantages import AdvantageConfig, group_advantages, member_advantages
+from insitu.algorithms.credit import Weighed, spread, step_returns
+from insitu.schemas.episodes import ModelCall
+from insitu.schemas.finetuning import Trajectory
+from insitu.training.loop import InsituTrainerConfig
+from insitu.trajectories.groups import Credit, call_advantages, weighed_calls
+
+CENTRED = AdvantageConfig(baseline="mean", scale="none")
+LEFT_OUT = AdvantageConfig(baseline="leave_one_out", scale="none")
+COUNTERFACTUAL = AdvantageConfig(baseline="leave_one_function_out", scale="none")
+BY_FUNCTION = Credit("function")
+
+value = st.integers(-64, 64).map(lambda n: n / 16)  # exact in binary
+members = st.lists(st.lists(value, max_size=4), min_size=2, max_size=6)
+
+
+def episode(reward: float, *made: tuple[str, float] | str, told: Sequence[str] | None = None) -> Trajectory:
+    """An episode whose calls were made in these functions, with step rewards where there are any."""
+    names = [m if isinstance(m, str) else m[0] for m in made]
+    steps = None if all(isinstance(m, str) for m in made) else [0.0 if isinstance(m, str) else m[1] for m in made]
+    calls = [
+        ModelCall(k, "m", [{"role": "user", "content": "row"}], token_ids=[1] * (k + 1), functions=("<workflow>", name))
+        for k, name in enumerate(names)
+    ]
+    metadata = None if told is None else {"rewarded_functions": told}
+    places = list(range(len(calls)))
+    return Trajectory(reward=reward, calls=calls, trained_calls=places, shaped_rewards=steps, metadata=metadata)
+
+
+def test_members_by_hand() -> None:
+    returns = [[4.0, 2.0], [1.0], [], [2.0]]  # means 3, 1, 2: the mean of the group is 2, whatever the number of calls
+    assert member_advantages(returns, CENTRED) == [[2.0, 0.0], [-1.0], [], [0.0]]
+    assert member_advantages(returns, LEFT_OUT) == [[2.5, 0.5], [-1.5], [], [0.0]]
+    alike = ["a", "b", "a", "a"]  # 0 and 3 were asked the same; 1 is alone and is compared with both
+    assert member_advantages(returns, COUNTERFACTUAL, alike) == [[2.0, 0.0], [-1.5], [], [-1.0]]
+    scaled = AdvantageConfig(scale="population_std", epsilon=0)  # variances around 2: (4 + 0) / 2, 1, 0
+    assert member_advantages(returns, scaled)[0] == pytest.approx([2.0, 0.0])
+    assert member_advantages(returns, AdvantageConfig(epsilon=0))[1] == pytest.approx([-1 / 1.5**0.5])
+    assert member_advantages([[1.0, 2.0], []], CENTRED) == [[0.0, 0.0], []]
+
+
+@given(members, st.sampled_from([CENTRED, LEFT_OUT, COUNTERFACTUAL]))
+def test_members_sum_to_nothing_and_are_moved_by_nothing(returns: list[list[float]], config: AdvantageConfig) -> None:
+    advantages = member_advantages(returns, config)
+    if config.baseline != "leave_one_function_out":
+        assert sum(fmean(a) for a in advantages if a) == pytest.approx(0, abs=1e-9)
+    shifted = member_advantages([[g + 3 for g in member] for member in returns], config)
+    assert [a for m in shifted for a in m] == pytest.approx([a for m in advantages for a in m], abs=1e-9)
+    twice = member_advantages([member * 2 for member in returns], config)
+    assert [a for m in twice for a in m] == pytest.approx([a for m in advantages for a in m * 2], abs=1e-9)
+    single = [m[:1] for m in returns if m]
+    assert [a for m in member_advantages(single, config) for a in m] == group_advantages([g for (g,) in single], config)
+
+
+@given(members, st.lists(st.sampled_from("ab"), min_size=6, max_size=6), st.integers(0, 5), value)
+def test_a_baseline_leaves_its_own_member_out(
+    returns: list[list[float]], contexts: list[str], at: int, other: float
+) -> None:
+    """Whatever else the function had got in this episode, what it is compared with is the same: so no bias."""
+    at %= len(returns)
+    for config in (LEFT_OUT, COUNTERFACTUAL):
+        baselines = set()
+        for own in ([5.0, -5.0, 7.0], [5.0, other + 100]):
+            changed = [*returns[:at], own, *returns[at + 1 :]]
+            if sum(map(bool, changed)) > 1:
+                advantages = member_advantages(changed, config, contexts[: len(returns)])[at]
+                baselines |= {round(g - a, 9) for g, a in zip(own, advantages, strict=True)}
+        assert len(baselines) <= 1
+
+
+def test_functions_are_compared_with_themselves() -> None:
+    group = [episode(1.0, ("plan", 1.0), "work", told=["plan"]), episode(0.0, ("plan", 0.0), "work", told=["plan"])]
+    group += [episode(1.0, ("plan", 0.5), "work", "work", told=["plan"]), episode(0.0, "work")]
+    plan, work = [0.5, -0.5, 0.0], [0.5, -0.5, 0.5, -0.5]
+    expected = [{0: plan[0], 1: work[0]}, {0: plan[1], 1: work[1]}, {0: plan[2], 1: work[2], 2: work[2]}, {0: work[3]}]
+    assert call_advantages(group, CENTRED, BY_FUNCTION) == expected
+
+
+def test_rewards_of_its_own_are_those_that_were_given_even_where_they_are_nothing() -> None:
+    told = [episode(r, ("plan", 0.0), told=["plan"]) for r in (1.0, 0.0)]
+    assert call_advantages(told, CENTRED, BY_FUNCTION) == [{0: 0.0}, {0: 0.0}]
+    untold = [episode(r, ("plan", 0.0), told=[]) for r in (1.0, 0.0)]
+    assert call_advantages(untold, CENTRED, BY_FUNCTION) == [{0: 0.5}, {0: -0.5}]
+    scored = [episode(0.0, ("plan", r), ("work", -r)) for r in (1.0, 0.0)]  # by an evaluator's step_scores: all are
+    assert call_advantages(scored, CENTRED, BY_FUNCTION) == [{0: 0.5, 1: -0.5}, {0: -0.5, 1: 0.5}]
+
+
+def test_returns_of_a_function_are_discounted_by_its_own_steps() -> None:
+    group = [episode(0.0, ("plan", 1.0), ("work", 9.0), ("plan", 4.0)), episode(0.0, ("plan", 2.0))]
+    first, second = call_advantages(group, CENTRED, Credit("function", discount=0.5))
+    assert (first[0], first[2], second[0]) == (0.25, 1.25, -0.75)  # returns 3 and 4, mean 3.5, against 2: 2.75
+    assert first[1] == 0.0, "work was done in one episode alone"
+
+
+def test_target_functions_name_the_groups() -> None:
+    group = [episode(1.0, "ask"), episode(0.0, "other")]
+    for call, outer in ((group[0].calls[0], "plan"), (group[1].calls[0], "plan")):
+        call.functions = ("<workflow>", outer, call.functions[-1])
+    assert call_advantages(group, CENTRED, BY_FUNCTION) == [{0: 0.0}, {0: 0.0}]
+    assert call_advantages(group, CENTRED, Credit("function", targets=["plan"])) == [{0: 0.5}, {0: -0.5}]
+
+
+@given(st.lists(value, min_size=2, max_size=6), st.sampled_from([CENTRED, LEFT_OUT, COUNTERFACTUAL, AdvantageConfig()]))
+def test_one_function_judged_by_the_episode_is_credit_by_episode(rewards: list[float], config: AdvantageConfig) -> None:
+    group = [episode(r, *["f"] * (1 + k % 3)) for k, r in enumerate(rewards)]
+    by_function, by_episode = call_advantages(group, config, BY_FUNCTION), call_advantages(group, config)
+    assert all(one == pytest.approx(other) for one, other in zip(by_function, by_episode, strict=True))
+
+
+def test_the_counterfactual_baseline_is_unbiased_and_varies_less() -> None:
+    """A router decides by coin whether the row is hard; the solver's reward hangs on that far more than on itself.
+
+    The gradient of a Bernoulli solver is E[A (a - p)] = 2 p (1 - p) / 2 = 0.5 here, with every baseline that does not
+    look at the solver's own choice.
+    """
+    draw = random.Random(5)
+    estimates: dict[str, list[float]] = {"leave_one_out": [], "leave_one_function_out": []}
+    for _ in range(4000):
+        group, choices = [], []
+        for _ in range(6):
+            hard, choice = draw.random() < 0.5, draw.random() < 0.5
+            t = episode((-8.0 if hard else 8.0) + 2.0 * choice, "solve")
+            t.calls[0].messages = [{"role": "user", "content": "hard" if hard else "easy"}]
+            group.append(t)
+            choices.append(choice)
+        for config in (LEFT_OUT, COUNTERFACTUAL):
+            advantages = [a[0] for a in call_advantages(group, config, BY_FUNCTION)]
+            estimates[config.baseline].append(fmean(a * (c - 0.5) for a, c in zip(advantages, choices, strict=True)))
+    plain, counterfactual = estimates["leave_one_out"], estimates["leave_one_function_out"]
+    assert fmean(plain) == pytest.approx(0.5, abs=0.12)
+    assert fmean(counterfactual) == pytest.approx(0.5, abs=0.06)
+    assert pvariance(counterfactual) < pvariance(plain) / 4
+
+
+def test_the_spread_by_hand() -> None:
+    calls = [Weighed("plan", 2, 0.5), Weighed("plan", 2, -1.0), Weighed("work", 10, 0.1), Weighed("idle", 0, 3.0)]
+    assert spread(calls) == {
+        "idle": {"calls": 1, "tokens": 0, "mean_abs_advantage": 0.0, "share": 0.0},
+        "plan": {"calls": 2, "tokens": 4, "mean_abs_advantage": 0.75, "share": 0.75},
+        "work": {"calls": 1, "tokens": 10, "mean_abs_advantage": 0.1, "share": 0.25},
+    }
+    assert spread([]) == {}
+    assert spread([Weighed("plan", 2, 0.0)])["plan"]["share"] == 0.0
+
+
+@given(st.lists(st.tuples(st.sampled_from("fgh"), st.integers(1, 9), value), min_size=1, max_size=20))
+def test_shares_add_up_and_calls_may_be_cut_anywhere(made: list[tuple[str, int, float]]) -> None:
+    whole = spread(Weighed(*call) for call in made)
+    assert sum(of["share"] for of in whole.values()) == pytest.approx(int(any(a for _, _, a in made)))
+    cut = spread(Weighed(name, 1, a) for name, tokens, a in made for _ in range(tokens))
+    for name, of in whole.items():
+        for key in ("tokens", "mean_abs_advantage", "share"):
+            assert cut[name][key] == pytest.approx(of[key])
+
+
+def test_weighed_calls_are_the_trained_ones() -> None:
+    t = episode(1.0, "plan", "work")
+    assert weighed_calls([(t, {1: 0.5})], ["<workflow>"]) == [Weighed("work", 2, 0.5)]
+
+
+def test_step_returns() -> None:
+    assert step_returns([1, 0, -2], 1.0) == [-1, -2, -2]
+    assert step_returns([1, 0, -2], 0.5) == [0.5, -1, -2]
+    assert step_returns([1, 0, -2], 0.0) == [1, 0, -2]
+    assert step_returns([], 0.5) == []
+
+
+@pytest.mark.parametrize("credit", ["episode", "step"])
+def test_a_baseline_that_needs_functions_is_refused_without(credit: Any) -> None:
+    baseline = {"baseline": "leave_one_function_out"}
+    with pytest.raises(ValidationError, match=f"needs credit: function, not {credit}"):
+        InsituTrainerConfig(credit=credit, advantages=baseline)  # type: ignore[arg-type]
+    InsituTrainerConfig(credit="function", advantages=baseline)  # type: ignore[arg-type]

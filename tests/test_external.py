@@ -1,0 +1,296 @@
+"""Agents that are no Python of ours: programs and services, run for real, and trained through the gateway."""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from aiohttp import web
+from fake_openai import FakeOpenAI, encode
+from test_finetune import CONFIG, MODEL, ROOT, lines, run, write_rows
+
+from insitu.config import load_config
+from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
+from insitu.registry import Builder
+from insitu.schemas.episodes import EpisodeKey
+from insitu.workflow import external
+from insitu.workflow.context import EpisodeScope
+
+AGENT = """
+import json, os, sys, urllib.request
+
+def ask(messages):
+    body = json.dumps({"model": "gpt-4o", "messages": messages}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+row = json.load(sys.stdin)
+messages = [{"role": "user", "content": row["question"]["say"]}]
+messages += [ask(messages), {"role": "user", "content": "again"}]
+print("|" + ask(messages)["content"])
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeOpenAI]:
+    with FakeOpenAI() as server:
+        yield server
+
+
+@asynccontextmanager
+async def workflow(folder: Path, base_url: str, block: dict[str, Any]) -> AsyncIterator[Any]:
+    model = {"_type": "openai", "model_name": "fake", "base_url": base_url}
+    (folder / "config.yml").write_text(json.dumps({"llms": {"player": model}, "workflow": {"llm": "player", **block}}))
+    async with Builder(load_config(folder / "config.yml")) as builder:
+        yield await builder.get_workflow()
+
+
+async def output(folder: Path, server: FakeOpenAI, code: str, value: Any = "hi", **block: Any) -> Any:
+    """What a program of this Python code answers, in an episode of row 7."""
+    (folder / "agent.py").write_text(code)
+    block = {"_type": "command", "command": [sys.executable, "agent.py"], **block}
+    async with workflow(folder, server.base_url, block) as program:
+        with EpisodeScope(key=EpisodeKey("r", 0, "7", 0), training=True) as scope:
+            scope.row = {"id": 7, "question": value, "level": 3}
+            return await program.ainvoke(value)
+
+
+async def test_a_program_is_given_the_row_and_the_model(tmp_path: Path, server: FakeOpenAI) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    block = {"_type": "command", "command": [sys.executable, "agent.py"]}
+    async with workflow(tmp_path, server.base_url, block) as program:
+        with EpisodeScope(training=True, seed=3) as scope:
+            scope.row = {"question": {"say": "hi"}}
+            assert await program.ainvoke({"say": "hi"}) == "|echo: again"
+    first, second = scope.calls
+    assert first.token_ids == encode("echo: hi")
+    assert [m["content"] for m in second.messages] == ["hi", "echo: hi", "again"]
+    assert first.functions == ("<workflow>",)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("release", [2, 3])
+async def test_both_releases_of_the_official_client(
+    tmp_path: Path, server: FakeOpenAI, release: int, stream: bool
+) -> None:
+    code = f"""
+import openai
+assert openai.__version__.startswith("{release}.")
+with openai.OpenAI().responses.stream(model="x", input="hi") as events:
+    assert events.get_final_response().output_text == "echo: hi"
+asked = dict(model="x", messages=[dict(role="user", content="hi")])
+if {stream}:
+    chunks = openai.OpenAI().chat.completions.create(stream=True, **asked)
+    print("".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices))
+else:
+    print(openai.OpenAI().chat.completions.create(**asked).choices[0].message.content)
+"""
+    env = {"PYTHONPATH": str(Path(sys.prefix) / "openai2")} if release == 2 else {}
+    assert await output(tmp_path, server, code, env=env) == "echo: hi"
+
+
+async def test_arguments_environment_and_forms_of_answer(tmp_path: Path, server: FakeOpenAI) -> None:
+    code = (
+        "import json, os, sys; n = os.environ; print(json.dumps([sys.argv[1:], sys.stdin.read(), n['INSITU_ROW_ID'],"
+        " n['MORE'], n['OPENAI_BASE_URL'][:17], n['ANTHROPIC_BASE_URL'].count('/v1'), os.getcwd()]))"
+    )
+    command = [sys.executable, str(tmp_path / "agent.py"), "--level={level}", "{input} {row_id}", "{other} {}"]
+    (tmp_path / "below").mkdir()
+    options = {"env": {"MORE": "yes"}, "stdin": "input", "answer": "json", "command": command, "cwd": "below"}
+    arguments, given, *others = await output(tmp_path, server, code, "a {level} \u00fc", **options)
+    assert arguments == ["--level=3", "a {level} \u00fc 7", "{other} {}"]
+    assert given == "a {level} \u00fc"
+    assert others == ["7", "yes", "http://127.0.0.1:", 0, str(tmp_path / "below")]
+    assert await output(tmp_path, server, "print(' plain\\n')") == "plain"
+    with pytest.raises(WorkflowError, match="no JSON"):
+        await output(tmp_path, server, "print('plain')", answer="json")
+
+
+async def test_a_program_is_found_from_the_file(tmp_path: Path, server: FakeOpenAI) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/agent").write_text("#!/bin/sh\ncat; pwd\n")
+    (tmp_path / "bin/agent").chmod(0o755)
+    assert await output(tmp_path, server, "", command=["bin/agent"], stdin="input", cwd="/") == "hi/"
+    for missing in ("bin/other", "no-such-program"):
+        with pytest.raises(WorkflowError, match=f"{missing}' cannot be started"):
+            await output(tmp_path, server, "", command=[missing])
+    with pytest.raises(WorkflowError, match="null byte"):
+        await output(tmp_path, server, "", "a\0b", command=["bin/agent", "{input}"])
+
+
+async def test_failures_are_told(tmp_path: Path, server: FakeOpenAI) -> None:
+    with pytest.raises(WorkflowError, match=r"exit code 3: x{1985,1999}\nit went wrong$"):
+        await output(tmp_path, server, "import sys; sys.stderr.write('x' * 9000 + '\\nit went wrong'); sys.exit(3)")
+    with pytest.raises(WorkflowError, match="was ended by SIGSEGV"):
+        await output(tmp_path, server, "import os; os.kill(os.getpid(), 11)")
+    for code in ("while True: print('x' * 99)", "print('x' * 2000)"):
+        with pytest.raises(WorkflowError, match="printed more than max_output: 1000 bytes"):
+            await output(tmp_path, server, code, max_output=1000)
+    await output(tmp_path, server, "pass", "x" * 500_000)  # a program need not read what it is given
+    with FakeOpenAI() as gone:
+        pass
+    with pytest.raises(BackendUnavailable, match=r"(?s)exit code 1: .*its model: no answer"):
+        await output(tmp_path, gone, AGENT, {"say": "hi"})
+
+
+@pytest.mark.parametrize("code", ["", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"])
+async def test_nothing_of_a_program_outlives_its_episode(
+    tmp_path: Path, server: FakeOpenAI, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external, "_GRACE", 0.5)
+    child = "import subprocess, sys, time\nc = subprocess.Popen([sys.executable, '-c', {!r}])\n"
+    child += "open({!r}, 'w').write(str(c.pid))"
+    left = child.format(f"{code}\nprint('up', flush=True)\nimport time; time.sleep(60)", str(tmp_path / "pid"))
+    started = time.monotonic()
+    answer = await output(tmp_path, server, f"{left}\ntime.sleep(0.3); print('done')")
+    assert sorted(answer.split()) == ["done", "up"]
+    await ended(tmp_path / "pid")
+    with pytest.raises(EpisodeTimeout, match=r"longer than timeout: 0.4 s"):
+        await output(tmp_path, server, f"{left}\ntime.sleep(60)", timeout=0.4)
+    await ended(tmp_path / "pid")
+    cancelled = asyncio.create_task(output(tmp_path, server, f"{left}\ntime.sleep(60)"))
+    await asyncio.sleep(0.5)
+    assert running(tmp_path / "pid")
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    await ended(tmp_path / "pid")
+    assert time.monotonic() - started < 12
+
+
+async def ended(pid: Path) -> None:
+    """A process that was killed takes a moment to be gone."""
+    async with asyncio.timeout(1):
+        while running(pid):  # noqa: ASYNC110 (it is another process)
+            await asyncio.sleep(0.01)
+
+
+def running(pid: Path) -> bool:
+    try:
+        return psutil.Process(int(pid.read_text())).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@asynccontextmanager
+async def service(handler: Any) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_post("/run", handler)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/run"
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_service_is_told_where_its_model_is(tmp_path: Path, server: FakeOpenAI) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked = await request.json()
+        seen.append(asked)
+        what = asked["row"]["level"]
+        if what == "status":
+            return web.Response(status=400, text="no such board")
+        if what == "busy":
+            return web.Response(status=503)
+        if what == "slow":
+            await asyncio.sleep(5)
+        if what == "long":
+            return web.Response(body=b"x" * 20_000)
+        return web.json_response({"output": [what], "other": 1} if what != "empty" else {"other": 1})
+
+    seen: list[dict[str, Any]] = []
+
+    async def asked(level: str, **options: Any) -> Any:
+        async with workflow(tmp_path, server.base_url, {"_type": "http", "url": url, **options}) as program:
+            with EpisodeScope(key=EpisodeKey("r", 0, "7", 0)) as scope:
+                scope.row = {"level": level}
+                return await program.ainvoke("hi")
+
+    async with service(answer) as url:
+        assert await asked("x") == ["x"]
+        assert await asked("x", answer_key=None) == {"output": ["x"], "other": 1}
+        for level, kind, said in (
+            ("status", WorkflowError, "answered 400: no such board"),
+            ("busy", BackendUnavailable, "answered 503"),
+            ("slow", EpisodeTimeout, "took longer than timeout: 0.3 s"),
+            ("long", WorkflowError, "more than max_output: 9000 bytes"),
+            ("empty", WorkflowError, "without the key 'output'; there is: other"),
+        ):
+            with pytest.raises(kind, match=said):
+                await asked(level, timeout=0.3, max_output=9000)
+    with pytest.raises(BackendUnavailable, match="no answer from"):
+        await asked("x")
+    told = seen[0]
+    assert (told["input"], told["row_id"], told["row"]) == ("hi", "7", {"level": "x"})
+    assert told["model"]["openai_base_url"].endswith(f"/e/{told['model']['api_key']}/v1")
+    assert len({s["model"]["api_key"] for s in seen}) == len(seen)
+
+
+def test_a_wrong_block_is_told_before_anything_starts(tmp_path: Path) -> None:
+    block = {"_type": "command", "command": [], "llm": "player"}
+    (tmp_path / "config.yml").write_text(json.dumps({"workflow": block}))
+    with pytest.raises(ConfigError, match=r"workflow.command"):
+        load_config(tmp_path / "config.yml")
+
+
+def project(folder: Path, block: dict[str, Any]) -> Path:
+    text = CONFIG.format(backend=f"model: {MODEL}")
+    text = text.replace("workflow: {_type: ask, llm: player}", "workflow: " + json.dumps({"llm": "player", **block}))
+    (folder / "config.yml").write_text(text)
+    (folder / "digits_plugin.py").write_text((ROOT / "tests/digits_plugin.py").read_text())
+    write_rows(folder, [{"say": f"Row {i}"} for i in range(2)])
+    return folder
+
+
+def check_trained(folder: Path, episodes: int, calls_each: int) -> None:
+    """Every call was recorded, in the episode of its row, and the last of them was made by trained weights."""
+    metrics = lines(folder / "run/training_metrics.jsonl")
+    assert [m["policy_version"] for m in metrics] == [1, 2]
+    assert all(m["logprob_gap"] < 1e-3 and m["tokens"] > 0 and not m["dropped"].get("workflow_error") for m in metrics)
+    calls = lines(folder / "run/calls.jsonl")[1:]
+    assert len(calls) == episodes * calls_each
+    assert {c["policy_version"] for c in calls} == {0, 1}
+    assert all(len(c["token_ids"]) == len(c["logprobs"]) > 0 for c in calls)
+
+
+def test_a_command_is_trained(tmp_path: Path) -> None:
+    project(tmp_path, {"_type": "command", "command": [sys.executable, "agent.py"]})
+    (tmp_path / "agent.py").write_text(AGENT)
+    code, _, err = run(tmp_path)
+    assert code == 0, err
+    check_trained(tmp_path, 16, 2)
+
+
+def test_a_service_is_trained(tmp_path: Path) -> None:
+    code = AGENT.replace("json.load(sys.stdin)", "json.loads(sys.argv[1])")  # run by the service, as any program may be
+
+    async def answer(request: web.Request) -> web.Response:
+        asked = await request.json()
+        model = asked["model"]
+        program = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", code, json.dumps(asked["row"])),
+            env={**os.environ, "OPENAI_BASE_URL": model["openai_base_url"], "OPENAI_API_KEY": model["api_key"]},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        said, _ = await program.communicate()
+        return web.json_response({"output": said.decode()})
+
+    async def finetune() -> tuple[int, str, str]:
+        async with service(answer) as url:
+            project(tmp_path, {"_type": "http", "url": url})
+            return await asyncio.to_thread(run, tmp_path)
+
+    status, _, err = asyncio.run(finetune())
+    assert status == 0, err
+    check_trained(tmp_path, 16, 2)

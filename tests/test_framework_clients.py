@@ -1,0 +1,95 @@
+"""The clients that frameworks stand on: each call goes to the configured model with its parameters, in any dialect."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+from fake_openai import FakeOpenAI, encode
+
+from insitu.frameworks import ToolSteps, async_client, sync_client
+from insitu.workflow.context import EpisodeScope
+from insitu.workflow.llms import Endpoint, OpenAIConfig, PlainLLM, connect
+
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeOpenAI]:
+    with FakeOpenAI() as server:
+        yield server
+
+
+@asynccontextmanager
+async def model(server: FakeOpenAI, **settings: Any) -> AsyncIterator[PlainLLM]:
+    config = OpenAIConfig(model_name="fake", base_url=server.base_url, max_retries=0, **settings)
+    plain = connect("player", config, Endpoint("fake", server.base_url, "none"))
+    try:
+        yield plain
+    finally:
+        await plain.aclose()
+
+
+async def test_a_request_gets_the_configured_model_and_parameters(server: FakeOpenAI) -> None:
+    async with model(server, temperature=0.5, top_p=0.9) as plain:
+        with EpisodeScope(training=True) as scope:
+            said = await async_client(plain).chat.completions.create(model="gpt-5", messages=HI, temperature=0.25)
+    assert said.choices[0].message.content == "echo: hi"
+    assert said.choices[0].logprobs is None
+    (call,) = scope.calls
+    assert (call.model, call.llm, call.token_ids) == ("fake", "player", encode("echo: hi"))
+    assert call.sampling.items() >= {"temperature": 0.25, "top_p": 0.9}.items()
+
+
+async def test_responses_are_translated(server: FakeOpenAI) -> None:
+    async with model(server, temperature=0.5) as plain:
+        client = async_client(plain)
+        with EpisodeScope(training=True) as scope:
+            said = await client.responses.create(model="gpt-5", input="hi")
+            again = await client.responses.create(model="gpt-5", input="ho", previous_response_id=said.id)
+            async with client.responses.stream(model="gpt-5", input="hi") as stream:
+                streamed = await stream.get_final_response()
+            with pytest.raises(openai.BadRequestError, match="background"):
+                await client.responses.create(model="gpt-5", input="hi", background=True)
+        with EpisodeScope(training=True), pytest.raises(openai.NotFoundError, match="in this episode"):
+            await client.responses.create(model="gpt-5", input="ho", previous_response_id=said.id)
+    assert (said.output_text, again.output_text, streamed.output_text) == ("echo: hi", "echo: ho", "echo: hi")
+    assert [len(call.messages) for call in scope.calls] == [1, 3, 1]
+    assert [call.token_ids for call in scope.calls] == [encode(f"echo: {text}") for text in ("hi", "ho", "hi")]
+    assert all(call.sampling["temperature"] == 0.5 for call in scope.calls)
+
+
+async def test_the_synchronous_client(server: FakeOpenAI) -> None:
+    async with model(server, max_tokens=50) as plain:
+        client = sync_client(plain)
+        with EpisodeScope(training=True) as scope:
+            said = client.chat.completions.create(model="gpt-5", messages=HI)
+            with client.responses.stream(model="gpt-5", input="ho") as stream:
+                streamed = stream.get_final_response()
+    assert (said.choices[0].message.content, streamed.output_text) == ("echo: hi", "echo: ho")
+    assert [call.token_ids for call in scope.calls] == [encode("echo: hi"), encode("echo: ho")]
+
+
+def test_tool_runs_are_steps_of_the_episode_they_began_in() -> None:
+    tools = ToolSteps("mine")
+    with EpisodeScope() as one:
+        tools.start("a", "look", {"at": "sky"})
+    with EpisodeScope() as scope:
+        with tools.around("look", {"at": "grass"}) as returned:
+            returned("green")
+        with pytest.raises(ValueError, match="dark"), tools.around("look", {"at": "night"}):
+            raise ValueError("dark")
+        tools.end("a", "too late for its episode")
+        tools.end("never begun", "nothing")
+    assert [step.event_type for step in one.steps] == ["TOOL_START"]
+    told = [(step.event_type, step.payload.data.input, step.payload.data.output) for step in scope.steps]
+    assert told == [
+        ("TOOL_START", {"at": "grass"}, None),
+        ("TOOL_END", {"at": "grass"}, "green"),
+        ("TOOL_START", {"at": "night"}, None),
+        ("TOOL_END", {"at": "night"}, None),
+    ]
+    assert "dark" in scope.steps[-1].payload.metadata["error"]
+    with tools.around("look", {}) as returned:
+        returned("outside an episode it goes nowhere")

@@ -1,0 +1,379 @@
+"""Histories that are not one dialogue: 200 episodes of every shape at once, against a reference made of strings.
+
+The server keeps what it was sent and has sampled under the request's `user`, which no two calls share. What the
+recorder has kept, and the rows made of it, are compared with that and with nothing that insitu computes.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import openai
+import orjson
+import pytest
+from aiohttp import web
+from fake_openai import FakeOpenAI, encode, logprob
+
+from insitu.algorithms.rows import rows_of
+from insitu.evaluation.episodes import EpisodeRules, in_process, run_episode, run_limited
+from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
+from insitu.schemas.evaluation import EvalInputItem
+from insitu.training.store import call_records, restore_calls
+from insitu.trajectories.dialogues import dialogues
+from insitu.workflow.llms import Endpoint, OpenAIConfig, PlainLLM, connect
+
+Message = dict[str, Any]
+EPISODES, AT_ONCE = 200, 64
+MARKS = {"system": "\x01", "user": "\x02", "assistant": "\x03", "tool": "\x04"}
+
+
+def rendered(messages: list[Message]) -> str:
+    """A chat template: a mark and the text of each message, and the mark of the answer to come."""
+    texts = ["echo: tool" if m.get("tool_calls") else str(m["content"]) for m in messages]
+    return "".join(MARKS[m["role"]] + text for m, text in zip(messages, texts, strict=True)) + MARKS["assistant"]
+
+
+class Sampled(NamedTuple):
+    prompt: str
+    answer: str
+
+
+class Templated(FakeOpenAI):
+    """Its prompts are tokenised by `rendered`; `log` has what it sampled, by the request's `user` and choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: dict[tuple[str, int], Sampled] = {}
+        self.refused: Counter[str] = Counter()
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        name, _, failures = body["user"].partition("!")
+        if self.refused[name] < int(failures or 0):
+            self.refused[name] += 1
+            return web.json_response({"error": {"message": "not now"}}, status=503)
+        await asyncio.sleep(random.Random(name).choice([0, 0, 0.002, 0.01]))
+        text = str(body["messages"][-1]["content"])
+        for choice in range(body.get("n") or 1):
+            assert (name, choice) not in self.log, "answered twice"
+            answer = f"echo: {text}" if choice == 0 else f"echo {choice}: {text}"
+            self.log[name, choice] = Sampled(rendered(body["messages"]), answer)
+        return await super()._complete(request)
+
+    def _head(self, body: dict[str, Any], kind: str) -> dict[str, Any]:
+        return {**super()._head(body, kind), "prompt_token_ids": encode(rendered(body["messages"]))}
+
+
+@dataclass
+class Agent:
+    """The hands of an episode's workflow; `begun` and `ended` hold the moments of its answered calls, by name."""
+
+    llm: PlainLLM
+    name: str
+    draw: random.Random
+    made: int = 0
+    clock: int = 0
+    begun: dict[str, int] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)
+    answers: dict[tuple[str, int], str | None] = field(default_factory=dict)
+    failed: int = 0
+
+    def tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    async def ask(self, messages: list[Message], n: int = 1, failures: int = 0, retries: int = 9) -> list[Message]:
+        """The answers, as messages; none if the request failed and was given up."""
+        name = f"{self.name}/{self.made}"
+        self.made += 1
+        options: dict[str, Any] = {"user": f"{name}!{failures}"} | ({"n": n} if n > 1 else {})
+        await asyncio.sleep(self.draw.choice([0, 0, 0.001, 0.005]))
+        for _ in range(retries + 1):
+            began = self.tick()
+            try:
+                found = await self._send(messages, options)
+            except openai.InternalServerError:
+                self.failed += 1
+                continue
+            self.begun[name], self.ended[name] = began, self.tick()
+            self.answers |= {(name, k): message["content"] for k, message in enumerate(found)}
+            return found
+        return []
+
+    async def _send(self, messages: list[Message], options: dict[str, Any]) -> list[Message]:
+        tools = messages[-1]["content"] == "tool"
+        if tools or self.draw.random() < 0.7:
+            reply = await self.llm.complete(messages, **options)
+            return [c.message.model_dump(exclude_none=not tools, include=_SENT) for c in reply.choices]
+        parts: dict[int, list[str]] = {}
+        stream = await self.llm.client.chat.completions.create(
+            model=self.llm.model, messages=messages, stream=True, **options
+        )
+        async for chunk in stream:
+            for choice in chunk.choices:
+                parts.setdefault(choice.index, []).append(choice.delta.content or "")
+        return [said("".join(parts[k])) for k in sorted(parts)]
+
+
+_SENT = {"role", "content", "tool_calls"}
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+# the shapes
+
+
+async def dialogue(a: Agent, start: list[Message] | None = None, turns: int = 3) -> list[Message]:
+    messages = start or [system("be brief")]
+    for turn in range(turns):
+        messages = [*messages, user(f"turn {turn}")]
+        messages += await a.ask(messages)
+    return messages
+
+
+async def parallel(a: Agent) -> None:
+    history = await dialogue(a, turns=1)
+    asked = [a.ask([*history, user(f"branch {k % 3}")]) for k in range(5)]  # some are asked the very same
+    (first,), *_ = await asyncio.gather(*asked)
+    await a.ask([*history, user("branch 0"), first, user("and then?")])
+
+
+async def sub_agents(a: Agent) -> None:
+    main = [system("you lead"), user("the task")]
+    main += await a.ask(main)
+    found = await asyncio.gather(*(dialogue(a, [system(f"you are {who}")], 2) for who in ("a critic", "an expert")))
+    main += [user("; ".join(m[-1]["content"] for m in found))]
+    await a.ask(main)
+
+
+async def map_reduce(a: Agent) -> None:
+    parts = await asyncio.gather(*(a.ask([system("sum up"), user(f"part {k}")]) for k in range(4)))
+    await a.ask([system("join"), user(" ".join(m["content"] for (m,) in parts))])
+
+
+async def trimmed(a: Agent) -> None:
+    messages = await dialogue(a)
+    messages = [*messages[:1], *messages[-2:], user("go on")]
+    messages += await a.ask(messages)
+    await a.ask([*messages, user("and on")])
+
+
+async def summarised(a: Agent) -> None:
+    messages = await dialogue(a)
+    (summary,) = await a.ask([*messages, user("sum up so far")])
+    await dialogue(a, [messages[0], user(f"before: {summary['content']}"), said("I see")], 2)
+
+
+async def thinking(a: Agent) -> None:
+    messages = [user("<think>hm</think> first")]
+    for turn in range(3):
+        (answer,) = await a.ask(messages)
+        messages += [said(answer["content"].replace("<think>hm</think> ", "")), user(f"<think>hm</think> {turn}")]
+
+
+async def retried(a: Agent) -> None:
+    messages = [user("once more")]
+    messages += await a.ask(messages, failures=a.draw.randint(1, 2))
+    assert await a.ask([*messages, user("in vain")], failures=2, retries=1) == []
+    rejected = await a.ask([*messages, user("valid?")])
+    messages += [user("valid?"), *rejected, user("no: again")]
+    await asyncio.gather(a.ask(messages, failures=1), a.ask([*messages[:2], user("instead")]))
+
+
+async def repeated(a: Agent) -> None:
+    messages: list[Message] = []
+    for _ in range(4):
+        messages = [*messages, user("again"), user("again")]
+        messages += await a.ask(messages)
+    await a.ask([user("again"), user("again")])
+
+
+async def best_of_n(a: Agent) -> None:
+    messages = [system("choose"), user("which?")]
+    several = await a.ask(messages, n=3)
+    alone = await asyncio.gather(*(a.ask(messages) for _ in range(2)))
+    best = a.draw.choice([*several, *(m for (m,) in alone)])
+    await a.ask([*messages, best, user("why?")], n=2)
+
+
+async def tool_loop(a: Agent) -> None:
+    messages = [system("look"), user("tool")]
+    for turn in range(3):
+        (answer,) = await a.ask(messages)
+        result = {"role": "tool", "content": "tool" if turn < 1 else "blue", "tool_call_id": "t1"}
+        messages = [*messages, answer, result if answer.get("tool_calls") else user("thanks")]
+
+
+SHAPES: list[Callable[[Agent], Awaitable[Any]]] = [
+    *(dialogue, parallel, sub_agents, map_reduce, trimmed, summarised),
+    *(thinking, retried, repeated, best_of_n, tool_loop),
+]
+
+
+class Workflow:
+    """Each row is an episode: of one shape, of two after one another, or of two at the same time."""
+
+    def __init__(self, llm: PlainLLM) -> None:
+        self.llm = llm
+        self.agents: dict[str, Agent] = {}
+
+    async def ainvoke(self, name: str) -> str:
+        draw = random.Random(f"shapes of {name}")
+        agent = self.agents[name] = Agent(self.llm, name, draw)
+        first, second = SHAPES[int(name) % len(SHAPES)], draw.choice(SHAPES)
+        kind = draw.random()
+        if kind < 0.3:
+            await first(agent)
+            await second(agent)
+        elif kind < 0.6:
+            await asyncio.gather(first(agent), second(agent))
+        else:
+            await first(agent)
+        return "done"
+
+
+class Played(NamedTuple):
+    server: Templated
+    agents: dict[str, Agent]
+    episodes: dict[str, Episode]
+
+
+async def _play(server: Templated) -> Played:
+    config = OpenAIConfig(model_name="fake", base_url=server.base_url, max_retries=0)
+    llm = connect("player", config, Endpoint("fake", server.base_url, "none"))
+    workflow, rules = Workflow(llm), EpisodeRules(training=True)
+    names = [str(k) for k in range(EPISODES)]
+    random.Random(7).shuffle(names)
+    episodes = {}
+
+    async def run(name: str) -> Episode:
+        item = EvalInputItem(id=name, input_obj=name)
+        return await run_episode(in_process(workflow), item, EpisodeKey("r", 1, name, 0), rules)
+
+    try:
+        async with aclosing(run_limited(names, run, AT_ONCE)) as ended:
+            async for episode in ended:
+                episodes[episode.key.row_id] = episode
+    finally:
+        await llm.aclose()
+    return Played(server, workflow.agents, episodes)
+
+
+@pytest.fixture(scope="module")
+def played() -> Iterator[Played]:
+    with Templated() as server:
+        yield asyncio.run(_play(server))
+
+
+def names_of(episode: Episode) -> list[tuple[str, int]]:
+    return [(call.sampling["user"].partition("!")[0], call.choice) for call in episode.calls]
+
+
+def test_every_shape_was_played(played: Played) -> None:
+    assert len(played.episodes) == EPISODES
+    assert [e.error for e in played.episodes.values() if e.outcome is not Outcome.OK] == []
+    assert len(played.server.log) > 4 * EPISODES
+    assert {len(e.calls) for e in played.episodes.values()} >= {3, 4, 5, 6, 7}
+
+
+def test_every_call_is_in_exactly_one_episode(played: Played) -> None:
+    kept = Counter(name for episode in played.episodes.values() for name in names_of(episode))
+    assert kept == Counter(dict.fromkeys(played.server.log, 1))
+    for row, episode in played.episodes.items():
+        agent = played.agents[row]
+        assert {name.partition("/")[0] for name, _ in names_of(episode)} == {row}
+        assert set(names_of(episode)) == agent.answers.keys()
+        assert sum(episode.failed_requests.values()) == agent.failed
+
+
+def test_each_call_is_what_was_sampled_in_the_order_it_began(played: Played) -> None:
+    for row, episode in played.episodes.items():
+        agent = played.agents[row]
+        indices = [call.index for call in episode.calls]
+        assert sorted(set(indices)) == indices
+        for name, call in zip(names_of(episode), episode.calls, strict=True):
+            prompt, answer = played.server.log[name]
+            assert (call.prompt_token_ids, call.token_ids) == (encode(prompt), encode(answer))
+            assert call.logprobs == [logprob(c) for c in answer]
+            assert call.error is None
+            assert call.message is not None
+            assert call.message["content"] == agent.answers[name]
+        order = [name for name, _ in names_of(episode)]
+        for k, name in enumerate(order):
+            assert all(agent.begun[earlier] < agent.ended[name] for earlier in order[:k]), "began after its end"
+
+
+class Reference(NamedTuple):
+    text: str
+    spans: list[tuple[int, int, float]]
+    calls: list[int]
+
+
+def reference(sampled: list[Sampled], weights: dict[int, float]) -> list[Reference]:
+    """The rows as strings: each call goes on from the open end of a row that is all of its prompt's beginning."""
+    follows: dict[int, int] = {}
+    firsts: dict[int, int] = {}
+    for k, call in enumerate(sampled):
+        ends = [j for j in range(k) if j not in follows.values() and call.prompt.startswith("".join(sampled[j]))]
+        ends.sort(key=lambda j: (-len("".join(sampled[j])), firsts[j]))
+        firsts[k] = firsts[ends[0]] if ends else k
+        if ends:
+            follows[k] = ends[0]
+    rows = []
+    for last in sorted(set(range(len(sampled))) - set(follows.values()), key=firsts.__getitem__):
+        chain = [last]
+        while chain[0] in follows:
+            chain.insert(0, follows[chain[0]])
+        begins = {k: (len(sampled[k].prompt), len("".join(sampled[k]))) for k in chain}
+        spans = [(*begins[k], weights[k]) for k in chain if k in weights]
+        if spans:
+            rows.append(Reference("".join(sampled[last]), spans, chain))
+    return rows
+
+
+@pytest.mark.parametrize("trained", [1.0, 0.6], ids=["all", "some"])
+def test_the_rows_are_those_of_the_reference(played: Played, trained: float) -> None:
+    merged = cut = 0
+    for row, episode in played.episodes.items():
+        draw = random.Random(f"weights of {row}")
+        weights = {k: draw.uniform(-1, 1) for k in range(len(episode.calls)) if draw.random() < trained}
+        rows = rows_of(episode.calls, weights, row)
+        wanted = reference([played.server.log[name] for name in names_of(episode)], weights)
+        assert [r.calls for r in rows] == [[episode.calls[k].index for k in w.calls] for w in wanted]
+        for found, want in zip(rows, wanted, strict=True):
+            mask, logprobs, advantages = ([0.0] * len(want.text) for _ in range(3))
+            for begin, end, weight in want.spans:
+                for at in range(begin, end):
+                    mask[at], logprobs[at], advantages[at] = 1, logprob(want.text[at]), weight
+            assert found.token_ids == encode(want.text)
+            assert (found.loss_mask, found.logprobs, found.advantages) == (mask, logprobs, advantages)
+        assert sum(sum(r.loss_mask) for r in rows) == sum(len(episode.calls[k].token_ids or ()) for k in weights)
+        merged += any(len(r.calls) > 1 for r in rows)
+        cut += len(rows) > 1
+    assert min(merged, cut) > EPISODES / 4
+
+
+def test_every_answer_has_its_call_in_exactly_one_dialogue(played: Played) -> None:
+    for episode in played.episodes.values():
+        held = [turn.call.index for turns in dialogues(episode.calls) for turn in turns if turn.call is not None]
+        assert sorted(held) == [call.index for call in episode.calls]
+
+
+def test_every_history_is_stored_and_restored(played: Played) -> None:
+    for episode in played.episodes.values():
+        records = [orjson.loads(orjson.dumps(r)) for r in call_records(episode.key.text(), episode.calls)]
+        assert restore_calls(records) == episode.calls

@@ -1,0 +1,70 @@
+"""A workflow that numbers its questions, runs an agent on them all at once, and writes down what it has seen itself."""
+
+import asyncio
+import json
+from pathlib import Path
+
+from insitu.plugin_api import (
+    BaseEvaluator,
+    Builder,
+    Context,
+    EvalBuilder,
+    EvalInputItem,
+    EvalOutputItem,
+    EvaluatorBaseConfig,
+    EvaluatorInfo,
+    FunctionBaseConfig,
+    FunctionRef,
+    register_evaluator,
+    register_function,
+)
+
+
+class WitnessConfig(FunctionBaseConfig, name="witness"):
+    agent: FunctionRef
+    episodes: int
+    """How many wait for one another before they begin."""
+    file: Path
+
+
+@register_function(config_type=WitnessConfig)
+async def witness(config: WitnessConfig, builder: Builder):
+    agent = await builder.get_function(config.agent)
+    together = asyncio.Barrier(config.episodes)
+
+    async def answer(question: str) -> str:
+        number = f"{Context.get().seed % 10_000:04d}"
+        steps = []
+        Context.get().intermediate_step_manager.subscribe(steps.append)
+        await asyncio.wait_for(together.wait(), 60)
+        said = await agent.ainvoke(f"[{number}] {question}", to_type=str)
+        tools = [
+            {
+                "type": step.event_type,
+                "name": step.payload.name,
+                "in": step.payload.data.input,
+                "out": str(step.payload.data.output),
+            }
+            for step in steps
+            if step.event_type in ("TOOL_START", "TOOL_END")
+        ]
+        with config.file.open("a") as file:
+            file.write(json.dumps({"number": number, "said": said, "tools": tools}, default=str) + "\n")
+        return f"[{number}] {said}"
+
+    yield answer
+
+
+class NumberConfig(EvaluatorBaseConfig, name="number"):
+    """The question's number as the score: rewards that differ within a group, whatever is sampled."""
+
+
+class Number(BaseEvaluator):
+    async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+        return EvalOutputItem(id=item.id, score=int(str(item.output_obj)[1:5]) / 10_000, reasoning=None)
+
+
+@register_evaluator(config_type=NumberConfig)
+async def number(config: NumberConfig, builder: EvalBuilder):
+    evaluator = Number(max_concurrency=builder.get_max_concurrency())
+    yield EvaluatorInfo(config=config, evaluate_fn=evaluator.evaluate, description="The question's number")
