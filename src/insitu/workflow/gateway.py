@@ -189,7 +189,9 @@ class Gateway:
         ended = scope()
         if door is None and key not in self._ended:
             self.unknown_keys += 1
-            raise RequestRefused("this address belongs to no episode, or to one that ended long ago", status=401, code="unknown_episode")
+            raise RequestRefused(
+                "this address belongs to no episode, or to one that ended long ago", status=401, code="unknown_episode"
+            )
         level = logging.INFO if self.late_calls else logging.WARNING  # there may be many
         logger.log(level, "a request of %s came after its end and is refused: has an agent been left running?", name)
         self.late_calls += 1
