@@ -1,7 +1,6 @@
 """The ART plugin as far as it goes without the client library: its blocks, its conversion, and its talk to a server."""
 
 import asyncio
-import json
 import re
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -256,7 +256,7 @@ def test_metrics_go_by_our_names_and_keep_the_servers() -> None:
 
 
 class Sent:
-    """Stands for what the library's models, groups and configurations are to a backend: things that dump themselves."""
+    """Stands for what the library's models and configurations are to a backend: things that dump themselves."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
@@ -295,7 +295,7 @@ async def test_the_remote_backend_trains_and_is_told_why_not(address: str) -> No
         assert remote._model_inference_name(model, 3) == "agent@3"
         turns = [trajectory([call(0, [USER], "a")]), trajectory([call(0, [USER], "b")])]
         turns[1].reward = 1.5
-        group = Sent(json.loads(json.dumps({"trajectories": [art_trajectory(t) for t in turns]})))
+        group = orjson.Fragment(orjson.dumps({"trajectories": [art_trajectory(t) for t in turns]}))
         config = Sent({"learning_rate": 1e-4})
         lines = [line async for line in remote._train_model(model, [group], config, {"ppo": True})]
         assert averages(lines)["num_gradient_steps"] == len(lines) == 1

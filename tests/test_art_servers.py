@@ -16,7 +16,7 @@ HTML = b"<html>welcome</html>"
 
 
 class Told:
-    """Stands for the library's models, groups and configurations: things that dump themselves."""
+    """Stands for the library's models and configurations: things that dump themselves."""
 
     name = "agent"
 
@@ -60,7 +60,7 @@ async def remote(**answers: bytes) -> AsyncIterator[_RemoteBackend]:
 
 
 async def trained(backend: _RemoteBackend) -> list[dict[str, float]]:
-    return [line async for line in backend._train_model(Told(), [Told()], Told(), {})]
+    return [line async for line in backend._train_model(Told(), [], Told(), {})]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ async def tool_agent(config: ToolAgentConfig, builder: Builder):
         messages.append({"role": "assistant", "content": said.content, "tool_calls": calls})
         for call in said.tool_calls or ():
             seen = "blue" if json.loads(call.function.arguments) == {"at": "sky"} else "dark"
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": seen})
+            messages.append({"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": seen})
         last = (await llm.complete(messages, tools=[LOOK])).choices[0].message
         return f"{last.content} {Context.get().seed % 2}"
 

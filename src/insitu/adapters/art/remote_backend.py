@@ -207,11 +207,27 @@ class _RemoteBackend:
 
 
 def spelt(group: Any) -> orjson.Fragment:
-    """A trajectory group as JSON; one that is JSON already as it is."""
+    """A trajectory group as JSON; one that is JSON already as it is.
+
+    Messages and tools as they are: ART's types would leave out what they do not know, the name of a tool's message.
+    """
     if isinstance(group, orjson.Fragment):
         return group
     with collection_paused():
-        return orjson.Fragment(orjson.dumps(group.model_dump()))
+        ours = {"messages_and_choices", "tools", "additional_histories"}
+        told = group.model_dump(exclude={"trajectories": {"__all__": ours}})
+        for trajectory, data in zip(group.trajectories, told["trajectories"], strict=True):
+            data |= _history(trajectory)
+            data["additional_histories"] = [_history(history) for history in trajectory.additional_histories]
+        return orjson.Fragment(orjson.dumps(told))
+
+
+def _history(history: Any) -> dict[str, Any]:
+    turns = history.messages_and_choices
+    return {
+        "messages_and_choices": [turn if isinstance(turn, dict) else turn.model_dump() for turn in turns],
+        "tools": history.tools,
+    }
 
 
 def _with_groups(model: Any, groups: Iterable[Any], more: dict[str, Any]) -> bytes:

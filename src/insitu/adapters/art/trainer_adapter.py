@@ -156,18 +156,22 @@ class ARTTrainerAdapter(TrainerAdapter):
         with collection_paused():
             return [self._art.TrajectoryGroup([self._made(t) for t in group]) for group in trajectory_lists]
 
-    def _made(self, trajectory: Trajectory) -> "art.Trajectory":
-        made = art_trajectory(trajectory)
+    def _made(self, given: Trajectory) -> "art.Trajectory":
+        made = art_trajectory(given)
+        histories = (made, *made["additional_histories"])
         try:
-            for history in (made, *made["additional_histories"]):
+            for history in histories:
                 turns = history["messages_and_choices"]
                 # ART takes any mapping for a message: a choice has to be an object when it comes
                 history["messages_and_choices"] = [Choice.model_validate(t) if "message" in t else t for t in turns]
-            return self._art.Trajectory.model_validate(made)
+            trajectory = self._art.Trajectory.model_validate(made)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
-            raise TrajectoryError(f"{named(trajectory.id)}: {place} is {first['input']!r}: {first['msg']}") from None
+            raise TrajectoryError(f"{named(given.id)}: {place} is {first['input']!r}: {first['msg']}") from None
+        for history, told in zip((trajectory, *trajectory.additional_histories), histories, strict=True):
+            history.tools = told["tools"]  # ART sorts their keys anew, in which order templates print them
+        return trajectory
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Begin to train on all groups. What a run submits twice for one epoch is trained once.
