@@ -427,6 +427,27 @@ async def test_connections_are_kept_and_closed(server: FakeOpenAI) -> None:
     gc.collect()  # an open session would warn, and warnings are errors
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_loops_in_threads_leave_nothing_open(server: FakeOpenAI, streamed: bool) -> None:
+    """As of frameworks whose synchronous methods run a loop for each call; the first loop's connection is kept."""
+    asked = stream_text if streamed else text_of
+    async with model(server) as plain:
+        with EpisodeScope(training=True) as scope:
+            await asked(plain, "first")
+            before = len(server.connections)
+            from_threads = (asyncio.to_thread(lambda n=n: asyncio.run(asked(plain, f"thread {n}"))) for n in range(4))
+            assert await asyncio.gather(*from_threads) == [f"echo: thread {n}" for n in range(4)]
+            assert len(server.connections) == before + 4
+            with pytest.raises(openai.BadRequestError):
+                await asyncio.to_thread(lambda: asyncio.run(asked(plain, "status 400")))
+            await asked(plain, "last")
+            assert len(server.connections) == before + 5
+    assert [call.error for call in scope.calls] == [None] * 6
+    assert len({call.index for call in scope.calls}) == 6
+    del plain
+    gc.collect()  # an open session or connection would warn, and warnings are errors
+
+
 class Blocks:
     """A configuration of one model block."""
 
