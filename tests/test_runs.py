@@ -198,6 +198,19 @@ async def test_a_version_that_does_not_move_ends_the_run(write: Any, served: Ser
         await train(project(write, served, {}), ("trainer_adapters.a.stuck", "true"))
 
 
+async def test_a_trainer_that_weighs_calls_is_refused_where_nobody_would_be_told(
+    write: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = project(write, served, {})
+    write("{}", "run/run.json")
+    monkeypatch.setattr(duo_plugin.KeepingAdapter, "weighs_itself", True)
+    with pytest.raises(
+        ConfigError, match="insitu_trainer gives each call an advantage, and keeping_adapter sends none"
+    ):
+        await train(path)
+    assert (path.parent / "run/run.json").exists(), "an earlier run has been moved"
+
+
 async def test_a_wrong_token_is_told_before_anything_runs(write: Any, served: Served) -> None:
     before = len(served.samples())
     with pytest.raises(BackendError, match="token"):
