@@ -427,25 +427,32 @@ async def test_connections_are_kept_and_closed(server: FakeOpenAI) -> None:
     gc.collect()  # an open session would warn, and warnings are errors
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_loops_in_threads_leave_nothing_open(server: FakeOpenAI, streamed: bool) -> None:
-    """As of frameworks whose synchronous methods run a loop for each call; the first loop's connection is kept."""
-    asked = stream_text if streamed else text_of
+async def ask_from_threads(server: FakeOpenAI, asked: Any) -> EpisodeScope:
     async with model(server) as plain:
+
+        def in_a_thread(text: str) -> Any:
+            return asyncio.to_thread(lambda: asyncio.run(asked(plain, text)))
+
         with EpisodeScope(training=True) as scope:
             await asked(plain, "first")
             before = len(server.connections)
-            from_threads = (asyncio.to_thread(lambda n=n: asyncio.run(asked(plain, f"thread {n}"))) for n in range(4))
-            assert await asyncio.gather(*from_threads) == [f"echo: thread {n}" for n in range(4)]
+            texts = [f"thread {number}" for number in range(4)]
+            assert await asyncio.gather(*map(in_a_thread, texts)) == [f"echo: {text}" for text in texts]
             assert len(server.connections) == before + 4
             with pytest.raises(openai.BadRequestError):
-                await asyncio.to_thread(lambda: asyncio.run(asked(plain, "status 400")))
+                await in_a_thread("status 400")
             await asked(plain, "last")
             assert len(server.connections) == before + 5
-    assert [call.error for call in scope.calls] == [None] * 6
-    assert len({call.index for call in scope.calls}) == 6
-    del plain
+    return scope
+
+
+@pytest.mark.parametrize("asked", [text_of, stream_text])
+async def test_loops_in_threads_leave_nothing_open(server: FakeOpenAI, asked: Any) -> None:
+    """As of frameworks whose synchronous methods run a loop for each call; the first loop's connection is kept."""
+    scope = await ask_from_threads(server, asked)
     gc.collect()  # an open session or connection would warn, and warnings are errors
+    assert sorted(call.index for call in scope.calls) == list(range(6))
+    assert all(call.error is None for call in scope.calls)
 
 
 class Blocks:
