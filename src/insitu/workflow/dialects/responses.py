@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from insitu.errors import RequestRefused
-from insitu.workflow.dialects import refuse_others, server_sent, text_parts
+from insitu.workflow.dialects.turns import openai_error, refuse_others, server_sent, text_parts
+from insitu.workflow.spelling import CHAT
 
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed", "user")
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "reasoning", "text", "truncation")
@@ -21,17 +22,16 @@ _KNOWN = frozenset(
     )
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"background": (False,), "max_tool_calls": (), "conversation": (), "prompt": ()}
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _TEXT = ("input_text", "output_text", "text", "summary_text", "refusal")
+
+
+error = openai_error
 
 
 def turn(request: dict[str, Any], memory: dict[str, Any]) -> "_Turn":
     refuse_others(request, _KNOWN, _NEUTRAL)
     return _Turn(request, memory)
-
-
-def error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def _chat(request: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
@@ -107,10 +107,11 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _Turn:
+    route = CHAT
     verbatim = False
 
     def __init__(self, request: dict[str, Any], memory: dict[str, Any]) -> None:
-        self._request = request
+        self._asked = request
         self._memory = memory
         before = request.get("previous_response_id")
         if before is not None and before not in memory:
@@ -120,7 +121,7 @@ class _Turn:
                 status=404,
                 param="previous_response_id",
             )
-        self.chat = _chat(request, memory[before] if before is not None else [])
+        self.request = _chat(request, memory[before] if before is not None else [])
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = request.get("model")
@@ -148,22 +149,22 @@ class _Turn:
 
     def _finished(self) -> dict[str, Any]:
         answer = {name: value for name, value in self._answer().items() if name in ("role", "content", "tool_calls")}
-        said = self.chat["messages"][1 if self._request.get("instructions") else 0 :]
+        said = self.request["messages"][1 if self._asked.get("instructions") else 0 :]
         self._memory[self._id] = [*said, answer]
-        return self._response("incomplete" if self._finish == "length" else "completed")
+        return self._response("incomplete" if self._finish in _INCOMPLETE else "completed")
 
     def _answer(self) -> dict[str, Any]:
         return (_messages(self._output) or [{"role": "assistant", "content": ""}])[-1]
 
     def _response(self, status: str) -> dict[str, Any]:
-        request = self._request
+        request = self._asked
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": _INCOMPLETE[str(self._finish)]} if status == "incomplete" else None,
             "model": self._model,
             "output": [dict(item) for item in self._output],
             "parallel_tool_calls": request.get("parallel_tool_calls", True),
@@ -208,11 +209,12 @@ class _Turn:
         return {"item_id": self._text["id"], "output_index": self._output.index(self._text), "content_index": 0}
 
     def _call(self, part: dict[str, Any]) -> Iterator[bytes]:
-        item = self._calls.get(part["index"])
-        function = part.get("function") or {}
+        function, index = part.get("function") or {}, part.get("index", 0)
+        item = self._calls.get(index)
         if item is None:
-            opening = {"id": part.get("id"), "function": {"name": function.get("name"), "arguments": ""}}
-            item = self._calls[part["index"]] = _call_item(opening, "in_progress")
+            called = part.get("id") or f"call_{uuid.uuid4().hex}"
+            opening = {"id": called, "function": {"name": function.get("name"), "arguments": ""}}
+            item = self._calls[index] = _call_item(opening, "in_progress")
             yield self._event("response.output_item.added", output_index=len(self._output), item=item)
             self._output.append(item)
         if piece := function.get("arguments"):
@@ -238,7 +240,7 @@ class _Turn:
         response = self._finished()
         yield self._event(f"response.{response['status']}", response=response)
 
-    error = staticmethod(error)
+    error = staticmethod(openai_error)
 
 
 def _text_part(text: str) -> dict[str, Any]:
