@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 from aiohttp import web
@@ -271,6 +272,41 @@ async def test_a_place_where_the_gateway_cannot_listen_is_told(tmp_path: Path, s
                 await output(tmp_path, server, "", gateway={"host": host, "port": port})
 
 
+async def test_a_service_of_a_cancelled_episode_gets_no_more_answers(tmp_path: Path, server: FakeOpenAI) -> None:
+    """It goes on, as services do whose client has left; what it asks then is refused, and belongs to no episode."""
+    going = asyncio.Event()
+    answers: list[int] = []
+
+    async def run_on(model: dict[str, str]) -> None:
+        async with aiohttp.ClientSession() as session:
+            for text in ("slow 0.3", "late"):
+                asked = {"model": "x", "messages": [{"role": "user", "content": text}]}
+                going.set()
+                async with session.post(model["openai_base_url"] + "/chat/completions", json=asked) as answer:
+                    answers.append(answer.status)
+
+    async def answer(request: web.Request) -> web.Response:
+        told = await request.json()
+        work = asyncio.create_task(run_on(told["model"]))
+        works.append(work)
+        await asyncio.shield(work)
+        return web.json_response({"output": "done"})
+
+    works: list[asyncio.Task[None]] = []
+    async with service(answer) as url, workflow(tmp_path, server.base_url, {"_type": "http", "url": url}) as program:
+        with EpisodeScope(training=True) as scope:
+            episode = asyncio.create_task(program.ainvoke("hi"))
+            await going.wait()
+            await asyncio.sleep(0.1)
+            episode.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await episode
+        with EpisodeScope(training=True) as following:
+            await works[0]
+    assert answers == [200, 410]
+    assert (scope.calls, scope.late_calls, following.calls) == ([], 2, [])
+
+
 @pytest.mark.parametrize(
     ("block", "said"),
     [
@@ -279,7 +315,10 @@ async def test_a_place_where_the_gateway_cannot_listen_is_told(tmp_path: Path, s
         ({"gateway": {"port": 70000}}, r"workflow.gateway.port"),
         ({"gateway": {"address": "http://box"}}, r"workflow.gateway: .*port 0 is another one each time"),
         ({"gateway": {"address": "box:80", "port": 80}}, r"workflow.gateway.address: .*'box:80' is no address"),
-        ({"gateway": {"adress": "http://box"}}, r"workflow.gateway: key 'adress' does not exist .did you mean 'address'"),
+        (
+            {"gateway": {"adress": "http://box"}},
+            r"workflow.gateway: key 'adress' does not exist .did you mean 'address'",
+        ),
         ({"elsewhere": {"base_url": "nowhere"}}, r"workflow.elsewhere.base_url: .*'nowhere' is no address"),
     ],
 )

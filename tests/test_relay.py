@@ -23,6 +23,12 @@ from insitu.workflow.context import EpisodeScope
 from insitu.workflow.gateway import MAX_BODY, Door, Elsewhere
 
 HI = json.dumps({"model": "x", "messages": ask("hi")}).encode()
+GARBLED = {
+    "no choices": b'{"choices": [null]}',
+    "page": b"<html>",
+    "null event": b'data: {"choices": [null]}\n\n',
+    "odd delta": b'data: {"choices": [{"index": 0, "delta": [7]}]}\n\n',
+}
 LARGE = 50_000_000
 
 
@@ -50,6 +56,13 @@ class Watched(FakeOpenAI):
         self.seen.append(Seen(request.method, request.rel_url.raw_path, request.headers.copy(), await request.read()))
         headers = {"Alt-Svc": 'h3=":443"', "X-Kept": "1", "Set-Cookie": "a=b"}
         return web.json_response({"object": "list", "data": [{"id": "fake"}]}, headers=headers)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if texts_of(body)[0] in GARBLED:
+            kind = "text/event-stream" if body.get("stream") else "text/html"
+            return web.Response(body=GARBLED[texts_of(body)[0]], content_type=kind)
+        return await super()._complete(request)
 
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         text = texts_of(body)[0]
@@ -360,6 +373,37 @@ async def test_a_stream_that_brings_nothing(server: Watched) -> None:
             assert await text_by("chat", True, door, "hi") == "echo: hi"
     assert scope.failed_attempts == {"empty stream": 2}
     assert [call.index for call in scope.calls] == [0]
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("text", GARBLED)
+async def test_what_a_server_garbles_is_nobodys_answer(server: Watched, text: str, dialect: str) -> None:
+    stream = GARBLED[text].startswith(b"data")
+    route = {"chat": "chat/completions"}.get(dialect, dialect)
+    asked = {"model": "x", "stream": stream} | ({"input": text} if dialect == "responses" else {"messages": ask(text)})
+    async with gateway_to(model(server)) as gateway:
+        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+            status, answer = await post(f"{door.openai_url}/{route}", asked)
+            assert await text_by("chat", False, door, "hi") == "echo: hi"
+    assert [call.message["content"] for call in scope.calls if call.error is None] == ["echo: hi"]
+    if dialect != "chat":
+        assert status == (200 if stream else 502)
+        assert "error" in str(answer)
+    assert stream or scope.failed_attempts == {"unreadable answer": 1}
+
+
+async def test_logprobs_of_a_streamed_response(server: Watched) -> None:
+    async with gateway_to(model(server)) as gateway:
+        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+            async with plain(door) as client:
+                asked: Any = {"model": "x", "input": "hi", "include": ["message.output_text.logprobs"]}
+                async with client.responses.stream(**asked) as events:
+                    told = [e.logprobs async for e in events if e.type == "response.output_text.delta"]
+                    whole = (await events.get_final_response()).output[0].content[0].logprobs
+                assert (await client.responses.create(**asked)).output[0].content[0].logprobs == whole
+                await client.responses.create(model="x", input="hi", top_logprobs=2)
+    assert [one.logprob for piece in told for one in piece] == [one.logprob for one in whole] == scope.calls[0].logprobs
+    assert "top_logprobs" not in server.requests[-1]
 
 
 async def test_no_key_is_logged(server: Watched, caplog: pytest.LogCaptureFixture) -> None:

@@ -138,7 +138,7 @@ class Exchange:
         except orjson.JSONDecodeError:
             reply = None
         choices = reply.get("choices") if isinstance(reply, dict) else None
-        if not isinstance(choices, list):
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             self.fail("unreadable answer")
             return body
         self._finish(reply, headers)

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 128
 """Most completions one request may ask for (`n`)."""
+_PATIENCE = 600.0
+"""Seconds to wait for a model's server where its block says nothing, as the OpenAI client does."""
 _REMEMBERED_KEYS = 1024
 _NOT_THE_AGENTS = ("train/", "preview/", "load_lora_adapter", "unload_lora_adapter")
 """Routes that change what a model's server serves (`insitu backend`, vLLM); the gateway's key is good for them."""
@@ -241,7 +243,7 @@ class Gateway:
 
     def _post(self, llm: PlainLLM, route: str, content: bytes) -> Any:
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {llm.client.api_key}"}
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=llm.config.timeout)
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=llm.config.timeout or _PATIENCE)
         assert self._session is not None
         url = _under(llm.client.base_url, route)
         return self._session.post(url, data=relay.payload(content), headers=headers, timeout=limit)

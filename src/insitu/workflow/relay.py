@@ -174,11 +174,14 @@ async def _events(
             return f"the stream of the model's server broke off: {error!r}"
         if not chunk:
             return None
-        shown = exchange.feed(chunk)
-        if not turn.verbatim:
-            events, rest = events_of(rest + shown)
-            failed = next((str(event["error"]) for event in events if "error" in event), None)
-            shown = b"".join(part for event in events if "error" not in event for part in turn.event(event))
-            if failed is not None:
-                return failed
+        try:
+            shown = exchange.feed(chunk)
+            if not turn.verbatim:
+                events, rest = events_of(rest + shown)
+                failed = next((str(event["error"]) for event in events if "error" in event), None)
+                shown = b"".join(part for event in events if "error" not in event for part in turn.event(event))
+                if failed is not None:
+                    return failed
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            return f"the stream of the model's server cannot be understood: {error!r}"
         await response.write(shown)

@@ -40,6 +40,8 @@ def _chat(request: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, A
         chat["max_tokens"] = request["max_output_tokens"]
     if "message.output_text.logprobs" in (request.get("include") or ()):
         chat["logprobs"] = True
+    else:
+        chat.pop("top_logprobs", None)
     asked = request.get("input")
     items = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked or ())
     chat["messages"] = [*history, *_messages(items)]
@@ -190,19 +192,21 @@ class _Turn:
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             if delta.get("content"):
-                yield from self._say(delta["content"])
+                yield from self._say(delta["content"], (choice.get("logprobs") or {}).get("content") or [])
             for part in delta.get("tool_calls") or ():
                 yield from self._call(part)
             self._finish = choice.get("finish_reason") or self._finish
 
-    def _say(self, text: str) -> Iterator[bytes]:
+    def _say(self, text: str, logprobs: list[Any]) -> Iterator[bytes]:
         if self._text is None:
             self._text = _message_item([_text_part("")], "in_progress")
             yield self._event("response.output_item.added", output_index=len(self._output), item=self._text)
             self._output.append(self._text)
             yield self._event("response.content_part.added", **self._place(), part=self._text["content"][0])
-        self._text["content"][0]["text"] += text
-        yield self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])
+        part = self._text["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        yield self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
 
     def _place(self) -> dict[str, Any]:
         assert self._text is not None
@@ -228,7 +232,8 @@ class _Turn:
             return
         if self._text is not None:
             part = self._text["content"][0]
-            yield self._event("response.output_text.done", **self._place(), text=part["text"], logprobs=[])
+            told = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield self._event("response.output_text.done", **self._place(), **told)
             yield self._event("response.content_part.done", **self._place(), part=part)
         for index, item in enumerate(self._output):
             item["status"] = "completed"
