@@ -38,7 +38,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/insitu finetune --config_file examples/tic_tac_toe/grpo.yml
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 # An environment for each release of the client; wandb is what its serverless backend cannot do without.
 ART_RELEASES := 0.5.4 0.5.18

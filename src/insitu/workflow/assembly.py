@@ -1,8 +1,10 @@
-"""Puts a streamed chat completion together while its server-sent events pass through."""
+"""Puts a streamed completion together while its server-sent events pass through."""
 
 from typing import Any, Protocol
 
 import orjson
+
+from insitu.workflow.spelling import delta_of
 
 
 class Filter(Protocol):
@@ -57,14 +59,15 @@ class StreamAssembly:
     def _add(self, piece: dict[str, Any]) -> None:
         index = piece.get("index", 0)
         choice = self._choices.setdefault(index, {"index": index, "message": {"role": "assistant", "content": None}})
-        merge_delta(choice["message"], piece.get("delta") or {})
-        if piece.get("finish_reason") is not None:
-            choice["finish_reason"] = piece["finish_reason"]
+        merge_delta(choice["message"], delta_of(piece))
+        for name in ("finish_reason", "prompt_token_ids"):
+            if piece.get(name) is not None:
+                choice[name] = piece[name]
         if piece.get("token_ids") is not None:
             choice.setdefault("token_ids", []).extend(piece["token_ids"])
-        logprobs = piece.get("logprobs")
-        if logprobs is not None and logprobs.get("content") is not None:
-            choice.setdefault("logprobs", {"content": []})["content"].extend(logprobs["content"])
+        for name, told in (piece.get("logprobs") or {}).items():
+            if isinstance(told, list):
+                choice.setdefault("logprobs", {}).setdefault(name, []).extend(told)
 
     def is_complete(self, choices: int) -> bool:
         """Whether all `choices` have come to their end."""

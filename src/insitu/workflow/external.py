@@ -14,11 +14,12 @@ import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
+from yarl import URL
 
 from insitu.config import Config
 from insitu.errors import BackendUnavailable, EpisodeTimeout, WorkflowError
@@ -27,7 +28,7 @@ from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.workflow.context import Context, EpisodeScope, current_scope
 from insitu.workflow.conversion import convert, json_form
 from insitu.workflow.functions import FunctionInfo
-from insitu.workflow.gateway import Door, Elsewhere, Gateway
+from insitu.workflow.gateway import Door, Elsewhere, Gateway, Listen
 
 _GRACE = 2.0
 """Seconds between asking a program to end and making it."""
@@ -37,15 +38,47 @@ _PASSING = (429, 502, 503, 504)
 """Statuses of a service that another attempt may not meet."""
 
 
+def _address(value: str) -> str:
+    """Checks that a client can go there."""
+    url = URL(value.replace("{port}", "1"))  # ValueError: a port that is no number, say
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"{value!r} is no address; expected one like http://host:port/path")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_address)]
+
+
 class ElsewhereConfig(BaseModel):
     """An OpenAI-compatible server for requests that name no model of this file, embeddings among them."""
 
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
-    base_url: str
+    base_url: Address
     """Up to and including `/v1`."""
     api_key: SecretStr | None = None
     """Its key."""
+
+
+class GatewayConfig(BaseModel):
+    """Where agents find their models: on this machine, if nothing is said."""
+
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """The address of this machine to listen at; `0.0.0.0` for all it has."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """The port; 0: a free one."""
+    address: Address | None = None
+    """What agents are told instead, from a container or another machine; `{port}` stands for the port."""
+
+    @model_validator(mode="after")
+    def _can_be_told(self) -> Self:
+        if self.address is None and self.host in ("0.0.0.0", "::"):
+            raise ValueError(f"host {self.host} is no address to go to: give `address`, what agents are told")
+        if self.address is not None and self.port == 0 and "{port}" not in self.address:
+            raise ValueError("port 0 is another one each time: give `port`, or write {port} into `address`")
+        return self
 
 
 class ExternalConfig(FunctionBaseConfig):
@@ -57,6 +90,8 @@ class ExternalConfig(FunctionBaseConfig):
     """Further models, by the names the agent calls them."""
     elsewhere: ElsewhereConfig | None = None
     """Where requests go that name no known model; none: to `llm`."""
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+    """Where agents find their models."""
 
 
 class CommandConfig(ExternalConfig, name="command"):
@@ -81,7 +116,7 @@ class CommandConfig(ExternalConfig, name="command"):
 class HttpConfig(ExternalConfig, name="http"):
     """A service that is posted each row, and told where its model is for this episode."""
 
-    url: str
+    url: Address
     """Where to post."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Further headers."""
@@ -110,12 +145,13 @@ async def _gateway(config: ExternalConfig, builder: Builder) -> Gateway:
     elsewhere = None
     if (other := config.elsewhere) is not None:
         elsewhere = Elsewhere(other.base_url, other.api_key.get_secret_value() if other.api_key else "none")
-    return Gateway([await builder.get_llm(name) for name in names], config.models, elsewhere)
+    listen = Listen(config.gateway.host, config.gateway.port, config.gateway.address)
+    return Gateway([await builder.get_llm(name) for name in names], config.models, elsewhere, listen)
 
 
 def environment(door: Door, given: Mapping[str, str]) -> dict[str, str]:
     """Ours, with the addresses of this episode in the variables that the official clients read."""
-    direct = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1")))
+    direct = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), URL(door.address).host)))
     return {
         **os.environ,
         "OPENAI_BASE_URL": door.openai_url,

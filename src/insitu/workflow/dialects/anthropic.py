@@ -10,7 +10,8 @@ from typing import Any
 import orjson
 
 from insitu.errors import RequestRefused
-from insitu.workflow.dialects import refuse_others, server_sent, text_parts
+from insitu.workflow.dialects.turns import refuse_others, server_sent, text_parts
+from insitu.workflow.spelling import CHAT
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "stream")
 _KNOWN = frozenset((*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "metadata", "service_tier"))
@@ -22,7 +23,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "context_management": ({},),
 }
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
-_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 
 
 def turn(request: dict[str, Any], memory: dict[str, Any]) -> "_Turn":
@@ -30,7 +39,7 @@ def turn(request: dict[str, Any], memory: dict[str, Any]) -> "_Turn":
     return _Turn(_chat(request, memory), memory)
 
 
-def error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+def error(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -105,10 +114,11 @@ def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> It
 
 
 class _Turn:
+    route = CHAT
     verbatim = False
 
-    def __init__(self, chat: dict[str, Any], memory: dict[str, str]) -> None:
-        self.chat = chat
+    def __init__(self, request: dict[str, Any], memory: dict[str, str]) -> None:
+        self.request = request
         self._memory = memory
         self._id = f"msg_{uuid.uuid4().hex}"
         self._begun = False
@@ -117,7 +127,7 @@ class _Turn:
         self._calls: dict[int, str] = {}
         """The id of each tool call, by its index."""
         self._text_open = False
-        self._stop: str | None = None
+        self._stop: tuple[str, str | None] = ("end_turn", None)
         self._usage: dict[str, Any] = {}
 
     def reply(self, completion: dict[str, Any]) -> dict[str, Any]:
@@ -130,9 +140,11 @@ class _Turn:
             self._memory[call["id"]] = call["function"].get("arguments") or ""
             arguments = _arguments(self._memory[call["id"]])
             content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
-        return self._message(completion, content, _STOPS.get(choice.get("finish_reason"), "end_turn"))
+        return self._message(completion, content, *_stop(choice))
 
-    def _message(self, completion: dict[str, Any], content: list[Any], stop: str | None) -> dict[str, Any]:
+    def _message(
+        self, completion: dict[str, Any], content: list[Any], stop: str | None = None, sequence: str | None = None
+    ) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
@@ -140,14 +152,12 @@ class _Turn:
             "model": completion.get("model"),
             "content": content,
             "stop_reason": stop,
-            "stop_sequence": None,
+            "stop_sequence": sequence,
             "usage": _usage(completion.get("usage") or {}),
         }
 
     def event(self, chunk: dict[str, Any]) -> Iterator[bytes]:
-        if not self._begun:
-            self._begun = True
-            yield server_sent("message_start", {"type": "message_start", "message": self._message(chunk, [], None)})
+        yield from self._begin(chunk)
         if chunk.get("usage"):
             self._usage = _usage(chunk["usage"])
         for choice in chunk.get("choices") or ():
@@ -157,7 +167,12 @@ class _Turn:
             for part in delta.get("tool_calls") or ():
                 yield from self._call(part)
             if choice.get("finish_reason"):
-                self._stop = _STOPS.get(choice["finish_reason"], "end_turn")
+                self._stop = _stop(choice)
+
+    def _begin(self, chunk: dict[str, Any]) -> Iterator[bytes]:
+        if not self._begun:
+            self._begun = True
+            yield server_sent("message_start", {"type": "message_start", "message": self._message(chunk, [])})
 
     def _text(self, text: str) -> Iterator[bytes]:
         if not self._text_open:
@@ -166,13 +181,13 @@ class _Turn:
         yield self._delta({"type": "text_delta", "text": text})
 
     def _call(self, part: dict[str, Any]) -> Iterator[bytes]:
-        function = part.get("function") or {}
-        if part["index"] not in self._calls:
-            called = self._calls[part["index"]] = part.get("id") or f"toolu_{uuid.uuid4().hex}"
+        function, index = part.get("function") or {}, part.get("index", 0)
+        if index not in self._calls:
+            called = self._calls[index] = part.get("id") or f"toolu_{uuid.uuid4().hex}"
             self._memory[called] = ""
             yield from self._open({"type": "tool_use", "id": called, "name": function.get("name"), "input": {}})
         if function.get("arguments"):
-            self._memory[self._calls[part["index"]]] += function["arguments"]
+            self._memory[self._calls[index]] += function["arguments"]
             yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
 
     def _open(self, block: dict[str, Any]) -> Iterator[bytes]:
@@ -193,8 +208,9 @@ class _Turn:
         if failure is not None:
             yield server_sent("error", error(502, failure))
             return
+        yield from self._begin({})
         yield from self._close()
-        delta = {"stop_reason": self._stop or "end_turn", "stop_sequence": None}
+        delta = dict(zip(("stop_reason", "stop_sequence"), self._stop, strict=True))
         usage = self._usage or _usage({})
         yield server_sent("message_delta", {"type": "message_delta", "delta": delta, "usage": usage})
         yield server_sent("message_stop", {"type": "message_stop"})
@@ -215,6 +231,13 @@ def _arguments(text: str | None) -> Any:
     except orjson.JSONDecodeError:
         value = None
     return value if isinstance(value, dict) else {"arguments": text}
+
+
+def _stop(choice: dict[str, Any]) -> tuple[str, str | None]:
+    """Why it ended, and the stop sequence that ended it, where the server says which."""
+    if choice.get("finish_reason") == "stop" and isinstance(sequence := choice.get("stop_reason"), str):
+        return "stop_sequence", sequence
+    return _STOPS.get(str(choice.get("finish_reason")), "end_turn"), None
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
