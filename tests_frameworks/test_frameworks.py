@@ -80,10 +80,7 @@ def write_result(name: str, stream: bool, left: Left) -> None:
     file.parent.mkdir(exist_ok=True)
     known = json.loads(file.read_text()) if file.exists() else {}
     head = {"framework": CASES[name].title, "package": CASES[name].distribution, "version": version}
-    kept = {mode: known[mode] for mode in MODES if mode in known and known.get("version") == version}
-    kept[MODES[stream]] = {
-        "episodes": len(left.episodes),
-        "calls_at_once": most_at_once(left.every_call),
-        "goes_on_after_an_error": CASES[name].goes_on,
-    }
-    file.write_text(json.dumps(head | {mode: kept[mode] for mode in MODES if mode in kept}, indent=2) + "\n")
+    runs = {mode: known[mode] for mode in MODES if mode in known and known["version"] == version}
+    runs[MODES[stream]] = {"episodes": len(left.episodes), "calls_at_once": most_at_once(left.every_call)}
+    found = {**head, "goes_on": CASES[name].goes_on, **{mode: runs[mode] for mode in MODES if mode in runs}}
+    file.write_text(json.dumps(found, indent=2) + "\n")

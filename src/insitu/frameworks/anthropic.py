@@ -27,10 +27,9 @@ def sync_client(plain: PlainLLM) -> anthropic.Anthropic:
 
 
 def _options(plain: PlainLLM) -> dict[str, Any]:
-    timeout = {} if plain.config.timeout is None else {"timeout": plain.config.timeout}
     return {
         "base_url": str(plain.client.base_url).rstrip("/").removesuffix("/v1"),
         "api_key": plain.client.api_key,
+        "timeout": plain.config.timeout or anthropic.DEFAULT_TIMEOUT,  # openai's may be of another HTTP library
         "max_retries": plain.client.max_retries,
-        **timeout,
     }
