@@ -24,6 +24,7 @@ from looker import COLOURS, NIGHT, SEEN
 from insitu.schemas.episodes import ModelCall
 
 MODES = ("whole", "streamed")
+AT_ONCE = 8  # of the 12 episodes, which all begin together
 RUNS = [(name, stream) for name, case in CASES.items() for stream in ([False, True] if case.streams else [False])]
 
 
@@ -42,6 +43,7 @@ def test_an_agent_is_trained(name: str, stream: bool, model: Path, tmp_path: Pat
     left = train(python_of(name), model, tmp_path, agent, SEEN, [f"{name}_agent"])
     check_capture(left, stream)
     check_training(left)
+    assert most_at_once(left.every_call) >= AT_ONCE
     for episode in left.episodes:
         calls = left.calls[episode["episode"]]
         if episode["row_id"] == NIGHT and not CASES[name].goes_on:
