@@ -169,6 +169,7 @@ def check_training(left: Left) -> None:
     answered = [episode for episode in left.episodes if episode["outcome"] == "ok"]
     sampled = sum(len(call.token_ids) for episode in answered for call in left.calls[episode["episode"]])
     assert (left.epoch["tokens"], left.epoch["rows"]) == (sampled, len(answered))
+    assert left.epoch["grad_norm"] > 0
 
 
 def number_in(call: ModelCall) -> str:
