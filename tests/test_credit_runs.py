@@ -19,6 +19,7 @@ import yaml
 from tiny_backend import Served, tiny_backend
 
 from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.training.inspection import Fate, RunFiles
 from insitu.training.runtime import finetuning_main
 
 ROWS, GENERATIONS = 5, 4
@@ -237,6 +238,15 @@ async def test_advantages_are_those_of_the_reference(write: Any, served: Served,
     found = {(r["episode"], texts[r["episode"], int(k)]): a for r in weighed for k, a in r["advantages"].items()}
     assert found == pytest.approx({k: a for row in expected.keys() - flat for k, a in expected[row].items()}, abs=1e-9)
     assert any(abs(a) > 0.01 for a in found.values())
+
+    files = RunFiles(run)
+    shown = {read.record["episode"]: read for read in map(files.read, files.episodes())}
+    assert {(n, texts[n, k]): a for n, read in shown.items() for k, a in read.advantages.items()} == found
+    for name, read in shown.items():
+        assert (read.fate is Fate.TRAINED) == any(name == episode for episode, _ in found)
+        assert (read.reason is not None) == (read.fate is Fate.LEFT_OUT or read.record["outcome"] == "failed")
+        trained = [row for row in duo_plugin.sent if row.episode == name]
+        assert read.fate is Fate.LEFT_OUT or read.rows == trained
 
     for row in duo_plugin.sent:  # each sampled token has the advantage of its call
         (index,) = row.calls
