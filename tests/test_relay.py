@@ -367,8 +367,10 @@ async def test_a_stream_that_brings_nothing(server: Watched) -> None:
     async with gateway_to(model(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
             async with claude(door) as client:
-                async with client.messages.stream(model="x", max_tokens=9, messages=ask("nothing")) as stream:
-                    assert (await stream.get_final_message()).content == []
+                with pytest.raises(anthropic.APIError, match="closed before its end"):
+                    async with client.messages.stream(model="x", max_tokens=9, messages=ask("nothing")) as stream:
+                        await stream.get_final_message()
+            assert "closed before its end" in (door.failure or "")
             assert await text_by("chat", True, door, "nothing") == ""
             assert await text_by("chat", True, door, "hi") == "echo: hi"
     assert scope.failed_attempts == {"empty stream": 2}

@@ -28,6 +28,7 @@ from insitu.workflow.context import EpisodeScope
 from insitu.workflow.dialects import CHAT, DIALECTS, Dialect, Turn, anthropic, chat, request_of
 from insitu.workflow.llms import PlainLLM
 from insitu.workflow.relay import MAX_BODY, Route
+from insitu.workflow.spelling import UNREADABLE
 from insitu.workflow.steps import Place, place
 
 logger = logging.getLogger(__name__)
@@ -230,6 +231,8 @@ class Gateway:
                 if exchange.streamed and answer.status < 400:
                     return await relay.stream(request, answer, exchange, turn, door.note)
                 shown = exchange.answer(answer.status, answer.headers, await answer.read())
+                if exchange.unreadable is not None:
+                    raise aiohttp.ClientPayloadError(f"its answer is no completion: {exchange.unreadable}")
         except BaseException as error:  # whatever ends the call is a failed attempt; raised again
             exchange.fail(type(error).__name__)
             raise
@@ -272,7 +275,7 @@ def _under(base_url: Any, route: str) -> str:
 def _turn(door: Door, dialect: Dialect, data: dict[str, Any]) -> Turn:
     try:
         return dialect.turn(data, door.memory.setdefault(dialect, {}))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except UNREADABLE as error:
         raise RequestRefused(f"the request cannot be understood: {type(error).__name__} {error}") from error
 
 
