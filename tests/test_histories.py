@@ -1,7 +1,8 @@
 """Histories that are not one dialogue: 200 episodes of every shape at once, against a reference made of strings.
 
-The server keeps what it was sent and has sampled under the request's `user`, which no two calls share. What the
-recorder has kept, and the rows made of it, are compared with that and with nothing that insitu computes.
+Each is played twice, by a client of ours and by a foreign one through the gateway, all at the same time, with answers
+streamed and whole. The server keeps what it was sent and has sampled under the request's `user`, which no two calls
+share. What the recorder has kept, and the rows made of it, are compared with that and with nothing insitu computes.
 """
 
 import asyncio
@@ -10,8 +11,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
+import aiohttp
 import openai
 import orjson
 import pytest
@@ -24,6 +27,8 @@ from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.training.store import call_records, restore_calls
 from insitu.trajectories.dialogues import dialogues
+from insitu.workflow.context import current_scope
+from insitu.workflow.gateway import Gateway
 from insitu.workflow.llms import Endpoint, OpenAIConfig, PlainLLM, connect
 
 Message = dict[str, Any]
@@ -61,6 +66,8 @@ class Templated(FakeOpenAI):
         for choice in range(body.get("n") or 1):
             assert (name, choice) not in self.log, "answered twice"
             answer = f"echo: {text}" if choice == 0 else f"echo {choice}: {text}"
+            if text == "tool" and body.get("stream"):
+                answer = "abc"  # the arguments in pieces, which come back in the next prompt as if they had been whole
             self.log[name, choice] = Sampled(rendered(body["messages"]), answer)
         return await super()._complete(request)
 
@@ -72,7 +79,7 @@ class Templated(FakeOpenAI):
 class Agent:
     """The hands of an episode's workflow; `begun` and `ended` hold the moments of its answered calls, by name."""
 
-    llm: PlainLLM
+    send: Callable[[dict[str, Any]], Awaitable[list[dict[str, Any]]]]
     name: str
     draw: random.Random
     made: int = 0
@@ -94,9 +101,10 @@ class Agent:
         await asyncio.sleep(self.draw.choice([0, 0, 0.001, 0.005]))
         for _ in range(retries + 1):
             began = self.tick()
+            body = {"model": "fake", "messages": messages, "stream": self.draw.random() < 0.5, **options}
             try:
-                found = await self._send(messages, options)
-            except openai.InternalServerError:
+                found = messages_of(await self.send(body))
+            except (openai.InternalServerError, aiohttp.ClientResponseError):
                 self.failed += 1
                 continue
             self.begun[name], self.ended[name] = began, self.tick()
@@ -104,22 +112,35 @@ class Agent:
             return found
         return []
 
-    async def _send(self, messages: list[Message], options: dict[str, Any]) -> list[Message]:
-        tools = messages[-1]["content"] == "tool"
-        if tools or self.draw.random() < 0.7:
-            reply = await self.llm.complete(messages, **options)
-            return [c.message.model_dump(exclude_none=not tools, include=_SENT) for c in reply.choices]
-        parts: dict[int, list[str]] = {}
-        stream = await self.llm.client.chat.completions.create(
-            model=self.llm.model, messages=messages, stream=True, **options
-        )
-        async for chunk in stream:
-            for choice in chunk.choices:
-                parts.setdefault(choice.index, []).append(choice.delta.content or "")
-        return [said("".join(parts[k])) for k in sorted(parts)]
+
+def messages_of(events: list[dict[str, Any]]) -> list[Message]:
+    """The answers in the order of their choices, from a whole answer or the events of a streamed one."""
+    found: dict[int, Message] = {}
+    for choice in (choice for event in events for choice in event["choices"]):
+        message = found.setdefault(choice["index"], {"role": "assistant", "content": None})
+        piece = choice.get("message") or choice["delta"]
+        if piece.get("content") is not None:
+            message["content"] = (message["content"] or "") + piece["content"]
+        for number, called in enumerate(piece.get("tool_calls") or ()):
+            known = message.setdefault("tool_calls", [])
+            if called.get("index", number) == len(known):
+                known.append({"id": called["id"], "type": "function", "function": dict(called["function"])})
+            else:
+                known[called["index"]]["function"]["arguments"] += called["function"]["arguments"]
+    return [found[k] for k in sorted(found)]
 
 
-_SENT = {"role", "content", "tool_calls"}
+async def by_our_client(client: openai.AsyncOpenAI, body: dict[str, Any]) -> list[dict[str, Any]]:
+    how: dict[str, Any] = {"stream": True, "stream_cls": openai.AsyncStream[object]} if body["stream"] else {}
+    answer = await client.post("/chat/completions", body=body, cast_to=object, **how)
+    return [event async for event in answer] if body["stream"] else [answer]
+
+
+async def by_a_foreign_client(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async with session.post(f"{url}/chat/completions", json=body, raise_for_status=True) as answer:
+        text = await answer.text()
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+    return [orjson.loads(event) for event in (events if body["stream"] else [text])]
 
 
 def user(text: str) -> Message:
@@ -225,16 +246,27 @@ SHAPES: list[Callable[[Agent], Awaitable[Any]]] = [
 
 
 class Workflow:
-    """Each row is an episode: of one shape, of two after one another, or of two at the same time."""
+    """Each row is an episode: of one shape, of two after one another, or of two at the same time.
 
-    def __init__(self, llm: PlainLLM) -> None:
-        self.llm = llm
+    `7 ours` is asked by our own client, `7 foreign` by one that is given an address of the gateway.
+    """
+
+    def __init__(self, llm: PlainLLM, gateway: Gateway, foreign: aiohttp.ClientSession) -> None:
+        self.llm, self.gateway, self.foreign = llm, gateway, foreign
         self.agents: dict[str, Agent] = {}
 
     async def ainvoke(self, name: str) -> str:
+        if name.endswith("ours"):
+            return await self._play(name, partial(by_our_client, self.llm.client))
+        scope = current_scope()
+        assert scope is not None
+        with self.gateway.admit(scope) as door:
+            return await self._play(name, partial(by_a_foreign_client, self.foreign, door.openai_url))
+
+    async def _play(self, name: str, send: Any) -> str:
         draw = random.Random(f"shapes of {name}")
-        agent = self.agents[name] = Agent(self.llm, name, draw)
-        first, second = SHAPES[int(name) % len(SHAPES)], draw.choice(SHAPES)
+        agent = self.agents[name] = Agent(send, name, draw)
+        first, second = SHAPES[int(name.split()[0]) % len(SHAPES)], draw.choice(SHAPES)
         kind = draw.random()
         if kind < 0.3:
             await first(agent)
@@ -255,19 +287,21 @@ class Played(NamedTuple):
 async def _play(server: Templated) -> Played:
     config = OpenAIConfig(model_name="fake", base_url=server.base_url, max_retries=0)
     llm = connect("player", config, Endpoint("fake", server.base_url, "none"))
-    workflow, rules = Workflow(llm), EpisodeRules(training=True)
-    names = [str(k) for k in range(EPISODES)]
+    names = [f"{k} {way}" for k in range(EPISODES) for way in ("ours", "foreign")]
     random.Random(7).shuffle(names)
-    episodes = {}
+    rules = EpisodeRules(training=True)
+    episodes: dict[str, Episode] = {}
 
     async def run(name: str) -> Episode:
         item = EvalInputItem(id=name, input_obj=name)
         return await run_episode(in_process(workflow), item, EpisodeKey("r", 1, name, 0), rules)
 
     try:
-        async with aclosing(run_limited(names, run, AT_ONCE)) as ended:
-            async for episode in ended:
-                episodes[episode.key.row_id] = episode
+        async with aiohttp.ClientSession() as foreign, Gateway([llm]) as gateway:
+            workflow = Workflow(llm, gateway, foreign)
+            async with aclosing(run_limited(names, run, AT_ONCE)) as ended:
+                async for episode in ended:
+                    episodes[episode.key.row_id] = episode
     finally:
         await llm.aclose()
     return Played(server, workflow.agents, episodes)
@@ -284,9 +318,11 @@ def names_of(episode: Episode) -> list[tuple[str, int]]:
 
 
 def test_every_shape_was_played(played: Played) -> None:
-    assert len(played.episodes) == EPISODES
+    assert len(played.episodes) == 2 * EPISODES
     assert [e.error for e in played.episodes.values() if e.outcome is not Outcome.OK] == []
-    assert len(played.server.log) > 4 * EPISODES
+    assert len(played.server.log) > 8 * EPISODES
+    streamed = Counter(bool(body.get("stream")) for body in played.server.requests)
+    assert min(streamed.values()) > 3 * EPISODES
     assert {len(e.calls) for e in played.episodes.values()} >= {3, 4, 5, 6, 7}
 
 
