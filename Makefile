@@ -55,7 +55,7 @@ test-art: $(VENV)/.installed-dev $(ART_STAMPS)
 # An environment for each framework: some exclude one another. None has torch: the backend runs in ours.
 FRAMEWORKS := $(patsubst examples/frameworks/%_agent.py,%,$(wildcard examples/frameworks/*_agent.py))
 FRAMEWORK_STAMPS := $(FRAMEWORKS:%=.venv-frameworks/%/.installed)
-.venv-frameworks/%/.installed: | $(BIN)/python
+.venv-frameworks/%/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv .venv-frameworks/$*
 	.venv-frameworks/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(subst _,-,$*)]'
 	@touch $@

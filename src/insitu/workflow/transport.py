@@ -177,7 +177,8 @@ class _SyncTransport:
     def handle_request(self, request: Any) -> Any:
         with self._lock:  # agents run in threads of their own call at once
             if self._inner is None:
-                self._inner = self.http.HTTPTransport()
+                limits = self.http.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS)  # and any number of connections
+                self._inner = self.http.HTTPTransport(limits=limits)
         exchange = self._recorder.begin(request.method, request.url.path, request.read())
         if exchange is None:
             return self._inner.handle_request(request)

@@ -25,7 +25,7 @@ PATIENCE = 0.5
 """Seconds a completion may take before its client is watched for leaving; most are over by then."""
 
 T = TypeVar("T")
-Sink = Callable[[Sequence[Ask], Sequence[Piece]], None]
+Sink = Callable[[Sequence[Ask], Sequence[Piece], bool], None]
 
 
 class SampleLog:
@@ -37,7 +37,7 @@ class SampleLog:
         except OSError as error:
             raise BackendError(f"log_samples is {path}, which cannot be written: {error.strerror}") from error
 
-    def __call__(self, asks: Sequence[Ask], pieces: Sequence[Piece]) -> None:
+    def __call__(self, asks: Sequence[Ask], pieces: Sequence[Piece], streamed: bool) -> None:
         for (prompt, params), piece in zip(asks, pieces, strict=True):
             line = {
                 "prompt_token_ids": prompt,
@@ -46,6 +46,7 @@ class SampleLog:
                 "version": piece.version,
                 "seed": params.seed,
                 "finish_reason": piece.finish_reason,
+                "streamed": streamed,
             }
             self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
         self._file.flush()
@@ -157,7 +158,7 @@ class Completions:
         pieces = await _unless_gone(self._engine.complete(*call), receive)
         if pieces is None:
             return
-        self._record(call, pieces)
+        self._record(call, pieces, streamed=False)
         body = orjson.dumps(self._answer(request, call).whole(pieces))
         headers = [
             (b"content-type", b"application/json"),
@@ -170,9 +171,9 @@ class Completions:
     def _answer(self, request: SamplingRequest, call: Call) -> Answer:
         return request.answer([ask.prompt for ask in call.asks], self._engine.tokens)
 
-    def _record(self, call: Call, pieces: Sequence[Piece]) -> None:
+    def _record(self, call: Call, pieces: Sequence[Piece], streamed: bool) -> None:
         if self._log is not None:
-            self._log(call.asks, pieces)
+            self._log(call.asks, pieces, streamed)
 
     def _understand(self, body: bytes) -> tuple[SamplingRequest, Call]:
         request = parse_request(self._kind, body)
@@ -234,7 +235,7 @@ class Completions:
         finally:
             watcher.remove_done_callback(leave)
             watcher.cancel()
-        self._record(call, [_joined(pieces) for pieces in parts])
+        self._record(call, [_joined(pieces) for pieces in parts], streamed=True)
 
 
 async def _gone(receive: Receive) -> None:
