@@ -37,6 +37,8 @@ MAX_CHOICES = 128
 """Most completions one request may ask for (`n`)."""
 _PATIENCE = 600.0
 """Seconds to wait for a model's server where its block says nothing, as the OpenAI client does."""
+_BACKLOG = 4096
+"""Connections that may wait to be accepted: hundreds of agents may begin at once."""
 _REMEMBERED_KEYS = 1024
 _NOT_THE_AGENTS = ("train/", "preview/", "load_lora_adapter", "unload_lora_adapter")
 """Routes that change what a model's server serves (`insitu backend`, vLLM); the gateway's key is good for them."""
@@ -132,7 +134,7 @@ class Gateway:
         self._runner = web.AppRunner(app, shutdown_timeout=1.0, **options)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._listen.host, self._listen.port).start()
+            await web.TCPSite(self._runner, self._listen.host, self._listen.port, backlog=_BACKLOG).start()
         except OSError as error:
             await self._runner.cleanup()
             where = f"{self._listen.host}:{self._listen.port}"
