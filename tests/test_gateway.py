@@ -426,3 +426,12 @@ async def test_many_may_connect_at_once(server: FakeOpenAI) -> None:
                 connection.sendall(b"GET /e/key/v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
             for connection in connections:
                 assert await asyncio.to_thread(connection.recv, 12) == b"HTTP/1.1 401"
+
+
+async def test_what_says_nothing_of_the_answer_is_left_out(server: FakeOpenAI) -> None:
+    async with gateway_to(model(server)) as gateway:
+        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+            asked: Any = {"model": "x", "max_tokens": 9, "messages": ask("hi"), "cache_control": {"type": "ephemeral"}}
+            status, _ = await post(f"{door.anthropic_url}/v1/messages", asked)
+    assert (status, len(scope.calls)) == (200, 1)
+    assert "cache_control" not in server.requests[-1]

@@ -14,7 +14,12 @@ from insitu.workflow.dialects.turns import refuse_others, server_sent, text_part
 from insitu.workflow.spelling import CHAT
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "stream")
-_KNOWN = frozenset((*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "metadata", "service_tier"))
+_KNOWN = frozenset(
+    (
+        *(*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences"),
+        *("metadata", "service_tier", "cache_control"),  # which say nothing of the answer
+    )
+)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "disabled"},),
     "top_k": (0, -1),
