@@ -107,7 +107,7 @@ class InsituTrainer(Trainer):
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
-        if self.weighs_calls and trainer_adapter.weighs_itself:
+        if self.weighs_calls and getattr(trainer_adapter, "weighs_itself", False):  # a plugin may be no subclass
             adapter = trainer_adapter.adapter_config.type
             raise ConfigError(
                 f"trainers: {self.trainer_config.type} gives each call an advantage, and {adapter} sends none: its "
