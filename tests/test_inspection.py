@@ -192,7 +192,7 @@ def test_what_a_server_weighs_is_told_as_sent(tmp_path: Path) -> None:
     assert "  trained with 1 of 3 calls, sent with the episode's reward; the server made their advantages\n" in shown
     parts = [line.partition("stop  ")[2] for line in shown.splitlines() if "tokens  stop" in line]
     assert parts == ["reward 0.25  context  row 1", "not trained", "reward 0  sent  row 1"]
-    assert "rows, by exact prefix; the server made its own of what was sent\n" in shown
+    assert "rows, by exact prefix; the server makes its own of what it is sent\n" in shown
     assert "row 1: calls 0, 2; 6 tokens, 1 of them trained" in shown
     assert show(made.folder).out.splitlines()[0].endswith("3 calls   sent")
 
@@ -216,7 +216,13 @@ def test_what_is_not_trained_is_not_told_as_trained(
         made.weigh(advantages, episode(0, "r1"), episode(1, "r1"))
     made.store.close()
     assert all(line.endswith(f"  {listed}") for line in show(made.folder).out.splitlines())
-    assert f"\n  {told}\n" in show(made.folder, "--generation", 0).out
+    shown = show(made.folder, "--generation", 0).out
+    assert f"\n  {told}\n" in shown
+    rows = shown.partition("\nrows")[2]
+    if advantages is None:
+        assert rows == ", as they would be with all calls\n  row 1: calls 0, 2; 6 tokens, 3 of them sampled\n"
+    else:
+        assert rows == "\n  row 1: calls 0, 2; 6 tokens, 2 of them to train\n"
 
 
 def test_a_run_of_an_earlier_release_is_read(run: Path) -> None:

@@ -70,7 +70,7 @@ def show(
     read = files.read(found[0])
     there = [call.index for call in read.calls]
     if calls is not None and not any(index in calls for index in there):
-        raise ConfigError(f"--calls: the episode has calls {there[0]} to {there[-1]}" if there else "it has no calls")
+        raise ConfigError(f"--calls: the episode has {f'calls {there[0]} to {there[-1]}' if there else 'no calls'}")
     view = View(range(sys.maxsize) if calls is None else calls, tokens, full)
     for line in (*_head(read, view), *_calls(read, view), *_dialogues(read, view), *_rows(read, view)):
         click.echo(line)
@@ -245,14 +245,16 @@ def _piece(piece: Any) -> str:
 def _rows(read: "ReadEpisode", view: View) -> Iterator[str]:
     from insitu.training.inspection import Fate
 
-    kinds = {Fate.TRAINED: "", Fate.SENT: ", by exact prefix; the server made its own of what was sent"}
-    yield from ("", click.style(f"rows{kinds.get(read.fate, ', as they would be with all calls')}", bold=True))
+    kind = "" if read.advantages else ", as they would be with all calls"
+    if None in read.advantages.values():
+        kind = ", by exact prefix; the server makes its own of what it is sent"
+    verb = "trained" if read.fate in (Fate.TRAINED, Fate.SENT) else "to train" if read.advantages else "sampled"
+    yield from ("", click.style(f"rows{kind}", bold=True))
     calls = {call.index: call for call in read.calls}
     rows = [(number, row) for number, row in enumerate(read.rows, 1) if any(i in view.calls for i in row.calls)]
     for number, row in rows:
         held = ", ".join(map(str, row.calls))
-        of_them = "trained" if read.advantages else "sampled"
-        yield f"  row {number}: calls {held}; {len(row.token_ids)} tokens, {sum(row.loss_mask)} of them {of_them}"
+        yield f"  row {number}: calls {held}; {len(row.token_ids)} tokens, {sum(row.loss_mask)} of them {verb}"
         if view.tokens:
             yield from _tokens(row, [calls[index] for index in row.calls], view.calls)
     if not rows:
