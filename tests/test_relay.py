@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import http.client
+import itertools
 import json
 import logging
 import time
@@ -200,6 +201,7 @@ async def test_agents_do_not_train(server: Watched) -> None:
         ("gzip", gzip.compress(b" " * (MAX_BODY + 1)), 413, "larger than"),
         ("", b"5\r\nnonsense", 400, "not JSON"),
     ],
+    ids=itertools.count(),
 )
 async def test_compressed_requests(server: Watched, encoding: str, body: bytes, status: int, said: str) -> None:
     async with gateway_to(model(server)) as gateway:
