@@ -360,6 +360,8 @@ def test_a_name_among_many_and_an_episode_without_calls(tmp_path: Path) -> None:
     made = Run(tmp_path / "run")
     for row in range(2000):
         made.add(f"train-{row:05}", episode(0, f"train-{row:05}", calls=[]))
+    named = call(0, [user("run_1/1/train-01999/0/0")], "run_1/1/train-01999/0/0", ([1], [2]))
+    made.add("last", episode(0, "last", calls=[named]))
     made.store.close()
     missing = show(made.folder, "--episode", "run_1/1/train-1234/0/0").err
     assert "near it: run_1/1/train-01234/0/0" in missing
