@@ -494,13 +494,14 @@ OPENAI_2 = Path(__file__).parents[1] / ".venv" / "openai2"
 
 @pytest.mark.skipif(not OPENAI_2.exists(), reason="make test installs openai<3 into .venv/openai2")
 def test_the_same_over_release_2_of_the_client() -> None:
-    """This file again, in a process whose `openai` is release 2 and stands on `httpx`."""
+    """This file and that of the frameworks' clients, in a process whose `openai` is release 2 and stands on `httpx`."""
     if IN_RELEASE_2:
         assert openai.__version__.startswith("2."), f"{openai.__version__} of {openai.__file__}"
         return
     paths = os.pathsep.join([str(OPENAI_2), str(Path(__file__).parent)])
+    clients = Path(__file__).with_name("test_framework_clients.py")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, clients],
         env={**os.environ, "PYTHONPATH": paths, "TEST_OPENAI_RELEASE": "2"},
         capture_output=True,
         text=True,

@@ -294,7 +294,7 @@ def test_make_targets_and_extras_exist() -> None:
         text = page.read_text()
         for target in re.findall(r"`make ([\w-]+)`|^    make ([\w-]+)", text, re.MULTILINE):
             assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE), f"{name_of(page)}: make {target}"
-        for named in re.findall(r"insitu\[(\w+)\]", text):
+        for named in re.findall(r"insitu\[([\w-]+)\]", text):
             assert named in extras, f"{name_of(page)}: insitu[{named}]"
 
 

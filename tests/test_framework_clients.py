@@ -8,7 +8,7 @@ import openai
 import pytest
 from fake_openai import FakeOpenAI, encode
 
-from insitu.frameworks import ToolSteps, async_client, sync_client
+from insitu.frameworks import ToolSteps, anthropic, async_client, sync_client
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, OpenAIConfig, PlainLLM, connect
 
@@ -69,6 +69,15 @@ async def test_the_synchronous_client(server: FakeOpenAI) -> None:
                 streamed = stream.get_final_response()
     assert (said.choices[0].message.content, streamed.output_text) == ("echo: hi", "echo: ho")
     assert [call.token_ids for call in scope.calls] == [encode("echo: hi"), encode("echo: ho")]
+
+
+@pytest.mark.parametrize("settings", [{}, {"timeout": 20}])
+async def test_the_anthropic_client(server: FakeOpenAI, settings: dict[str, Any]) -> None:
+    async with model(server, **settings) as plain:
+        with EpisodeScope(training=True) as scope:
+            said = await anthropic.make_llm(plain).messages.create(model="claude", max_tokens=50, messages=HI)
+    assert [block.text for block in said.content] == ["echo: hi"]
+    assert [call.token_ids for call in scope.calls] == [encode("echo: hi")]
 
 
 def test_tool_runs_are_steps_of_the_episode_they_began_in() -> None:

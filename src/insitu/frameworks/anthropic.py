@@ -18,7 +18,7 @@ def make_llm(plain: PlainLLM) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(
         base_url=str(plain.client.base_url).rstrip("/").removesuffix("/v1"),
         api_key=plain.client.api_key,
-        timeout=plain.client.timeout,
+        timeout=plain.config.timeout or anthropic.DEFAULT_TIMEOUT,  # openai may stand on the other HTTP library
         max_retries=plain.client.max_retries,
         http_client=async_http(plain, anthropic),
     )
