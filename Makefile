@@ -38,7 +38,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/insitu finetune --config_file examples/tic_tac_toe/grpo.yml
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 # An environment for each release of the client; wandb is what its serverless backend cannot do without.
 ART_RELEASES := 0.5.4 0.5.18
@@ -55,7 +55,7 @@ test-art: $(VENV)/.installed-dev $(ART_STAMPS)
 # An environment for each framework: some exclude one another. None has torch: the backend runs in ours.
 FRAMEWORKS := $(patsubst examples/frameworks/%_agent.py,%,$(wildcard examples/frameworks/*_agent.py))
 FRAMEWORK_STAMPS := $(FRAMEWORKS:%=.venv-frameworks/%/.installed)
-.venv-frameworks/%/.installed: | $(BIN)/python
+.venv-frameworks/%/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv .venv-frameworks/$*
 	.venv-frameworks/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(subst _,-,$*)]'
 	@touch $@

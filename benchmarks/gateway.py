@@ -4,7 +4,8 @@
     python benchmarks/run.py gateway        the same into RESULTS.md
 
 Endpoint, gateway and agents are processes of their own. The agents ask as plain HTTP clients do; the gateway asks the
-endpoint for token ids and logprobs, records the call and takes both out of the answer. An episode makes 16 calls.
+endpoint for token ids and logprobs, records the call and takes both out of the answer. An episode makes 16 calls; the
+calls before memory is looked at are those of more episodes than the gateway remembers the ends of.
 """
 
 import asyncio
@@ -15,13 +16,14 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import islice
 from pathlib import Path
 
 import aiohttp
 import psutil
 
 HERE = Path(__file__).parent
-PAIRS, IN_FLIGHT, CALLS, WARM_UP, CALLS_AN_EPISODE = 2000, 64, 100_000, 10_000, 16
+PAIRS, IN_FLIGHT, CALLS, WARM_UP, CALLS_AN_EPISODE = 2000, 64, 100_000, 40_000, 16
 LIMITS = "median added latency at most 2 ms, CPU at most 1.2 ms a call, no growth of memory"
 BODY = json.dumps(
     {"model": "stub", "messages": [{"role": "user", "content": "The board is empty. Your move?"}]}
@@ -30,7 +32,7 @@ HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer none"}
 
 
 async def serve(url: str) -> None:
-    """The gateway: each line on stdin ends an episode (none, if it is empty) and is answered with the next one's."""
+    """The gateway: a line `end URL` ends an episode, any other begins one; answered with its address."""
     from insitu.workflow.context import EpisodeScope
     from insitu.workflow.gateway import Gateway
     from insitu.workflow.llms import Endpoint, OpenAIConfig, connect
@@ -39,16 +41,18 @@ async def serve(url: str) -> None:
     open_doors = {}
     async with Gateway([llm]) as gateway:
         while line := await asyncio.to_thread(sys.stdin.readline):
-            if ended := open_doors.pop(line.strip(), None):
-                scope, admitted = ended
+            word, _, url = line.strip().partition(" ")
+            if word == "end":
+                scope, admitted = open_doors.pop(url)
                 admitted.__exit__(None, None, None)
                 assert len(scope.calls) <= CALLS_AN_EPISODE
                 assert all(call.token_ids and call.logprobs for call in scope.calls)
-            scope = EpisodeScope(training=True)
-            admitted = gateway.admit(scope)
-            door = admitted.__enter__()
-            open_doors[door.openai_url] = scope, admitted
-            print(door.openai_url, flush=True)
+            else:
+                scope = EpisodeScope(training=True)
+                admitted = gateway.admit(scope)
+                url = admitted.__enter__().openai_url
+                open_doors[url] = scope, admitted
+            print(url, flush=True)
     await llm.aclose()
 
 
@@ -60,9 +64,15 @@ class Doors:
         self._lock = asyncio.Lock()
         self.usage = psutil.Process(process.pid)
 
-    async def next(self, ended: str = "") -> str:
+    async def begin(self) -> str:
+        return await self._tell("begin")
+
+    async def end(self, url: str) -> None:
+        await self._tell(f"end {url}")
+
+    async def _tell(self, what: str) -> str:
         async with self._lock:
-            self._process.stdin.write(f"{ended}\n".encode())
+            self._process.stdin.write(f"{what}\n".encode())
             return (await self._process.stdout.readline()).decode().strip()
 
     def cpu(self) -> float:
@@ -93,12 +103,13 @@ async def call(session: aiohttp.ClientSession, url: str) -> float:
 async def latencies(session: aiohttp.ClientSession, direct: str, doors: Doors) -> tuple[float, float]:
     """The medians of a direct call and one through the gateway, in turn, one at a time."""
     times: dict[bool, list[float]] = {False: [], True: []}
-    url = await doors.next()
     for number in range(PAIRS):
         if number % CALLS_AN_EPISODE == 0:
-            url = await doors.next(url)
+            url = await doors.begin()
         times[False].append(await call(session, direct))
         times[True].append(await call(session, url))
+        if number % CALLS_AN_EPISODE == CALLS_AN_EPISODE - 1:
+            await doors.end(url)
     return statistics.median(times[False]), statistics.median(times[True])
 
 
@@ -107,12 +118,11 @@ async def many(session: aiohttp.ClientSession, doors: Doors, calls: int) -> None
     left = iter(range(calls))
 
     async def agent() -> None:
-        url = await doors.next()
-        for number, _ in enumerate(left, 1):
-            await call(session, url)
-            if number % CALLS_AN_EPISODE == 0:
-                url = await doors.next(url)
-        await doors.next(url)
+        while mine := list(islice(left, CALLS_AN_EPISODE)):
+            url = await doors.begin()
+            for _ in mine:
+                await call(session, url)
+            await doors.end(url)
 
     await asyncio.gather(*(agent() for _ in range(IN_FLIGHT)))
 

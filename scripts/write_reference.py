@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, SecretStr
@@ -70,6 +70,8 @@ def spelt(annotation: Any) -> str:
         return PLAIN[annotation]
     if origin in (Union, UnionType):
         return " or ".join(dict.fromkeys(spelt(part) for part in parts if part not in (NoneType, *also_text(parts))))
+    if origin is Annotated:
+        return spelt(parts[0])
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in parts)
     if origin is list:

@@ -1,6 +1,7 @@
 """A small server that speaks the OpenAI dialect with token ids: `with FakeOpenAI() as server: server.base_url`.
 
-A real HTTP server in a thread of its own. What it answers is decided by the last message's text:
+A real HTTP server in a thread of its own. What it answers is decided by the last message's text, or by a text to be
+completed (token ids are their characters), which is spelt as vLLM does, with the prompt's ids in each choice:
 
     "slow 0.5"       after half a second                  "fail 2"        500 for the first two attempts with this text
     "status 400"     that status                          "tool"          a tool call
@@ -67,6 +68,7 @@ class FakeOpenAI:
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         router.add_post("/v1/chat/completions", self._complete)
+        router.add_post("/v1/completions", self._complete)
         router.add_get("/v1/models", self._models)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -76,7 +78,7 @@ class FakeOpenAI:
         body = await request.json()
         self.requests.append(body)
         self.connections.add(request.transport)
-        text = str(body["messages"][-1].get("content"))
+        text = texts_of(body)[0]
         word, _, number = text.partition(" ")
         if word == "slow":
             await asyncio.sleep(float(number))
@@ -88,8 +90,8 @@ class FakeOpenAI:
         if text == "hang up":
             request.transport.close()
         if body.get("stream"):
-            return await self._stream(request, body, text)
-        choices = [self._choice(body, text, index) for index in range(body.get("n") or 1)]
+            return await self._stream(request, body)
+        choices = [self._choice(body, text, *place) for *place, text in places_of(body)]
         reply = {**self._head(body, "chat.completion"), "choices": choices, "usage": _usage(body, choices)}
         response = web.json_response(reply)
         if text == "gzip":
@@ -97,15 +99,21 @@ class FakeOpenAI:
         return response
 
     def _head(self, body: dict[str, Any], kind: str) -> dict[str, Any]:
+        kind = kind if "messages" in body else "text_completion"
         head = {"id": "c1", "object": kind, "created": 1, "model": body["model"]}
         if self.policy_version is not None:
             head["policy_version"] = self.policy_version
-        if body.get("return_token_ids") and self.token_ids:
+        if body.get("return_token_ids") and self.token_ids and "messages" in body:
             head["prompt_token_ids"] = encode(str(body["messages"]))
         return head
 
-    def _choice(self, body: dict[str, Any], text: str, index: int) -> dict[str, Any]:
-        answer = f"echo: {text}" if index == 0 else f"echo {index}: {text}"
+    def _choice(self, body: dict[str, Any], text: str, index: int, number: int) -> dict[str, Any]:
+        answer = f"echo: {text}" if number == 0 else f"echo {number}: {text}"
+        if "prompt" in body:
+            choice = {"index": index, "text": answer, "finish_reason": "stop", "logprobs": None}
+            self._add_tokens(body, choice, answer)
+            self._add_prompt(body, choice, text)
+            return choice
         message: dict[str, Any] = {"role": "assistant", "content": answer}
         reason = "stop"
         if text == "tool":
@@ -115,19 +123,27 @@ class FakeOpenAI:
         self._add_tokens(body, choice, answer)
         return choice
 
+    def _add_prompt(self, body: dict[str, Any], choice: dict[str, Any], text: str) -> None:
+        if body.get("return_token_ids") and self.token_ids:
+            choice["prompt_token_ids"] = encode(text)
+
     def _add_tokens(self, body: dict[str, Any], choice: dict[str, Any], text: str) -> None:
         if body.get("return_token_ids") and self.token_ids:
             choice["token_ids"] = encode(text)
-        if body.get("logprobs") and self.logprobs:
-            spelt = "token_id:{}" if self.spelt else "{1}"
-            tokens = [spelt.format(token, c) for token, c in zip(encode(text), text, strict=True)]
+        spelt = "token_id:{}" if self.spelt else "{1}"
+        tokens = [spelt.format(token, c) for token, c in zip(encode(text), text, strict=True)]
+        if "prompt" in body and body.get("logprobs") is not None and self.logprobs:
+            told = [logprob(c) for c in text]
+            top = [{token: value} for token, value in zip(tokens, told, strict=True)]
+            choice["logprobs"] = {"tokens": tokens, "token_logprobs": told, "top_logprobs": top, "text_offset": []}
+        elif body.get("logprobs") and self.logprobs:
             entries = [
                 {"token": t, "logprob": logprob(c), "bytes": [ord(c)], "top_logprobs": []}
                 for t, c in zip(tokens, text, strict=True)
             ]
             choice["logprobs"] = {"content": entries}
 
-    async def _stream(self, request: web.Request, body: dict[str, Any], text: str) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         head = self._head(body, "chat.completion.chunk")
@@ -136,17 +152,21 @@ class FakeOpenAI:
             await response.write(b"data: " + json.dumps({**head, "choices": choices, **others}).encode() + b"\n\n")
             head.pop("prompt_token_ids", None)
 
-        for index in range(body.get("n") or 1):
+        is_chat = "messages" in body
+        for index, *_ in places_of(body) if is_chat else ():
             await send([{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
-        for index in range(body.get("n") or 1):
-            for delta, tokens in _deltas(text, index):
-                choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
+        for index, number, text in places_of(body):
+            for place, (delta, tokens) in enumerate(_deltas(text, number)):
+                grown = {"delta": delta} if is_chat else {"text": delta["content"]}
+                choice = {"index": index, **grown, "finish_reason": None, "logprobs": None}
                 self._add_tokens(body, choice, tokens)
+                if not is_chat and place == 0:
+                    self._add_prompt(body, choice, text)
                 await send([choice])
                 if text == "stall":
                     await asyncio.sleep(30)
             reason = "tool_calls" if text == "tool" else "stop"
-            await send([{"index": index, "delta": {}, "finish_reason": reason}])
+            await send([{"index": index, **({"delta": {}} if is_chat else {"text": ""}), "finish_reason": reason}])
         if (body.get("stream_options") or {}).get("include_usage"):
             await send([], usage={"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3})
         await response.write(b"data: [DONE]\n\n")
@@ -154,6 +174,21 @@ class FakeOpenAI:
 
 
 TOOL_CALL = {"id": "t1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}
+
+
+def texts_of(body: dict[str, Any]) -> list[str]:
+    """What is to be answered: the last message, or the texts to be completed."""
+    if "messages" in body:
+        return [str(body["messages"][-1].get("content"))]
+    prompt = body["prompt"]
+    several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    return [text if isinstance(text, str) else "".join(map(chr, text)) for text in several]
+
+
+def places_of(body: dict[str, Any]) -> list[tuple[int, int, str]]:
+    """Of each choice its index, its number among those of the same text, and the text."""
+    n = body.get("n") or 1
+    return [(place * n + k, k, text) for place, text in enumerate(texts_of(body)) for k in range(n)]
 
 
 def _deltas(text: str, index: int) -> list[tuple[dict[str, Any], str]]:
@@ -174,6 +209,6 @@ def logprob(character: str) -> float:
 
 
 def _usage(body: dict[str, Any], choices: list[dict[str, Any]]) -> dict[str, int]:
-    sampled = sum(len(str(choice["message"]["content"])) for choice in choices)
-    prompt = len(str(body["messages"]))
+    sampled = sum(len(str(c["text"] if "text" in c else c["message"]["content"])) for c in choices)
+    prompt = len(str(body.get("messages") or body["prompt"]))
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

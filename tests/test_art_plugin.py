@@ -22,11 +22,16 @@ from insitu.adapters.art.config import (
 )
 from insitu.adapters.art.conversion import art_trajectory, check_order
 from insitu.adapters.art.remote_backend import _RemoteBackend, averages
+from insitu.adapters.art.trainer import ARTTrainer
 from insitu.adapters.art.trainer_adapter import known_metrics
+from insitu.algorithms.credit import spread
+from insitu.config import Config
 from insitu.errors import BackendUnavailable, RequestRefused, TrajectoryError
+from insitu.registry import Builder
 from insitu.schemas.episodes import ModelCall
-from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory
-from insitu.trajectories.groups import dialogue
+from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
+from insitu.training.weighing import weigh
+from insitu.trajectories.groups import dialogue, weighed_calls
 
 BACKEND = {"ip": "localhost", "port": 7623}
 
@@ -253,6 +258,24 @@ def test_metrics_go_by_our_names_and_keep_the_servers() -> None:
         "loss": 0.5,
         "kl": 0.1,
     }
+
+
+def test_which_calls_are_trained_is_known_and_their_advantages_are_the_servers() -> None:
+    def group(*rewards: float) -> list[Trajectory]:
+        made = [
+            trajectory([call(0, [USER], "a"), call(1, [{"role": "user", "content": "?"}], "b")], [1]) for _ in rewards
+        ]
+        return [t.model_copy(update={"reward": reward}) for t, reward in zip(made, rewards, strict=True)]
+
+    groups = [group(0.0, 1.0, 1.0), group(0.5, 0.5), group(1.0)]
+    groups[0][2].episode = groups[0][2].episode[:1]  # no answer
+    collection = TrajectoryCollection(trajectories=groups, run_id="r", dropped={"timeout": 1})
+    weighed = weigh(collection, ARTTrainer(ARTTrainerConfig(), Builder(Config()))._weigher())
+    assert weighed == [(t, {1: None}) for t in groups[0][:2]]
+    assert collection.trajectories == [groups[0][:2]]
+    assert collection.dropped == {"timeout": 1, "episode_order": 1, "no_variance": 2, "single_member": 1}
+    assert spread(weighed_calls(weighed, ["<workflow>"])) == {}
+    assert [t.rows for t in groups[0]] == [[], [], []]
 
 
 class Sent:

@@ -19,13 +19,14 @@ from typing import Any
 import openai
 import pytest
 from tiny_models import byte_tokenizer, save_tiny_model
+from tokenizers.processors import TemplateProcessing
 
 from insitu.backend.compute import Compute
-from insitu.backend.inference.answers import Answer, ChatCompletion, ChatCompletionChunk
-from insitu.backend.inference.chat import ChatRequest, Message, template_messages
+from insitu.backend.inference.chat import ChatCompletion, ChatCompletionChunk, ChatRequest, Message, template_messages
 from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.lane import Piece
-from insitu.backend.inference.sampling import SamplingParams
+from insitu.backend.inference.sampling import Ask, SamplingParams
+from insitu.backend.inference.text import TextCompletion
 from insitu.backend.inference.tokens import ChatTokenizer, StopFinder, TextStream
 from insitu.backend.inference.toolcalls import split_tool_calls
 from insitu.backend.model import load_model
@@ -169,6 +170,80 @@ def test_tools_and_past_tool_calls_reach_the_template(served):
     assert "user\nhello<" in prompt
 
 
+TEXT = "Once upon <|im_start|>a ti"
+TEXT_IDS = ChatTokenizer(byte_tokenizer()).text(TEXT, special=True)
+
+
+def test_a_text_is_continued_without_a_chat_template(served):
+    body = {"model": "policy@0", "prompt": TEXT, "max_tokens": 6, "seed": 3, "logprobs": 2, "ignore_eos": True}
+    status, answer, headers = post(served[0], {**body, "return_token_ids": True}, path="/v1/completions")
+    assert (status, headers["x-policy-version"]) == (200, "0")
+    checked = TextCompletion.model_validate(answer)
+    assert (checked.policy_version, checked.model) == (0, "policy@0")
+    (choice,) = checked.choices
+    assert choice.prompt_token_ids == TEXT_IDS
+    assert TEXT_IDS.count(byte_tokenizer().convert_tokens_to_ids("<|im_start|>")) == 1
+    assert choice.text == ChatTokenizer(byte_tokenizer()).decode(choice.token_ids)
+    told = choice.logprobs
+    assert len(choice.token_ids) == len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == 6
+    for token, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        assert top[token] == logprob
+        assert 1 <= len(top) <= 3
+    assert told.text_offset == [sum(map(len, told.tokens[:k])) for k in range(6)]
+    assert checked.usage.total_tokens == len(TEXT_IDS) + 6
+    line = next(line for line in map(json.loads, served[1].read_text().splitlines()) if line["seed"] == 3)
+    same = [TEXT_IDS, choice.token_ids, told.token_logprobs]
+    assert [line["prompt_token_ids"], line["token_ids"], line["logprobs"]] == same
+    bare = post(served[0], {**body, "logprobs": None}, path="/v1/completions")[1]["choices"][0]
+    assert bare == {"index": 0, "text": choice.text, "logprobs": None, "finish_reason": "length"}
+    only = post(served[0], {**body, "logprobs": 0}, path="/v1/completions")[1]["choices"][0]["logprobs"]
+    assert (only["token_logprobs"], only["top_logprobs"]) == (told.token_logprobs, None)
+
+
+def test_the_official_client_continues_texts_and_token_ids_and_several(served, client):
+    asked = {"model": "policy", "max_tokens": 12, "seed": 11}
+    extra = {"return_token_ids": True, "ignore_eos": True}
+    whole = client.completions.create(**asked, prompt=TEXT, n=2, logprobs=0, extra_body=extra)
+    assert [choice.index for choice in whole.choices] == [0, 1]
+    assert whole.choices[0].token_ids != whole.choices[1].token_ids
+    by_ids = client.completions.create(**asked, prompt=TEXT_IDS, n=2, extra_body=extra)
+    assert [choice.token_ids for choice in by_ids.choices] == [choice.token_ids for choice in whole.choices]
+    several = client.completions.create(**asked, prompt=[TEXT, TEXT, "b"], n=2, extra_body=extra)
+    assert [choice.index for choice in several.choices] == list(range(6))
+    assert [choice.prompt_token_ids for choice in several.choices] == [TEXT_IDS] * 4 + [[65], [65]]
+    assert len({tuple(choice.token_ids) for choice in several.choices}) == 6
+    assert several.usage.prompt_tokens == 2 * len(TEXT_IDS) + 1
+    assert client.completions.create(**asked, prompt=[TEXT_IDS, [65]]).choices[1].index == 1
+    stream = client.completions.create(
+        **asked, prompt=TEXT, n=2, logprobs=0, extra_body=extra, stream=True, stream_options={"include_usage": True}
+    )
+    *pieces, last = [TextCompletion.model_validate(chunk.model_dump(exclude_unset=True)) for chunk in stream]
+    assert (last.choices, last.usage.completion_tokens) == ([], 24)
+    for choice in whole.choices:
+        parts = [p.choices[0] for p in pieces if p.choices[0].index == choice.index]
+        assert "".join(part.text for part in parts) == choice.text
+        assert [token for part in parts for token in part.token_ids] == choice.token_ids
+        assert [x for part in parts for x in part.logprobs.token_logprobs] == choice.logprobs.token_logprobs
+        assert [x for part in parts for x in part.logprobs.text_offset] == choice.logprobs.text_offset
+        assert [part.prompt_token_ids for part in parts] == [TEXT_IDS] + [None] * 11
+        assert parts[-1].finish_reason == choice.finish_reason == "length"
+    assert len(client.completions.create(model="policy", prompt=TEXT, extra_body=extra).choices[0].token_ids) == 16
+
+
+def test_the_tokenizer_may_put_special_tokens_around_a_text():
+    tokenizer = byte_tokenizer()
+    beginning = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", beginning)]
+    )
+    tokens = ChatTokenizer(tokenizer)
+    for text in ("hi", "x" * 20_000):
+        plain = tokens.text(text, special=False)
+        assert tokens.text(text, special=True) == [beginning, *plain]
+        assert len(plain) == len(text)
+    assert tokens.prompt(HELLO)[:2] != [beginning, beginning]
+
+
 DEEP = b'{"model":"policy","messages":[{"role":"user","content":"x"}],"tools":[{"a":%s}]}' % (b"[" * 900 + b"]" * 900)
 REFUSED = [
     (b"{not json", 400, None, "not JSON"),
@@ -201,6 +276,35 @@ REFUSED = [
     ({"model": "policy", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
      "messages.0.content", "'image_url'; only text"),
 ]  # fmt: skip
+
+
+KINDS_OF_PROMPT = "a text, a list of token ids, or a list of those"
+REFUSED_TEXTS = [
+    ({"model": "policy"}, 400, "prompt", "required"),
+    *(
+        ({"model": "policy", "prompt": prompt}, 400, "prompt", KINDS_OF_PROMPT)
+        for prompt in (None, 5, [1, "a"], [[1], "a"], [-1], [True], [[[1]]])
+    ),
+    *(({"model": "policy", "prompt": prompt}, 400, "prompt", "without tokens") for prompt in ("", [], ["a", ""], [[]])),
+    ({"model": "policy", "prompt": [1, 320]}, 400, "prompt", "token 320.* ends at 319"),
+    ({"model": "policy", "prompt": ["a", "x" * 300]}, 400, "prompt", "300 tokens.*256"),
+    ({"model": "policy", "prompt": ["a"] * 9, "n": 128}, 400, "prompt", "9 prompts, with n 128 each; allowed: 1024"),
+    ({"model": "policy", "prompt": "a", "logprobs": True}, 400, "logprobs", "integer"),
+    ({"model": "policy", "prompt": "a", "logprobs": 21}, 400, "logprobs", "20"),
+    ({"model": "policy", "prompt": "a", "max_tokens": 0}, 400, "max_tokens", "1"),
+    ({"model": "policy", "prompt": "a", "echo": True}, 400, "echo", "not supported.*allowed: False"),
+    ({"model": "policy", "prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
+    ({"model": "policy", "prompt": "a", "best_of": 2}, 400, "best_of", "not supported"),
+    ({"model": "policy", "prompt": "a", "messages": HELLO}, 400, "messages", "not supported"),
+    ({"model": "policy@7", "prompt": "a"}, 404, "model", "existing: policy, policy@0"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "param", "message"), REFUSED_TEXTS)
+def test_a_bad_text_completion_is_refused(served, body, status, param, message):
+    got, answer, _ = post(served[0], body, path="/v1/completions")
+    assert (got, answer["error"]["param"]) == (status, param)
+    assert re.search(message, answer["error"]["message"])
 
 
 @pytest.mark.parametrize(("body", "status", "param", "message"), REFUSED)
@@ -382,8 +486,8 @@ def test_a_stream_with_tools_gives_the_text_of_the_whole():
     call = '<tool_call>{"name": "look"}</tool_call>'
     for text in (f"Let me see. \n {call}", "a \n <tool> b ", f" {call}", "open <tool_call>{", "  \n"):
         tokens = ChatTokenizer(byte_tokenizer())
-        whole = Answer(request, [1], tokens).whole([Piece(0, text, [], "stop")])["choices"][0]["message"]
-        stream = Answer(request, [1], tokens)
+        whole = request.answer([[1]], tokens).whole([Piece(0, text, [], "stop")])["choices"][0]["message"]
+        stream = request.answer([[1]], tokens)
         parts = [Piece(0, letter, []) for letter in text] + [Piece(0, "", [], "stop")]
         deltas = [stream.chunk(0, part)["choices"][0]["delta"] for part in parts]
         assert "".join(delta["content"] or "" for delta in deltas) == (whole["content"] or "")
@@ -399,9 +503,9 @@ async def test_the_end_of_a_turn_is_no_text_even_if_it_is_no_special_token(tmp_p
     engine = Engine(loaded, compute, lambda weights: loaded.module)
     try:
         await engine.start()
-        params = SamplingParams(seed=1, max_tokens=50)
-        whole = (await engine.complete([1, 2, 3], [params]))[0]
-        streamed = "".join([piece.text async for _, piece in engine.stream([1, 2, 3], [params])])
+        asks = [Ask([1, 2, 3], SamplingParams(seed=1, max_tokens=50))]
+        whole = (await engine.complete(asks))[0]
+        streamed = "".join([piece.text async for _, piece in engine.stream(asks)])
     finally:
         compute.close()
     assert whole.finish_reason == "stop"

@@ -427,6 +427,34 @@ async def test_connections_are_kept_and_closed(server: FakeOpenAI) -> None:
     gc.collect()  # an open session would warn, and warnings are errors
 
 
+async def ask_from_threads(server: FakeOpenAI, asked: Any) -> EpisodeScope:
+    async with model(server) as plain:
+
+        def in_a_thread(text: str) -> Any:
+            return asyncio.to_thread(lambda: asyncio.run(asked(plain, text)))
+
+        with EpisodeScope(training=True) as scope:
+            await asked(plain, "first")
+            before = len(server.connections)
+            texts = [f"thread {number}" for number in range(4)]
+            assert await asyncio.gather(*map(in_a_thread, texts)) == [f"echo: {text}" for text in texts]
+            assert len(server.connections) == before + 4
+            with pytest.raises(openai.BadRequestError):
+                await in_a_thread("status 400")
+            await asked(plain, "last")
+            assert len(server.connections) == before + 5
+    return scope
+
+
+@pytest.mark.parametrize("asked", [text_of, stream_text])
+async def test_loops_in_threads_leave_nothing_open(server: FakeOpenAI, asked: Any) -> None:
+    """As of frameworks whose synchronous methods run a loop for each call; the first loop's connection is kept."""
+    scope = await ask_from_threads(server, asked)
+    gc.collect()  # an open session or connection would warn, and warnings are errors
+    assert sorted(call.index for call in scope.calls) == list(range(6))
+    assert all(call.error is None for call in scope.calls)
+
+
 class Blocks:
     """A configuration of one model block."""
 
@@ -494,14 +522,14 @@ OPENAI_2 = Path(__file__).parents[1] / ".venv" / "openai2"
 
 @pytest.mark.skipif(not OPENAI_2.exists(), reason="make test installs openai<3 into .venv/openai2")
 def test_the_same_over_release_2_of_the_client() -> None:
-    """This file and that of the frameworks' clients, in a process whose `openai` is release 2 and stands on `httpx`."""
+    """This file and that of the clients again, in a process whose `openai` is release 2 and stands on `httpx`."""
     if IN_RELEASE_2:
         assert openai.__version__.startswith("2."), f"{openai.__version__} of {openai.__file__}"
         return
-    paths = os.pathsep.join([str(OPENAI_2), str(Path(__file__).parent)])
     clients = Path(__file__).with_name("test_framework_clients.py")
+    paths = os.pathsep.join([str(OPENAI_2), str(Path(__file__).parent)])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, clients],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, str(clients)],
         env={**os.environ, "PYTHONPATH": paths, "TEST_OPENAI_RELEASE": "2"},
         capture_output=True,
         text=True,

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from fractions import Fraction
 from statistics import fmean, pvariance
 from typing import Any
 
@@ -49,6 +50,97 @@ def test_members_by_hand() -> None:
     assert member_advantages(returns, scaled)[0] == pytest.approx([2.0, 0.0])
     assert member_advantages(returns, AdvantageConfig(epsilon=0))[1] == pytest.approx([-1 / 1.5**0.5])
     assert member_advantages([[1.0, 2.0], []], CENTRED) == [[0.0, 0.0], []]
+
+
+# Four episodes, their calls by function and step reward. The expert is asked inside the solver; only the solver is
+# given rewards of its own. The last has failed, with on_failure -3, which its last call pays.
+#
+#   reward  3: plan 0, solve 2, solve 4      planned to be easy
+#   reward  0: plan 0, solve 2               planned to be hard
+#   reward  4: ask 0, solve 4                nobody has planned, and it was easy
+#   reward -3: plan -3
+#
+# Worked out on paper: for each credit and discount the differences to each baseline, call by call, and for each group
+# that is compared the sum of squares around its mean and the number of its members.
+HAND: dict[tuple[str, float], tuple[dict[str, str], dict[str, tuple[str, int]]]] = {
+    # mean 1; of the others 1/3, 4/3, 0, 7/3
+    ("episode", 1.0): (
+        {"mean": "2 2 2  -1 -1  3 3  -4", "leave_one_out": "8/3 8/3 8/3  -4/3 -4/3  4 4  -16/3"},
+        {"all": ("30", 4)},
+    ),
+    # returns 6 6 4, 2 2, 4 4, -3: mean 25/8
+    ("step", 1.0): (
+        {"mean": "23/8 23/8 7/8  -9/8 -9/8  7/8 7/8  -49/8", "leave_one_out": "23/7 23/7 1  -9/7 -9/7  1 1  -7"},
+        {"all": ("471/8", 8)},
+    ),
+    # returns 2 4 4, 1 2, 2 4, -3: mean 2
+    ("step", 0.5): (
+        {"mean": "0 2 2  -1 0  0 2  -5", "leave_one_out": "0 16/7 16/7  -8/7 0  0 16/7  -40/7"},
+        {"all": ("38", 8)},
+    ),
+    # plan: rewards 3, 0, -3. ask: in one episode alone. solve: returns 6 4, 2, 4, worth 5, 2, 4: mean 11/3
+    ("function", 1.0): (
+        {
+            "mean": "3 7/3 1/3  0 -5/3  0 1/3  -3",
+            "leave_one_out": "9/2 3 1  0 -5/2  0 1/2  -9/2",
+            "leave_one_function_out": "9/2 2 0  0 -5/2  0 -1  -9/2",  # the two easy ones against each other
+        },
+        {"plan": ("18", 3), "solve": ("17/3", 3)},
+    ),
+    # solve: returns 4 4, 2, 4: mean 10/3
+    ("function", 0.5): (
+        {
+            "mean": "3 2/3 2/3  0 -4/3  0 2/3  -3",
+            "leave_one_out": "9/2 1 1  0 -2  0 1  -9/2",
+            "leave_one_function_out": "9/2 0 0  0 -2  0 0  -9/2",
+        },
+        {"plan": ("18", 3), "solve": ("8/3", 3)},
+    ),
+    # target_functions: [plan, solve], so that the expert's call is the solver's: returns 4 4, 2, 2 4: mean 3
+    ("targets", 0.5): (
+        {
+            "mean": "3 1 1  0 -1  -1 1  -3",
+            "leave_one_out": "9/2 3/2 3/2  0 -3/2  -1 1  -9/2",
+            "leave_one_function_out": "9/2 1 1  0 -3/2  -2 0  -9/2",
+        },
+        {"plan": ("18", 3), "solve": ("3", 3)},
+    ),
+}
+OF = ["plan", "solve", "solve", "plan", "solve", "ask", "solve", "plan"]
+
+
+def hand_made() -> list[Trajectory]:
+    group = [
+        episode(3.0, ("plan", 0.0), ("solve", 2.0), ("solve", 4.0), told=["solve"]),
+        episode(0.0, ("plan", 0.0), ("solve", 2.0), told=["solve"]),
+        episode(4.0, ("ask", 0.0), ("solve", 4.0), told=["solve"]),
+        episode(-3.0, ("plan", -3.0), told=[]),
+    ]
+    for call, plan in ((c, plan) for t, plan in zip(group, ["easy", "hard", "easy", ""], strict=True) for c in t.calls):
+        name = call.functions[-1]
+        call.functions = ("<workflow>", "solve", "ask") if name == "ask" else call.functions
+        call.messages = [{"role": "user", "content": "the row" if name == "plan" else plan}]
+    return group
+
+
+@pytest.mark.parametrize("scale", ["none", "sample_std", "population_std"])
+@pytest.mark.parametrize(
+    ("credit", "discount", "baseline"),
+    [(credit, discount, baseline) for (credit, discount), (by_hand, _) in HAND.items() for baseline in by_hand],
+)
+def test_every_way_to_give_credit_by_hand(credit: str, discount: float, baseline: Any, scale: Any) -> None:
+    by_hand, squares = HAND[credit, discount]
+    divisors = {
+        name: 1.0 if scale == "none" else (Fraction(total) / (n - (scale == "sample_std"))) ** 0.5 + 0.5
+        for name, (total, n) in squares.items()
+    }
+    compared = ["all" if "all" in squares else "solve" if (credit, name) == ("targets", "ask") else name for name in OF]
+    differences = [float(Fraction(a)) for a in by_hand[baseline].split()]
+    expected = [a / divisors.get(name, 1.0) for a, name in zip(differences, compared, strict=True)]
+    config = AdvantageConfig(baseline=baseline, scale=scale, epsilon=0.5)
+    named = {"targets": Credit("function", discount, ["plan", "solve"])}
+    found = call_advantages(hand_made(), config, named.get(credit, Credit(credit, discount)))
+    assert [a for of_episode in found for _, a in sorted(of_episode.items())] == pytest.approx(expected)
 
 
 @given(members, st.sampled_from([CENTRED, LEFT_OUT, COUNTERFACTUAL]))

@@ -5,6 +5,7 @@ The word after a block's language says what becomes of it; a block with no rule 
     ```python                run, in order, in one namespace a page       ```LANGUAGE file=NAME   written to NAME
     ```yaml                  a whole file: loaded and checked             ```yaml fragment        merged into grpo.yml
     ```yaml agent            the same, with the module it names made up   ```text, ```json example  only shown
+    ```python from=FILE      stands in FILE line for line
     ```bash                  run by bash, curl failing on a refusal       ```bash refused         the server must refuse
 
 Commands run in a copy of the examples with few rows and one epoch, on the one backend and the one workflow service that
@@ -212,6 +213,8 @@ def test_every_block_does_what_it_says(
         kind = f"{block.language} {block.info}".strip()
         if block.file is not None:
             check_written(desk.folder / block.file, block.text.replace(PORT, desk.backend), block, where)
+        elif block.info.startswith("from="):
+            check_taken(ROOT / block.info.removeprefix("from="), block, where)
         elif kind == "python":
             exec(compile(block.text, where, "exec"), namespace)
         elif block.language == "yaml":
@@ -235,6 +238,12 @@ def check_written(path: Path, text: str, block: Block, where: str) -> None:
         load_config(path)
     else:
         assert block.language == "python", where
+
+
+def check_taken(path: Path, block: Block, where: str) -> None:
+    """Its lines are those of a file that is tested elsewhere, in their order."""
+    there = (line.strip() for line in path.read_text().splitlines())
+    assert all(line.strip() in there for line in block.text.splitlines()), where
 
 
 def check_json(block: Block) -> None:
@@ -298,16 +307,34 @@ def test_make_targets_and_extras_exist() -> None:
             assert named in extras, f"{name_of(page)}: insitu[{named}]"
 
 
-def test_the_reference_of_the_configuration_is_up_to_date() -> None:
-    script = ROOT / "scripts" / "write_reference.py"
-    spec = importlib.util.spec_from_file_location("write_reference", script)
+def script(name: str) -> Any:
+    """A module of `scripts`."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_of_the_configuration_is_up_to_date() -> None:
+    module = script("write_reference")
     assert module.PAGE.read_text() == module.page(), "run scripts/write_reference.py"
     undescribed = [line for line in module.page().splitlines() if re.match(r"\| `\w+` .*\|  \|$", line)]
     assert not undescribed
+
+
+def test_the_page_of_frameworks_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every framework has been tested, streamed too where it streams."""
+    module = script("write_frameworks")
+    assert module.PAGE.read_text() == module.page(), "run scripts/write_frameworks.py"
+    monkeypatch.syspath_prepend(ROOT / "tests_frameworks")
+    cases = importlib.import_module("cases").CASES
+    found = {file.stem: json.loads(file.read_text()) for file in module.RESULTS.glob("*.json")}
+    modes = {name: {mode for mode in module.MODES if mode in results} for name, results in found.items()}
+    assert modes == {name: set(module.MODES[: 1 + case.streams]) for name, case in cases.items()}
+    about = [(found[name]["framework"], found[name]["package"], found[name]["goes_on"]) for name in cases]
+    assert about == [(case.title, case.distribution, case.goes_on) for case in cases.values()]
 
 
 @pytest.mark.parametrize("name", ["finetune", "eval", "run", "trajectories show", "serve", "backend"])

@@ -19,7 +19,7 @@ from insitu.backend.compute import Compute
 from insitu.backend.inference.cache import Chunk, PrefixCache
 from insitu.backend.inference.engine import Engine, Weights
 from insitu.backend.inference.lane import EngineOptions, Piece
-from insitu.backend.inference.sampling import Draws, SamplingParams, choice_seed, sample, uniforms
+from insitu.backend.inference.sampling import Ask, Draws, SamplingParams, choice_seed, sample, uniforms
 from insitu.backend.model import load_model
 from insitu.errors import BackendError, RequestRefused
 
@@ -59,6 +59,10 @@ def params(seed: int, tokens: int, **more) -> SamplingParams:
     return SamplingParams(seed=seed, max_tokens=tokens, **({"ignore_eos": True} | more))
 
 
+def asks(prompt: list[int], each: list[SamplingParams]) -> list[Ask]:
+    return [Ask(prompt, one) for one in each]
+
+
 def pairs(piece: Piece) -> Sampled:
     return [(token.id, token.logprob) for token in piece.tokens]
 
@@ -88,7 +92,7 @@ async def sampled_in_order(engine: Engine, load, order: list[int], gap: float, s
     async def one(index: int) -> tuple[int, Sampled]:
         await asyncio.sleep(rng.random() * gap)
         prompt, each = load[index]
-        return index, pairs((await engine.complete(prompt, [each]))[0])
+        return index, pairs((await engine.complete(asks(prompt, [each])))[0])
 
     return [result for _, result in sorted(await asyncio.gather(*map(one, order)))]
 
@@ -103,7 +107,7 @@ async def test_what_is_sampled_depends_on_the_request_alone(folders, name):
             random.Random(trial).shuffle(order)
             results.append(await sampled_in_order(engine, load, order, gap, trial))
             if trial == 0:
-                alone = [pairs((await engine.complete(p, [each]))[0]) for p, each in load[:5]]
+                alone = [pairs((await engine.complete(asks(p, [each])))[0]) for p, each in load[:5]]
     assert alone == results[0][:5]
     assert results[1] == results[0]
     assert results[2] == results[0]
@@ -113,7 +117,7 @@ async def test_what_is_sampled_depends_on_the_request_alone(folders, name):
 async def test_logprobs_are_those_of_the_plain_model(folders, name, prompt_length):
     prompt = [random.Random(2).randrange(256) for _ in range(prompt_length)]
     async with running(folders[name]) as engine:
-        piece = (await engine.complete(prompt, [params(3, 30, temperature=0.5, top_p=0.9)]))[0]
+        piece = (await engine.complete(asks(prompt, [params(3, 30, temperature=0.5, top_p=0.9)])))[0]
     ids = [*prompt, *(token.id for token in piece.tokens)]
     module = load_model(str(folders[name])).module
     with torch.no_grad():
@@ -125,7 +129,7 @@ async def test_logprobs_are_those_of_the_plain_model(folders, name, prompt_lengt
 async def test_bfloat16_is_served(folders):
     prompt = [random.Random(2).randrange(256) for _ in range(40)]
     async with running(folders["llama"], "bfloat16") as engine:
-        piece = (await engine.complete(prompt, [params(3, 30)]))[0]
+        piece = (await engine.complete(asks(prompt, [params(3, 30)])))[0]
     ids = torch.tensor([[*prompt, *(token.id for token in piece.tokens)]])
     with torch.no_grad():
         logits = load_model(str(folders["llama"])).module(ids).logits[0, len(prompt) - 1 : -1]
@@ -136,7 +140,7 @@ async def test_bfloat16_is_served(folders):
 async def test_greedy_is_what_generate_gives(folders):
     prompt = list(range(40, 60))
     async with running(folders["llama"]) as engine:
-        piece = (await engine.complete(prompt, [params(0, 20, temperature=0)]))[0]
+        piece = (await engine.complete(asks(prompt, [params(0, 20, temperature=0)])))[0]
     module = load_model(str(folders["llama"])).module
     ids = torch.tensor([prompt])
     with torch.no_grad():
@@ -151,43 +155,43 @@ async def test_a_groups_prompt_is_computed_once(folders):
     prompt_rows: list[int] = []
     async with running(folders["llama"]) as engine:
         # Batch sizes are tried on the first prompt of a length.
-        await engine.complete(list(range(1, 31)), [params(0, 3)])
+        await engine.complete(asks(list(range(1, 31)), [params(0, 3)]))
         engine._loaded.module.register_forward_pre_hook(
             lambda module, args, kwargs: prompt_rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
         )
         prompt = list(range(30))
-        await engine.complete(prompt, [params(seed, 3) for seed in range(8)])
-        await engine.complete(prompt, [params(9, 3)])
+        await engine.complete(asks(prompt, [params(seed, 3) for seed in range(8)]))
+        await engine.complete(asks(prompt, [params(9, 3)]))
     assert [columns for columns in prompt_rows if columns > 1] == [32]
 
 
 async def test_requests_leave_and_join_while_others_sample(folders):
     """One long request must not hold up short ones that come after it."""
     async with running(folders["llama"]) as engine:
-        long = asyncio.ensure_future(engine.complete([1, 2, 3], [params(0, 900)]))
+        long = asyncio.ensure_future(engine.complete(asks([1, 2, 3], [params(0, 900)])))
         await asyncio.sleep(0.05)
         for seed in range(5):
-            await engine.complete([4, 5], [params(seed, 4)])
+            await engine.complete(asks([4, 5], [params(seed, 4)]))
         assert not long.done()
         assert len((await long)[0].tokens) == 900
 
 
 async def test_more_requests_than_slots_all_finish(folders):
     async with running(folders["qwen2"], max_batch=4) as engine:
-        pieces = await asyncio.gather(*(engine.complete([n, 1], [params(n, 6)]) for n in range(30)))
+        pieces = await asyncio.gather(*(engine.complete(asks([n, 1], [params(n, 6)])) for n in range(30)))
     assert all(len(piece.tokens) == 6 for (piece,) in pieces)
 
 
 async def test_cancelled_requests_free_their_slots(folders):
     async with running(folders["llama"], max_batch=2) as engine:
-        tasks = [asyncio.ensure_future(engine.complete([n], [params(n, 1000)])) for n in range(6)]
+        tasks = [asyncio.ensure_future(engine.complete(asks([n], [params(n, 1000)]))) for n in range(6)]
         await asyncio.sleep(0.1)
         for task in tasks:
             task.cancel()
-        stream = engine.stream([1], [params(7, 1000)])
+        stream = engine.stream(asks([1], [params(7, 1000)]))
         await anext(stream)
         await stream.aclose()
-        piece = (await asyncio.wait_for(engine.complete([1], [params(8, 3)]), 5))[0]
+        piece = (await asyncio.wait_for(engine.complete(asks([1], [params(8, 3)])), 5))[0]
         assert len(piece.tokens) == 3
         assert sum(len(lane.requests) for lanes in engine._lanes.values() for lane in lanes) == 0
 
@@ -200,13 +204,13 @@ async def test_requests_under_way_finish_with_the_weights_they_began_with(folder
         with torch.no_grad():
             for parameter in changed.parameters():
                 parameter.mul_(1.3)
-        reference = pairs((await engine.complete([5, 6, 7], [params(1, 200)]))[0])
-        under_way = asyncio.ensure_future(engine.complete([5, 6, 7], [params(1, 200)]))
+        reference = pairs((await engine.complete(asks([5, 6, 7], [params(1, 200)])))[0])
+        under_way = asyncio.ensure_future(engine.complete(asks([5, 6, 7], [params(1, 200)])))
         await asyncio.sleep(0.03)
         await engine._compute.call(engine.publish, changed, 1)
-        after = (await engine.complete([5, 6, 7], [params(1, 200)]))[0]
+        after = (await engine.complete(asks([5, 6, 7], [params(1, 200)])))[0]
         before = (await under_way)[0]
-        again = (await engine.complete([5, 6, 7], [params(1, 200)], Weights(0)))[0]
+        again = (await engine.complete(asks([5, 6, 7], [params(1, 200)]), Weights(0)))[0]
     assert (before.version, after.version, again.version) == (0, 1, 0)
     assert pairs(before) == reference == pairs(again)
     assert pairs(after) != reference
@@ -222,11 +226,11 @@ async def test_lanes_of_old_weights_are_dropped(folders):
         for version in (1, 2, 3, 4):
             await engine._compute.call(engine.publish, engine._loaded.module, version)
         for version in (0, 1, 2, 3):
-            assert (await engine.complete([1], [params(0, 2)], Weights(version)))[0].version == version
-        await engine.complete([1], [params(0, 2)])
+            assert (await engine.complete(asks([1], [params(0, 2)]), Weights(version)))[0].version == version
+        await engine.complete(asks([1], [params(0, 2)]))
         assert {weights.version for weights in engine._lanes} == {2, 3, 4}
         with pytest.raises(RequestRefused, match="no version 9"):
-            await engine.complete([1], [params(0, 2)], Weights(9))
+            await engine.complete(asks([1], [params(0, 2)]), Weights(9))
 
 
 async def test_lineages_share_the_start_and_nothing_else(folders):
@@ -239,20 +243,20 @@ async def test_lineages_share_the_start_and_nothing_else(folders):
         with torch.no_grad():
             for parameter in changed.parameters():
                 parameter.mul_(1.3)
-        asked = [5, 6, 7], [params(1, 20)]
-        start = pairs((await engine.complete(*asked))[0])
-        assert pairs((await engine.complete(*asked, Weights(None, "a")))[0]) == start
+        asked = asks([5, 6, 7], [params(1, 20)])
+        start = pairs((await engine.complete(asked))[0])
+        assert pairs((await engine.complete(asked, Weights(None, "a")))[0]) == start
         assert len(engine._lanes) == 1
         await engine._compute.call(engine.publish, changed, 1, "a")
         await engine._compute.call(engine.publish, engine._loaded.module, 1, "b")
-        newest = (await engine.complete(*asked, Weights(None, "a")))[0]
+        newest = (await engine.complete(asked, Weights(None, "a")))[0]
         assert (newest.version, engine.version) == (1, 0)
-        assert pairs(newest) == pairs((await engine.complete(*asked, Weights(1, "a")))[0]) != start
+        assert pairs(newest) == pairs((await engine.complete(asked, Weights(1, "a")))[0]) != start
         for weights in (Weights(0, "a"), Weights(None, "b"), Weights()):
-            assert pairs((await engine.complete(*asked, weights))[0]) == start
+            assert pairs((await engine.complete(asked, weights))[0]) == start
         await engine._compute.call(engine.publish, changed, 1)
         assert set(engine._lanes) == {Weights(1), Weights(1, "a"), Weights(1, "b")}
-        assert pairs((await engine.complete(*asked, Weights(None, "c")))[0]) == start  # from the loaded model again
+        assert pairs((await engine.complete(asked, Weights(None, "c")))[0]) == start  # from the loaded model again
         await engine._compute.call(engine.withdraw, Weights(None, "a"))
         assert set(engine._lanes) == {Weights(0), Weights(1), Weights(1, "b")}
 
@@ -263,17 +267,17 @@ async def test_old_weights_that_cannot_be_read_fail_only_who_asks_for_them(folde
 
     async with running(folders["llama"], module_at=module_at) as engine:
         with pytest.raises(FileNotFoundError):
-            await asyncio.wait_for(engine.complete([1], [params(0, 2)], Weights(1)), 10)
-        assert (await engine.complete([1], [params(0, 2)]))[0].version == 0
+            await asyncio.wait_for(engine.complete(asks([1], [params(0, 2)]), Weights(1)), 10)
+        assert (await engine.complete(asks([1], [params(0, 2)])))[0].version == 0
 
 
 async def test_a_failing_step_fails_its_requests_and_nothing_else(folders):
     async with running(folders["llama"]) as engine:
         failing = engine._loaded.module.register_forward_pre_hook(_fail)
         with pytest.raises(RuntimeError, match="out of memory"):
-            await engine.complete([1, 2], [params(0, 2)])
+            await engine.complete(asks([1, 2], [params(0, 2)]))
         failing.remove()
-        assert len((await engine.complete([1, 2], [params(0, 2)]))[0].tokens) == 2
+        assert len((await engine.complete(asks([1, 2], [params(0, 2)])))[0].tokens) == 2
 
 
 async def test_what_was_finished_before_a_step_failed_is_told(folders):
@@ -288,7 +292,7 @@ async def test_what_was_finished_before_a_step_failed_is_told(folders):
         together = threading.Event()
         holding = asyncio.create_task(engine._compute.call(together.wait, 10))
         both = asyncio.gather(
-            *(asyncio.wait_for(engine.complete([1, 2], [params(0, n)]), 10) for n in (1, 5)),
+            *(asyncio.wait_for(engine.complete(asks([1, 2], [params(0, n)])), 10) for n in (1, 5)),
             return_exceptions=True,
         )
         await asyncio.sleep(0.05)
@@ -313,14 +317,14 @@ async def test_a_client_that_leaves_while_its_prompt_is_computed_frees_its_slot(
         for count in range(6):
             hook = engine._loaded.module.register_forward_pre_hook(leave)
             prompt = [count, *range(256), *range(200)]
-            leaving[:] = [asyncio.create_task(engine.complete(prompt, [params(0, 2)]))]
+            leaving[:] = [asyncio.create_task(engine.complete(asks(prompt, [params(0, 2)])))]
             with pytest.raises(asyncio.CancelledError):
                 await leaving[0]
             hook.remove()
             left.set()
             await engine._compute.call(lambda: None)
             left.clear()
-        await asyncio.wait_for(engine.complete([1, 2], [params(0, 2)]), 10)
+        await asyncio.wait_for(engine.complete(asks([1, 2], [params(0, 2)])), 10)
         assert len(engine._lanes[Weights(0)][0]._free) == 4
 
 
@@ -332,7 +336,7 @@ async def test_min_tokens_bars_the_end_of_turn(folders):
     async with running(folders["llama"]) as engine:
         end = next(iter(engine.tokens.eos_token_ids))
         each = [params(seed, 300, ignore_eos=False, min_tokens=20) for seed in range(30)]
-        pieces = await engine.complete([1, 2, 3], each)
+        pieces = await engine.complete(asks([1, 2, 3], each))
     assert all(len(piece.tokens) > 20 for piece in pieces)
     assert all(token.id != end for piece in pieces for token in piece.tokens[:20])
     ended = [piece for piece in pieces if piece.finish_reason == "stop"]
@@ -342,7 +346,7 @@ async def test_min_tokens_bars_the_end_of_turn(folders):
 
 async def test_prompt_and_completion_end_at_the_maximum_length(folders):
     async with running(folders["llama"], max_length=40) as engine:
-        piece = (await engine.complete(list(range(30)), [params(0, 100)]))[0]
+        piece = (await engine.complete(asks(list(range(30)), [params(0, 100)])))[0]
     assert (len(piece.tokens), piece.finish_reason) == (10, "length")
 
 

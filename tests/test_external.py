@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import re
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -10,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 from aiohttp import web
@@ -235,6 +238,96 @@ async def test_a_service_is_told_where_its_model_is(tmp_path: Path, server: Fake
     assert (told["input"], told["row_id"], told["row"]) == ("hi", "7", {"level": "x"})
     assert told["model"]["openai_base_url"].endswith(f"/e/{told['model']['api_key']}/v1")
     assert len({s["model"]["api_key"] for s in seen}) == len(seen)
+
+
+TOLD = (
+    "import json, os; print(json.dumps([os.environ[n] for n in ('OPENAI_BASE_URL', 'ANTHROPIC_BASE_URL', 'NO_PROXY')]))"
+)
+
+
+async def test_the_gateway_listens_and_is_told_as_configured(
+    tmp_path: Path, server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "corp")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing listens there
+    options: dict[str, Any] = {"gateway": {"host": "127.0.0.2"}}
+    assert await output(tmp_path, server, AGENT, {"say": "hi"}, **options) == "|echo: again"
+    openai_url, anthropic_url, direct = await output(tmp_path, server, TOLD, answer="json", **options)
+    assert re.fullmatch(r"http://127\.0\.0\.2:\d+/e/[\w-]{24}/v1", openai_url)
+    assert anthropic_url == openai_url.removesuffix("/v1")
+    assert direct == "corp,127.0.0.2"
+    options = {"gateway": {"host": "127.0.0.2", "address": "http://localhost.localdomain:{port}/below/"}}
+    openai_url, _, direct = await output(tmp_path, server, TOLD, answer="json", **options)
+    assert re.fullmatch(r"http://localhost\.localdomain:\d+/below/e/[\w-]{24}/v1", openai_url)
+    assert direct == "corp,localhost.localdomain"
+    options = {"gateway": {"host": "0.0.0.0", "address": "http://localhost:{port}"}}
+    assert await output(tmp_path, server, AGENT, {"say": "hi"}, **options) == "|echo: again"
+
+
+async def test_a_place_where_the_gateway_cannot_listen_is_told(tmp_path: Path, server: FakeOpenAI) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for host, where in (("127.0.0.1", rf"127\.0\.0\.1:{port}: "), ("192.0.2.1", rf"192\.0\.2\.1:{port}: ")):
+            with pytest.raises(ConfigError, match=rf"gateway: cannot listen at {where}"):
+                await output(tmp_path, server, "", gateway={"host": host, "port": port})
+
+
+async def test_a_service_of_a_cancelled_episode_gets_no_more_answers(tmp_path: Path, server: FakeOpenAI) -> None:
+    """It goes on, as services do whose client has left; what it asks then is refused, and belongs to no episode."""
+    going = asyncio.Event()
+    answers: list[int] = []
+
+    async def run_on(model: dict[str, str]) -> None:
+        async with aiohttp.ClientSession() as session:
+            for text in ("slow 0.3", "late"):
+                asked = {"model": "x", "messages": [{"role": "user", "content": text}]}
+                going.set()
+                async with session.post(model["openai_base_url"] + "/chat/completions", json=asked) as answer:
+                    answers.append(answer.status)
+
+    async def answer(request: web.Request) -> web.Response:
+        told = await request.json()
+        work = asyncio.create_task(run_on(told["model"]))
+        works.append(work)
+        await asyncio.shield(work)
+        return web.json_response({"output": "done"})
+
+    works: list[asyncio.Task[None]] = []
+    async with service(answer) as url, workflow(tmp_path, server.base_url, {"_type": "http", "url": url}) as program:
+        with EpisodeScope(training=True) as scope:
+            episode = asyncio.create_task(program.ainvoke("hi"))
+            await going.wait()
+            await asyncio.sleep(0.1)
+            episode.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await episode
+        with EpisodeScope(training=True) as following:
+            await works[0]
+    assert answers == [200, 410]
+    assert (scope.calls, scope.late_calls, following.calls) == ([], 2, [])
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"gateway": {"host": "0.0.0.0"}}, r"workflow.gateway: .*0\.0\.0\.0 is no address to go to: give `address`"),
+        ({"gateway": {"host": ""}}, r"workflow.gateway.host"),
+        ({"gateway": {"port": 70000}}, r"workflow.gateway.port"),
+        ({"gateway": {"address": "http://box"}}, r"workflow.gateway: .*port 0 is another one each time"),
+        ({"gateway": {"address": "box:80", "port": 80}}, r"workflow.gateway.address: .*'box:80' is no address"),
+        (
+            {"gateway": {"adress": "http://box"}},
+            r"workflow.gateway: key 'adress' does not exist .did you mean 'address'",
+        ),
+        ({"elsewhere": {"base_url": "nowhere"}}, r"workflow.elsewhere.base_url: .*'nowhere' is no address"),
+    ],
+)
+def test_a_wrong_gateway_is_told_before_anything_starts(tmp_path: Path, block: dict[str, Any], said: str) -> None:
+    models = {"player": {"_type": "openai", "model_name": "fake", "base_url": "http://127.0.0.1:9/v1"}}
+    workflow = {"_type": "command", "command": ["true"], "llm": "player", **block}
+    (tmp_path / "config.yml").write_text(json.dumps({"llms": models, "workflow": workflow}))
+    with pytest.raises(ConfigError, match=said):
+        load_config(tmp_path / "config.yml")
 
 
 def test_a_wrong_block_is_told_before_anything_starts(tmp_path: Path) -> None:

@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from insitu.training.inspection import Fate, RunFiles
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples/tic_tac_toe/model"
@@ -291,6 +294,10 @@ def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signal
     process.communicate(timeout=30)
     assert process.returncode == code
     backend.wait(timeout=15)
+    files = RunFiles(project / "run")  # what has been cut off anywhere is read
+    fates = Counter(files.read(record).fate for record in files.episodes())
+    assert fates.keys() <= {Fate.TRAINED, Fate.LEFT_OUT, Fate.WAITING}
+    assert fates[Fate.TRAINED] >= 4
 
 
 def test_a_second_interrupt_ends_a_run_whose_workflow_blocks_the_event_loop(project: Path) -> None:

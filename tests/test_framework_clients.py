@@ -1,18 +1,24 @@
 """The clients that frameworks stand on: each call goes to the configured model with its parameters, in any dialect."""
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import openai
 import pytest
+from anthropic import BadRequestError
 from fake_openai import FakeOpenAI, encode
 
 from insitu.frameworks import ToolSteps, anthropic, async_client, sync_client
+from insitu.training.runtime import run_async
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, OpenAIConfig, PlainLLM, connect
 
-HI: Any = [{"role": "user", "content": "hi"}]
+
+def ask(text: str) -> Any:
+    return [{"role": "user", "content": text}]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +40,9 @@ async def model(server: FakeOpenAI, **settings: Any) -> AsyncIterator[PlainLLM]:
 async def test_a_request_gets_the_configured_model_and_parameters(server: FakeOpenAI) -> None:
     async with model(server, temperature=0.5, top_p=0.9) as plain:
         with EpisodeScope(training=True) as scope:
-            said = await async_client(plain).chat.completions.create(model="gpt-5", messages=HI, temperature=0.25)
+            said = await async_client(plain).chat.completions.create(
+                model="gpt-5", messages=ask("hi"), temperature=0.25
+            )
     assert said.choices[0].message.content == "echo: hi"
     assert said.choices[0].logprobs is None
     (call,) = scope.calls
@@ -64,20 +72,49 @@ async def test_the_synchronous_client(server: FakeOpenAI) -> None:
     async with model(server, max_tokens=50) as plain:
         client = sync_client(plain)
         with EpisodeScope(training=True) as scope:
-            said = client.chat.completions.create(model="gpt-5", messages=HI)
+            said = client.chat.completions.create(model="gpt-5", messages=ask("hi"))
             with client.responses.stream(model="gpt-5", input="ho") as stream:
                 streamed = stream.get_final_response()
     assert (said.choices[0].message.content, streamed.output_text) == ("echo: hi", "echo: ho")
     assert [call.token_ids for call in scope.calls] == [encode("echo: hi"), encode("echo: ho")]
 
 
-@pytest.mark.parametrize("settings", [{}, {"timeout": 20}])
-async def test_the_anthropic_client(server: FakeOpenAI, settings: dict[str, Any]) -> None:
-    async with model(server, **settings) as plain:
+async def test_the_clients_of_anthropic(server: FakeOpenAI) -> None:
+    """They stand on another HTTP library than `openai` of release 2 does."""
+    asked: Any = {"model": "claude", "max_tokens": 50, "messages": ask("hi")}
+    async with model(server, temperature=0.5) as plain:
+        client, blocking = anthropic.make_llm(plain), anthropic.sync_client(plain)
         with EpisodeScope(training=True) as scope:
-            said = await anthropic.make_llm(plain).messages.create(model="claude", max_tokens=50, messages=HI)
-    assert [block.text for block in said.content] == ["echo: hi"]
-    assert [call.token_ids for call in scope.calls] == [encode("echo: hi")]
+            said = [await client.messages.create(**asked), blocking.messages.create(**asked)]
+            async with client.messages.stream(**asked) as stream:
+                said.append(await stream.get_final_message())
+            with blocking.messages.stream(**asked) as sync_stream:
+                said.append(sync_stream.get_final_message())
+            with pytest.raises(BadRequestError, match="400"):
+                blocking.messages.create(**{**asked, "messages": ask("status 400")})
+    assert [message.content[0].text for message in said] == ["echo: hi"] * 4
+    assert [call.token_ids for call in scope.calls] == [encode("echo: hi")] * 4
+    assert all((call.llm, call.model, call.error) == ("player", "fake", None) for call in scope.calls)
+    assert all(call.sampling.items() >= {"temperature": 0.5, "max_tokens": 50}.items() for call in scope.calls)
+    assert scope.failed_attempts == {"http 400": 1}
+
+
+async def test_synchronous_calls_are_as_many_at_once_as_are_made(server: FakeOpenAI) -> None:
+    async with model(server, timeout=5) as plain:
+        client = sync_client(plain)
+        with EpisodeScope(training=True), ExitStack() as streams:
+            for _ in range(101):  # one more than a pool of connections usually has
+                said = client.chat.completions.create(model="gpt-5", messages=ask("stall"), stream=True)
+                assert next(iter(streams.enter_context(said))).choices
+
+
+def test_blocking_agents_are_as_many_at_once_as_episodes() -> None:
+    together = threading.Barrier(100)
+
+    async def episodes() -> list[int]:
+        return await asyncio.gather(*(asyncio.to_thread(together.wait, 20) for _ in range(100)))
+
+    assert sorted(run_async(episodes())) == list(range(100))
 
 
 def test_tool_runs_are_steps_of_the_episode_they_began_in() -> None:
@@ -89,6 +126,8 @@ def test_tool_runs_are_steps_of_the_episode_they_began_in() -> None:
             returned("green")
         with pytest.raises(ValueError, match="dark"), tools.around("look", {"at": "night"}):
             raise ValueError("dark")
+        with tools.around("look", {"at": "fog"}) as returned:
+            returned("no more than this", error="foggy")
         tools.end("a", "too late for its episode")
         tools.end("never begun", "nothing")
     assert [step.event_type for step in one.steps] == ["TOOL_START"]
@@ -98,7 +137,9 @@ def test_tool_runs_are_steps_of_the_episode_they_began_in() -> None:
         ("TOOL_END", {"at": "grass"}, "green"),
         ("TOOL_START", {"at": "night"}, None),
         ("TOOL_END", {"at": "night"}, None),
+        ("TOOL_START", {"at": "fog"}, None),
+        ("TOOL_END", {"at": "fog"}, "no more than this"),
     ]
-    assert "dark" in scope.steps[-1].payload.metadata["error"]
+    assert [scope.steps[number].payload.metadata["error"] for number in (3, 5)] == ["ValueError('dark')", "'foggy'"]
     with tools.around("look", {}) as returned:
         returned("outside an episode it goes nowhere")

@@ -3,8 +3,9 @@
 import asyncio
 import io
 import json
+import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -71,6 +72,17 @@ async def text_by(dialect: str, streamed: bool, door: Door, text: str) -> str:
             async with client.messages.stream(**asked) as stream:
                 return await stream.get_final_text()
     async with plain(door) as client:
+        if dialect == "text":
+            if not streamed:
+                choice = (await client.completions.create(model="gpt", prompt=text)).choices[0]
+                assert choice.logprobs is None
+                assert not {"token_ids", "prompt_token_ids"} & {*(choice.model_extra or {})}
+                return choice.text
+            parts = [c async for c in await client.completions.create(model="gpt", prompt=text, stream=True)]
+            assert not any(
+                choice.logprobs or (choice.model_extra or {}).get("token_ids") for c in parts for choice in c.choices
+            )
+            return "".join(choice.text for c in parts for choice in c.choices)
         if dialect == "responses":
             if not streamed:
                 return (await client.responses.create(model="gpt", input=text)).output_text
@@ -87,15 +99,19 @@ async def text_by(dialect: str, streamed: bool, door: Door, text: str) -> str:
         return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
 
 
+KINDS = ("chat", "text", "responses", "messages")
+
+
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("dialect", KINDS)
 async def test_official_clients_are_recorded(server: FakeOpenAI, dialect: str, streamed: bool) -> None:
     async with gateway_to(model(server, temperature=0.5)) as gateway:
         with EpisodeScope(training=True, seed=1) as scope, gateway.admit(scope) as door:
             assert await text_by(dialect, streamed, door, "hi") == "echo: hi"
     (call,) = scope.calls
     assert (call.llm, call.model, call.messages, call.error) == ("player", "fake", ask("hi"), None)
-    assert call.prompt_token_ids == encode(str(ask("hi")))
+    assert call.message == {"role": "assistant", "content": "echo: hi"}
+    assert call.prompt_token_ids == encode("hi" if dialect == "text" else str(ask("hi")))
     assert call.token_ids == encode("echo: hi")
     assert call.logprobs == [logprob(c) for c in "echo: hi"]
     assert call.sampling["temperature"] == 0.5
@@ -179,16 +195,10 @@ async def test_what_is_no_call_is_forwarded(server: FakeOpenAI) -> None:
                 assert [m.id async for m in client.models.list()] == ["fake"]
                 with pytest.raises(openai.NotFoundError):  # the server's own 404: it has no such route
                     await client.embeddings.create(model="x", input="hi")
-                with pytest.raises(openai.BadRequestError, match="cannot be trained"):
-                    await client.completions.create(model="fake", prompt="hi")
-        with EpisodeScope(), gateway.admit(scope := EpisodeScope()) as door:
-            async with plain(door) as client:
-                with pytest.raises(openai.NotFoundError):
-                    await client.completions.create(model="fake", prompt="hi")
     assert scope.calls == []
 
 
-@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("dialect", KINDS)
 async def test_a_refusal_has_the_shape_of_the_dialect(server: FakeOpenAI, dialect: str) -> None:
     error = anthropic.APIStatusError if dialect == "messages" else openai.APIStatusError
     async with gateway_to(model(server)) as gateway:
@@ -201,9 +211,9 @@ async def test_a_refusal_has_the_shape_of_the_dialect(server: FakeOpenAI, dialec
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("dialect", KINDS)
 async def test_a_client_that_tries_again_makes_one_call(server: FakeOpenAI, dialect: str, streamed: bool) -> None:
-    number = 1 + 2 * ("chat", "responses", "messages").index(dialect)
+    number = 1 + 2 * KINDS.index(dialect)
     text = f"fail {'0' * (number + streamed)}1"  # the server fails once for each text
     async with gateway_to(model(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
@@ -248,6 +258,9 @@ async def test_a_body_that_is_no_request(server: FakeOpenAI, body: bytes, said: 
             status, answer = await post(f"{door.openai_url}/chat/completions", body)
             assert status == 400
             assert said in answer["error"]["message"]
+            for prompt in (b"7", b"[]", b"null", b'{"a": 1}'):
+                status, answer = await post(f"{door.openai_url}/completions", b'{"prompt": %s}' % prompt)
+                assert (status, answer["error"]["param"]) == (400, "prompt")
             status, answer = await post(f"{door.anthropic_url}/v1/messages", b'{"messages": [7]}')
             assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
     assert (scope.calls, scope.failed_attempts) == ([], {})
@@ -301,7 +314,7 @@ async def test_an_answer_that_comes_after_the_end_is_nobodys(server: FakeOpenAI)
     assert (scope.calls, scope.late_calls, following.calls) == ([], 1, [])
 
 
-@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("dialect", KINDS)
 async def test_a_server_killed_in_mid_stream(server: FakeOpenAI, dialect: str) -> None:
     kinds = (openai.APIError, anthropic.APIError)
     async with gateway_to(model(server)) as gateway:
@@ -393,8 +406,7 @@ async def test_episodes_at_once_keep_to_themselves(server: FakeOpenAI) -> None:
         async def episode(number: int) -> EpisodeScope:
             with EpisodeScope(training=True, seed=number) as scope, gateway.admit(scope) as door:
                 texts = [f"{number}.{n}" for n in range(4)]
-                kinds = ("chat", "responses", "messages", "chat")
-                await asyncio.gather(*(text_by(k, number % 2 == 0, door, t) for k, t in zip(kinds, texts, strict=True)))
+                await asyncio.gather(*(text_by(k, number % 2 == 0, door, t) for k, t in zip(KINDS, texts, strict=True)))
             return scope
 
         scopes = await asyncio.gather(*map(episode, range(16)))
@@ -403,3 +415,23 @@ async def test_episodes_at_once_keep_to_themselves(server: FakeOpenAI) -> None:
         assert all(c.token_ids == encode(f"echo: {c.messages[0]['content']}") for c in scope.calls)
     seeds = {c.sampling["seed"] for scope in scopes for c in scope.calls}
     assert len(seeds) == 64
+
+
+async def test_many_may_connect_at_once(server: FakeOpenAI) -> None:
+    async with gateway_to(model(server)) as gateway:
+        where = ("127.0.0.1", int(gateway.address.rpartition(":")[2]))
+        with ExitStack() as waiting:  # none is accepted before all have come
+            connections = [waiting.enter_context(socket.create_connection(where, timeout=5)) for _ in range(400)]
+            for connection in connections:
+                connection.sendall(b"GET /e/key/v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            for connection in connections:
+                assert await asyncio.to_thread(connection.recv, 12) == b"HTTP/1.1 401"
+
+
+async def test_what_says_nothing_of_the_answer_is_left_out(server: FakeOpenAI) -> None:
+    async with gateway_to(model(server)) as gateway:
+        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+            asked: Any = {"model": "x", "max_tokens": 9, "messages": ask("hi"), "cache_control": {"type": "ephemeral"}}
+            status, _ = await post(f"{door.anthropic_url}/v1/messages", asked)
+    assert (status, len(scope.calls)) == (200, 1)
+    assert "cache_control" not in server.requests[-1]

@@ -5,12 +5,10 @@ from typing import Any
 import pytest
 
 from insitu.algorithms.advantages import AdvantageConfig
-from insitu.config import Config
 from insitu.errors import TrajectoryError
-from insitu.registry import Builder
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItemRole, Trajectory, TrajectoryCollection
-from insitu.training.loop import InsituTrainer, InsituTrainerConfig
+from insitu.training.weighing import CallWeigher, weigh
 from insitu.trajectories.groups import Credit, build_rows, call_advantages, dialogue, targeted_calls, text_of
 
 CENTRED = AdvantageConfig(baseline="mean", scale="none")
@@ -155,18 +153,17 @@ def test_step_rewards_must_be_there_for_each_trained_call() -> None:
 
 
 @pytest.mark.parametrize("credit", ["episode", "step", "function"])
-def test_a_group_of_one_is_left_out_whatever_the_credit(credit: Any) -> None:
-    trainer = InsituTrainer(InsituTrainerConfig(credit=credit), Builder(Config()))
+def test_a_group_of_one_is_left_out_whatever_the_credit(credit: str) -> None:
     collection = TrajectoryCollection(trajectories=[[trajectory(1.0, [0, 1], [0.0, 1.0])]], run_id="r")
-    trainer._weigh(collection)
+    assert weigh(collection, CallWeigher(AdvantageConfig(), Credit(credit))) == []
     assert (collection.trajectories, collection.dropped) == ([], {"single_member": 1})
 
 
 def test_text_without_calls_is_left_to_what_trains_it() -> None:
-    trainer = InsituTrainer(InsituTrainerConfig(), Builder(Config()))
     groups = [[Trajectory(reward=r) for r in rewards] for rewards in ((1.0, 0.0), (1.0, 1.0))]
     collection = TrajectoryCollection(trajectories=groups, run_id="r")
-    trainer._weigh(collection)
+    weighed = weigh(collection, CallWeigher(AdvantageConfig(), Credit()))
+    assert weighed == [(t, {}) for t in groups[0]]
     assert (collection.trajectories, collection.dropped) == (groups[:1], {"no_variance": 2})
 
 

@@ -4,15 +4,14 @@ Two functions that ask two models each; what the backend sampled is compared wit
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import duo_plugin
 import pytest
-from tiny_models import byte_tokenizer, save_tiny_model
+from tiny_backend import Served, tiny_backend
+from tiny_models import byte_tokenizer
 
 from insitu.errors import BackendError, ConfigError, TrajectoryError
 from insitu.schemas.finetuning import FinetuneRunConfig
@@ -22,27 +21,10 @@ ROWS = 2
 GENERATIONS = 3
 
 
-class Served:
-    """A running backend with a tiny model, and the log of what it sampled."""
-
-    def __init__(self, address: str, log: Path) -> None:
-        self.address = address
-        self._log = log
-
-    def samples(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._log.read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("served")
-    model = save_tiny_model(folder / "model")
-    options = {"model": model, "port": 0, "token": "t", "output_dir": folder / "out", "log_samples": folder / "log"}
-    command = [sys.executable, "-m", "insitu", "backend", *(t for k, v in options.items() for t in (f"--{k}", str(v)))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield Served(process.stdout.readline().split()[-1], folder / "log")
-        process.kill()
+    with tiny_backend(tmp_path_factory.mktemp("served")) as served:
+        yield served
 
 
 def project(write: Any, served: Served, finetuning: dict[str, Any], **functions: Any) -> Path:
@@ -196,6 +178,19 @@ async def test_what_is_sampled_must_be_what_is_trained(write: Any, served: Serve
 async def test_a_version_that_does_not_move_ends_the_run(write: Any, served: Served) -> None:
     with pytest.raises(BackendError, match=r"epoch 1: the job is completed, but the backend still serves .* \d+"):
         await train(project(write, served, {}), ("trainer_adapters.a.stuck", "true"))
+
+
+async def test_a_trainer_that_weighs_calls_is_refused_where_nobody_would_be_told(
+    write: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = project(write, served, {})
+    write("{}", "run/run.json")
+    monkeypatch.setattr(duo_plugin.KeepingAdapter, "weighs_itself", True)
+    with pytest.raises(
+        ConfigError, match="insitu_trainer gives each call an advantage, and keeping_adapter sends none"
+    ):
+        await train(path)
+    assert (path.parent / "run/run.json").exists(), "an earlier run has been moved"
 
 
 async def test_a_wrong_token_is_told_before_anything_runs(write: Any, served: Served) -> None:

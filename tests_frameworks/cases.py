@@ -4,22 +4,27 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
+    """`goes_on`: what a tool raises is told to the model, else it ends the agent's run; `told` is what steps say."""
+
     title: str
     distribution: str
     streams: bool = True
+    goes_on: bool = True
+    told: str = "night"
 
 
 CASES = {
-    "langgraph": Case("LangChain and LangGraph", "langgraph"),
-    "openai_agents": Case("OpenAI Agents SDK", "openai-agents"),
-    "pydantic_ai": Case("Pydantic AI", "pydantic-ai-slim"),
-    "openai": Case("OpenAI SDK", "openai"),
-    "anthropic": Case("Anthropic SDK", "anthropic"),
+    "langgraph": Case("LangChain and LangGraph", "langgraph", goes_on=False),
+    "openai_agents": Case("OpenAI Agents SDK", "openai-agents", told="redacted"),
+    "pydantic_ai": Case("Pydantic AI", "pydantic-ai-slim", goes_on=False),
+    "openai": Case("OpenAI SDK", "openai", goes_on=False),
+    "anthropic": Case("Anthropic SDK", "anthropic", goes_on=False),
     "llama_index": Case("LlamaIndex", "llama-index-core"),
     "autogen": Case("AutoGen AgentChat", "autogen-agentchat"),
-    "adk": Case("Google ADK", "google-adk"),
+    "adk": Case("Google ADK", "google-adk", goes_on=False),
     "crewai": Case("CrewAI", "crewai"),
     "strands": Case("Strands Agents", "strands-agents"),
     "agno": Case("Agno", "agno"),
+    "smolagents": Case("smolagents", "smolagents"),
     "semantic_kernel": Case("Semantic Kernel", "semantic-kernel"),
 }

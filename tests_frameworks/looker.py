@@ -1,7 +1,8 @@
 """A tiny model that has learnt by heart to call a tool, to read its result and to answer.
 
 Its chat template renders what the dialogue is about and nothing of what frameworks write around it, so one model serves
-all of them. Where there is a tool `final_answer` the answer is a call of it.
+all of them. Where there is a tool `final_answer` (smolagents) the answer is a call of it. There calls and results are
+told as text, and a failed call by its error only: they are rendered as the messages they stand for.
 """
 
 import random
@@ -12,27 +13,47 @@ from tiny_models import byte_tokenizer, tiny_config
 from transformers import LlamaForCausalLM
 
 COLOURS = {"sky": "blue", "grass": "green"}
+NIGHT = "night"
+"""What the tool knows no colour of: it raises."""
+SEEN = {**COLOURS, NIGHT: "error"}
+
+
+def call_of(thing: str) -> str:
+    return f'<tool_call>{{"name": "look", "arguments": {{"at": "{thing}"}}}}</tool_call>'
+
+
 TEMPLATE = (
     "{% set final = 'final_answer' in ((tools or []) | tojson) %}"
+    "{% set failure %}"
+    "{% if final %}<|im_start|>assistant\n" + call_of(NIGHT) + "<|im_end|>{{ '\n' }}{% endif %}"
+    "<|im_start|>tool\nerror<|im_end|>{{ '\n' }}{% endset %}"
     "{% for message in messages %}{% set text = message.content or '' %}"
-    "{% if message.role == 'assistant' %}<|im_start|>assistant\n{{ text }}"
+    "{% if message.role == 'assistant' and not (text or message.tool_calls) %}"
+    "{% elif message.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% if 'Calling tools:' in text %}"
+    + "".join(f"{{% if '{thing}' in text %}}{call_of(thing)}{{% endif %}}" for thing in SEEN)
+    + "{% else %}{{ text }}{% endif %}"
     "{% for call in message.tool_calls or [] %}<tool_call>"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
     "{% endfor %}<|im_end|>{{ '\n' }}"
     "{% elif message.role == 'system' %}"
     "{% elif '[' in text and '?' in text %}<|im_start|>user\n"
-    "{{ '!' if final }}[{{ text.split('[')[1].split('?')[0] }}?<|im_end|>{{ '\n' }}"
+    "{{ '!' if final }}[{{ text.split('[')[1].split('?')[0] }}?<|im_end|>{{ '\n' }}{{ failure if 'rror' in text }}"
     "{% elif 'blue' in text %}<|im_start|>tool\nblue<|im_end|>{{ '\n' }}"
     "{% elif 'green' in text %}<|im_start|>tool\ngreen<|im_end|>{{ '\n' }}"
+    "{% elif 'night' in text or 'rror' in text %}{{ failure }}"
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
+def answer_of(thing: str) -> str:
+    return f"It is {COLOURS.get(thing, 'dark')}."
+
+
 def dialogue(thing: str, number: str, final: bool) -> list[tuple[str, bool]]:
     """Pieces of text, and whether the model says them."""
-    colour = COLOURS[thing]
-    answer = f"It is {colour}."
+    answer = answer_of(thing)
     if final:
         answer = f'<tool_call>{{"name": "final_answer", "arguments": {{"answer": "{answer}"}}}}</tool_call>'
     return [
@@ -40,8 +61,8 @@ def dialogue(thing: str, number: str, final: bool) -> list[tuple[str, bool]]:
             f"<|im_start|>user\n{'!' * final}[{number}] What colour is the {thing}?<|im_end|>\n<|im_start|>assistant\n",
             False,
         ),
-        (f'<tool_call>{{"name": "look", "arguments": {{"at": "{thing}"}}}}</tool_call><|im_end|>', True),
-        (f"\n<|im_start|>tool\n{colour}<|im_end|>\n<|im_start|>assistant\n", False),
+        (f"{call_of(thing)}<|im_end|>", True),
+        (f"\n<|im_start|>tool\n{SEEN[thing]}<|im_end|>\n<|im_start|>assistant\n", False),
         (f"{answer}<|im_end|>", True),
     ]
 
@@ -59,7 +80,7 @@ def save_looker(folder: Path) -> Path:
         return ids, labels
 
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
-        rows = [row(thing, final) for thing in COLOURS for final in (False, True) for _ in range(2)]
+        rows = [row(thing, final) for thing in SEEN for final in (False, True)]
         longest = max(len(ids) for ids, _ in rows)
         return (
             torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows]),

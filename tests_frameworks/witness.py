@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 from insitu.plugin_api import (
     BaseEvaluator,
@@ -15,9 +16,27 @@ from insitu.plugin_api import (
     EvaluatorInfo,
     FunctionBaseConfig,
     FunctionRef,
+    IntermediateStep,
     register_evaluator,
     register_function,
 )
+
+TOLD = ("LLM_START", "LLM_END", "TOOL_START", "TOOL_END")
+
+
+def told(step: IntermediateStep) -> dict[str, Any]:
+    """What a step tells; a tool's input as an object, whether a framework has it as one or as JSON."""
+    known, data = step.payload.metadata or {}, step.payload.data
+    known = known if isinstance(known, dict) else known.model_dump()
+    given = data.input if step.event_type.startswith("TOOL") else None
+    return {
+        "type": step.event_type,
+        "name": step.payload.name,
+        "input": json.loads(given) if isinstance(given, str) else given,
+        "output": str(data.output),
+        "error": known.get("error"),
+        "token_ids": known.get("token_ids"),
+    }
 
 
 class WitnessConfig(FunctionBaseConfig, name="witness"):
@@ -37,20 +56,12 @@ async def witness(config: WitnessConfig, builder: Builder):
         steps = []
         Context.get().intermediate_step_manager.subscribe(steps.append)
         await asyncio.wait_for(together.wait(), 60)
-        said = await agent.ainvoke(f"[{number}] {question}", to_type=str)
-        tools = [
-            {
-                "type": step.event_type,
-                "name": step.payload.name,
-                "in": step.payload.data.input,
-                "out": str(step.payload.data.output),
-            }
-            for step in steps
-            if step.event_type in ("TOOL_START", "TOOL_END")
-        ]
-        with config.file.open("a") as file:
-            file.write(json.dumps({"number": number, "said": said, "tools": tools}, default=str) + "\n")
-        return f"[{number}] {said}"
+        try:
+            return f"[{number}] {await agent.ainvoke(f'[{number}] {question}', to_type=str)}"
+        finally:
+            seen = [told(step) for step in steps if step.event_type in TOLD]
+            with config.file.open("a") as file:
+                file.write(json.dumps({"number": number, "steps": seen}) + "\n")
 
     yield answer
 

@@ -16,7 +16,7 @@ class AgentConfig(FunctionBaseConfig, name="adk_agent"):
 
 def look(at: str) -> str:
     """Tells the colour of a thing."""
-    return {"sky": "blue", "grass": "green"}.get(at, "dark")
+    return {"sky": "blue", "grass": "green"}[at]
 
 
 @register_function(config_type=AgentConfig)
@@ -30,6 +30,7 @@ async def agent(config: AgentConfig, builder: Builder):
         session = await runner.session_service.create_session(app_name=runner.app_name, user_id="user")
         asked = Content(role="user", parts=[Part(text=question)])
         run = runner.run_async(user_id="user", session_id=session.id, new_message=asked, run_config=mode)
-        return [event.content.parts[0].text async for event in run if event.is_final_response()][-1]
+        events = [event async for event in run if event.is_final_response()]
+        return events[-1].content.parts[0].text
 
     yield answer

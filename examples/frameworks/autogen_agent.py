@@ -13,7 +13,7 @@ class AgentConfig(FunctionBaseConfig, name="autogen_agent"):
 
 
 def look(at: str) -> str:
-    return {"sky": "blue", "grass": "green"}.get(at, "dark")
+    return {"sky": "blue", "grass": "green"}[at]
 
 
 LOOK = FunctionTool(look, description="Tells the colour of a thing.")

@@ -14,7 +14,7 @@ class AgentConfig(FunctionBaseConfig, name="crewai_agent"):
 @tool
 def look(at: str) -> str:
     """Tells the colour of a thing."""
-    return {"sky": "blue", "grass": "green"}.get(at, "dark")
+    return {"sky": "blue", "grass": "green"}[at]
 
 
 @register_function(config_type=AgentConfig)

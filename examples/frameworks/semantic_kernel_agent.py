@@ -17,13 +17,13 @@ class AgentConfig(FunctionBaseConfig, name="semantic_kernel_agent"):
 class Eyes:
     @kernel_function(description="Tells the colour of a thing.")
     def look(self, at: str) -> str:
-        return {"sky": "blue", "grass": "green"}.get(at, "dark")
+        return {"sky": "blue", "grass": "green"}[at]
 
 
 @register_function(config_type=AgentConfig)
 async def agent(config: AgentConfig, builder: Builder):
     kernel = Kernel()
-    kernel.add_filter(FilterTypes.AUTO_FUNCTION_INVOCATION, tool_filter)
+    kernel.add_filter(FilterTypes.FUNCTION_INVOCATION, tool_filter)
     service = await builder.get_llm(config.llm, wrapper_type="semantic_kernel")
     looker = ChatCompletionAgent(name="looker", service=service, kernel=kernel, plugins=[Eyes()])
 

@@ -80,6 +80,9 @@ class TrainerAdapter(ABC):
     An adapter may also have `async policy_endpoint() -> PolicyEndpoint`: where the model it trains is served.
     """
 
+    weighs_itself = False
+    """Whether what it sends are episodes with rewards, so that advantages made here would reach nothing."""
+
     def __init__(self, adapter_config: TrainerAdapterConfig) -> None:
         self.adapter_config = adapter_config
         self.run_config: FinetuneConfig = None  # type: ignore[assignment]  # documented: None before initialize

@@ -8,8 +8,8 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute, Route
 
 from insitu.backend.http import ErrorBody
-from insitu.backend.inference.answers import ChatCompletion, ChatCompletionChunk
-from insitu.backend.inference.chat import ChatRequest
+from insitu.backend.inference.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
+from insitu.backend.inference.text import TextCompletion, TextRequest
 from insitu.backend.training.uploads import JobHeader
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.wire import JobState
@@ -56,6 +56,12 @@ OPERATIONS = {
         takes=(ChatRequest,),
         gives=ChatCompletion,
         events=ChatCompletionChunk,
+    ),
+    ("POST", "/v1/completions"): Operation(
+        "Continue a text; with `stream`, events that end with [DONE]",
+        takes=(TextRequest,),
+        gives=TextCompletion,
+        events=TextCompletion,
     ),
     ("GET", "/openapi.json"): Operation("This document"),
     ("POST", "/v1/train/jobs"): Operation(

@@ -25,9 +25,11 @@ from insitu.backend.art.server import art_routes
 from insitu.backend.art.serverless import serverless_routes
 from insitu.backend.compute import Compute
 from insitu.backend.http import EXCEPTION_HANDLERS, JSON, TokenGate
-from insitu.backend.inference.completions import ChatCompletions, Models, PolicyNames, SampleLog
+from insitu.backend.inference.chat import ChatRequest
+from insitu.backend.inference.completions import Completions, Models, PolicyNames, SampleLog
 from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.lane import EngineOptions
+from insitu.backend.inference.text import TextRequest
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.openapi import document
 from insitu.backend.options import BackendOptions
@@ -80,7 +82,7 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     art_models = ArtModels(lineages, engine, compute, base, output_dir / "art")
     art_jobs = ArtJobs(art_models, jobs, engine.tokens)
     models = Models(PolicyNames(options.name, lambda: lineages.own.versions), art_models)
-    chat = ChatCompletions(engine, models, SampleLog(options.log_samples) if options.log_samples else None)
+    log = SampleLog(options.log_samples) if options.log_samples else None
 
     async def health(request: Request) -> Response:
         return JSON({"status": "ok", "policy_version": engine.version})
@@ -92,7 +94,8 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
         Route("/health", health),
         Route("/v1/models", models.list),
         Route("/v1/models/{model:path}", models.get),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/chat/completions", Completions(ChatRequest, engine, models, log), methods=["POST"]),
+        Route("/v1/completions", Completions(TextRequest, engine, models, log), methods=["POST"]),
         Route("/openapi.json", openapi),
         *training_routes(jobs),
         *art_routes(art_models, art_jobs, engine, options.token),

@@ -49,7 +49,7 @@ class FileDatasetConfig(DatasetBaseConfig):
     """The columns' names, where they are others."""
 
 
-def _loads(data: bytes) -> Any:
+def loads(data: bytes) -> Any:
     """JSON, also if it begins with a byte order mark, or holds half a character."""
     try:
         return orjson.loads(data)
@@ -60,7 +60,7 @@ def _loads(data: bytes) -> Any:
 
 
 def _json_rows(path: Path) -> Rows:
-    data = _loads(path.read_bytes())
+    data = loads(path.read_bytes())
     if not isinstance(data, list):
         raise ConfigError(f"dataset {path} must hold a list of rows, not {type(data).__name__}")
     yield from data
@@ -71,7 +71,7 @@ def _jsonl_rows(path: Path) -> Rows:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield _loads(line)
+                    yield loads(line)
                 except json.JSONDecodeError as error:
                     raise ConfigError(f"dataset {path}, line {number} is not valid JSON: {error}") from error
 

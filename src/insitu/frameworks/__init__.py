@@ -16,16 +16,16 @@ its runs the module registers with them when it is imported, else `make_llm` giv
     tools.start(run_id, name, arguments)        from a pair of callbacks
     tools.end(run_id, output)                   or error=...
     with tools.around(name, arguments) as returned:      from a hook that stands around the run
-        returned(await proceed())
+        returned(await proceed())                        also with error=..., where the framework has caught one
 
 Model calls become LLM_ steps by themselves; `push` is for a framework that tells more about them (LangChain).
 """
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, StreamEventData, TraceMetadata
 from insitu.workflow.context import EpisodeScope, current_scope
@@ -124,14 +124,24 @@ class ToolSteps:
         push(self._framework, IntermediateStepType.TOOL_END, run_id, run.name, data, run.scope, metadata=metadata)
 
     @contextmanager
-    def around(self, name: str, arguments: Any) -> Iterator[Callable[[Any], None]]:
+    def around(self, name: str, arguments: Any) -> Iterator["Returned"]:
         """A tool run; what it yields is to be called with the result."""
         run_id = uuid.uuid4()
-        results: list[Any] = []
+        told: list[tuple[Any, object]] = [(None, None)]
+
+        def returned(output: Any, error: object = None) -> None:
+            told.append((output, error))
+
         self.start(run_id, name, arguments)
         try:
-            yield results.append
+            yield returned
         except BaseException as error:  # whatever ends the run is told, and raised again
             self.end(run_id, error=error)
             raise
-        self.end(run_id, results[-1] if results else None)
+        self.end(run_id, *told[-1])
+
+
+class Returned(Protocol):
+    """Takes what a tool has returned, and the error that the framework has made it of, if any."""
+
+    def __call__(self, output: Any, error: object = None) -> None: ...

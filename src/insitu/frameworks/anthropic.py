@@ -3,11 +3,15 @@
 client = await builder.get_llm("player", wrapper_type="anthropic")
 with tool_step("look", block.input) as returned:
     returned(look(**block.input))
+
+An agent that blocks takes `sync_client(await builder.get_llm("player"))`.
 """
+
+from typing import Any
 
 import anthropic
 
-from insitu.frameworks import ToolSteps, async_http
+from insitu.frameworks import ToolSteps, async_http, sync_http
 from insitu.workflow.llms import PlainLLM
 
 tool_step = ToolSteps("anthropic").around
@@ -15,10 +19,17 @@ tool_step = ToolSteps("anthropic").around
 
 def make_llm(plain: PlainLLM) -> anthropic.AsyncAnthropic:
     """A client that asks the model under this key of `llms`, whatever the name in a request."""
-    return anthropic.AsyncAnthropic(
-        base_url=str(plain.client.base_url).rstrip("/").removesuffix("/v1"),
-        api_key=plain.client.api_key,
-        timeout=plain.config.timeout or anthropic.DEFAULT_TIMEOUT,  # openai may stand on the other HTTP library
-        max_retries=plain.client.max_retries,
-        http_client=async_http(plain, anthropic),
-    )
+    return anthropic.AsyncAnthropic(http_client=async_http(plain, anthropic), **_options(plain))
+
+
+def sync_client(plain: PlainLLM) -> anthropic.Anthropic:
+    return anthropic.Anthropic(http_client=sync_http(plain, anthropic), **_options(plain))
+
+
+def _options(plain: PlainLLM) -> dict[str, Any]:
+    return {
+        "base_url": str(plain.client.base_url).rstrip("/").removesuffix("/v1"),
+        "api_key": plain.client.api_key,
+        "timeout": plain.config.timeout or anthropic.DEFAULT_TIMEOUT,  # openai's may be of another HTTP library
+        "max_retries": plain.client.max_retries,
+    }

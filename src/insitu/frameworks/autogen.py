@@ -50,7 +50,7 @@ class ReportingWorkbench(StaticStreamWorkbench):
     ) -> ToolResult:
         with _TOOLS.around(name, arguments) as returned:
             result = await super().call_tool(name, arguments, cancellation_token, call_id)
-            returned(result)
+            returned(result, _error_of(result))
             return result
 
     async def call_tool_stream(
@@ -62,5 +62,10 @@ class ReportingWorkbench(StaticStreamWorkbench):
     ) -> AsyncGenerator[Any | ToolResult, None]:
         with _TOOLS.around(name, arguments) as returned:
             async for piece in super().call_tool_stream(name, arguments, cancellation_token, call_id):
-                returned(piece)
+                returned(piece, _error_of(piece))
                 yield piece
+
+
+def _error_of(result: Any) -> str | None:
+    """What a tool has raised, which a workbench makes the text of its result."""
+    return result.to_text() if isinstance(result, ToolResult) and result.is_error else None

@@ -16,6 +16,9 @@ _TOOLS = ToolSteps("crewai")
 _running: dict[int, uuid.UUID] = {}
 """By the identity of a run's arguments, which is all that its two hooks have in common; `_TOOLS` keeps them alive."""
 
+_FAILED = ("Error executing tool: ", "I encountered an error while trying to use the tool.")
+"""How the result begins that CrewAI makes of an exception; hooks are told nothing else of it."""
+
 
 def make_llm(plain: PlainLLM) -> OpenAICompletion:
     """For `Agent(llm=...)`."""
@@ -36,7 +39,9 @@ def _before(context: ToolCallHookContext) -> None:
 
 
 def _after(context: ToolCallHookContext) -> None:
-    _TOOLS.end(_running.pop(id(context.tool_input), None), context.tool_result)
+    result = context.tool_result
+    error = result if result is not None and result.startswith(_FAILED) else None
+    _TOOLS.end(_running.pop(id(context.tool_input), None), result, error)
 
 
 register_before_tool_call_hook(_before)

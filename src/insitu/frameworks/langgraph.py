@@ -1,4 +1,4 @@
-"""LangGraph: its models are LangChain's, and LangChain's callbacks tell of its nodes' tool runs."""
+"""LangGraph: the models of LangChain (`langchain` is the same), whose callbacks tell of its nodes' tool runs too."""
 
 from insitu.frameworks.langchain import make_llm
 

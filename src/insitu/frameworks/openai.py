@@ -3,12 +3,16 @@
 client = await builder.get_llm("player", wrapper_type="openai")
 with tool_step("look", arguments) as returned:
     returned(look(**arguments))
+
+An agent that blocks takes `sync_client(await builder.get_llm("player"))`.
 """
 
 from openai import AsyncOpenAI
 
-from insitu.frameworks import ToolSteps, async_client
+from insitu.frameworks import ToolSteps, async_client, sync_client
 from insitu.workflow.llms import PlainLLM
+
+__all__ = ["make_llm", "sync_client", "tool_step"]
 
 tool_step = ToolSteps("openai").around
 

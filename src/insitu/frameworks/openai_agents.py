@@ -1,7 +1,8 @@
 """OpenAI Agents SDK: a model over Chat Completions, and its traces of tool runs as steps.
 
 Importing this module adds a trace processor; where tracing is disabled, or told to leave inputs and outputs out, the
-steps lack as much. A TOOL_START has no arguments yet, the TOOL_END has arguments and result.
+steps lack as much. A TOOL_START has no arguments yet, the TOOL_END has arguments and result. What a tool has raised is
+told in full where it has a `failure_error_function` of its own; the SDK's default one hides it from model and traces.
 """
 
 from typing import Any

@@ -2,13 +2,13 @@
 
 service = await builder.get_llm("player", wrapper_type="semantic_kernel")
 kernel = Kernel(services=service)
-kernel.add_filter(FilterTypes.AUTO_FUNCTION_INVOCATION, tool_filter)
+kernel.add_filter(FilterTypes.FUNCTION_INVOCATION, tool_filter)
 """
 
 from collections.abc import Awaitable, Callable
 
 from semantic_kernel.connectors.ai.open_ai import OpenAIChatCompletion
-from semantic_kernel.filters import AutoFunctionInvocationContext
+from semantic_kernel.filters import FunctionInvocationContext
 
 from insitu.frameworks import ToolSteps, async_client
 from insitu.workflow.llms import PlainLLM
@@ -22,9 +22,12 @@ def make_llm(plain: PlainLLM) -> OpenAIChatCompletion:
 
 
 async def tool_filter(
-    context: AutoFunctionInvocationContext, next: Callable[[AutoFunctionInvocationContext], Awaitable[None]]
+    context: FunctionInvocationContext, next: Callable[[FunctionInvocationContext], Awaitable[None]]
 ) -> None:
-    """Pushes TOOL_ steps to the episode that is going on, for the functions that the model calls."""
-    with _TOOLS.around(context.function.name, dict(context.arguments or {})) as returned:
+    """Pushes TOOL_ steps to the episode that is going on, for functions that are no prompts."""
+    if context.function.is_prompt:
         await next(context)
-        returned(context.function_result)
+        return
+    with _TOOLS.around(context.function.name, dict(context.arguments)) as returned:
+        await next(context)
+        returned(context.result)

@@ -1,8 +1,8 @@
 """smolagents: an `OpenAIModel` over our client, and a tool around a tool that tells its runs as steps.
 
-    model = await builder.get_llm("player", wrapper_type="smolagents")
-    agent = ToolCallingAgent([ReportingTool(look)], model)
-    answer = await asyncio.to_thread(agent.run, question)
+model = await builder.get_llm("player", wrapper_type="smolagents")
+agent = ToolCallingAgent([ReportingTool(look)], model)
+answer = await asyncio.to_thread(agent.run, question)
 
 Its agents run in threads: `asyncio.to_thread` takes the episode along.
 """

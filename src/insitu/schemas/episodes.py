@@ -41,11 +41,12 @@ class EpisodeKey(NamedTuple):
 class ModelCall:
     """One request to a model, exactly as it crossed the wire.
 
-    `messages` and `tools` as sent; `sampling` holds the other parameters of the request; `prompt_token_ids` (P) and
-    `token_ids` (C) as the server tokenised and sampled them; `logprobs` (C) natural logarithms, as sampled;
-    `message` the assistant message that came back (of choice 0 when `n` > 1: each further choice is a call of its
-    own with `choice` 1, 2, ...); `functions` the names of the functions the call was made in, outermost first;
-    `started` and `ended` in seconds since 1970. `error` says why there is no completion.
+    `messages` and `tools` as sent, of a text completion the prompt as a user's message; `sampling` holds the other
+    parameters of the request; `prompt_token_ids` (P) and `token_ids` (C) as the server tokenised and sampled them;
+    `logprobs` (C) natural logarithms, as sampled; `message` the assistant message that came back (of choice 0 when
+    `n` > 1: each further choice is a call of its own with `choice` 1, 2, ...; further prompts are calls too);
+    `functions` the names of the functions the call was made in, outermost first; `started` and `ended` in seconds
+    since 1970. `error` says why there is no completion.
     """
 
     index: int

@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -16,26 +16,26 @@ from insitu import __version__
 from insitu.algorithms.advantages import AdvantageConfig
 from insitu.algorithms.credit import spread
 from insitu.algorithms.curriculum import CurriculumState
-from insitu.config import WORKFLOW, Config
+from insitu.config import Config
 from insitu.errors import BackendError, ConfigError, InsituError, JobFailed, TrajectoryError
-from insitu.interfaces import Trainer
+from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.registry import Builder, PolicyEndpoint, name_being_built, register_trainer
-from insitu.schemas.episodes import DropReason, Episode
+from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
-    Trajectory,
     TrajectoryCollection,
 )
 from insitu.training.report import Report, counts, plot
 from insitu.training.store import RunStore, set_aside
 from insitu.training.validation import Validation
+from insitu.training.weighing import CallWeigher, Weigher, weigh
 from insitu.trajectories.builder import GroupRecord
-from insitu.trajectories.curriculum import apply_curriculum, mark_dropped, read_curriculum_state, without
-from insitu.trajectories.groups import Credit, build_rows, call_advantages, has_step_rewards, weighed_calls
+from insitu.trajectories.curriculum import apply_curriculum, read_curriculum_state
+from insitu.trajectories.groups import Credit, weighed_calls
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,9 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
 class InsituTrainer(Trainer):
     """Collects, filters, submits, waits and records each epoch; validates before, between and after."""
 
+    weighs_calls = True
+    """Whether it gives calls their advantages; else the adapter's server does."""
+
     def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder) -> None:
         super().__init__(trainer_config)
         self.config = trainer_config
@@ -90,7 +93,6 @@ class InsituTrainer(Trainer):
         self._store: RunStore | None = None
         self._metrics: dict[str, Any] = {}
         self._dropped: Counter[str] = Counter()  # of the epochs that trained nothing
-        self._weighed: list[tuple[Trajectory, dict[int, float]]] = []  # in this epoch
         self._earlier_curriculum = self._read_curriculum()
 
     def _read_curriculum(self) -> dict[str, Any] | None:
@@ -102,6 +104,15 @@ class InsituTrainer(Trainer):
         if not self._loaded.finetuning.curriculum_learning.enabled:
             raise ConfigError(f"{key}: there is no curriculum to go on with: curriculum_learning.enabled is false")
         return read_curriculum_state(self._loaded.find_path(path, key), key)
+
+    async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
+        await super().bind_components(trajectory_builder, trainer_adapter)
+        if self.weighs_calls and trainer_adapter.weighs_itself:
+            adapter = trainer_adapter.adapter_config.type
+            raise ConfigError(
+                f"trainers: {self.trainer_config.type} gives each call an advantage, and {adapter} sends none: its "
+                "server makes them from the episodes' rewards; use the trainer that belongs to it"
+            )
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
@@ -165,8 +176,8 @@ class InsituTrainer(Trainer):
         _check_versions(collection, served)
         collected = [t for group in collection.trajectories for t in group]
         collection = self.apply_curriculum_learning(collection, epoch)
-        self._weigh(collection)
-        self.store.append_advantages(epoch, collected, self._weighed)
+        weighed = weigh(collection, self._weigher())
+        self.store.append_advantages(epoch, collected, weighed)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
         self._metrics |= {
             "curriculum_percentile": state and state["current_percentile"],
@@ -174,8 +185,9 @@ class InsituTrainer(Trainer):
             "dropped": dict(sorted(collection.dropped.items())),
             "filtered_trajectories": sum(map(len, collection.trajectories)),
             "filtered_groups": len(collection.trajectories),
-            "credit_by_function": spread(weighed_calls(self._weighed, self.run_config.target_functions)),
+            "credit_by_function": spread(weighed_calls(weighed, self.run_config.target_functions)),
             "policy_version": version,
+            "job": None,
             "seconds": {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         }
         if not any(collection.trajectories):
@@ -222,40 +234,6 @@ class InsituTrainer(Trainer):
             trajectory_collection, self.curriculum_config, self._curriculum_state, earlier + epoch, seed
         )
 
-    def _weigh(self, collection: TrajectoryCollection) -> None:
-        """Make each group ready for its adapter; what cannot be trained, or teaches nothing, goes and is counted."""
-        self._weighed = []
-        _leave_out(collection, self._unfit)
-        flat: dict[int, str] = {}
-        for place, group in enumerate(collection.trajectories):
-            reason = DropReason.SINGLE_MEMBER if len(group) == 1 else self._prepare(group)
-            if reason is not None:
-                flat[place] = str(reason)
-        kept = without(collection, flat)
-        collection.trajectories, collection.dropped = kept.trajectories, kept.dropped
-
-    def _unfit(self, trajectory: Trajectory) -> DropReason | None:
-        """Why a trajectory cannot be trained: what is judged by step rewards needs one for each trained call."""
-        needed = {"episode": False, "step": True, "function": trajectory.shaped_rewards is not None}
-        missing = needed[self.config.credit] and not has_step_rewards(trajectory)
-        return DropReason.NO_STEP_REWARDS if missing else None
-
-    def _prepare(self, group: list[Trajectory]) -> DropReason | None:
-        """Give each trajectory its rows and advantages; or why the group teaches nothing: all its advantages are 0.
-
-        Trajectories that a plugin's builder made of text alone have no calls to weigh: what trains them has to.
-        """
-        if not any(t.trained_calls for t in group):
-            return DropReason.NO_VARIANCE if len({t.reward for t in group}) < 2 else None
-        targets = self.run_config.target_functions if self.run_config is not None else (WORKFLOW,)
-        credit = Credit(self.config.credit, self.config.discount, targets)
-        advantages = call_advantages(group, self.config.advantages, credit)
-        if not any(a for of_episode in advantages for a in of_episode.values()):
-            return DropReason.NO_VARIANCE
-        build_rows(group, advantages)
-        self._weighed += zip(group, advantages, strict=True)
-        return None
-
     async def _wait(self, epoch: int, ref: TrainingJobRef) -> TrainingJobStatus:
         started = time.perf_counter()
         self.report.begin(f"epoch {epoch}: training", None)
@@ -265,6 +243,7 @@ class InsituTrainer(Trainer):
             self.report.end()
         metadata = status.metadata or {}
         self._metrics |= {name: metadata[name] for name in _BACKEND_METRICS if name in metadata}
+        self._metrics |= {"job": status.status.value}
         self._metrics["seconds"]["train"] = time.perf_counter() - started
         if status.status is not TrainingStatusEnum.COMPLETED:
             self.log_progress(epoch, self._metrics)
@@ -324,7 +303,7 @@ class InsituTrainer(Trainer):
         settings = {
             "epochs": num_epochs,
             "seed": self._loaded.general.seed,
-            **self._conventions(),
+            **self._weigher().conventions(),
             "on_failure": self.run_config.reward_function.on_failure if self.run_config.reward_function else None,
         }
         training = getattr(getattr(self.trainer_adapter, "config", None), "training", None)
@@ -335,10 +314,10 @@ class InsituTrainer(Trainer):
         )
         self.report.header(self.run_id, settings)
 
-    def _conventions(self) -> dict[str, Any]:
-        """How rewards become advantages."""
-        config = self.config
-        return {"advantages": config.advantages.model_dump(), "credit": config.credit, "discount": config.discount}
+    def _weigher(self) -> Weigher:
+        """How the calls of this run get their advantages."""
+        config, targets = self.config, self.run_config.target_functions
+        return CallWeigher(config.advantages, Credit(config.credit, config.discount, targets))
 
     async def _conclude(self, statuses: list[TrainingJobStatus]) -> None:
         """The picture and the table; raises if the run did not do what was asked."""
@@ -374,17 +353,6 @@ def _check_versions(collection: TrajectoryCollection, served: PolicyEndpoint | N
                     f"{told}, but the trainer's model, {name!r}, is at version {served.version}: is the llm the model "
                     "that the trainer adapter trains? (_type: policy always is)"
                 )
-
-
-def _leave_out(collection: TrajectoryCollection, unfit: Callable[[Trajectory], DropReason | None]) -> None:
-    """Drop the trajectories for which there is a reason to, and count them."""
-    reasons = {id(t): unfit(t) for group in collection.trajectories for t in group}
-    for trajectory in (t for group in collection.trajectories for t in group):
-        if (reason := reasons[id(trajectory)]) is not None:
-            mark_dropped(trajectory, str(reason))
-    dropped = Counter(collection.dropped) + Counter(str(reason) for reason in reasons.values() if reason is not None)
-    kept = [[t for t in group if reasons[id(t)] is None] for group in collection.trajectories]
-    collection.trajectories, collection.dropped = [group for group in kept if group], dict(dropped)
 
 
 @register_trainer(config_type=InsituTrainerConfig)

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,10 +24,14 @@ from insitu.interfaces import Trainer
 from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, Builder, not_found
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus, TrainingStatusEnum, ValidationConfig
 from insitu.training.validation import held_out_config
+from insitu.workflow.external import kill_programs
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_MOST_THREADS = 1024
+"""For what waits: a thread is made when none is idle. asyncio's own limit goes by the CPUs, 6 threads for two."""
 
 
 async def run_finetuning(runner: Trainer) -> list[TrainingJobStatus]:
@@ -213,6 +218,8 @@ def _run_configuration(config: Config, asked: FinetuneRunConfig) -> FinetuneRunC
 def run_async(main: Coroutine[Any, Any, T]) -> T:
     """Run on uvloop where it is installed: half the cost of a request on the client's side.
 
+    Agents that block run in threads, as many at once as there are episodes at once.
+
     Ctrl-C and SIGTERM end it: everything is taken down, then KeyboardInterrupt is raised. The second of them ends the
     process at once, for the first cannot be heard while a workflow blocks the event loop.
     """
@@ -220,12 +227,14 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
     async def stoppable() -> T:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
+        loop.set_default_executor(ThreadPoolExecutor(_MOST_THREADS, "insitu"))
         asked = False
 
         def stop(number: int, frame: FrameType | None) -> None:
             nonlocal asked
             if asked:
                 os.write(sys.stderr.fileno(), b"interrupted\n")
+                kill_programs()
                 os._exit(130)  # a backend of ours ends by itself when this process is gone
             asked = True
             loop.call_soon_threadsafe(task.cancel)

@@ -101,9 +101,15 @@ class RunStore:
         self.append("groups.jsonl", [group])
 
     def append_advantages(
-        self, epoch: int, collected: Iterable[Trajectory], weighed: Iterable[tuple[Trajectory, Mapping[int, float]]]
+        self,
+        epoch: int,
+        collected: Iterable[Trajectory],
+        weighed: Iterable[tuple[Trajectory, Mapping[int, float | None]]],
     ) -> None:
-        """What became of an epoch's trajectories: the advantages of their calls, or why they are not trained."""
+        """What became of an epoch's trajectories: the advantages of their calls, or why they are not trained.
+
+        None stands for the advantage of a call that is trained with one that nobody tells here.
+        """
         given = {t.id: {str(t.calls[k].index): a for k, a in of_calls.items()} for t, of_calls in weighed}
         reasons = [(t, (t.metadata or {}).get("dropped")) for t in collected]
         lines = [{"epoch": epoch, "episode": t.id, "dropped": r, "advantages": given.get(t.id, {})} for t, r in reasons]

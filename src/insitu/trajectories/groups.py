@@ -140,10 +140,14 @@ def _asked(call: ModelCall) -> str:
     return json.dumps([call.messages, call.tools], sort_keys=True)
 
 
-def weighed_calls(weighed: Iterable[tuple[Trajectory, Mapping[int, float]]], targets: Collection[str]) -> list[Weighed]:
-    """The trained calls of trajectories that were given advantages, with their functions."""
+def weighed_calls(
+    weighed: Iterable[tuple[Trajectory, Mapping[int, float | None]]], targets: Collection[str]
+) -> list[Weighed]:
+    """The trained calls of trajectories whose advantages are known, with their functions."""
     calls = [(t.calls[place], advantage) for t, of_calls in weighed for place, advantage in of_calls.items()]
-    return [Weighed(credited_function(c.functions, targets), len(c.token_ids or ()), a) for c, a in calls]
+    return [
+        Weighed(credited_function(c.functions, targets), len(c.token_ids or ()), a) for c, a in calls if a is not None
+    ]
 
 
 def has_step_rewards(trajectory: Trajectory) -> bool:

@@ -11,7 +11,7 @@ It knows nothing of HTTP libraries; `transport` and the gateway put it under the
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -20,11 +20,12 @@ from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall
 from insitu.workflow.assembly import StreamAssembly
 from insitu.workflow.context import EpisodeScope, current_scope
+from insitu.workflow.spelling import CHAT, UNREADABLE, Asked, asked_by, error_of, logprobs_of, message_of, token_ids_of
 from insitu.workflow.steps import Place, place
 
 logger = logging.getLogger(__name__)
 
-_NOT_SAMPLING = frozenset(("model", "messages", "tools", "stream", "stream_options"))
+_NOT_SAMPLING = frozenset(("model", "messages", "prompt", "tools", "stream", "stream_options"))
 _HINTS = {
     "token ids": "the server must understand `return_token_ids` (vLLM from 0.10.2 on, and `insitu backend`)",
     "logprobs": "the server must answer `logprobs: true` (vLLM: do not start it with --max-logprobs 0)",
@@ -32,7 +33,7 @@ _HINTS = {
 
 
 class Recorder:
-    """Records the chat completions of one model object.
+    """Records the completions of one model object, of chats and of texts.
 
     `server` is its address, `llm` its key under `llms`, `error_type` what is raised when training lacks something.
     `model_now` gives the name to ask for, where the server has another one for each version of the weights.
@@ -68,7 +69,7 @@ class Recorder:
     ) -> "Exchange | None":
         """Start a call of the current episode, made here (or of `scope`, at `made_at`); None for what is no call."""
         scope = scope or current_scope()
-        if scope is None or method != "POST" or not path.endswith("/chat/completions"):
+        if scope is None or method != "POST" or not path.endswith("/completions"):
             return None
         if scope.closed:
             self.refuse_late_call(scope)
@@ -79,34 +80,41 @@ class Recorder:
             request = orjson.loads(content)
         except orjson.JSONDecodeError:
             return None  # the server will say what is wrong with it
-        if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
-            return None
-        return Exchange(self, scope, request, made_at or place.get())
+        asked = asked_by(path, request)
+        return None if asked is None else Exchange(self, scope, request, asked, made_at or place.get())
 
 
 class Exchange:
     """One request and its answer. Of `answer`, `end` and `fail` exactly one has an effect, the first."""
 
-    def __init__(self, recorder: Recorder, scope: EpisodeScope, request: dict[str, Any], made_at: Place) -> None:
+    def __init__(
+        self, recorder: Recorder, scope: EpisodeScope, request: dict[str, Any], asked: Asked, made_at: Place
+    ) -> None:
         self._recorder = recorder
         self._scope = scope
         self._request = request
+        self._asked = asked
         self._place = made_at
         self._open = True
+        self.unreadable: str | None = None
+        """Why the answer is no completion."""
+        self._trains = scope.trains(recorder.llm)
+        if self._trains and request.get("echo"):
+            raise self._capture_error("tokens", "would repeat the prompt in the answer", "ask without `echo`")
         self.streamed = bool(request.get("stream"))
-        self.hide_logprobs = not request.get("logprobs")
+        given = request.get("logprobs")
+        self.hide_logprobs = not given and (asked.route == CHAT or given is None or given is False)
         self.hide_token_ids = not request.get("return_token_ids")
-        choices = request.get("n")
-        begun = scope.calls_begun + (choices if isinstance(choices, int) else 1)
+        begun = scope.calls_begun + asked.choices
         self._indices = range(scope.calls_begun, begun)
         scope.calls_begun = begun
-        self._messages_digest = hashlib.blake2b(orjson.dumps(request["messages"]), digest_size=16).digest()
-        self._turn = scope.turns[self._messages_digest].take()
-        self._trains = scope.trains(recorder.llm)
+        self._prompt_digest = hashlib.blake2b(asked.identity, digest_size=16).digest()
+        self._turn = scope.turns[self._prompt_digest].take()
         if recorder.model_now is not None:
             request["model"] = recorder.model_now()
         if self._trains:
-            request["logprobs"] = True
+            if self.hide_logprobs:
+                request["logprobs"] = asked.logprobs
             request["return_token_ids"] = True
         if request.get("seed") is None:
             request["seed"] = self._seed()
@@ -115,11 +123,11 @@ class Exchange:
         self.content = orjson.dumps(request)
 
     def _seed(self) -> int:
-        """31 bits fixed by the episode, the messages, and how often it has sent the very same ones before.
+        """31 bits fixed by the episode, the prompt, and how often it has sent the very same one before.
 
         So what is sampled depends neither on other episodes nor on the order in which parallel calls are sent.
         """
-        text = f"{self._scope.seed}|{self._turn}|".encode() + self._messages_digest
+        text = f"{self._scope.seed}|{self._turn}|".encode() + self._prompt_digest
         return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
 
     def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> bytes:
@@ -129,15 +137,15 @@ class Exchange:
             return body
         try:
             reply = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            reply = None
-        choices = reply.get("choices") if isinstance(reply, dict) else None
-        if not isinstance(choices, list):
+            if not reply.get("choices"):
+                raise ValueError(error_of(reply) or "it has no choices")
+            self._finish(reply, headers)
+        except UNREADABLE as error:
             self.fail("unreadable answer")
+            self.unreadable = repr(error)
             return body
-        self._finish(reply, headers)
         found = self.hide_token_ids and reply.pop("prompt_token_ids", None) is not None
-        for choice in choices:
+        for choice in reply["choices"]:
             found |= self.strip(choice)
         return orjson.dumps(reply) if found else body
 
@@ -156,22 +164,39 @@ class Exchange:
         assert self._assembly is not None
         return self._assembly.feed(chunk)
 
-    def end(self, headers: Mapping[str, str], error: str | None = None) -> None:
-        """A streamed answer has ended, or was closed by the client, or broke off for the reason `error`."""
+    def end(self, headers: Mapping[str, str], error: str | None = None) -> str | None:
+        """A streamed answer has ended, or was closed by the client, or broke off for the reason `error`.
+
+        Returns why there is no whole answer, if there is none.
+        """
         assert self._assembly is not None
-        if self._open:
+        if not self._open:
+            return None
+        error = error or self._assembly.error
+        if error is None and not self.is_whole:
+            error = "the stream was closed before its end"
+        try:
             reply = self._assembly.reply()
-            error = error or self._assembly.error
-            if error is None and not self._assembly.is_complete(len(self._indices)):
-                error = "the stream was closed before its end"
-            self._finish(reply, headers, error)
+            if reply["choices"] or self._scope.closed:
+                self._finish(reply, headers, error)
+            else:
+                self.fail("empty stream")
+        except UNREADABLE as garbled:
+            self.fail("unreadable answer")
+            error = f"the stream cannot be understood: {garbled!r}"
+        return error
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all choices of a streamed answer have come to their end."""
+        return self._assembly is not None and self._assembly.is_complete(self._asked.choices)
 
     def fail(self, reason: str) -> None:
         """This attempt brought no answer. The client may try again: that is the same call, with the same seed."""
         if self._open:
             self._open = False
             self._scope.failed_attempts[reason] += 1
-            self._scope.turns[self._messages_digest].give_back(self._turn)
+            self._scope.turns[self._prompt_digest].give_back(self._turn)
             if self._scope.calls_begun == self._indices.stop:  # else a later number would be that of an earlier call
                 self._scope.calls_begun = self._indices.start
 
@@ -179,28 +204,37 @@ class Exchange:
         self.fail(f"http {status}")
         for what, word in (("token ids", b"return_token_ids"), ("logprobs", b"logprobs")):
             if self._trains and status < 500 and word in body:
-                raise self._capture_error(what, f"refused a request for them ({body[:300].decode(errors='replace')})")
+                raise self._lacks(what, f"refused a request for them ({body[:300].decode(errors='replace')})")
 
     def _finish(self, reply: dict[str, Any], headers: Mapping[str, str], error: str | None = None) -> None:
-        self._open = False
         if self._scope.closed:
+            self._open = False
             self._recorder.refuse_late_call(self._scope)
             return
+        calls = list(self._calls(reply, headers, error))
+        self._open = False
+        for call in calls:
+            if self._trains and error is None:
+                self._check(call)
+            self._scope.record(call, self._place)
+
+    def _calls(self, reply: dict[str, Any], headers: Mapping[str, str], error: str | None) -> Iterator[ModelCall]:
         version = str(reply.get("policy_version", headers.get("x-policy-version")))
         sampling = {name: value for name, value in self._request.items() if name not in _NOT_SAMPLING}
-        for index, choice in zip(self._indices, reply["choices"], strict=False):
-            call = ModelCall(
+        for position, (index, choice) in enumerate(zip(self._indices, reply["choices"], strict=False)):
+            messages, number = self._asked.prompt_of(choice.get("index", position))
+            yield ModelCall(
                 index=index,
                 model=self._request.get("model", ""),
-                messages=self._request["messages"],
+                messages=messages,
                 llm=self._recorder.llm,
                 tools=self._request.get("tools"),
                 sampling=sampling,
-                message=choice.get("message"),
-                choice=choice.get("index", 0),
-                prompt_token_ids=reply.get("prompt_token_ids"),
-                token_ids=_token_ids(choice),
-                logprobs=_logprobs(choice),
+                message=message_of(choice),
+                choice=number,
+                prompt_token_ids=choice.get("prompt_token_ids") or reply.get("prompt_token_ids"),
+                token_ids=token_ids_of(choice),
+                logprobs=logprobs_of(choice),
                 finish_reason=choice.get("finish_reason"),
                 policy_version=int(version) if version.isdecimal() else None,
                 functions=self._place.invocation.names,
@@ -209,46 +243,25 @@ class Exchange:
                 usage=reply.get("usage"),
                 error=error,
             )
-            if self._trains and error is None:
-                self._check(call)
-            self._scope.record(call, self._place)
 
     def _check(self, call: ModelCall) -> None:
         if call.logprobs is None:
-            raise self._capture_error("logprobs", "answered without them")
+            raise self._lacks("logprobs", "answered without them")
         if call.token_ids is None or call.prompt_token_ids is None:
             if not self._scope.needs_token_ids:
                 return
-            raise self._capture_error("token ids", "answered without them")
+            raise self._lacks("token ids", "answered without them")
         if len(call.logprobs) != len(call.token_ids):
             counts = f"answered with {len(call.logprobs)} for {len(call.token_ids)} token ids"
-            raise self._capture_error("logprobs", counts)
+            raise self._lacks("logprobs", counts)
 
-    def _capture_error(self, what: str, did: str) -> CaptureError:
+    def _lacks(self, what: str, did: str) -> CaptureError:
+        return self._capture_error(what, did, _HINTS[what])
+
+    def _capture_error(self, what: str, did: str, hint: str) -> CaptureError:
         """Also kept on the episode, which fails with it even if the workflow swallows the exception."""
         self._scope.capture_error = self._recorder.error_type(
             f"training needs the {what} of every model call, but {self._recorder.server} (model "
-            f"{self._request.get('model')!r}) {did}: {_HINTS[what]}"
+            f"{self._request.get('model')!r}) {did}: {hint}"
         )
         return self._scope.capture_error
-
-
-def _token_ids(choice: dict[str, Any]) -> list[int] | None:
-    """The sampled ids; servers of ART spell them in the logprobs instead, as tokens `token_id:N`."""
-    given: list[int] | None = choice.get("token_ids")
-    logprobs = choice.get("logprobs")
-    entries = logprobs.get("content") if isinstance(logprobs, dict) else None
-    if given is not None or not entries:
-        return given
-    spelt = [str(entry.get("token")).partition("token_id:") for entry in entries]
-    ids = [int(number) for before, _, number in spelt if not before and number.isdecimal()]
-    return ids if len(ids) == len(entries) else None
-
-
-def _logprobs(choice: dict[str, Any]) -> list[float] | None:
-    """The logprobs of the sampled tokens; a completion of no tokens has an empty list, however it is spelt."""
-    logprobs = choice.get("logprobs")
-    entries = logprobs.get("content") if isinstance(logprobs, dict) else None
-    if entries is None:
-        return [] if choice.get("token_ids") == [] else None
-    return [entry["logprob"] for entry in entries]

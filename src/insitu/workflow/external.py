@@ -11,14 +11,15 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
+from yarl import URL
 
 from insitu.config import Config
 from insitu.errors import BackendUnavailable, EpisodeTimeout, WorkflowError
@@ -27,14 +28,27 @@ from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.workflow.context import Context, EpisodeScope, current_scope
 from insitu.workflow.conversion import convert, json_form
 from insitu.workflow.functions import FunctionInfo
-from insitu.workflow.gateway import Door, Elsewhere, Gateway
+from insitu.workflow.gateway import Door, Elsewhere, Gateway, Listen
 
 _GRACE = 2.0
 """Seconds between asking a program to end and making it."""
+_running: set[int] = set()
+"""The process groups of programs that have not ended."""
 _TAIL = 2000
 """Bytes of a program's standard error, or of a service's answer, that a failure shows."""
 _PASSING = (429, 502, 503, 504)
 """Statuses of a service that another attempt may not meet."""
+
+
+def _address(value: str) -> str:
+    """Checks that a client can go there."""
+    url = URL(value.replace("{port}", "1"))  # ValueError: a port that is no number, say
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"{value!r} is no address; expected one like http://host:port/path")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_address)]
 
 
 class ElsewhereConfig(BaseModel):
@@ -42,10 +56,31 @@ class ElsewhereConfig(BaseModel):
 
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
-    base_url: str
+    base_url: Address
     """Up to and including `/v1`."""
     api_key: SecretStr | None = None
     """Its key."""
+
+
+class GatewayConfig(BaseModel):
+    """Where agents find their models: on this machine, if nothing is said."""
+
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """The address of this machine to listen at; `0.0.0.0` for all it has."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """The port; 0: a free one."""
+    address: Address | None = None
+    """What agents are told instead, from a container or another machine; `{port}` stands for the port."""
+
+    @model_validator(mode="after")
+    def _can_be_told(self) -> Self:
+        if self.address is None and self.host in ("0.0.0.0", "::"):
+            raise ValueError(f"host {self.host} is no address to go to: give `address`, what agents are told")
+        if self.address is not None and self.port == 0 and "{port}" not in self.address:
+            raise ValueError("port 0 is another one each time: give `port`, or write {port} into `address`")
+        return self
 
 
 class ExternalConfig(FunctionBaseConfig):
@@ -57,6 +92,8 @@ class ExternalConfig(FunctionBaseConfig):
     """Further models, by the names the agent calls them."""
     elsewhere: ElsewhereConfig | None = None
     """Where requests go that name no known model; none: to `llm`."""
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+    """Where agents find their models."""
 
 
 class CommandConfig(ExternalConfig, name="command"):
@@ -81,7 +118,7 @@ class CommandConfig(ExternalConfig, name="command"):
 class HttpConfig(ExternalConfig, name="http"):
     """A service that is posted each row, and told where its model is for this episode."""
 
-    url: str
+    url: Address
     """Where to post."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Further headers."""
@@ -110,12 +147,13 @@ async def _gateway(config: ExternalConfig, builder: Builder) -> Gateway:
     elsewhere = None
     if (other := config.elsewhere) is not None:
         elsewhere = Elsewhere(other.base_url, other.api_key.get_secret_value() if other.api_key else "none")
-    return Gateway([await builder.get_llm(name) for name in names], config.models, elsewhere)
+    listen = Listen(config.gateway.host, config.gateway.port, config.gateway.address)
+    return Gateway([await builder.get_llm(name) for name in names], config.models, elsewhere, listen)
 
 
 def environment(door: Door, given: Mapping[str, str]) -> dict[str, str]:
     """Ours, with the addresses of this episode in the variables that the official clients read."""
-    direct = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1")))
+    direct = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), URL(door.address).host)))
     return {
         **os.environ,
         "OPENAI_BASE_URL": door.openai_url,
@@ -188,8 +226,10 @@ class _Command:
         names = {**(row if isinstance(row, dict) else {}), "input": value, "row_id": context.row_id or ""}
         arguments = [_filled(part, names) for part in config.command[1:]]
         given = {"row": _json(row), "input": convert(value, str).encode(errors="replace"), "none": b""}[config.stdin]
-        with _door(self._gateway) as door:
-            talk, status = await self._finished(arguments, given, environment(door, config.env))
+        with ExitStack() as until_exit:
+            door = until_exit.enter_context(_door(self._gateway))
+            env = environment(door, config.env)
+            talk, status = await self._finished(arguments, given, env, until_exit.close)
         if talk.too_long:
             raise WorkflowError(f"{config.command[0]} printed more than max_output: {config.max_output} bytes")
         if status != 0:
@@ -198,8 +238,10 @@ class _Command:
             raise BackendUnavailable(f"{said} (its model: {door.failure})") if door.failure else WorkflowError(said)
         return _answer(bytes(talk.output), config.answer, config.command[0])
 
-    async def _finished(self, arguments: list[str], given: bytes, env: dict[str, str]) -> tuple[_Talk, int]:
-        """Run the program to its end. However that comes, nothing of its process group is left."""
+    async def _finished(
+        self, arguments: list[str], given: bytes, env: dict[str, str], shut: Callable[[], None]
+    ) -> tuple[_Talk, int]:
+        """Run the program to its end, and `shut` its door. However that comes, nothing of its process group is left."""
         loop, limit = asyncio.get_running_loop(), self._config.timeout
         try:
             transport, talk = await loop.subprocess_exec(
@@ -212,6 +254,8 @@ class _Command:
             )
         except (OSError, ValueError) as error:  # ValueError: text that no argument can hold
             raise WorkflowError(f"workflow command {self._program!r} cannot be started: {error}") from error
+        group = transport.get_pid()
+        _running.add(group)
         try:
             stdin: Any = transport.get_pipe_transport(0)
             stdin.write(given)
@@ -223,7 +267,8 @@ class _Command:
                 raise
             raise EpisodeTimeout(f"{self._config.command[0]} took longer than timeout: {limit:g} s") from None
         finally:
-            await _end_group(transport.get_pid())
+            shut()
+            await _end_group(group)
             if not talk.closed.done():
                 await asyncio.wait([talk.closed], timeout=_GRACE)  # the last of what was printed
             transport.close()
@@ -232,15 +277,28 @@ class _Command:
 
 async def _end_group(group: int) -> None:
     """End what is left of a process group: ask, and after the grace period make it."""
-    with suppress(ProcessLookupError, PermissionError):  # none is left (macOS: none but zombies)
+    try:
         os.killpg(group, signal.SIGTERM)
-        try:
-            deadline = asyncio.get_running_loop().time() + _GRACE
-            while asyncio.get_running_loop().time() < deadline:
-                await asyncio.sleep(0.02)
-                os.killpg(group, 0)
-        finally:
-            os.killpg(group, signal.SIGKILL)
+        deadline = asyncio.get_running_loop().time() + _GRACE
+        while asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+            os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):  # none is left (macOS: none but zombies)
+        pass
+    finally:
+        _kill(group)
+        _running.discard(group)
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def kill_programs() -> None:
+    """End all programs at once, before this process ends without another step."""
+    for group in _running:
+        _kill(group)
 
 
 def _signal(number: int) -> str:

@@ -1,7 +1,7 @@
 """The transport under a framework's own client: the configured parameters are filled in, other dialects translated.
 
-Below it is the recording transport, above it a client that may speak chat completions, Responses or Anthropic's
-Messages, and that may name any model: each request goes to the one model object it was made for.
+Below it is the recording transport, above it a client that may speak completions, Responses or Anthropic's Messages,
+and that may name any model: each request goes to the one model object it was made for.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -13,11 +13,10 @@ import orjson
 
 from insitu.errors import RequestRefused
 from insitu.workflow.context import EpisodeScope, current_scope
-from insitu.workflow.dialects import Dialect, Turn, anthropic, chat, events_of, responses
+from insitu.workflow.dialects import DIALECTS, Turn, events_of, request_of, shown_of
 from insitu.workflow.llms import PlainLLM
 from insitu.workflow.transport import Transports, for_library
 
-_DIALECTS: dict[str, Dialect] = {"/chat/completions": chat, "/responses": responses, "/messages": anthropic}
 _STREAM = {"content-type": "text/event-stream"}
 
 
@@ -50,7 +49,7 @@ class _Translation:
 
     def _asked(self, request: Any, content: bytes) -> Any:
         """The _Asked of a request; the answer, where the request cannot be translated; None if it is no model call."""
-        dialect = next((d for tail, d in _DIALECTS.items() if request.url.path.endswith(tail)), None)
+        dialect = next((d for route, d in DIALECTS.items() if request.url.path.endswith(f"/{route}")), None)
         if request.method != "POST" or dialect is None:
             return None
         scope = current_scope()
@@ -58,12 +57,12 @@ class _Translation:
         try:
             turn = dialect.turn(orjson.loads(content), memory)
         except RequestRefused as error:
-            return self._json(dialect.error(error.status, str(error), error.code), error.status)
-        said = {**self._plain.params, **turn.chat, "model": self._plain.model}
+            return self._json(dialect.error(error.status, str(error), error.code, error.param), error.status)
+        said = request_of(turn, self._plain.params, self._plain.model)
         client = self._plain.client
         sent = self.http.Request(
             "POST",
-            f"{str(client.base_url).rstrip('/')}/chat/completions",
+            f"{str(client.base_url).rstrip('/')}/{turn.route}",
             headers={"content-type": "application/json", "authorization": f"Bearer {client.api_key}"},
             content=orjson.dumps(said),
             extensions=request.extensions,
@@ -100,11 +99,14 @@ class _AsyncBody:
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         rest = b""
+        failure = None
         async for chunk in self._stream:
             events, rest = events_of(rest + chunk)
-            for event in events:
-                yield b"".join(self._turn.event(event))
-        yield b"".join(self._turn.end())
+            shown, failure = shown_of(self._turn, events)
+            yield shown
+            if failure is not None:
+                break
+        yield b"".join(self._turn.end(failure))
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -136,11 +138,14 @@ class _SyncBody:
 
     def __iter__(self) -> Iterator[bytes]:
         rest = b""
+        failure = None
         for chunk in self._stream:
             events, rest = events_of(rest + chunk)
-            for event in events:
-                yield b"".join(self._turn.event(event))
-        yield b"".join(self._turn.end())
+            shown, failure = shown_of(self._turn, events)
+            yield shown
+            if failure is not None:
+                break
+        yield b"".join(self._turn.end(failure))
 
     def close(self) -> None:
         self._stream.close()

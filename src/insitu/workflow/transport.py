@@ -8,7 +8,7 @@ import asyncio
 import threading
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -42,7 +42,11 @@ def for_library(http: Any) -> Transports:
 
 
 class _AsyncTransport:
-    """Sends over one aiohttp session, which belongs to the event loop of the first request."""
+    """Sends over one aiohttp session, of the event loop it is made in (or else first used in).
+
+    A call from another loop has a session of its own, which ends with it: frameworks that offer a synchronous method
+    run a loop for each call, in a thread, and nobody could close what is kept for such a loop.
+    """
 
     http: Any
     body: Any
@@ -50,51 +54,35 @@ class _AsyncTransport:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._session: aiohttp.ClientSession | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = _running_loop()
 
     async def handle_async_request(self, request: Any) -> Any:
         content = await request.aread()
         exchange = self._recorder.begin(request.method, request.url.path, content)
-        with _translated(self.http, request, exchange):
-            answer = await self._send(request, content if exchange is None else exchange.content)
-            whole = exchange is not None and not (exchange.streamed and answer.status < 400)
-            received = await answer.read() if whole else b""
-        headers = [pair for pair in answer.raw_headers if pair[0].lower() not in _REWRITTEN]
-        extensions = {"http_version": b"HTTP/1.1", "reason_phrase": (answer.reason or "").encode()}
-        if whole:
-            assert exchange is not None
-            shown = exchange.answer(answer.status, answer.headers, received)
-            return self.http.Response(answer.status, headers=headers, content=shown, extensions=extensions)
-        body = self.body(answer, request, exchange)
-        return self.http.Response(answer.status, headers=headers, stream=body, extensions=extensions)
+        async with AsyncExitStack() as until_answered:
+            with _translated(self.http, request, exchange):
+                session = self._session_here(until_answered)
+                answer = await _send(session, request, content if exchange is None else exchange.content)
+                whole = exchange is not None and not (exchange.streamed and answer.status < 400)
+                received = await answer.read() if whole else b""
+            headers = [pair for pair in answer.raw_headers if pair[0].lower() not in _REWRITTEN]
+            extensions = {"http_version": b"HTTP/1.1", "reason_phrase": (answer.reason or "").encode()}
+            if whole:
+                assert exchange is not None
+                shown = exchange.answer(answer.status, answer.headers, received)
+                return self.http.Response(answer.status, headers=headers, content=shown, extensions=extensions)
+            body = self.body(answer, request, exchange, until_answered.pop_all())
+            return self.http.Response(answer.status, headers=headers, stream=body, extensions=extensions)
 
-    async def _send(self, request: Any, content: bytes) -> aiohttp.ClientResponse:
-        headers: CIMultiDict[str] = CIMultiDict(
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in request.headers.raw
-            if name.lower() not in _REWRITTEN
-        )
-        headers["Accept-Encoding"] = "gzip, deflate"  # what aiohttp always can undo
-        limits = request.extensions.get("timeout") or {}
-        return await self._open_session().request(
-            request.method,
-            URL(str(request.url), encoded=True),
-            headers=headers,
-            data=content or None,
-            allow_redirects=False,
-            timeout=_timeout(limits.get("connect"), limits.get("read")),
-        )
-
-    def _open_session(self) -> aiohttp.ClientSession:
+    def _session_here(self, until_answered: AsyncExitStack) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
-        if self._session is None or self._loop is not loop:
-            self._loop = loop
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
-                trust_env=bool(urllib.request.getproxies()),  # looked up per request, which costs where there is none
-            )
+        self._loop = self._loop or loop
+        if self._loop is not loop:
+            session = _new_session()
+            until_answered.push_async_callback(session.close)
+            return session
+        if self._session is None:
+            self._session = _new_session()
         return self._session
 
     async def aclose(self) -> None:
@@ -103,15 +91,52 @@ class _AsyncTransport:
             await session.close()
 
 
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _new_session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
+        trust_env=bool(urllib.request.getproxies()),  # looked up per request, which costs where there is none
+    )
+
+
+async def _send(session: aiohttp.ClientSession, request: Any, content: bytes) -> aiohttp.ClientResponse:
+    headers: CIMultiDict[str] = CIMultiDict(
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in request.headers.raw
+        if name.lower() not in _REWRITTEN
+    )
+    headers["Accept-Encoding"] = "gzip, deflate"  # what aiohttp always can undo
+    limits = request.extensions.get("timeout") or {}
+    return await session.request(
+        request.method,
+        URL(str(request.url), encoded=True),
+        headers=headers,
+        data=content or None,
+        allow_redirects=False,
+        timeout=_timeout(limits.get("connect"), limits.get("read")),
+    )
+
+
 class _AsyncBody:
-    """A body that passes through as it comes."""
+    """A body that passes through as it comes; `until_answered` is closed with it."""
 
     http: Any
 
-    def __init__(self, answer: aiohttp.ClientResponse, request: Any, exchange: Exchange | None) -> None:
+    def __init__(
+        self, answer: aiohttp.ClientResponse, request: Any, exchange: Exchange | None, until_answered: AsyncExitStack
+    ) -> None:
         self._answer = answer
         self._request = request
         self._exchange = exchange
+        self._until_answered = until_answered
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
@@ -131,6 +156,7 @@ class _AsyncBody:
         else:
             self._answer.close()  # the rest is not wanted: the connection cannot be used again
         self._end()
+        await self._until_answered.aclose()
 
     def _end(self, error: str | None = None) -> None:
         if self._exchange is not None:
@@ -151,7 +177,8 @@ class _SyncTransport:
     def handle_request(self, request: Any) -> Any:
         with self._lock:  # agents run in threads of their own call at once
             if self._inner is None:
-                self._inner = self.http.HTTPTransport()
+                limits = self.http.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS)  # and any number of connections
+                self._inner = self.http.HTTPTransport(limits=limits)
         exchange = self._recorder.begin(request.method, request.url.path, request.read())
         if exchange is None:
             return self._inner.handle_request(request)

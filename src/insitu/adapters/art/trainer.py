@@ -1,6 +1,7 @@
 """The trainer of the ART plugin: the built-in loop, which leaves weighing the trajectories to the ART server."""
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from insitu.adapters.art.config import ARTTrainerConfig
@@ -9,6 +10,7 @@ from insitu.registry import Builder
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.loop import InsituTrainer, InsituTrainerConfig
+from insitu.training.weighing import CallAdvantages, Weigher, weighed_by_server
 
 
 class ARTTrainer(InsituTrainer):
@@ -18,20 +20,29 @@ class ARTTrainer(InsituTrainer):
     counted.
     """
 
+    weighs_calls = False
+
     def __init__(self, trainer_config: ARTTrainerConfig, builder: Builder) -> None:
         super().__init__(InsituTrainerConfig(), builder)
         self.trainer_config = trainer_config
         self.run_id = f"art_run_{uuid.uuid4().hex[:8]}"
 
-    def _unfit(self, trajectory: Trajectory) -> DropReason | None:
+    def _weigher(self) -> Weigher:
+        return _ServersWeigher()
+
+
+class _ServersWeigher:
+    """Sees to it that the server can weigh what it is sent."""
+
+    def conventions(self) -> dict[str, Any]:
+        return {"advantages": "the ART server's"}
+
+    def unfit(self, trajectory: Trajectory) -> DropReason | None:
         try:
             check_order(trajectory.episode, trajectory.id)
         except ValueError:
             return DropReason.EPISODE_ORDER
         return None
 
-    def _prepare(self, group: list[Trajectory]) -> DropReason | None:
-        return DropReason.NO_VARIANCE if len({t.reward for t in group}) < 2 else None
-
-    def _conventions(self) -> dict[str, Any]:
-        return {"advantages": "the ART server's"}
+    def weigh(self, group: Sequence[Trajectory]) -> list[CallAdvantages] | None:
+        return weighed_by_server(group)

@@ -78,6 +78,8 @@ class ARTTrainerAdapter(TrainerAdapter):
     ones with a backend class of ours. Raises ConfigError for a key that the installed release cannot pass on.
     """
 
+    weighs_itself = True
+
     def __init__(self, adapter_config: ARTTrainerAdapterConfig) -> None:
         super().__init__(adapter_config)
         self.adapter_config: ARTTrainerAdapterConfig = adapter_config

@@ -11,7 +11,8 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from insitu.backend.inference.chat import Message, refusal, template_messages
+from insitu.backend.inference.chat import Message, template_messages
+from insitu.backend.inference.requests import refusal
 from insitu.errors import RequestRefused
 
 TOKEN_ID = "token_id:"

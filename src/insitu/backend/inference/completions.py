@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` and `GET /v1/models`: requests in, the engine's completions out."""
+"""The routes of completions and `GET /v1/models`: requests in, the engine's completions out."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -12,10 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from insitu.backend.http import JSON, error_body, read_body, refused_response
 from insitu.backend.inference.answers import Answer
-from insitu.backend.inference.chat import ChatRequest, parse_request, template_messages
 from insitu.backend.inference.engine import NEWEST, Engine, Weights
 from insitu.backend.inference.lane import Piece
-from insitu.backend.inference.sampling import SamplingParams
+from insitu.backend.inference.requests import SamplingRequest, parse_request
+from insitu.backend.inference.sampling import Ask
 from insitu.errors import BackendError, RequestRefused
 
 MAX_BODY = 16 * 2**20
@@ -25,7 +25,7 @@ PATIENCE = 0.5
 """Seconds a completion may take before its client is watched for leaving; most are over by then."""
 
 T = TypeVar("T")
-Sink = Callable[[list[int], Sequence[SamplingParams], Sequence[Piece]], None]
+Sink = Callable[[Sequence[Ask], Sequence[Piece], bool], None]
 
 
 class SampleLog:
@@ -37,15 +37,16 @@ class SampleLog:
         except OSError as error:
             raise BackendError(f"log_samples is {path}, which cannot be written: {error.strerror}") from error
 
-    def __call__(self, prompt: list[int], params: Sequence[SamplingParams], pieces: Sequence[Piece]) -> None:
-        for each, piece in zip(params, pieces, strict=True):
+    def __call__(self, asks: Sequence[Ask], pieces: Sequence[Piece], streamed: bool) -> None:
+        for (prompt, params), piece in zip(asks, pieces, strict=True):
             line = {
                 "prompt_token_ids": prompt,
                 "token_ids": [token.id for token in piece.tokens],
                 "logprobs": [token.logprob for token in piece.tokens],
                 "version": piece.version,
-                "seed": each.seed,
+                "seed": params.seed,
                 "finish_reason": piece.finish_reason,
+                "streamed": streamed,
             }
             self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
         self._file.flush()
@@ -126,15 +127,15 @@ class Models:
 class Call(NamedTuple):
     """What the engine is asked for."""
 
-    prompt: list[int]
-    params: list[SamplingParams]
+    asks: list[Ask]
     weights: Weights
 
 
-class ChatCompletions:
-    """The chat endpoint, as a plain ASGI application: it is the path every sampled token takes."""
+class Completions:
+    """The endpoint of one kind of request, as a plain ASGI application: it is the path every sampled token takes."""
 
-    def __init__(self, engine: Engine, models: Models, log: Sink | None = None) -> None:
+    def __init__(self, kind: type[SamplingRequest], engine: Engine, models: Models, log: Sink | None = None) -> None:
+        self._kind = kind
         self._engine = engine
         self._models = models
         self._log = log
@@ -143,10 +144,9 @@ class ChatCompletions:
         try:
             body = await read_body(receive, MAX_BODY)
             if len(body) < LONG_BODY:
-                request, weights, prompt = self._understand(body)
+                request, call = self._understand(body)
             else:
-                request, weights, prompt = await asyncio.to_thread(self._understand, body)
-            call = Call(prompt, request.sampling(self._room(prompt)), weights)
+                request, call = await asyncio.to_thread(self._understand, body)
             if request.stream:
                 await self._stream(request, call, receive, send)
             else:
@@ -154,12 +154,12 @@ class ChatCompletions:
         except RequestRefused as error:
             await refused_response(error)(scope, receive, send)
 
-    async def _whole(self, request: ChatRequest, call: Call, receive: Receive, send: Send) -> None:
+    async def _whole(self, request: SamplingRequest, call: Call, receive: Receive, send: Send) -> None:
         pieces = await _unless_gone(self._engine.complete(*call), receive)
         if pieces is None:
             return
-        self._record(call, pieces)
-        body = orjson.dumps(Answer(request, call.prompt, self._engine.tokens).whole(pieces))
+        self._record(call, pieces, streamed=False)
+        body = orjson.dumps(self._answer(request, call).whole(pieces))
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -168,43 +168,45 @@ class ChatCompletions:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def _record(self, call: Call, pieces: Sequence[Piece]) -> None:
-        if self._log is not None:
-            self._log(call.prompt, call.params, pieces)
+    def _answer(self, request: SamplingRequest, call: Call) -> Answer:
+        return request.answer([ask.prompt for ask in call.asks], self._engine.tokens)
 
-    def _understand(self, body: bytes) -> tuple[ChatRequest, Weights, list[int]]:
-        """The request, the weights it asks for, and its prompt."""
-        request = parse_request(body)
+    def _record(self, call: Call, pieces: Sequence[Piece], streamed: bool) -> None:
+        if self._log is not None:
+            self._log(call.asks, pieces, streamed)
+
+    def _understand(self, body: bytes) -> tuple[SamplingRequest, Call]:
+        request = parse_request(self._kind, body)
         served = self._models.find(request.model)
         if served.takes_back:
             request.ask_for_ids()
-        messages = template_messages(request.messages)
-        prompt = self._engine.tokens.prompt(messages, request.usable_tools, request.chat_template_kwargs)
-        return request, served.weights, prompt
+        prompts = request.prompts(self._engine.tokens)
+        for prompt in prompts:
+            self._check(prompt, request.prompt_key)
+        return request, Call(request.asks(prompts, self._engine.options.max_length), served.weights)
 
-    def _room(self, prompt: list[int]) -> int:
-        """Tokens that fit behind the prompt. Raises RequestRefused where there is no room, or no prompt."""
+    def _check(self, prompt: list[int], key: str) -> None:
+        """Raises RequestRefused where there is no room behind a prompt, or no prompt."""
         longest = self._engine.options.max_length
         if not prompt:
-            raise RequestRefused("the chat template made an empty prompt of these messages", param="messages")
+            raise RequestRefused(f"{key} makes a prompt without tokens", param=key)
         if max(prompt) >= self._engine.vocabulary:  # an index out of range, which on a GPU ends the process
             raise RequestRefused(
-                f"the tokenizer made a token {max(prompt)} of these messages, but the model's vocabulary ends at "
+                f"{key} makes a prompt with the token {max(prompt)}, but the model's vocabulary ends at "
                 f"{self._engine.vocabulary - 1}",
-                param="messages",
+                param=key,
             )
         if len(prompt) >= longest:
             raise RequestRefused(
                 f"the prompt has {len(prompt)} tokens; prompt and completion together may have {longest}",
-                param="messages",
+                param=key,
                 code="context_length_exceeded",
             )
-        return longest - len(prompt)
 
-    async def _stream(self, request: ChatRequest, call: Call, receive: Receive, send: Send) -> None:
+    async def _stream(self, request: SamplingRequest, call: Call, receive: Receive, send: Send) -> None:
         """Server-sent events, one for each piece; a failure after the first becomes an event itself."""
-        answer = Answer(request, call.prompt, self._engine.tokens)
-        parts: list[list[Piece]] = [[] for _ in call.params]
+        answer = self._answer(request, call)
+        parts: list[list[Piece]] = [[] for _ in call.asks]
         handler = asyncio.current_task()
         assert handler is not None
 
@@ -233,7 +235,7 @@ class ChatCompletions:
         finally:
             watcher.remove_done_callback(leave)
             watcher.cancel()
-        self._record(call, [_joined(pieces) for pieces in parts])
+        self._record(call, [_joined(pieces) for pieces in parts], streamed=True)
 
 
 async def _gone(receive: Receive) -> None:

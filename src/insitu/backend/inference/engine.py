@@ -1,6 +1,6 @@
 """Continuous batching over every version of the weights that somebody asks for.
 
-    await engine.complete(prompt, params)  ->  inbox  ->  step(): admit, prefill, decode  ->  Piece, on the event loop
+    await engine.complete(asks)  ->  inbox  ->  step(): admit, prefill, decode  ->  Piece, on the event loop
 
 Weights are known by lineage and version: "" is the backend's own lineage, others go their own way from the same start,
 so that version 0 of each is the loaded model. Each version has its lanes, one for each core that samples. Published
@@ -23,7 +23,7 @@ from torch import nn
 from insitu.backend.compute import Compute
 from insitu.backend.inference.lane import EngineOptions, Lane, Piece, Request
 from insitu.backend.inference.runner import Shapes, check_fits
-from insitu.backend.inference.sampling import SamplingParams
+from insitu.backend.inference.sampling import Ask
 from insitu.backend.inference.tokens import ChatTokenizer, StopFinder, TextStream
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendError
@@ -124,13 +124,11 @@ class Engine:
             self._newest.pop(weights.lineage, None)
         self._drop_idle()
 
-    async def complete(
-        self, prompt: list[int], params: Sequence[SamplingParams], weights: Weights = NEWEST
-    ) -> list[Piece]:
-        """One completion of `prompt` for each of `params`, all by the same weights."""
+    async def complete(self, asks: Sequence[Ask], weights: Weights = NEWEST) -> list[Piece]:
+        """One completion for each of `asks`, all by the same weights."""
         loop = asyncio.get_running_loop()
-        done: list[asyncio.Future[Piece]] = [loop.create_future() for _ in params]
-        requests = [Request(prompt, each, _resolver(future), False) for each, future in zip(params, done, strict=True)]
+        done: list[asyncio.Future[Piece]] = [loop.create_future() for _ in asks]
+        requests = [Request(*ask, _resolver(future), False) for ask, future in zip(asks, done, strict=True)]
         with self._submitted(loop, requests, weights):
             pieces = await asyncio.gather(*done)
         for piece, request in zip(pieces, requests, strict=True):
@@ -140,13 +138,11 @@ class Engine:
                 piece.text = self.tokens.decode(ids[:-1] if ended else ids)
         return pieces
 
-    async def stream(
-        self, prompt: list[int], params: Sequence[SamplingParams], weights: Weights = NEWEST
-    ) -> AsyncIterator[tuple[int, Piece]]:
+    async def stream(self, asks: Sequence[Ask], weights: Weights = NEWEST) -> AsyncIterator[tuple[int, Piece]]:
         """The same, as (number of the choice, what it grew by) while they are sampled."""
         loop = asyncio.get_running_loop()
         arrivals: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
-        requests = [Request(prompt, each, _forwarder(arrivals, number), True) for number, each in enumerate(params)]
+        requests = [Request(*ask, _forwarder(arrivals, number), True) for number, ask in enumerate(asks)]
         with self._submitted(loop, requests, weights):
             unfinished = len(requests)
             while unfinished:

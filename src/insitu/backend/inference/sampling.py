@@ -37,6 +37,13 @@ class SamplingParams:
     top_logprobs: int = 0
 
 
+class Ask(NamedTuple):
+    """One completion to be sampled: of which prompt, and how."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+
 class Draws(NamedTuple):
     """The parameters of B rows, as arrays; `banned` are (row, token) pairs that must not be drawn now."""
 

@@ -1,4 +1,4 @@
-"""Messages to prompt tokens through the tokenizer's own chat template, and sampled tokens back to text."""
+"""Text, or messages through the tokenizer's own chat template, to prompt tokens, and sampled tokens back to text."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ class ChatTokenizer:
         self._fast.no_padding()
         self._fast.no_truncation()
         self._special = dict(tokenizer.special_tokens_map)
-        self._prompts: OrderedDict[str, list[int]] = OrderedDict()
+        self._prompts: OrderedDict[tuple[str, bool], list[int]] = OrderedDict()
         self._pieces: dict[int, tuple[str, list[int]]] = {}
         self.eos_token_ids = frozenset(eos_token_ids) | {tokenizer.eos_token_id} - {None}
 
@@ -48,14 +48,21 @@ class ChatTokenizer:
             raise RequestRefused(
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error
-        return list(self._encode(rendered[0][0]))
+        return list(self._encode(rendered[0][0], special=False))
 
-    def _encode(self, text: str) -> list[int]:
-        ids = self._prompts.get(text)
+    def text(self, text: str, special: bool) -> list[int]:
+        """The token ids of a text; `special`: with those that the tokenizer puts around one.
+
+        Special tokens that stand in the text are read as such either way.
+        """
+        return list(self._encode(text, special))
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        ids = self._prompts.get((text, special))
         if ids is None:
             if len(text) > _SHORT:  # only batches let go of the interpreter's lock
-                return self._fast.encode_batch([text], add_special_tokens=False)[0].ids
-            ids = self._prompts[text] = self._fast.encode(text, add_special_tokens=False).ids
+                return self._fast.encode_batch([text], add_special_tokens=special)[0].ids
+            ids = self._prompts[text, special] = self._fast.encode(text, add_special_tokens=special).ids
             if len(self._prompts) > _REMEMBERED_PROMPTS:
                 self._prompts.popitem(last=False)
         return ids

@@ -1,72 +1,23 @@
-"""The dialects of agents, each to and from the chat completions that servers of models understand."""
+"""The dialects of agents, each to and from the completions that servers of models understand."""
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
-import orjson
+from insitu.workflow.dialects import anthropic, responses
+from insitu.workflow.dialects.turns import Dialect, Turn, events_of, shown_of
+from insitu.workflow.dialects.verbatim import chat, text
+from insitu.workflow.spelling import CHAT, TEXT
 
-from insitu.errors import RequestRefused
+__all__ = ["CHAT", "DIALECTS", "Dialect", "Turn", "anthropic", "chat", "events_of", "request_of", "shown_of"]
 
-
-class Turn(Protocol):
-    """One request of an agent, in its own dialect.
-
-    `chat` is the same request as a chat completion. Of a streamed answer every chunk is told to `event`, and `end`
-    closes it, `failure` saying what has broken it off; both give the events for the agent.
-    """
-
-    chat: dict[str, Any]
-    verbatim: bool
-    """The agent speaks chat completions itself: answers need no translation."""
-
-    def reply(self, completion: dict[str, Any]) -> dict[str, Any]: ...
-
-    def event(self, chunk: dict[str, Any]) -> Iterator[bytes]: ...
-
-    def end(self, failure: str | None = None) -> Iterator[bytes]: ...
-
-    def error(self, status: int, message: str) -> dict[str, Any]: ...
+DIALECTS: dict[str, Dialect] = {CHAT: chat, TEXT: text, "responses": responses, "messages": anthropic}
+"""By the route below `/v1` that their clients ask."""
 
 
-class Dialect(Protocol):
-    """How one kind of client spells requests, answers and errors. `memory` is kept for an agent's further requests."""
-
-    def turn(self, request: dict[str, Any], memory: dict[str, Any]) -> Turn: ...
-
-    def error(self, status: int, message: str, code: str | None = None) -> dict[str, Any]: ...
-
-
-def server_sent(event: str, data: dict[str, Any]) -> bytes:
-    return b"event: " + event.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
-
-
-def refuse_others(request: dict[str, Any], known: frozenset[str], neutral: dict[str, tuple[Any, ...]]) -> None:
-    """Raise RequestRefused for what cannot be carried over, by name; `neutral` values ask for nothing."""
-    for name, value in request.items():
-        if name not in known and value is not None and value not in neutral.get(name, ()):
-            raise RequestRefused(f"{name} cannot be passed on to a chat completion", param=name, code="unsupported")
-
-
-def text_parts(content: Any, kinds: tuple[str, ...], where: str) -> str | list[dict[str, Any]]:
-    """Content in parts as chat completions have it: one text where all is text, else parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts: list[dict[str, Any]] = []
-    for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds:
-            raise RequestRefused(
-                f"{where}.{number} is of type {kind!r}; allowed: {', '.join(kinds)}", param=where, code="unsupported"
-            )
-        parts.append({"type": "text", "text": part.get("text", "")})
-    return "".join(part["text"] for part in parts)
-
-
-def events_of(data: bytes) -> tuple[list[dict[str, Any]], bytes]:
-    """The chunks of a streamed chat completion that are complete, and what is left over."""
-    *lines, rest = data.split(b"\n")
-    found = []
-    for line in lines:
-        if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
-            found.append(orjson.loads(line[5:]))
-    return found, rest
+def request_of(turn: Turn, params: dict[str, Any], model: str) -> dict[str, Any]:
+    """What the server is sent: the agent's request, and of the configured parameters those that it does not give."""
+    params = dict(params)
+    if turn.route == TEXT and params.pop("logprobs", False):  # there it is how many of the likeliest to tell
+        params["logprobs"] = params.pop("top_logprobs", 0)
+    if "max_completion_tokens" in turn.request and "max_tokens" not in turn.request:
+        params.pop("max_tokens", None)  # the agent's own limit, by its newer name
+    return {**params, **turn.request, "model": model}

@@ -10,10 +10,16 @@ from typing import Any
 import orjson
 
 from insitu.errors import RequestRefused
-from insitu.workflow.dialects import refuse_others, server_sent, text_parts
+from insitu.workflow.dialects.turns import refuse_others, server_sent, text_parts
+from insitu.workflow.spelling import CHAT
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "stream")
-_KNOWN = frozenset((*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "metadata", "service_tier"))
+_KNOWN = frozenset(
+    (
+        *(*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences"),
+        *("metadata", "service_tier", "cache_control"),  # which say nothing of the answer
+    )
+)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "disabled"},),
     "top_k": (0, -1),
@@ -22,7 +28,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "context_management": ({},),
 }
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
-_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 
 
 def turn(request: dict[str, Any], memory: dict[str, Any]) -> "_Turn":
@@ -30,7 +44,7 @@ def turn(request: dict[str, Any], memory: dict[str, Any]) -> "_Turn":
     return _Turn(_chat(request, memory), memory)
 
 
-def error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+def error(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -105,19 +119,20 @@ def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> It
 
 
 class _Turn:
+    route = CHAT
     verbatim = False
 
-    def __init__(self, chat: dict[str, Any], memory: dict[str, str]) -> None:
-        self.chat = chat
+    def __init__(self, request: dict[str, Any], memory: dict[str, str]) -> None:
+        self.request = request
         self._memory = memory
         self._id = f"msg_{uuid.uuid4().hex}"
         self._begun = False
         self._block: int = -1
         """The block that is open is the latest one."""
-        self._calls: dict[int, str] = {}
-        """The id of each tool call, by its index."""
+        self._calls: dict[int, tuple[str, int]] = {}
+        """The id of each tool call, and its block, by its index."""
         self._text_open = False
-        self._stop: str | None = None
+        self._stop: tuple[str, str | None] = ("end_turn", None)
         self._usage: dict[str, Any] = {}
 
     def reply(self, completion: dict[str, Any]) -> dict[str, Any]:
@@ -130,9 +145,11 @@ class _Turn:
             self._memory[call["id"]] = call["function"].get("arguments") or ""
             arguments = _arguments(self._memory[call["id"]])
             content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
-        return self._message(completion, content, _STOPS.get(choice.get("finish_reason"), "end_turn"))
+        return self._message(completion, content, *_stop(choice))
 
-    def _message(self, completion: dict[str, Any], content: list[Any], stop: str | None) -> dict[str, Any]:
+    def _message(
+        self, completion: dict[str, Any], content: list[Any], stop: str | None = None, sequence: str | None = None
+    ) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
@@ -140,14 +157,12 @@ class _Turn:
             "model": completion.get("model"),
             "content": content,
             "stop_reason": stop,
-            "stop_sequence": None,
+            "stop_sequence": sequence,
             "usage": _usage(completion.get("usage") or {}),
         }
 
     def event(self, chunk: dict[str, Any]) -> Iterator[bytes]:
-        if not self._begun:
-            self._begun = True
-            yield server_sent("message_start", {"type": "message_start", "message": self._message(chunk, [], None)})
+        yield from self._begin(chunk)
         if chunk.get("usage"):
             self._usage = _usage(chunk["usage"])
         for choice in chunk.get("choices") or ():
@@ -157,23 +172,30 @@ class _Turn:
             for part in delta.get("tool_calls") or ():
                 yield from self._call(part)
             if choice.get("finish_reason"):
-                self._stop = _STOPS.get(choice["finish_reason"], "end_turn")
+                self._stop = _stop(choice)
+
+    def _begin(self, chunk: dict[str, Any]) -> Iterator[bytes]:
+        if not self._begun:
+            self._begun = True
+            yield server_sent("message_start", {"type": "message_start", "message": self._message(chunk, [])})
 
     def _text(self, text: str) -> Iterator[bytes]:
         if not self._text_open:
             yield from self._open({"type": "text", "text": ""})
             self._text_open = True
-        yield self._delta({"type": "text_delta", "text": text})
+        yield self._delta(self._block, {"type": "text_delta", "text": text})
 
     def _call(self, part: dict[str, Any]) -> Iterator[bytes]:
-        function = part.get("function") or {}
-        if part["index"] not in self._calls:
-            called = self._calls[part["index"]] = part.get("id") or f"toolu_{uuid.uuid4().hex}"
+        function, index = part.get("function") or {}, part.get("index", 0)
+        if index not in self._calls:
+            called = part.get("id") or f"toolu_{uuid.uuid4().hex}"
+            self._calls[index] = called, self._block + 1
             self._memory[called] = ""
             yield from self._open({"type": "tool_use", "id": called, "name": function.get("name"), "input": {}})
         if function.get("arguments"):
-            self._memory[self._calls[part["index"]]] += function["arguments"]
-            yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
+            called, block = self._calls[index]
+            self._memory[called] += function["arguments"]
+            yield self._delta(block, {"type": "input_json_delta", "partial_json": function["arguments"]})
 
     def _open(self, block: dict[str, Any]) -> Iterator[bytes]:
         yield from self._close()
@@ -186,15 +208,16 @@ class _Turn:
             yield server_sent("content_block_stop", {"type": "content_block_stop", "index": self._block})
         self._text_open = False
 
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        return server_sent("content_block_delta", {"type": "content_block_delta", "index": self._block, "delta": delta})
+    def _delta(self, block: int, delta: dict[str, Any]) -> bytes:
+        return server_sent("content_block_delta", {"type": "content_block_delta", "index": block, "delta": delta})
 
     def end(self, failure: str | None = None) -> Iterator[bytes]:
         if failure is not None:
             yield server_sent("error", error(502, failure))
             return
+        yield from self._begin({})
         yield from self._close()
-        delta = {"stop_reason": self._stop or "end_turn", "stop_sequence": None}
+        delta = dict(zip(("stop_reason", "stop_sequence"), self._stop, strict=True))
         usage = self._usage or _usage({})
         yield server_sent("message_delta", {"type": "message_delta", "delta": delta, "usage": usage})
         yield server_sent("message_stop", {"type": "message_stop"})
@@ -217,5 +240,12 @@ def _arguments(text: str | None) -> Any:
     return value if isinstance(value, dict) else {"arguments": text}
 
 
+def _stop(choice: dict[str, Any]) -> tuple[str, str | None]:
+    """Why it ended, and the stop sequence that ended it, where the server says which."""
+    if choice.get("finish_reason") == "stop" and isinstance(sequence := choice.get("stop_reason"), str):
+        return "stop_sequence", sequence
+    return _STOPS.get(str(choice.get("finish_reason")), "end_turn"), None
+
+
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    return {"input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens", 0)}
+    return {"input_tokens": usage.get("prompt_tokens") or 0, "output_tokens": usage.get("completion_tokens") or 0}

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from insitu.errors import RequestRefused
-from insitu.workflow.dialects import refuse_others, server_sent, text_parts
+from insitu.workflow.dialects.turns import openai_error, refuse_others, server_sent, text_parts
+from insitu.workflow.spelling import CHAT
 
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed", "user")
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "reasoning", "text", "truncation")
@@ -21,17 +22,16 @@ _KNOWN = frozenset(
     )
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"background": (False,), "max_tool_calls": (), "conversation": (), "prompt": ()}
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _TEXT = ("input_text", "output_text", "text", "summary_text", "refusal")
+
+
+error = openai_error
 
 
 def turn(request: dict[str, Any], memory: dict[str, Any]) -> "_Turn":
     refuse_others(request, _KNOWN, _NEUTRAL)
     return _Turn(request, memory)
-
-
-def error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def _chat(request: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
@@ -40,6 +40,8 @@ def _chat(request: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, A
         chat["max_tokens"] = request["max_output_tokens"]
     if "message.output_text.logprobs" in (request.get("include") or ()):
         chat["logprobs"] = True
+    else:
+        chat.pop("top_logprobs", None)
     asked = request.get("input")
     items = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked or ())
     chat["messages"] = [*history, *_messages(items)]
@@ -86,7 +88,10 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         if kind == "message":
             content = text_parts(item.get("content"), _TEXT, where)
-            messages.append({"role": item.get("role"), "content": content})
+            if answering and item.get("role") == "assistant" and messages[-1]["content"] is None:
+                messages[-1]["content"] = content  # said after the calls
+            else:
+                messages.append({"role": item.get("role"), "content": content})
         elif kind == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
             if not (answering and messages and messages[-1]["role"] == "assistant"):
@@ -107,10 +112,11 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _Turn:
+    route = CHAT
     verbatim = False
 
     def __init__(self, request: dict[str, Any], memory: dict[str, Any]) -> None:
-        self._request = request
+        self._asked = request
         self._memory = memory
         before = request.get("previous_response_id")
         if before is not None and before not in memory:
@@ -120,7 +126,7 @@ class _Turn:
                 status=404,
                 param="previous_response_id",
             )
-        self.chat = _chat(request, memory[before] if before is not None else [])
+        self.request = _chat(request, memory[before] if before is not None else [])
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = request.get("model")
@@ -148,22 +154,22 @@ class _Turn:
 
     def _finished(self) -> dict[str, Any]:
         answer = {name: value for name, value in self._answer().items() if name in ("role", "content", "tool_calls")}
-        said = self.chat["messages"][1 if self._request.get("instructions") else 0 :]
+        said = self.request["messages"][1 if self._asked.get("instructions") else 0 :]
         self._memory[self._id] = [*said, answer]
-        return self._response("incomplete" if self._finish == "length" else "completed")
+        return self._response("incomplete" if self._finish in _INCOMPLETE else "completed")
 
     def _answer(self) -> dict[str, Any]:
         return (_messages(self._output) or [{"role": "assistant", "content": ""}])[-1]
 
     def _response(self, status: str) -> dict[str, Any]:
-        request = self._request
+        request = self._asked
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": _INCOMPLETE[str(self._finish)]} if status == "incomplete" else None,
             "model": self._model,
             "output": [dict(item) for item in self._output],
             "parallel_tool_calls": request.get("parallel_tool_calls", True),
@@ -189,30 +195,33 @@ class _Turn:
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             if delta.get("content"):
-                yield from self._say(delta["content"])
+                yield from self._say(delta["content"], (choice.get("logprobs") or {}).get("content") or [])
             for part in delta.get("tool_calls") or ():
                 yield from self._call(part)
             self._finish = choice.get("finish_reason") or self._finish
 
-    def _say(self, text: str) -> Iterator[bytes]:
+    def _say(self, text: str, logprobs: list[Any]) -> Iterator[bytes]:
         if self._text is None:
             self._text = _message_item([_text_part("")], "in_progress")
             yield self._event("response.output_item.added", output_index=len(self._output), item=self._text)
             self._output.append(self._text)
             yield self._event("response.content_part.added", **self._place(), part=self._text["content"][0])
-        self._text["content"][0]["text"] += text
-        yield self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])
+        part = self._text["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        yield self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
 
     def _place(self) -> dict[str, Any]:
         assert self._text is not None
         return {"item_id": self._text["id"], "output_index": self._output.index(self._text), "content_index": 0}
 
     def _call(self, part: dict[str, Any]) -> Iterator[bytes]:
-        item = self._calls.get(part["index"])
-        function = part.get("function") or {}
+        function, index = part.get("function") or {}, part.get("index", 0)
+        item = self._calls.get(index)
         if item is None:
-            opening = {"id": part.get("id"), "function": {"name": function.get("name"), "arguments": ""}}
-            item = self._calls[part["index"]] = _call_item(opening, "in_progress")
+            called = part.get("id") or f"call_{uuid.uuid4().hex}"
+            opening = {"id": called, "function": {"name": function.get("name"), "arguments": ""}}
+            item = self._calls[index] = _call_item(opening, "in_progress")
             yield self._event("response.output_item.added", output_index=len(self._output), item=item)
             self._output.append(item)
         if piece := function.get("arguments"):
@@ -226,7 +235,8 @@ class _Turn:
             return
         if self._text is not None:
             part = self._text["content"][0]
-            yield self._event("response.output_text.done", **self._place(), text=part["text"], logprobs=[])
+            told = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield self._event("response.output_text.done", **self._place(), **told)
             yield self._event("response.content_part.done", **self._place(), part=part)
         for index, item in enumerate(self._output):
             item["status"] = "completed"
@@ -238,7 +248,7 @@ class _Turn:
         response = self._finished()
         yield self._event(f"response.{response['status']}", response=response)
 
-    error = staticmethod(error)
+    error = staticmethod(openai_error)
 
 
 def _text_part(text: str) -> dict[str, Any]:
@@ -268,7 +278,7 @@ def _call_item(call: dict[str, Any], status: str) -> dict[str, Any]:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    given, made = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+    given, made = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
     return {
         "input_tokens": given,
         "input_tokens_details": {"cached_tokens": 0},

@@ -1,0 +1,38 @@
+"""A running `insitu backend` with a tiny model, for tests of whole runs: `with tiny_backend(folder) as served`."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tiny_models import save_tiny_model
+
+
+class Served:
+    """Its address, its token, and the log of what it has sampled."""
+
+    token = "t"
+
+    def __init__(self, address: str, log: Path) -> None:
+        self.address = address
+        self._log = log
+
+    def samples(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._log.read_text().splitlines()]
+
+
+@contextmanager
+def tiny_backend(folder: Path) -> Iterator[Served]:
+    model = save_tiny_model(folder / "model")
+    log = folder / "log"
+    options = {"model": model, "port": 0, "token": Served.token, "output_dir": folder / "out", "log_samples": log}
+    command = [sys.executable, "-m", "insitu", "backend", *(t for k, v in options.items() for t in (f"--{k}", str(v)))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield Served(process.stdout.readline().split()[-1], log)
+        finally:
+            process.kill()
