@@ -95,12 +95,11 @@ def _excel_rows(path: Path) -> Rows:
 def _table_rows(path: Path, reader: str) -> Rows:
     try:
         import polars
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"dataset {path} needs the package polars: pip install 'insitu[tables]'") from error
-    try:
+
         table = getattr(polars, reader)(path)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"dataset {path} needs the package {error.name}: pip install {error.name}") from error
+        told = str(error).partition("\n")[0]
+        raise ConfigError(f"dataset {path} needs the extra `tables` (pip install 'insitu[tables]'): {told}") from error
     except polars.exceptions.PolarsError as error:
         raise ConfigError(f"dataset {path} cannot be read: {error}") from error
     yield from table.iter_rows(named=True)
