@@ -19,7 +19,7 @@ import openai
 import orjson
 import pytest
 from aiohttp import web
-from fake_openai import FakeOpenAI, encode, logprob
+from fake_openai import FakeOpenAI, encode, logprob, texts_of
 
 from insitu.algorithms.rows import rows_of
 from insitu.evaluation.episodes import EpisodeRules, in_process, run_episode, run_limited
@@ -40,6 +40,10 @@ def rendered(messages: list[Message]) -> str:
     """A chat template: a mark and the text of each message, and the mark of the answer to come."""
     texts = ["echo: tool" if m.get("tool_calls") else str(m["content"]) for m in messages]
     return "".join(MARKS[m["role"]] + text for m, text in zip(messages, texts, strict=True)) + MARKS["assistant"]
+
+
+def prompt_of(body: dict[str, Any]) -> str:
+    return rendered(body["messages"]) if "messages" in body else str(body["prompt"])
 
 
 class Sampled(NamedTuple):
@@ -65,13 +69,13 @@ class Templated(FakeOpenAI):
             self.refused[name] += 1
             return web.json_response({"error": {"message": "not now"}}, status=503)
         await asyncio.sleep(random.Random(name).choice([0, 0, 0.002, 0.01]))
-        text = str(body["messages"][-1]["content"])
+        (text,) = texts_of(body)
         for choice in range(body.get("n") or 1):
             assert (name, choice) not in self.log, "answered twice"
             answer = f"echo: {text}" if choice == 0 else f"echo {choice}: {text}"
             if text == "tool" and body.get("stream"):
                 answer = "abc"  # the arguments in pieces, which come back in the next prompt as if they had been whole
-            self.log[name, choice] = Sampled(rendered(body["messages"]), answer[: body.get("max_tokens")])
+            self.log[name, choice] = Sampled(prompt_of(body), answer[: body.get("max_tokens")])
         return await super()._complete(request)
 
     def _choice(self, body: dict[str, Any], text: str, index: int, number: int) -> dict[str, Any]:
@@ -83,7 +87,7 @@ class Templated(FakeOpenAI):
         return choice
 
     def _head(self, body: dict[str, Any], kind: str) -> dict[str, Any]:
-        return {**super()._head(body, kind), "prompt_token_ids": encode(rendered(body["messages"]))}
+        return {**super()._head(body, kind), "prompt_token_ids": encode(prompt_of(body))}
 
 
 @dataclass
@@ -112,6 +116,11 @@ class Agent:
         self.judged.add(f"{self.name}/{self.made}")
         return await self.ask(messages, model="judge")
 
+    async def complete(self, text: str) -> str:
+        """The text and what the model makes of it."""
+        (answer,) = await self.ask([], prompt=text)
+        return text + str(answer["content"])
+
     async def ask(self, messages: list[Message], failures: int = 0, retries: int = 9, **options: Any) -> list[Message]:
         """The answers, as messages; none if the request failed and was given up."""
         name = f"{self.name}/{self.made}"
@@ -128,7 +137,8 @@ class Agent:
         await asyncio.sleep(self.draw.choice([0, 0, 0.001, 0.005]))
         for _ in range(retries + 1):
             began = self.tick()
-            body = {"model": "player", "messages": messages, "stream": self.draw.random() < 0.5, **options}
+            asked = {} if "prompt" in options else {"messages": messages}
+            body = {"model": "player", "stream": self.draw.random() < 0.5, **asked, **options}
             try:
                 found = messages_of(await self.send(body))
             except (openai.InternalServerError, aiohttp.ClientResponseError):
@@ -145,7 +155,7 @@ def messages_of(events: list[dict[str, Any]]) -> list[Message]:
     found: dict[int, Message] = {}
     for choice in (choice for event in events for choice in event["choices"]):
         message = found.setdefault(choice["index"], {"role": "assistant", "content": None})
-        piece = choice.get("message") or choice["delta"]
+        piece = {"content": choice["text"]} if "text" in choice else choice.get("message") or choice["delta"]
         if piece.get("content") is not None:
             message["content"] = (message["content"] or "") + piece["content"]
         for number, called in enumerate(piece.get("tool_calls") or ()):
@@ -157,15 +167,19 @@ def messages_of(events: list[dict[str, Any]]) -> list[Message]:
     return [found[k] for k in sorted(found)]
 
 
+def route_of(body: dict[str, Any]) -> str:
+    return "/chat/completions" if "messages" in body else "/completions"
+
+
 async def by_our_client(clients: dict[str, openai.AsyncOpenAI], body: dict[str, Any]) -> list[dict[str, Any]]:
     client = clients[body["model"]]
     how: dict[str, Any] = {"stream": True, "stream_cls": openai.AsyncStream[object]} if body["stream"] else {}
-    answer = await client.post("/chat/completions", body=body, cast_to=object, **how)
+    answer = await client.post(route_of(body), body=body, cast_to=object, **how)
     return [event async for event in answer] if body["stream"] else [answer]
 
 
 async def by_a_foreign_client(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    async with session.post(f"{url}/chat/completions", json=body, raise_for_status=True) as answer:
+    async with session.post(url + route_of(body), json=body, raise_for_status=True) as answer:
         text = await answer.text()
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
     return [orjson.loads(event) for event in (events if body["stream"] else [text])]
@@ -265,6 +279,13 @@ async def judged(a: Agent) -> None:
         messages += [user(verdict["content"])]
 
 
+async def continued(a: Agent) -> None:
+    text = "once upon"
+    for _ in range(3):
+        text = await a.complete(text)  # sent again as it is: the next prompt is the row, to its end
+    await asyncio.gather(a.complete(text), a.complete("once more"))
+
+
 async def cut_off(a: Agent) -> None:
     messages = [user("at length")]
     for limit in (3, 6):
@@ -299,7 +320,7 @@ async def tool_loop(a: Agent) -> None:
 
 SHAPES: list[Callable[[Agent], Awaitable[Any]]] = [
     *(dialogue, parallel, sub_agents, map_reduce, trimmed, summarised),
-    *(thinking, stripped, retried, patient, judged, cut_off, repeated, best_of_n, tool_loop),
+    *(thinking, stripped, retried, patient, judged, continued, cut_off, repeated, best_of_n, tool_loop),
 ]
 
 

@@ -197,6 +197,18 @@ def test_what_a_server_weighs_is_told_as_sent(tmp_path: Path) -> None:
     assert show(made.folder).out.splitlines()[0].endswith("3 calls   sent")
 
 
+def test_calls_whose_prompts_nobody_knows_are_in_no_row(tmp_path: Path) -> None:
+    """Servers of ART make them anew from the messages, and need not tell them."""
+    made = Run(tmp_path / "run")
+    calls = [call(0, [user("hi")], "ho", ([], [7]), prompt_token_ids=None)]
+    made.add("r1", episode(0, "r1", calls=calls, step_rewards=None))
+    made.weigh({0: None}, episode(0, "r1"))
+    made.store.close()
+    shown = show(made.folder, "--row", "r1").out
+    assert "  ? + 1 tokens  stop  sent\n" in shown
+    assert shown.endswith("\n  none: the token ids of these calls are not known\n")
+
+
 @pytest.mark.parametrize(
     ("over", "metrics", "advantages", "listed", "told"),
     [
