@@ -19,6 +19,7 @@ import yaml
 from tiny_backend import Served, tiny_backend
 
 from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.training.inspection import Fate, RunFiles
 from insitu.training.runtime import finetuning_main
 
 ROWS, GENERATIONS = 5, 4
@@ -238,6 +239,15 @@ async def test_advantages_are_those_of_the_reference(write: Any, served: Served,
     assert found == pytest.approx({k: a for row in expected.keys() - flat for k, a in expected[row].items()}, abs=1e-9)
     assert any(abs(a) > 0.01 for a in found.values())
 
+    files = RunFiles(run)
+    shown = {read.record["episode"]: read for read in map(files.read, files.episodes())}
+    assert {(n, texts[n, k]): a for n, read in shown.items() for k, a in read.advantages.items()} == found
+    for name, read in shown.items():
+        assert (read.fate is Fate.TRAINED) == any(name == episode for episode, _ in found)
+        assert (read.reason is not None) == (read.fate is Fate.LEFT_OUT or read.record["outcome"] == "failed")
+        trained = [row for row in duo_plugin.sent if row.episode == name]
+        assert read.fate is Fate.LEFT_OUT or read.rows == trained
+
     for row in duo_plugin.sent:  # each sampled token has the advantage of its call
         (index,) = row.calls
         key = row.episode, texts[row.episode, index]
@@ -261,22 +271,27 @@ async def test_advantages_are_those_of_the_reference(write: Any, served: Served,
     assert metrics["tokens"] == sum(of["tokens"] for of in spread.values())
 
 
-@pytest.mark.parametrize(("credit", "grows"), [("function", True), ("episode", False)])
-async def test_a_function_learns_what_it_is_paid_for(write: Any, served: Served, credit: str, grows: bool) -> None:
-    """The solver is paid for even characters, the planner 0, and the episode is the better the fewer there are."""
+async def gained(write: Any, served: Served, credit: str) -> float:
+    """What ten epochs have added to the value of the solver's answers, and a look at who was trained in them.
+
+    The solver is paid for even characters, the planner 0, and the episode is the better the fewer there are.
+    """
     case = Case(credit, "leave_one_out", "sample_std", pays={"plan": "reward", "solve": "step"})
     file = yaml.safe_load(project(write, served, case, num_epochs=10).read_text())
     file["trainer_adapters"]["a"]["training"] = {"learning_rate": 1e-2, "batch_rows": 16}
     file["functions"]["plan"]["worth"], file["eval"]["evaluators"]["score"]["worth"] = 0.0, -1.0
-    run = await train(write(file))
-    metrics = lines(run / "training_metrics.jsonl")
+    metrics = lines(await train(write(file)) / "training_metrics.jsonl")
     versions = [m["policy_version"] for m in metrics]
     assert versions == [*range(versions[0], versions[0] + 10)]
-    if grows:
-        assert {m["credit_by_function"]["plan"]["share"] for m in metrics} == {0.0}
+    assert all((m["credit_by_function"]["plan"]["share"] == 0) == (credit == "function") for m in metrics)
     worth: dict[int, list[float]] = defaultdict(list)
     for name, made in ((name, made) for name, log in team_plugin.logs.items() for made in log if made.role == "solver"):
         worth[int(name.split("/")[1])].append(team_plugin.value(made.answer))
     first, last = ([w for epoch in epochs for w in worth[epoch]] for epochs in ((1, 2, 3), (8, 9, 10)))
-    gained = sum(last) / len(last) - sum(first) / len(first)
-    assert gained > 0.1 if grows else gained < -0.15
+    return sum(last) / len(last) - sum(first) / len(first)
+
+
+async def test_a_function_learns_what_it_is_paid_for(write: Any, served: Served) -> None:
+    """With eight seeds: 0.18 to 0.31, and -0.28 to -0.50."""
+    assert await gained(write, served, "function") > 0.1
+    assert await gained(write, served, "episode") < -0.15

@@ -1,6 +1,7 @@
 """Dataset files of every format, and every way in which a row can be wrong."""
 
 import asyncio
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,17 @@ def complaint(config: Config, path: Path | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
         load_dataset(config, path)
     return str(caught.value)
+
+
+@pytest.mark.parametrize(("form", "module"), [("parquet", "polars"), ("xls", "fastexcel")])
+def test_a_package_that_is_not_there(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, module: str
+) -> None:
+    path = as_file(tmp_path, form)
+    monkeypatch.setitem(sys.modules, module, None)
+    said = complaint(config_for(write, _type=form, file_path=path.name))
+    assert said.startswith(f"dataset {path} needs the extra `tables` (pip install 'insitu[tables]'): ")
+    assert module in said.partition("): ")[2]
 
 
 @pytest.mark.parametrize("form", ["json", "jsonl", "csv", "parquet", "xls"])

@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from insitu.training.inspection import Fate, RunFiles
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples/tic_tac_toe/model"
@@ -98,7 +101,7 @@ def test_a_run_trains_validates_records_and_can_be_repeated(project: Path) -> No
 
     metrics = lines(folder / "training_metrics.jsonl")
     assert [m["epoch"] for m in metrics] == [1, 2]
-    assert [m["policy_version"] for m in metrics] == [1, 2]
+    assert [(m["policy_version"], m["job"]) for m in metrics] == [(1, "completed"), (2, "completed")]
     for m in metrics:
         assert m["num_groups"] == 6
         assert m["num_trajectories"] == 24
@@ -242,7 +245,9 @@ def test_a_job_that_fails_ends_the_run_and_is_told_with_its_epoch_and_reason(pro
     assert re.search(r"^failed: epoch 1: training job job-\w+ is failed: .*the job is undone", err, re.MULTILINE), err
     assert "epoch 1/2 was not completed; the run so far: run/" in out
     (metrics,) = lines(project / "run/training_metrics.jsonl")  # what was gathered is recorded all the same
-    assert (metrics["num_groups"], metrics["policy_version"]) == (6, 0)
+    assert (metrics["num_groups"], metrics["policy_version"], metrics["job"]) == (6, 0, "failed")
+    files = RunFiles(project / "run")
+    assert {read.fate for read in files.outlines(files.episodes())} <= {Fate.JOB_FAILED, Fate.LEFT_OUT}
 
 
 def test_a_model_that_cannot_be_loaded_shows_the_end_of_the_log(project: Path) -> None:
@@ -291,6 +296,10 @@ def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signal
     process.communicate(timeout=30)
     assert process.returncode == code
     backend.wait(timeout=15)
+    files = RunFiles(project / "run")  # what has been cut off anywhere is read
+    fates = Counter(files.read(record).fate for record in files.episodes())
+    assert fates.keys() <= {Fate.TRAINED, Fate.LEFT_OUT, Fate.WAITING}
+    assert fates[Fate.TRAINED] >= 4
 
 
 def test_a_second_interrupt_ends_a_run_whose_workflow_blocks_the_event_loop(project: Path) -> None:

@@ -3,8 +3,9 @@
 import asyncio
 import io
 import json
+import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -414,3 +415,23 @@ async def test_episodes_at_once_keep_to_themselves(server: FakeOpenAI) -> None:
         assert all(c.token_ids == encode(f"echo: {c.messages[0]['content']}") for c in scope.calls)
     seeds = {c.sampling["seed"] for scope in scopes for c in scope.calls}
     assert len(seeds) == 64
+
+
+async def test_many_may_connect_at_once(server: FakeOpenAI) -> None:
+    async with gateway_to(model(server)) as gateway:
+        where = ("127.0.0.1", int(gateway.address.rpartition(":")[2]))
+        with ExitStack() as waiting:  # none is accepted before all have come
+            connections = [waiting.enter_context(socket.create_connection(where, timeout=5)) for _ in range(400)]
+            for connection in connections:
+                connection.sendall(b"GET /e/key/v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            for connection in connections:
+                assert await asyncio.to_thread(connection.recv, 12) == b"HTTP/1.1 401"
+
+
+async def test_what_says_nothing_of_the_answer_is_left_out(server: FakeOpenAI) -> None:
+    async with gateway_to(model(server)) as gateway:
+        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+            asked: Any = {"model": "x", "max_tokens": 9, "messages": ask("hi"), "cache_control": {"type": "ephemeral"}}
+            status, _ = await post(f"{door.anthropic_url}/v1/messages", asked)
+    assert (status, len(scope.calls)) == (200, 1)
+    assert "cache_control" not in server.requests[-1]

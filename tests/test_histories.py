@@ -1,7 +1,8 @@
 """Histories that are not one dialogue: 200 episodes of every shape at once, against a reference made of strings.
 
-The server keeps what it was sent and has sampled under the request's `user`, which no two calls share. What the
-recorder has kept, and the rows made of it, are compared with that and with nothing that insitu computes.
+Each is played twice, by a client of ours and by a foreign one through the gateway, all at the same time, with answers
+streamed and whole. The server keeps what it was sent and has sampled under the request's `user`, which no two calls
+share. What the recorder has kept, and the rows made of it, are compared with that and with nothing insitu computes.
 """
 
 import asyncio
@@ -10,13 +11,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
+import aiohttp
 import openai
 import orjson
 import pytest
 from aiohttp import web
-from fake_openai import FakeOpenAI, encode, logprob
+from fake_openai import FakeOpenAI, encode, logprob, texts_of
 
 from insitu.algorithms.rows import rows_of
 from insitu.evaluation.episodes import EpisodeRules, in_process, run_episode, run_limited
@@ -24,6 +27,8 @@ from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.training.store import call_records, restore_calls
 from insitu.trajectories.dialogues import dialogues
+from insitu.workflow.context import current_scope
+from insitu.workflow.gateway import Gateway
 from insitu.workflow.llms import Endpoint, OpenAIConfig, PlainLLM, connect
 
 Message = dict[str, Any]
@@ -37,13 +42,20 @@ def rendered(messages: list[Message]) -> str:
     return "".join(MARKS[m["role"]] + text for m, text in zip(messages, texts, strict=True)) + MARKS["assistant"]
 
 
+def prompt_of(body: dict[str, Any]) -> str:
+    return rendered(body["messages"]) if "messages" in body else str(body["prompt"])
+
+
 class Sampled(NamedTuple):
     prompt: str
     answer: str
 
 
 class Templated(FakeOpenAI):
-    """Its prompts are tokenised by `rendered`; `log` has what it sampled, by the request's `user` and choice."""
+    """Its prompts are tokenised by `rendered`; `log` has what it sampled, by the request's `user` and choice.
+
+    An answer that is not streamed is cut off at `max_tokens`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,22 +69,32 @@ class Templated(FakeOpenAI):
             self.refused[name] += 1
             return web.json_response({"error": {"message": "not now"}}, status=503)
         await asyncio.sleep(random.Random(name).choice([0, 0, 0.002, 0.01]))
-        text = str(body["messages"][-1]["content"])
+        (text,) = texts_of(body)
         for choice in range(body.get("n") or 1):
             assert (name, choice) not in self.log, "answered twice"
             answer = f"echo: {text}" if choice == 0 else f"echo {choice}: {text}"
-            self.log[name, choice] = Sampled(rendered(body["messages"]), answer)
+            if text == "tool" and body.get("stream"):
+                answer = "abc"  # the arguments in pieces, which come back in the next prompt as if they had been whole
+            self.log[name, choice] = Sampled(prompt_of(body), answer[: body.get("max_tokens")])
         return await super()._complete(request)
 
+    def _choice(self, body: dict[str, Any], text: str, index: int, number: int) -> dict[str, Any]:
+        choice = super()._choice(body, text, index, number)
+        if (limit := body.get("max_tokens")) is not None:
+            choice["message"]["content"] = choice["message"]["content"][:limit]
+            choice["finish_reason"] = "length"
+            self._add_tokens(body, choice, choice["message"]["content"])
+        return choice
+
     def _head(self, body: dict[str, Any], kind: str) -> dict[str, Any]:
-        return {**super()._head(body, kind), "prompt_token_ids": encode(rendered(body["messages"]))}
+        return {**super()._head(body, kind), "prompt_token_ids": encode(prompt_of(body))}
 
 
 @dataclass
 class Agent:
     """The hands of an episode's workflow; `begun` and `ended` hold the moments of its answered calls, by name."""
 
-    llm: PlainLLM
+    send: Callable[[dict[str, Any]], Awaitable[list[dict[str, Any]]]]
     name: str
     draw: random.Random
     made: int = 0
@@ -80,23 +102,46 @@ class Agent:
     begun: dict[str, int] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
     answers: dict[tuple[str, int], str | None] = field(default_factory=dict)
+    judged: set[str] = field(default_factory=set)
     failed: int = 0
+    in_flight: int = 0
+    most: int = 0
 
     def tick(self) -> int:
         self.clock += 1
         return self.clock
 
-    async def ask(self, messages: list[Message], n: int = 1, failures: int = 0, retries: int = 9) -> list[Message]:
+    async def judge(self, messages: list[Message]) -> list[Message]:
+        """Asks the model that is not trained."""
+        self.judged.add(f"{self.name}/{self.made}")
+        return await self.ask(messages, model="judge")
+
+    async def complete(self, text: str) -> str:
+        """The text and what the model makes of it."""
+        (answer,) = await self.ask([], prompt=text)
+        return text + str(answer["content"])
+
+    async def ask(self, messages: list[Message], failures: int = 0, retries: int = 9, **options: Any) -> list[Message]:
         """The answers, as messages; none if the request failed and was given up."""
         name = f"{self.name}/{self.made}"
         self.made += 1
-        options: dict[str, Any] = {"user": f"{name}!{failures}"} | ({"n": n} if n > 1 else {})
+        options["user"] = f"{name}!{failures}"
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        try:
+            return await self._tried(name, messages, retries, options)
+        finally:
+            self.in_flight -= 1
+
+    async def _tried(self, name: str, messages: list[Message], retries: int, options: dict[str, Any]) -> list[Message]:
         await asyncio.sleep(self.draw.choice([0, 0, 0.001, 0.005]))
         for _ in range(retries + 1):
             began = self.tick()
+            asked = {} if "prompt" in options else {"messages": messages}
+            body = {"model": "player", "stream": self.draw.random() < 0.5, **asked, **options}
             try:
-                found = await self._send(messages, options)
-            except openai.InternalServerError:
+                found = messages_of(await self.send(body))
+            except (openai.InternalServerError, aiohttp.ClientResponseError):
                 self.failed += 1
                 continue
             self.begun[name], self.ended[name] = began, self.tick()
@@ -104,22 +149,40 @@ class Agent:
             return found
         return []
 
-    async def _send(self, messages: list[Message], options: dict[str, Any]) -> list[Message]:
-        tools = messages[-1]["content"] == "tool"
-        if tools or self.draw.random() < 0.7:
-            reply = await self.llm.complete(messages, **options)
-            return [c.message.model_dump(exclude_none=not tools, include=_SENT) for c in reply.choices]
-        parts: dict[int, list[str]] = {}
-        stream = await self.llm.client.chat.completions.create(
-            model=self.llm.model, messages=messages, stream=True, **options
-        )
-        async for chunk in stream:
-            for choice in chunk.choices:
-                parts.setdefault(choice.index, []).append(choice.delta.content or "")
-        return [said("".join(parts[k])) for k in sorted(parts)]
+
+def messages_of(events: list[dict[str, Any]]) -> list[Message]:
+    """The answers in the order of their choices, from a whole answer or the events of a streamed one."""
+    found: dict[int, Message] = {}
+    for choice in (choice for event in events for choice in event["choices"]):
+        message = found.setdefault(choice["index"], {"role": "assistant", "content": None})
+        piece = {"content": choice["text"]} if "text" in choice else choice.get("message") or choice["delta"]
+        if piece.get("content") is not None:
+            message["content"] = (message["content"] or "") + piece["content"]
+        for number, called in enumerate(piece.get("tool_calls") or ()):
+            known = message.setdefault("tool_calls", [])
+            if called.get("index", number) == len(known):
+                known.append({"id": called["id"], "type": "function", "function": dict(called["function"])})
+            else:
+                known[called["index"]]["function"]["arguments"] += called["function"]["arguments"]
+    return [found[k] for k in sorted(found)]
 
 
-_SENT = {"role", "content", "tool_calls"}
+def route_of(body: dict[str, Any]) -> str:
+    return "/chat/completions" if "messages" in body else "/completions"
+
+
+async def by_our_client(clients: dict[str, openai.AsyncOpenAI], body: dict[str, Any]) -> list[dict[str, Any]]:
+    client = clients[body["model"]]
+    how: dict[str, Any] = {"stream": True, "stream_cls": openai.AsyncStream[object]} if body["stream"] else {}
+    answer = await client.post(route_of(body), body=body, cast_to=object, **how)
+    return [event async for event in answer] if body["stream"] else [answer]
+
+
+async def by_a_foreign_client(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async with session.post(url + route_of(body), json=body, raise_for_status=True) as answer:
+        text = await answer.text()
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+    return [orjson.loads(event) for event in (events if body["stream"] else [text])]
 
 
 def user(text: str) -> Message:
@@ -185,6 +248,13 @@ async def thinking(a: Agent) -> None:
         messages += [said(answer["content"].replace("<think>hm</think> ", "")), user(f"<think>hm</think> {turn}")]
 
 
+async def stripped(a: Agent) -> None:
+    messages = [user("with a space at its end ")]
+    for _ in range(3):
+        (answer,) = await a.ask(messages)
+        messages += [said(answer["content"].rstrip()), user("and another ")]
+
+
 async def retried(a: Agent) -> None:
     messages = [user("once more")]
     messages += await a.ask(messages, failures=a.draw.randint(1, 2))
@@ -192,6 +262,36 @@ async def retried(a: Agent) -> None:
     rejected = await a.ask([*messages, user("valid?")])
     messages += [user("valid?"), *rejected, user("no: again")]
     await asyncio.gather(a.ask(messages, failures=1), a.ask([*messages[:2], user("instead")]))
+
+
+async def patient(a: Agent) -> None:
+    messages = await dialogue(a, turns=1)
+    for turn in range(2):
+        messages = [*messages, user(f"still there? {turn}")]
+        messages += await a.ask(messages, failures=2)
+
+
+async def judged(a: Agent) -> None:
+    messages = [system("under judgement"), user("first")]
+    for turn in range(3):
+        messages += await a.ask(messages)
+        (verdict,) = await a.judge([user(messages[-1]["content"])] if turn else messages)
+        messages += [user(verdict["content"])]
+
+
+async def continued(a: Agent) -> None:
+    text = "once upon"
+    for _ in range(3):
+        text = await a.complete(text)  # sent again as it is: the next prompt is the row, to its end
+    await asyncio.gather(a.complete(text), a.complete("once more"))
+
+
+async def cut_off(a: Agent) -> None:
+    messages = [user("at length")]
+    for limit in (3, 6):
+        await a.ask(messages, max_tokens=limit, stream=False)
+    messages += await a.ask(messages)
+    await a.ask([*messages, user("thanks")])
 
 
 async def repeated(a: Agent) -> None:
@@ -220,21 +320,33 @@ async def tool_loop(a: Agent) -> None:
 
 SHAPES: list[Callable[[Agent], Awaitable[Any]]] = [
     *(dialogue, parallel, sub_agents, map_reduce, trimmed, summarised),
-    *(thinking, retried, repeated, best_of_n, tool_loop),
+    *(thinking, stripped, retried, patient, judged, continued, cut_off, repeated, best_of_n, tool_loop),
 ]
 
 
 class Workflow:
-    """Each row is an episode: of one shape, of two after one another, or of two at the same time."""
+    """Each row is an episode: of one shape, of two after one another, or of two at the same time.
 
-    def __init__(self, llm: PlainLLM) -> None:
-        self.llm = llm
+    `7 ours` is asked by our own client, `7 foreign` by one that is given an address of the gateway.
+    """
+
+    def __init__(self, llms: list[PlainLLM], gateway: Gateway, foreign: aiohttp.ClientSession) -> None:
+        self.gateway, self.foreign = gateway, foreign
+        self.clients = {llm.name: llm.client for llm in llms}
         self.agents: dict[str, Agent] = {}
 
     async def ainvoke(self, name: str) -> str:
+        if name.endswith("ours"):
+            return await self._play(name, partial(by_our_client, self.clients))
+        scope = current_scope()
+        assert scope is not None
+        with self.gateway.admit(scope) as door:
+            return await self._play(name, partial(by_a_foreign_client, self.foreign, door.openai_url))
+
+    async def _play(self, name: str, send: Any) -> str:
         draw = random.Random(f"shapes of {name}")
-        agent = self.agents[name] = Agent(self.llm, name, draw)
-        first, second = SHAPES[int(name) % len(SHAPES)], draw.choice(SHAPES)
+        agent = self.agents[name] = Agent(send, name, draw)
+        first, second = SHAPES[int(name.split()[0]) % len(SHAPES)], draw.choice(SHAPES)
         kind = draw.random()
         if kind < 0.3:
             await first(agent)
@@ -254,22 +366,25 @@ class Played(NamedTuple):
 
 async def _play(server: Templated) -> Played:
     config = OpenAIConfig(model_name="fake", base_url=server.base_url, max_retries=0)
-    llm = connect("player", config, Endpoint("fake", server.base_url, "none"))
-    workflow, rules = Workflow(llm), EpisodeRules(training=True)
-    names = [str(k) for k in range(EPISODES)]
+    llms = [connect(name, config, Endpoint("fake", server.base_url, "none")) for name in ("player", "judge")]
+    names = [f"{k} {way}" for k in range(EPISODES) for way in ("ours", "foreign")]
     random.Random(7).shuffle(names)
-    episodes = {}
+    rules = EpisodeRules(training=frozenset(["player"]))
+    episodes: dict[str, Episode] = {}
 
     async def run(name: str) -> Episode:
         item = EvalInputItem(id=name, input_obj=name)
         return await run_episode(in_process(workflow), item, EpisodeKey("r", 1, name, 0), rules)
 
     try:
-        async with aclosing(run_limited(names, run, AT_ONCE)) as ended:
-            async for episode in ended:
-                episodes[episode.key.row_id] = episode
+        async with aiohttp.ClientSession() as foreign, Gateway(llms) as gateway:
+            workflow = Workflow(llms, gateway, foreign)
+            async with aclosing(run_limited(names, run, AT_ONCE)) as ended:
+                async for episode in ended:
+                    episodes[episode.key.row_id] = episode
     finally:
-        await llm.aclose()
+        for llm in llms:
+            await llm.aclose()
     return Played(server, workflow.agents, episodes)
 
 
@@ -284,9 +399,11 @@ def names_of(episode: Episode) -> list[tuple[str, int]]:
 
 
 def test_every_shape_was_played(played: Played) -> None:
-    assert len(played.episodes) == EPISODES
+    assert len(played.episodes) == 2 * EPISODES
     assert [e.error for e in played.episodes.values() if e.outcome is not Outcome.OK] == []
-    assert len(played.server.log) > 4 * EPISODES
+    assert len(played.server.log) > 8 * EPISODES
+    streamed = Counter(bool(body.get("stream")) for body in played.server.requests)
+    assert min(streamed.values()) > 3 * EPISODES
     assert {len(e.calls) for e in played.episodes.values()} >= {3, 4, 5, 6, 7}
 
 
@@ -305,10 +422,14 @@ def test_each_call_is_what_was_sampled_in_the_order_it_began(played: Played) -> 
         agent = played.agents[row]
         indices = [call.index for call in episode.calls]
         assert sorted(set(indices)) == indices
+        assert agent.most > 1 or indices == [*range(len(indices))], "one after another, and the numbers have gaps"
         for name, call in zip(names_of(episode), episode.calls, strict=True):
             prompt, answer = played.server.log[name]
-            assert (call.prompt_token_ids, call.token_ids) == (encode(prompt), encode(answer))
-            assert call.logprobs == [logprob(c) for c in answer]
+            judged = name[0] in agent.judged
+            assert call.llm == ("judge" if judged else "player")
+            assert call.prompt_token_ids == encode(prompt)
+            assert call.token_ids == (None if judged else encode(answer))
+            assert call.logprobs == (None if judged else [logprob(c) for c in answer])
             assert call.error is None
             assert call.message is not None
             assert call.message["content"] == agent.answers[name]
@@ -323,18 +444,18 @@ class Reference(NamedTuple):
     calls: list[int]
 
 
-def reference(sampled: list[Sampled], weights: dict[int, float]) -> list[Reference]:
+def reference(sampled: dict[int, Sampled], weights: dict[int, float]) -> list[Reference]:
     """The rows as strings: each call goes on from the open end of a row that is all of its prompt's beginning."""
     follows: dict[int, int] = {}
     firsts: dict[int, int] = {}
-    for k, call in enumerate(sampled):
-        ends = [j for j in range(k) if j not in follows.values() and call.prompt.startswith("".join(sampled[j]))]
+    for k, call in sampled.items():
+        ends = [j for j in firsts if j not in follows.values() and call.prompt.startswith("".join(sampled[j]))]
         ends.sort(key=lambda j: (-len("".join(sampled[j])), firsts[j]))
         firsts[k] = firsts[ends[0]] if ends else k
         if ends:
             follows[k] = ends[0]
     rows = []
-    for last in sorted(set(range(len(sampled))) - set(follows.values()), key=firsts.__getitem__):
+    for last in sorted(set(sampled) - set(follows.values()), key=firsts.__getitem__):
         chain = [last]
         while chain[0] in follows:
             chain.insert(0, follows[chain[0]])
@@ -350,9 +471,11 @@ def test_the_rows_are_those_of_the_reference(played: Played, trained: float) -> 
     merged = cut = 0
     for row, episode in played.episodes.items():
         draw = random.Random(f"weights of {row}")
-        weights = {k: draw.uniform(-1, 1) for k in range(len(episode.calls)) if draw.random() < trained}
+        judged = played.agents[row].judged
+        sampled = {k: played.server.log[n] for k, n in enumerate(names_of(episode)) if n[0] not in judged}
+        weights = {k: draw.uniform(-1, 1) for k in sampled if draw.random() < trained}
         rows = rows_of(episode.calls, weights, row)
-        wanted = reference([played.server.log[name] for name in names_of(episode)], weights)
+        wanted = reference(sampled, weights)
         assert [r.calls for r in rows] == [[episode.calls[k].index for k in w.calls] for w in wanted]
         for found, want in zip(rows, wanted, strict=True):
             mask, logprobs, advantages = ([0.0] * len(want.text) for _ in range(3))

@@ -1,83 +1,142 @@
 """`insitu trajectories show`: an episode of a run as its calls, dialogues and rows."""
 
+import io
+import json
+import os
+import pty
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from insitu.cli import main
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.store import RunStore
 from insitu.trajectories.builder import GroupRecord
 
 
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
 def call(
-    index: int, messages: list[dict[str, Any]], answer: str, tokens: tuple[list[int], list[int]], **other: Any
+    index: int, messages: list[dict[str, Any]], answer: Any, tokens: tuple[list[int], list[int]], **other: Any
 ) -> Any:
     prompt, sampled = tokens
     known = {"functions": ("<workflow>", "play"), "llm": "player", "finish_reason": "stop", "policy_version": 3}
-    said = {"role": "assistant", "content": answer}
+    said = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
     logprobs = [-0.5] * len(sampled)
-    values = {**known, **other, "message": said, "logprobs": logprobs}
-    return ModelCall(index, "m", messages, prompt_token_ids=prompt, token_ids=sampled, **values)
+    values = {"prompt_token_ids": prompt, "token_ids": sampled, "message": said, "logprobs": logprobs, **known, **other}
+    return ModelCall(index, "m", messages, **values)
 
 
-def episode(generation: int, row: str = "r 1", **other: Any) -> Episode:
-    first = [{"role": "user", "content": "move?"}]
-    second = [*first, {"role": "assistant", "content": "4"}, {"role": "user", "content": "\x1b[31mtaken\nagain"}]
+def episode(generation: int, row: str = "r 1", attempt: int = 0, **other: Any) -> Episode:
+    first = [user("move?")]
+    second = [*first, {"role": "assistant", "content": "4"}, user("\x1b[31mtaken\nagain \\n")]
+    judged = {"llm": "judge", "token_ids": None, "prompt_token_ids": None, "usage": {"prompt_tokens": 9}}
     calls = [
         call(0, first, "4", ([1, 5], [7, 2])),
-        call(1, [{"role": "user", "content": "judge"}], "good", ([8], [9]), llm="judge"),
+        call(1, [user("judge")], "good", ([], []), **judged),
         call(2, second, "5", ([1, 5, 7, 2, 6], [3])),
     ]
-    rewards = {"reward": 0.5, "step_rewards": [0.25, 0.0, -1.0]}
+    rewards = {"reward": 0.5, "step_rewards": [0.25, 0.0, 0.0], "rewarded_functions": ["play"]}
     values = {"output": "won", "calls": calls, "seconds": 1.5, **rewards, **other}
-    return Episode(EpisodeKey("run_1", 1, row, generation), Outcome.OK, **values)
+    return Episode(EpisodeKey("run_1", 1, row, generation, attempt), Outcome.OK, **values)
+
+
+def failed(generation: int, row: str, reward: float | None = None, attempt: int = 0) -> Episode:
+    made = episode(generation, row, attempt, reward=reward, step_rewards=None, output=None)
+    made.outcome, made.reason, made.error = Outcome.FAILED, DropReason.TIMEOUT, "EpisodeTimeout: no answer"
+    made.failed_requests = {"http 503": 2}
+    return made
+
+
+def trajectory(of: Episode, dropped: str | None = None) -> Trajectory:
+    metadata = {} if dropped is None else {"dropped": dropped}
+    return Trajectory.model_construct(id=of.key.text(), reward=of.reward, calls=of.calls, metadata=metadata)
+
+
+class Run:
+    """A run's directory as the loop writes it."""
+
+    def __init__(self, folder: Path, epoch_over: bool = True, **metrics: Any) -> None:
+        self.folder = folder
+        self.store = RunStore(folder)
+        advantages = {"baseline": "mean", "scale": "none", "epsilon": 1e-6}
+        self.store.write("run.json", {"credit": "step", "discount": 0.5, "advantages": advantages})
+        if epoch_over:
+            self.store.append("training_metrics.jsonl", [{"epoch": 1, "job": "completed", **metrics}])
+
+    def add(self, row: str, *episodes: Episode) -> None:
+        kept = [trajectory(e) for e in episodes if e.reward is not None]
+        dropped = Counter(str(e.reason) for e in episodes if e.reward is None)
+        self.store.append_group(GroupRecord(row, list(episodes), kept, dropped), 1)
+
+    def weigh(self, advantages: dict[int, float | None], *episodes: Episode, dropped: str | None = None) -> None:
+        made = [trajectory(e, dropped) for e in episodes]
+        self.store.append_advantages(1, made, [(t, advantages) for t in made] if dropped is None else [])
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run that goes on: one group is weighed, one was left out, one waits."""
-    store = RunStore(tmp_path / "run")
-    failed = episode(1)
-    failed.outcome, failed.reason, failed.error = Outcome.FAILED, DropReason.TIMEOUT, "EpisodeTimeout: no answer"
-    failed.reward, failed.failed_requests = None, {"http 503": 2}
-    for row, episodes in (("r 1", [episode(0), failed]), ("r2", [episode(0, "r2")]), ("r3", [episode(0, "r3")])):
-        store.append_group(GroupRecord(row, episodes, [], Counter()), 1)
-    weighed, left = (
-        Trajectory.model_construct(id=e.key.text(), reward=0.5, calls=e.calls, metadata=m)
-        for e, m in ((episode(0), {}), (episode(0, "r2"), {"dropped": "no_variance"}))
-    )
-    store.append_advantages(1, [weighed, left], [(weighed, {0: 0.75, 2: -0.25})])
-    store.close()
-    return tmp_path / "run"
+def run(tmp_path: Path) -> Iterable[Path]:
+    """Of three groups one is trained, its failed member at a price, one was left out, one has a failed member."""
+    made = Run(tmp_path / "run")
+    made.add("r 1", episode(0), failed(1, "r 1", -1.0, attempt=2))
+    made.add("r2", episode(0, "r2"), episode(1, "r2"))
+    made.add("r/3", episode(0, "r/3"), failed(1, "r/3"))
+    made.weigh({0: 0.75, 2: -0.25}, episode(0))
+    made.weigh({0: -0.75, 2: -0.75}, failed(1, "r 1", -1.0, attempt=2))
+    made.weigh({}, episode(0, "r2"), episode(1, "r2"), dropped="no_variance")
+    made.weigh({}, episode(0, "r/3"), dropped="single_member")
+    made.store.close()
+    return made.folder
 
 
-def show(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "insitu", "trajectories", "show", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+class Shown(NamedTuple):
+    code: Any
+    out: str
+    err: str
+
+
+def show(*arguments: Any, command: str = "show") -> Shown:
+    """The command in this process, to what is no terminal."""
+    out, err, argv, code = io.StringIO(), io.StringIO(), sys.argv, 0
+    sys.argv = ["insitu", "trajectories", command, *map(str, arguments)]
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            main()
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.argv = argv
+    return Shown(code, out.getvalue(), err.getvalue())
 
 
 def test_an_episode_that_was_trained(run: Path) -> None:
-    shown = show(run, "--row", "r 1", "--generation", 0, "--tokens").stdout
+    shown = show(run, "--row", "r 1", "--generation", 0, "--tokens").out
     assert shown.splitlines() == [
         "episode run_1/1/r 1/0/0",
-        "  ok  reward 0.5  8 prompt + 4 sampled tokens  policy version 3  1.50 s",
+        "  ok  reward 0.5  7 prompt + 3 sampled tokens  policy version 3  1.50 s",
+        "  rewards of its group: [0.5], -1",
+        "  trained with 2 of 3 calls; credit step, discount 0.5, baseline mean, scale none",
         "  answer: won",
         "",
         "calls",
         "   0  player in <workflow> > play  0.00-0.00 s  2 + 2 tokens  stop  reward 0.25  advantage +0.75  row 1",
-        "   1  judge in <workflow> > play  0.00-0.00 s  1 + 1 tokens  stop  reward 0  not trained",
-        "   2  player in <workflow> > play  0.00-0.00 s  5 + 1 tokens  stop  reward -1  advantage -0.25  row 1",
+        "   1  judge in <workflow> > play  0.00-0.00 s  9 + ? tokens  stop  not trained",
+        "   2  player in <workflow> > play  0.00-0.00 s  5 + 1 tokens  stop  reward 0  advantage -0.25  row 1",
         "",
         "dialogue 1",
         "  user: move?",
         "  assistant [call 0]: 4",
         "  user: \\x1b[31mtaken",
-        "    again",
+        "    again \\n",
         "  assistant [call 2]: 5",
         "",
         "dialogue 2",
@@ -93,49 +152,231 @@ def test_an_episode_that_was_trained(run: Path) -> None:
     ]
 
 
-def test_episodes_that_were_not_trained_say_why(run: Path) -> None:
-    failed = show(run, "--episode", "run_1/1/r 1/1/0").stdout
-    assert "failed  reward none  timeout" in failed
-    assert "EpisodeTimeout: no answer" in failed
-    assert "requests without an answer: 2 http 503" in failed
-    assert "left out of training: no_variance" in show(run, "--row", "r2").stdout
-    waiting = show(run, "--row", "r3").stdout
-    assert "its epoch has not been weighed" in waiting
-    assert "rows, if all calls were trained\n  row 1: calls 0, 2; 6 tokens, 3 of them trained" in waiting
-
-
-def test_several_are_listed(run: Path) -> None:
-    listed = show(run, "--epoch", 1).stdout.splitlines()
-    assert listed[:2] == [
-        "run_1/1/r 1/0/0  ok  reward 0.5  3 calls",
-        "run_1/1/r 1/1/0  failed  reward none  timeout  3 calls",
+def test_a_failed_episode_says_why_and_whether_it_was_trained_all_the_same(run: Path) -> None:
+    priced = show(run, "--episode", "run_1/1/r 1/1/2").out.splitlines()
+    assert priced[1:7] == [
+        "  failed: timeout  reward -1  7 prompt + 3 sampled tokens  policy version 3  1.50 s",
+        "  EpisodeTimeout: no answer",
+        "  attempt 3; those before it failed",
+        "  requests without an answer: 2 http 503",
+        "  rewards of its group: 0.5, [-1]",
+        "  trained with 2 of 3 calls; credit step, discount 0.5, baseline mean, scale none",
     ]
-    assert len(listed) == 4
+    left_out = show(run, "--row", "r/3", "--generation", 1).out
+    assert "  failed: timeout  reward none  " in left_out
+    assert "  rewards of its group: 0.5; not in it: 1 timeout\n  left out of training: timeout\n" in left_out
+    assert "advantage" not in left_out
+    assert "rows, as they would be with all calls\n  row 1: calls 0, 2; 6 tokens, 3 of them sampled" in left_out
+    assert "  left out of training: no_variance\n" in show(run, "--row", "r2", "--generation", 0).out
+
+
+def test_several_are_listed_with_what_became_of_them(run: Path) -> None:
+    listed = show(run, "--epoch", 1).out.splitlines()
+    assert listed == [
+        "run_1/1/r 1/0/0  reward 0.5     3 calls   trained",
+        "run_1/1/r 1/1/2  reward -1      3 calls   trained  failed: timeout",
+        "run_1/1/r2/0/0   reward 0.5     3 calls   left out: no_variance",
+        "run_1/1/r2/1/0   reward 0.5     3 calls   left out: no_variance",
+        "run_1/1/r/3/0/0  reward 0.5     3 calls   left out: single_member",
+        "run_1/1/r/3/1/0  reward none    3 calls   left out: timeout",
+    ]
+
+
+def test_what_a_server_weighs_is_told_as_sent(tmp_path: Path) -> None:
+    made = Run(tmp_path / "run")
+    made.store.write("run.json", {"advantages": "the ART server's"})
+    made.add("r1", episode(0, "r1"), episode(1, "r1"))
+    made.weigh({2: None}, episode(0, "r1"), episode(1, "r1"))
+    made.store.close()
+    shown = show(made.folder, "--row", "r1", "--generation", 1).out
+    assert "  trained with 1 of 3 calls, sent with the episode's reward; the server made their advantages\n" in shown
+    parts = [line.partition("stop  ")[2] for line in shown.splitlines() if "tokens  stop" in line]
+    assert parts == ["reward 0.25  context  row 1", "not trained", "reward 0  sent  row 1"]
+    assert "rows, by exact prefix; the server makes its own of what it is sent\n" in shown
+    assert "row 1: calls 0, 2; 6 tokens, 1 of them trained" in shown
+    assert show(made.folder).out.splitlines()[0].endswith("3 calls   sent")
+
+
+def test_calls_whose_prompts_nobody_knows_are_in_no_row(tmp_path: Path) -> None:
+    """Servers of ART make them anew from the messages, and need not tell them."""
+    made = Run(tmp_path / "run")
+    calls = [call(0, [user("hi")], "ho", ([], [7]), prompt_token_ids=None)]
+    made.add("r1", episode(0, "r1", calls=calls, step_rewards=None))
+    made.weigh({0: None}, episode(0, "r1"))
+    made.store.close()
+    shown = show(made.folder, "--row", "r1").out
+    assert "  ? + 1 tokens  stop  sent\n" in shown
+    assert shown.endswith("\n  none: the token ids of these calls are not known\n")
+
+
+@pytest.mark.parametrize(
+    ("over", "metrics", "advantages", "listed", "told"),
+    [
+        (False, {}, None, "not trained yet", "not trained yet: its epoch goes on, or the run was cut off in it"),
+        (False, {}, {0: 1.0}, "not trained yet", "not trained yet: its epoch goes on, or the run was cut off in it"),
+        (True, {"job": "failed"}, {0: 1.0}, "job failed", "not trained: the job of epoch 1 is failed"),
+        (True, {}, None, "not recorded", "trained or not: this run keeps no record of its trained calls"),
+    ],
+    ids=["collecting", "training", "failed job", "no record"],
+)
+def test_what_is_not_trained_is_not_told_as_trained(
+    tmp_path: Path, over: bool, metrics: Any, advantages: Any, listed: str, told: str
+) -> None:
+    made = Run(tmp_path / "run", over, **metrics)
+    made.add("r1", episode(0, "r1"), episode(1, "r1"))
+    if advantages is not None:
+        made.weigh(advantages, episode(0, "r1"), episode(1, "r1"))
+    made.store.close()
+    assert all(line.endswith(f"  {listed}") for line in show(made.folder).out.splitlines())
+    shown = show(made.folder, "--generation", 0).out
+    assert f"\n  {told}\n" in shown
+    rows = shown.partition("\nrows")[2]
+    if advantages is None:
+        assert rows == ", as they would be with all calls\n  row 1: calls 0, 2; 6 tokens, 3 of them sampled\n"
+    else:
+        assert rows == "\n  row 1: calls 0, 2; 6 tokens, 2 of them to train\n"
+
+
+def test_a_run_of_an_earlier_release_is_read(run: Path) -> None:
+    """Before there were advantages, jobs, functions of rewards and failed requests."""
+    (run / "advantages.jsonl").unlink()
+    (run / "training_metrics.jsonl").write_text('{"epoch": 1}\n')
+    head, *records = (run / "episodes.jsonl").read_text().splitlines()
+    old = [
+        {k: v for k, v in json.loads(r).items() if k not in ("failed_requests", "rewarded_functions")} for r in records
+    ]
+    (run / "episodes.jsonl").write_text("\n".join([head, *map(json.dumps, old), ""]))
+    assert show(run).out.splitlines()[0].endswith("3 calls   not recorded")
+    shown = show(run, "--row", "r 1", "--generation", 0)
+    assert (shown.code, shown.err) == (0, "")
+    assert "keeps no record" in shown.out
 
 
 def test_a_line_that_is_being_written_is_not_there_yet(run: Path) -> None:
-    for name in ("episodes.jsonl", "calls.jsonl"):
+    for name in ("episodes.jsonl", "calls.jsonl", "groups.jsonl", "advantages.jsonl", "training_metrics.jsonl"):
         with (run / name).open("ab") as file:
             file.write(b'{"episode":"run_1/1/r2/0')
-    assert len(show(run).stdout.splitlines()) == 4
-    assert show(run, "--row", "r2").returncode == 0
+    assert len(show(run).out.splitlines()) == 6
+    assert show(run, "--row", "r2", "--generation", 0).code == 0
+    (run / "episodes.jsonl").write_bytes(b'{"for')
+    assert show(run).err == f"error: {run} has no episode yet\n"
+
+
+def test_some_calls_of_many_and_some_of_a_long_text(tmp_path: Path) -> None:
+    history: list[dict[str, Any]] = []
+    ids, calls = [0], []
+    for k in range(30):
+        history = [*history, user(f"turn {k} " + "x" * 3000 * (k == 20))]
+        calls.append(call(k, history, f"answer {k}", (ids, [k]), functions=("<workflow>",)))
+        history, ids = [*history, {"role": "assistant", "content": f"answer {k}"}], [*ids, k, 99]
+    made = Run(tmp_path / "run")
+    made.add("r1", episode(0, "r1", calls=calls, step_rewards=None))
+    made.store.close()
+    shown = show(made.folder, "--calls", "20-21", "--tokens").out
+    assert [line.split()[0] for line in shown.splitlines() if " tokens  stop" in line] == ["20", "21"]
+    dialogue = shown[shown.index("dialogue 1") : shown.index("\nrows")].splitlines()
+    assert dialogue[1] == "  ... 40 messages"
+    assert dialogue[2] == f"  user: turn 20 {'x' * (2000 - 8)} ... 1008 more characters (--full)"
+    assert dialogue[3:] == ["  assistant [call 20]: answer 20", "  user: turn 21 ", "  assistant [call 21]: answer 21"]
+    assert shown.splitlines()[-4:] == [
+        "    context: 99",
+        "    call 20: 20 (-0.500)",
+        "    context: 99",
+        "    call 21: 21 (-0.500)",
+    ]
+    assert "x" * 3000 in show(made.folder, "--calls", "20", "--full").out
+    assert "dialogue 1\n  ... 58 messages\n  user: turn 29 \n" in show(made.folder, "--calls", "29-").out
+    assert show(made.folder, "--calls", "30-40").err == "error: --calls: the episode has calls 0 to 29\n"
+    assert "'x' is no call and no range of calls; as in 4, 4-7 or 4-" in show(made.folder, "--calls", "x").err
+
+
+def test_what_a_call_may_hold_beside_text(tmp_path: Path) -> None:
+    looked = {"id": "t", "type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}
+    asked = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [looked]}
+    picture = {"role": "user", "content": [{"type": "text", "text": "this?"}, {"type": "image_url", "image_url": {}}]}
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    calls = [
+        call(0, [picture], asked, ([1], [2]), tools=tools),
+        call(1, [picture], None, ([1], [3]), error="the stream was closed before its end", finish_reason=None),
+        call(2, [picture], "a\ud800", ([1], [4]), choice=1),
+    ]
+    made = Run(tmp_path / "run")
+    made.add("r1", *(episode(k, "r1", calls=[c], step_rewards=None) for k, c in enumerate(calls)))
+    made.store.close()
+    shown = show(made.folder, "--generation", 0).out
+    assert "  stop  tools look  row 1\n" in shown
+    assert "  user: this?\n    [image_url]\n" in shown
+    assert '  assistant [call 0]: [reasoning] hm\n    -> look({"at": "sky"})\n' in shown
+    broken = show(made.folder, "--generation", 1).out
+    assert "  1 + 1 tokens  the stream was closed before its end  row 1\n" in broken
+    assert "dialogue" not in broken
+    other = show(made.folder, "--generation", 2).out
+    assert "  stop  choice 1  row 1\n" in other
+    assert "  assistant [call 2]: a\\ud800\n" in other
 
 
 def test_a_reader_that_goes_away_is_no_failure(run: Path) -> None:
     command = f"{sys.executable} -m insitu trajectories show '{run}' | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("run_1/1/r 1/0/0  ok  reward 0.5  3 calls\n", "")
+    assert (done.stdout, done.stderr) == ("run_1/1/r 1/0/0  reward 0.5     3 calls   trained\n", "")
 
 
-def test_what_is_not_there_is_told(run: Path) -> None:
-    missing = show(run, "--row", "r9", "--epoch", 1)
-    assert missing.returncode == 2
-    assert missing.stderr.endswith("has no episode of epoch 1, row_id r9; there is epoch: 1; row_id: r 1, r2, r3\n")
+def test_a_terminal_gets_colours_and_a_hint_and_a_pipe_gets_neither(run: Path) -> None:
+    def on_terminal(*options: str) -> str:
+        ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "insitu", "trajectories", "show", str(run), *options]
+        with subprocess.Popen(command, stdout=theirs, stderr=subprocess.DEVNULL) as process:
+            os.close(theirs)
+            shown = b""
+            try:
+                while piece := os.read(ours, 65536):
+                    shown += piece
+            except OSError:  # how a terminal of which nobody holds the other end is read to its end
+                pass
+            finally:
+                os.close(ours)
+        assert process.returncode == 0
+        return shown.decode()
+
+    assert on_terminal().splitlines()[-1] == (
+        "6 episodes; choose one with --epoch, --row and --generation, or --episode"
+    )
+    one = ("--row", "r2", "--generation", "0")
+    assert "\x1b[33mleft out of training: no_variance\x1b[0m" in on_terminal(*one)
+    assert "\x1b" not in show(run, *one).out
+
+
+def test_what_is_not_there_is_told_with_what_is_near(run: Path) -> None:
+    for arguments, says in (
+        (("--row", "r1"), "no episode has --row 'r1'; near it: r 1\n"),
+        (("--row", "zzz"), "no episode has --row 'zzz'; there is: r 1, r2, r/3"),
+        (("--epoch", 2, "--row", "r2"), "no episode has --epoch 2; there is: 1"),
+        (("--row", "r2", "--generation", 4), "no episode with --row 'r2' has --generation 4; there is: 0, 1"),
+        (("--episode", "1/r2/1"), "no episode has --episode '1/r2/1'; near it: run_1/1/r2/1/0"),
+        (("--episode", "run_1/1/r2/1/1"), "near it: run_1/1/r2/1/0, "),
+    ):
+        missing = show(run, *arguments)
+        assert (missing.code, missing.out) == (2, "")
+        assert says in missing.err
     nothing = show(run / "nowhere")
-    assert nothing.returncode == 2
-    assert "holds no run: it has no episodes.jsonl" in nothing.stderr
+    assert nothing.code == 2
+    assert "holds no run: it has no episodes.jsonl" in nothing.err
     (run / "episodes.jsonl").write_text('{"format": 99}\n')
-    assert "is of format 99; known is 1" in show(run).stderr
+    assert "is of format 99; known is 1" in show(run).err
     (run / "episodes.jsonl").write_text('{"format":1}\nnonsense\n')
     broken = show(run)
-    assert (broken.returncode, "line 2 is no JSON" in broken.stderr) == (1, True)
+    assert (broken.code, "line 2 is no JSON" in broken.err) == (1, True)
+
+
+def test_a_name_among_many_and_an_episode_without_calls(tmp_path: Path) -> None:
+    made = Run(tmp_path / "run")
+    for row in range(2000):
+        made.add(f"train-{row:05}", episode(0, f"train-{row:05}", calls=[]))
+    named = call(0, [user("run_1/1/train-01999/0/0")], "run_1/1/train-01999/0/0", ([1], [2]))
+    made.add("last", episode(0, "last", calls=[named]))
+    made.store.close()
+    missing = show(made.folder, "--episode", "run_1/1/train-1234/0/0").err
+    assert "near it: run_1/1/train-01234/0/0" in missing
+    listed = show(made.folder, "--row", "train-01999").out
+    assert listed.startswith("episode run_1/1/train-01999/0/0\n")
+    assert "none: the token ids of these calls are not known" in listed

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import http.client
+import itertools
 import json
 import logging
 import time
@@ -200,6 +201,7 @@ async def test_agents_do_not_train(server: Watched) -> None:
         ("gzip", gzip.compress(b" " * (MAX_BODY + 1)), 413, "larger than"),
         ("", b"5\r\nnonsense", 400, "not JSON"),
     ],
+    ids=itertools.count(),
 )
 async def test_compressed_requests(server: Watched, encoding: str, body: bytes, status: int, said: str) -> None:
     async with gateway_to(model(server)) as gateway:
@@ -367,8 +369,10 @@ async def test_a_stream_that_brings_nothing(server: Watched) -> None:
     async with gateway_to(model(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
             async with claude(door) as client:
-                async with client.messages.stream(model="x", max_tokens=9, messages=ask("nothing")) as stream:
-                    assert (await stream.get_final_message()).content == []
+                with pytest.raises(anthropic.APIError, match="closed before its end"):
+                    async with client.messages.stream(model="x", max_tokens=9, messages=ask("nothing")) as stream:
+                        await stream.get_final_message()
+            assert "closed before its end" in (door.failure or "")
             assert await text_by("chat", True, door, "nothing") == ""
             assert await text_by("chat", True, door, "hi") == "echo: hi"
     assert scope.failed_attempts == {"empty stream": 2}

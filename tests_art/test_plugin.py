@@ -206,6 +206,11 @@ def test_a_tool_calling_episode_arrives_whole(release, looker, tool_model, tmp_p
             entries, ids = choice["logprobs"]["content"], ids_of(choice)
             assert ids == tuple(tokenizer.encode(text, add_special_tokens=False))
             assert [entry["logprob"] for entry in entries] == pytest.approx(known[ids], abs=1e-6)
+    _, *weighed = [json.loads(line) for line in (tmp_path / "out/advantages.jsonl").read_text().splitlines()]
+    assert all(w["advantages"] == ({} if w["dropped"] else {"0": None, "1": None}) for w in weighed)
+    show = [sys.executable, "-m", "insitu", "trajectories", "show", tmp_path / "out"]
+    listed = subprocess.run([*show, "--epoch", "1"], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.endswith("  sent") for line in listed].count(True) == len(trajectories)
     trained = len(trajectories) * sum(len(tokenizer.encode(TURNS[n], add_special_tokens=False)) for n in (0, 2))
     assert min(jobs, key=lambda job: job["policy_version"])["metrics"]["tokens"] == trained
 

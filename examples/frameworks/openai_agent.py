@@ -15,8 +15,9 @@ def look(at: str) -> str:
     return {"sky": "blue", "grass": "green"}[at]
 
 
-PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}}
-LOOK = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}
+PROPERTIES = {"at": {"type": "string"}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["at"], "additionalProperties": False}
+LOOK = {"type": "function", "function": {"name": "look", "strict": True, "parameters": PARAMETERS}}
 
 
 @register_function(config_type=AgentConfig)

@@ -29,7 +29,7 @@ async def agent(config: AgentConfig, builder: Builder):
 
     async def answer(question: str) -> str:
         if not config.stream:
-            return str((await looker.get_response(question)).content)
-        return "".join([str(piece.content) async for piece in looker.invoke_stream(question)])
+            return str((await looker.get_response(messages=question)).content)
+        return "".join([str(piece.content) async for piece in looker.invoke_stream(messages=question)])
 
     yield answer

@@ -49,7 +49,7 @@ class FileDatasetConfig(DatasetBaseConfig):
     """The columns' names, where they are others."""
 
 
-def _loads(data: bytes) -> Any:
+def loads(data: bytes) -> Any:
     """JSON, also if it begins with a byte order mark, or holds half a character."""
     try:
         return orjson.loads(data)
@@ -60,7 +60,7 @@ def _loads(data: bytes) -> Any:
 
 
 def _json_rows(path: Path) -> Rows:
-    data = _loads(path.read_bytes())
+    data = loads(path.read_bytes())
     if not isinstance(data, list):
         raise ConfigError(f"dataset {path} must hold a list of rows, not {type(data).__name__}")
     yield from data
@@ -71,7 +71,7 @@ def _jsonl_rows(path: Path) -> Rows:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield _loads(line)
+                    yield loads(line)
                 except json.JSONDecodeError as error:
                     raise ConfigError(f"dataset {path}, line {number} is not valid JSON: {error}") from error
 
@@ -95,12 +95,11 @@ def _excel_rows(path: Path) -> Rows:
 def _table_rows(path: Path, reader: str) -> Rows:
     try:
         import polars
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"dataset {path} needs the package polars: pip install 'insitu[tables]'") from error
-    try:
+
         table = getattr(polars, reader)(path)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"dataset {path} needs the package {error.name}: pip install {error.name}") from error
+        told = str(error).partition("\n")[0]
+        raise ConfigError(f"dataset {path} needs the extra `tables` (pip install 'insitu[tables]'): {told}") from error
     except polars.exceptions.PolarsError as error:
         raise ConfigError(f"dataset {path} cannot be read: {error}") from error
     yield from table.iter_rows(named=True)

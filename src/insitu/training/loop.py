@@ -107,7 +107,7 @@ class InsituTrainer(Trainer):
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
-        if self.weighs_calls and trainer_adapter.weighs_itself:
+        if self.weighs_calls and getattr(trainer_adapter, "weighs_itself", False):  # a plugin may be no subclass
             adapter = trainer_adapter.adapter_config.type
             raise ConfigError(
                 f"trainers: {self.trainer_config.type} gives each call an advantage, and {adapter} sends none: its "
@@ -187,6 +187,7 @@ class InsituTrainer(Trainer):
             "filtered_groups": len(collection.trajectories),
             "credit_by_function": spread(weighed_calls(weighed, self.run_config.target_functions)),
             "policy_version": version,
+            "job": None,
             "seconds": {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         }
         if not any(collection.trajectories):
@@ -242,6 +243,7 @@ class InsituTrainer(Trainer):
             self.report.end()
         metadata = status.metadata or {}
         self._metrics |= {name: metadata[name] for name in _BACKEND_METRICS if name in metadata}
+        self._metrics |= {"job": status.status.value}
         self._metrics["seconds"]["train"] = time.perf_counter() - started
         if status.status is not TrainingStatusEnum.COMPLETED:
             self.log_progress(epoch, self._metrics)

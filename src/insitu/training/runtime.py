@@ -24,6 +24,7 @@ from insitu.interfaces import Trainer
 from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, Builder, not_found
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus, TrainingStatusEnum, ValidationConfig
 from insitu.training.validation import held_out_config
+from insitu.workflow.external import kill_programs
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +234,7 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
             nonlocal asked
             if asked:
                 os.write(sys.stderr.fileno(), b"interrupted\n")
+                kill_programs()
                 os._exit(130)  # a backend of ours ends by itself when this process is gone
             asked = True
             loop.call_soon_threadsafe(task.cancel)

@@ -110,7 +110,7 @@ class RunStore:
 
         None stands for the advantage of a call that is trained with one that nobody tells here.
         """
-        given = {t.id: {str(t.calls[k].index): a for k, a in of_calls.items()} for t, of_calls in weighed}
+        given = {t.id: {str(t.calls[k].index): a for k, a in sorted(of_calls.items())} for t, of_calls in weighed}
         reasons = [(t, (t.metadata or {}).get("dropped")) for t in collected]
         lines = [{"epoch": epoch, "episode": t.id, "dropped": r, "advantages": given.get(t.id, {})} for t, r in reasons]
         self.append("advantages.jsonl", lines)

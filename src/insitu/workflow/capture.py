@@ -11,7 +11,7 @@ It knows nothing of HTTP libraries; `transport` and the gateway put it under the
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -20,7 +20,7 @@ from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall
 from insitu.workflow.assembly import StreamAssembly
 from insitu.workflow.context import EpisodeScope, current_scope
-from insitu.workflow.spelling import CHAT, Asked, asked_by, logprobs_of, message_of, token_ids_of
+from insitu.workflow.spelling import CHAT, UNREADABLE, Asked, asked_by, error_of, logprobs_of, message_of, token_ids_of
 from insitu.workflow.steps import Place, place
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,8 @@ class Exchange:
         self._asked = asked
         self._place = made_at
         self._open = True
+        self.unreadable: str | None = None
+        """Why the answer is no completion."""
         self._trains = scope.trains(recorder.llm)
         if self._trains and request.get("echo"):
             raise self._capture_error("tokens", "would repeat the prompt in the answer", "ask without `echo`")
@@ -135,15 +137,15 @@ class Exchange:
             return body
         try:
             reply = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            reply = None
-        choices = reply.get("choices") if isinstance(reply, dict) else None
-        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            if not reply.get("choices"):
+                raise ValueError(error_of(reply) or "it has no choices")
+            self._finish(reply, headers)
+        except UNREADABLE as error:
             self.fail("unreadable answer")
+            self.unreadable = repr(error)
             return body
-        self._finish(reply, headers)
         found = self.hide_token_ids and reply.pop("prompt_token_ids", None) is not None
-        for choice in choices:
+        for choice in reply["choices"]:
             found |= self.strip(choice)
         return orjson.dumps(reply) if found else body
 
@@ -162,18 +164,27 @@ class Exchange:
         assert self._assembly is not None
         return self._assembly.feed(chunk)
 
-    def end(self, headers: Mapping[str, str], error: str | None = None) -> None:
-        """A streamed answer has ended, or was closed by the client, or broke off for the reason `error`."""
+    def end(self, headers: Mapping[str, str], error: str | None = None) -> str | None:
+        """A streamed answer has ended, or was closed by the client, or broke off for the reason `error`.
+
+        Returns why there is no whole answer, if there is none.
+        """
         assert self._assembly is not None
-        if self._open:
+        if not self._open:
+            return None
+        error = error or self._assembly.error
+        if error is None and not self.is_whole:
+            error = "the stream was closed before its end"
+        try:
             reply = self._assembly.reply()
-            error = error or self._assembly.error
-            if error is None and not self.is_whole:
-                error = "the stream was closed before its end"
             if reply["choices"] or self._scope.closed:
                 self._finish(reply, headers, error)
             else:
                 self.fail("empty stream")
+        except UNREADABLE as garbled:
+            self.fail("unreadable answer")
+            error = f"the stream cannot be understood: {garbled!r}"
+        return error
 
     @property
     def is_whole(self) -> bool:
@@ -196,15 +207,23 @@ class Exchange:
                 raise self._lacks(what, f"refused a request for them ({body[:300].decode(errors='replace')})")
 
     def _finish(self, reply: dict[str, Any], headers: Mapping[str, str], error: str | None = None) -> None:
-        self._open = False
         if self._scope.closed:
+            self._open = False
             self._recorder.refuse_late_call(self._scope)
             return
+        calls = list(self._calls(reply, headers, error))
+        self._open = False
+        for call in calls:
+            if self._trains and error is None:
+                self._check(call)
+            self._scope.record(call, self._place)
+
+    def _calls(self, reply: dict[str, Any], headers: Mapping[str, str], error: str | None) -> Iterator[ModelCall]:
         version = str(reply.get("policy_version", headers.get("x-policy-version")))
         sampling = {name: value for name, value in self._request.items() if name not in _NOT_SAMPLING}
         for position, (index, choice) in enumerate(zip(self._indices, reply["choices"], strict=False)):
             messages, number = self._asked.prompt_of(choice.get("index", position))
-            call = ModelCall(
+            yield ModelCall(
                 index=index,
                 model=self._request.get("model", ""),
                 messages=messages,
@@ -224,9 +243,6 @@ class Exchange:
                 usage=reply.get("usage"),
                 error=error,
             )
-            if self._trains and error is None:
-                self._check(call)
-            self._scope.record(call, self._place)
 
     def _check(self, call: ModelCall) -> None:
         if call.logprobs is None:

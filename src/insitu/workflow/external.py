@@ -11,8 +11,8 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -32,6 +32,8 @@ from insitu.workflow.gateway import Door, Elsewhere, Gateway, Listen
 
 _GRACE = 2.0
 """Seconds between asking a program to end and making it."""
+_running: set[int] = set()
+"""The process groups of programs that have not ended."""
 _TAIL = 2000
 """Bytes of a program's standard error, or of a service's answer, that a failure shows."""
 _PASSING = (429, 502, 503, 504)
@@ -224,8 +226,10 @@ class _Command:
         names = {**(row if isinstance(row, dict) else {}), "input": value, "row_id": context.row_id or ""}
         arguments = [_filled(part, names) for part in config.command[1:]]
         given = {"row": _json(row), "input": convert(value, str).encode(errors="replace"), "none": b""}[config.stdin]
-        with _door(self._gateway) as door:
-            talk, status = await self._finished(arguments, given, environment(door, config.env))
+        with ExitStack() as until_exit:
+            door = until_exit.enter_context(_door(self._gateway))
+            env = environment(door, config.env)
+            talk, status = await self._finished(arguments, given, env, until_exit.close)
         if talk.too_long:
             raise WorkflowError(f"{config.command[0]} printed more than max_output: {config.max_output} bytes")
         if status != 0:
@@ -234,8 +238,10 @@ class _Command:
             raise BackendUnavailable(f"{said} (its model: {door.failure})") if door.failure else WorkflowError(said)
         return _answer(bytes(talk.output), config.answer, config.command[0])
 
-    async def _finished(self, arguments: list[str], given: bytes, env: dict[str, str]) -> tuple[_Talk, int]:
-        """Run the program to its end. However that comes, nothing of its process group is left."""
+    async def _finished(
+        self, arguments: list[str], given: bytes, env: dict[str, str], shut: Callable[[], None]
+    ) -> tuple[_Talk, int]:
+        """Run the program to its end, and `shut` its door. However that comes, nothing of its process group is left."""
         loop, limit = asyncio.get_running_loop(), self._config.timeout
         try:
             transport, talk = await loop.subprocess_exec(
@@ -248,6 +254,8 @@ class _Command:
             )
         except (OSError, ValueError) as error:  # ValueError: text that no argument can hold
             raise WorkflowError(f"workflow command {self._program!r} cannot be started: {error}") from error
+        group = transport.get_pid()
+        _running.add(group)
         try:
             stdin: Any = transport.get_pipe_transport(0)
             stdin.write(given)
@@ -259,7 +267,8 @@ class _Command:
                 raise
             raise EpisodeTimeout(f"{self._config.command[0]} took longer than timeout: {limit:g} s") from None
         finally:
-            await _end_group(transport.get_pid())
+            shut()
+            await _end_group(group)
             if not talk.closed.done():
                 await asyncio.wait([talk.closed], timeout=_GRACE)  # the last of what was printed
             transport.close()
@@ -268,15 +277,28 @@ class _Command:
 
 async def _end_group(group: int) -> None:
     """End what is left of a process group: ask, and after the grace period make it."""
-    with suppress(ProcessLookupError, PermissionError):  # none is left (macOS: none but zombies)
+    try:
         os.killpg(group, signal.SIGTERM)
-        try:
-            deadline = asyncio.get_running_loop().time() + _GRACE
-            while asyncio.get_running_loop().time() < deadline:
-                await asyncio.sleep(0.02)
-                os.killpg(group, 0)
-        finally:
-            os.killpg(group, signal.SIGKILL)
+        deadline = asyncio.get_running_loop().time() + _GRACE
+        while asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+            os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):  # none is left (macOS: none but zombies)
+        pass
+    finally:
+        _kill(group)
+        _running.discard(group)
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def kill_programs() -> None:
+    """End all programs at once, before this process ends without another step."""
+    for group in _running:
+        _kill(group)
 
 
 def _signal(number: int) -> str:

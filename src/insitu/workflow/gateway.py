@@ -28,6 +28,7 @@ from insitu.workflow.context import EpisodeScope
 from insitu.workflow.dialects import CHAT, DIALECTS, Dialect, Turn, anthropic, chat, request_of
 from insitu.workflow.llms import PlainLLM
 from insitu.workflow.relay import MAX_BODY, Route
+from insitu.workflow.spelling import UNREADABLE
 from insitu.workflow.steps import Place, place
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ MAX_CHOICES = 128
 """Most completions one request may ask for (`n`)."""
 _PATIENCE = 600.0
 """Seconds to wait for a model's server where its block says nothing, as the OpenAI client does."""
+_BACKLOG = 4096
+"""Connections that may wait to be accepted: hundreds of agents may begin at once."""
 _REMEMBERED_KEYS = 1024
 _NOT_THE_AGENTS = ("train/", "preview/", "load_lora_adapter", "unload_lora_adapter")
 """Routes that change what a model's server serves (`insitu backend`, vLLM); the gateway's key is good for them."""
@@ -131,7 +134,7 @@ class Gateway:
         self._runner = web.AppRunner(app, shutdown_timeout=1.0, **options)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._listen.host, self._listen.port).start()
+            await web.TCPSite(self._runner, self._listen.host, self._listen.port, backlog=_BACKLOG).start()
         except OSError as error:
             await self._runner.cleanup()
             where = f"{self._listen.host}:{self._listen.port}"
@@ -230,6 +233,8 @@ class Gateway:
                 if exchange.streamed and answer.status < 400:
                     return await relay.stream(request, answer, exchange, turn, door.note)
                 shown = exchange.answer(answer.status, answer.headers, await answer.read())
+                if exchange.unreadable is not None:
+                    raise aiohttp.ClientPayloadError(f"its answer is no completion: {exchange.unreadable}")
         except BaseException as error:  # whatever ends the call is a failed attempt; raised again
             exchange.fail(type(error).__name__)
             raise
@@ -272,7 +277,7 @@ def _under(base_url: Any, route: str) -> str:
 def _turn(door: Door, dialect: Dialect, data: dict[str, Any]) -> Turn:
     try:
         return dialect.turn(data, door.memory.setdefault(dialect, {}))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except UNREADABLE as error:
         raise RequestRefused(f"the request cannot be understood: {type(error).__name__} {error}") from error
 
 

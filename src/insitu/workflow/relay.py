@@ -14,7 +14,8 @@ from multidict import CIMultiDict
 
 from insitu.errors import CaptureError, RequestRefused
 from insitu.workflow.capture import Exchange
-from insitu.workflow.dialects import Turn, events_of
+from insitu.workflow.dialects import Turn, events_of, shown_of
+from insitu.workflow.spelling import UNREADABLE, error_of
 
 logger = logging.getLogger(__name__)
 
@@ -117,12 +118,12 @@ def translated(turn: Turn, status: int, shown: bytes) -> bytes:
         found = orjson.loads(shown)
         if status < 400:
             return orjson.dumps(turn.reply(found))
-        said = found["error"]["message"]
-    except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
+        said = error_of(found)
+    except UNREADABLE as error:
         if status < 400:
             raise aiohttp.ClientPayloadError(f"its answer is no chat completion: {error!r}") from error
-        said = shown[:500].decode(errors="replace")
-    return orjson.dumps(turn.error(status, str(said)))
+        said = None
+    return orjson.dumps(turn.error(status, said or shown[:500].decode(errors="replace")))
 
 
 async def pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
@@ -149,9 +150,8 @@ async def stream(
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
         await response.prepare(request)
-        failure = await _events(response, answer, exchange, turn)
+        failure = exchange.end(answer.headers, await _events(response, answer, exchange, turn))
         note(failure)
-        exchange.end(answer.headers, failure)
         await response.write(b"".join(turn.end(failure)))
     except CaptureError as error:
         await response.write(b"".join(turn.end(str(error))))
@@ -174,14 +174,14 @@ async def _events(
             return f"the stream of the model's server broke off: {error!r}"
         if not chunk:
             return None
+        failure = None
         try:
             shown = exchange.feed(chunk)
             if not turn.verbatim:
                 events, rest = events_of(rest + shown)
-                failed = next((str(event["error"]) for event in events if "error" in event), None)
-                shown = b"".join(part for event in events if "error" not in event for part in turn.event(event))
-                if failed is not None:
-                    return failed
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+                shown, failure = shown_of(turn, events)
+        except UNREADABLE as error:
             return f"the stream of the model's server cannot be understood: {error!r}"
         await response.write(shown)
+        if failure is not None:
+            return failure

@@ -14,6 +14,9 @@ TEXT = "completions"
 
 Messages = list[dict[str, Any]]
 
+UNREADABLE = (LookupError, TypeError, AttributeError, ValueError)
+"""What reading JSON of another shape than it should have raises."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -74,7 +77,17 @@ def _written(prompt: Any) -> str:
 def message_of(choice: dict[str, Any]) -> dict[str, Any] | None:
     """What the model said."""
     text = choice.get("text")
-    return {"role": "assistant", "content": text} if isinstance(text, str) else choice.get("message")
+    message = {"role": "assistant", "content": text} if isinstance(text, str) else choice.get("message")
+    if not isinstance(message, dict | None):
+        raise TypeError(f"the message is a JSON {type(message).__name__}")
+    return message
+
+
+def error_of(body: Any) -> str | None:
+    """What a server says is wrong, in an answer or an event."""
+    error = body.get("error")
+    said = error.get("message") if isinstance(error, dict) else None
+    return str(said or error) if error else None
 
 
 def delta_of(piece: dict[str, Any]) -> dict[str, Any]:

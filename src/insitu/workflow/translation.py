@@ -13,7 +13,7 @@ import orjson
 
 from insitu.errors import RequestRefused
 from insitu.workflow.context import EpisodeScope, current_scope
-from insitu.workflow.dialects import DIALECTS, Turn, events_of, request_of
+from insitu.workflow.dialects import DIALECTS, Turn, events_of, request_of, shown_of
 from insitu.workflow.llms import PlainLLM
 from insitu.workflow.transport import Transports, for_library
 
@@ -99,11 +99,14 @@ class _AsyncBody:
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         rest = b""
+        failure = None
         async for chunk in self._stream:
             events, rest = events_of(rest + chunk)
-            for event in events:
-                yield b"".join(self._turn.event(event))
-        yield b"".join(self._turn.end())
+            shown, failure = shown_of(self._turn, events)
+            yield shown
+            if failure is not None:
+                break
+        yield b"".join(self._turn.end(failure))
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -135,11 +138,14 @@ class _SyncBody:
 
     def __iter__(self) -> Iterator[bytes]:
         rest = b""
+        failure = None
         for chunk in self._stream:
             events, rest = events_of(rest + chunk)
-            for event in events:
-                yield b"".join(self._turn.event(event))
-        yield b"".join(self._turn.end())
+            shown, failure = shown_of(self._turn, events)
+            yield shown
+            if failure is not None:
+                break
+        yield b"".join(self._turn.end(failure))
 
     def close(self) -> None:
         self._stream.close()

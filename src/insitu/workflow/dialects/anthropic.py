@@ -14,7 +14,12 @@ from insitu.workflow.dialects.turns import refuse_others, server_sent, text_part
 from insitu.workflow.spelling import CHAT
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "stream")
-_KNOWN = frozenset((*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "metadata", "service_tier"))
+_KNOWN = frozenset(
+    (
+        *(*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences"),
+        *("metadata", "service_tier", "cache_control"),  # which say nothing of the answer
+    )
+)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "disabled"},),
     "top_k": (0, -1),
@@ -124,8 +129,8 @@ class _Turn:
         self._begun = False
         self._block: int = -1
         """The block that is open is the latest one."""
-        self._calls: dict[int, str] = {}
-        """The id of each tool call, by its index."""
+        self._calls: dict[int, tuple[str, int]] = {}
+        """The id of each tool call, and its block, by its index."""
         self._text_open = False
         self._stop: tuple[str, str | None] = ("end_turn", None)
         self._usage: dict[str, Any] = {}
@@ -178,17 +183,19 @@ class _Turn:
         if not self._text_open:
             yield from self._open({"type": "text", "text": ""})
             self._text_open = True
-        yield self._delta({"type": "text_delta", "text": text})
+        yield self._delta(self._block, {"type": "text_delta", "text": text})
 
     def _call(self, part: dict[str, Any]) -> Iterator[bytes]:
         function, index = part.get("function") or {}, part.get("index", 0)
         if index not in self._calls:
-            called = self._calls[index] = part.get("id") or f"toolu_{uuid.uuid4().hex}"
+            called = part.get("id") or f"toolu_{uuid.uuid4().hex}"
+            self._calls[index] = called, self._block + 1
             self._memory[called] = ""
             yield from self._open({"type": "tool_use", "id": called, "name": function.get("name"), "input": {}})
         if function.get("arguments"):
-            self._memory[self._calls[index]] += function["arguments"]
-            yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
+            called, block = self._calls[index]
+            self._memory[called] += function["arguments"]
+            yield self._delta(block, {"type": "input_json_delta", "partial_json": function["arguments"]})
 
     def _open(self, block: dict[str, Any]) -> Iterator[bytes]:
         yield from self._close()
@@ -201,8 +208,8 @@ class _Turn:
             yield server_sent("content_block_stop", {"type": "content_block_stop", "index": self._block})
         self._text_open = False
 
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        return server_sent("content_block_delta", {"type": "content_block_delta", "index": self._block, "delta": delta})
+    def _delta(self, block: int, delta: dict[str, Any]) -> bytes:
+        return server_sent("content_block_delta", {"type": "content_block_delta", "index": block, "delta": delta})
 
     def end(self, failure: str | None = None) -> Iterator[bytes]:
         if failure is not None:
@@ -241,4 +248,4 @@ def _stop(choice: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    return {"input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens", 0)}
+    return {"input_tokens": usage.get("prompt_tokens") or 0, "output_tokens": usage.get("completion_tokens") or 0}

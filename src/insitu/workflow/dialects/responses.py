@@ -88,7 +88,10 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         if kind == "message":
             content = text_parts(item.get("content"), _TEXT, where)
-            messages.append({"role": item.get("role"), "content": content})
+            if answering and item.get("role") == "assistant" and messages[-1]["content"] is None:
+                messages[-1]["content"] = content  # said after the calls
+            else:
+                messages.append({"role": item.get("role"), "content": content})
         elif kind == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
             if not (answering and messages and messages[-1]["role"] == "assistant"):
@@ -275,7 +278,7 @@ def _call_item(call: dict[str, Any], status: str) -> dict[str, Any]:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    given, made = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+    given, made = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
     return {
         "input_tokens": given,
         "input_tokens_details": {"cached_tokens": 0},

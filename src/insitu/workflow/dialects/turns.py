@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import orjson
 
 from insitu.errors import RequestRefused
+from insitu.workflow.spelling import error_of
 
 
 class Turn(Protocol):
@@ -66,6 +67,17 @@ def text_parts(content: Any, kinds: tuple[str, ...], where: str) -> str | list[d
             )
         parts.append({"type": "text", "text": part.get("text", "")})
     return "".join(part["text"] for part in parts)
+
+
+def shown_of(turn: Turn, events: list[dict[str, Any]]) -> tuple[bytes, str | None]:
+    """What the agent is shown of these chunks, up to the one in which the server tells of a failure, and that."""
+    shown = bytearray()
+    for event in events:
+        if (failure := error_of(event)) is not None:
+            return bytes(shown), failure
+        for part in turn.event(event):
+            shown += part
+    return bytes(shown), None
 
 
 def events_of(data: bytes) -> tuple[list[dict[str, Any]], bytes]:

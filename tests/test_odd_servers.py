@@ -1,0 +1,235 @@
+"""Servers that spell their answers in ways of their own, or wrongly: what is recorded, and what clients make of it."""
+
+import codecs
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from aiohttp import web
+from test_gateway import KINDS, ask, claude, gateway_to, plain, post, text_by
+
+from insitu.workflow.context import EpisodeScope
+from insitu.workflow.gateway import Door
+from insitu.workflow.llms import Endpoint, OpenAIConfig, connect
+
+
+def sampled(text: str) -> dict[str, Any]:
+    told = [{"token": c, "logprob": -1.0, "bytes": None, "top_logprobs": []} for c in text]
+    return {"token_ids": [ord(c) for c in text], "logprobs": {"content": told}}
+
+
+def piece(delta: Any, text: str = "", finish: str | None = None, **others: Any) -> dict[str, Any]:
+    head = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    choice = {"index": 0, "delta": delta, "finish_reason": finish, **(sampled(text) if text else {})}
+    return {**head, "choices": [choice], **others}
+
+
+def called(text: str, *calls: dict[str, Any]) -> dict[str, Any]:
+    return piece({"tool_calls": list(calls)}, text)
+
+
+def call(name: str | None, arguments: str | None, **others: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}, **others}
+
+
+def written(*pieces: Any, indent: int | None = None) -> bytes:
+    events = ["\n".join(f"data: {line}" for line in json.dumps(p, indent=indent).split("\n")) for p in pieces]
+    return "".join(f"{event}\n\n" for event in [*events, "data: [DONE]"]).encode()
+
+
+FIRST = piece({"role": "assistant", "content": ""}, prompt_token_ids=[1, 2])
+SAID = (FIRST, piece({"content": "ab"}, "ab"), piece({"content": "c"}, "c"), piece({}, finish="stop"))
+PLAIN = written(*SAID)
+NULLS = {"role": "assistant", "content": "", "tool_calls": None, "reasoning_content": None}
+CALLS_END = piece({}, finish="tool_calls")
+
+
+@asynccontextmanager
+async def door_to(body: bytes, kind: str = "text/event-stream") -> AsyncIterator[tuple[EpisodeScope, Door]]:
+    """An episode at a server that answers everything with `body`."""
+
+    async def answer(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(body=body, content_type=kind)
+
+    app = web.Application()
+    app.router.add_post("/v1/{tail:.*}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    llm = connect("player", OpenAIConfig(model_name="m", base_url=address), Endpoint("m", address, "none"))
+    try:
+        async with gateway_to(llm) as gateway:
+            with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+                yield scope, door
+    finally:
+        await runner.cleanup()
+
+
+STREAMS = {
+    "CRLF": PLAIN.replace(b"\n", b"\r\n"),
+    "byte order mark": codecs.BOM_UTF8 + PLAIN,
+    "comments": b": ping\n\n" + PLAIN.replace(b"data", b": x\nevent: m\nid: 1\ndata"),
+    "several lines an event": written(*SAID, indent=1),
+    "no [DONE]": PLAIN.replace(b"data: [DONE]\n\n", b""),
+    "no space": PLAIN.replace(b"data: ", b"data:"),
+    "error null": written(*({**p, "error": None} for p in SAID)),
+    "usage null": written(*({**p, "usage": None} for p in SAID)),
+    "usage in part": written(*SAID, {"choices": [], "usage": {"prompt_tokens": None, "completion_tokens": None}}),
+    "choices null": written({"choices": None}, *SAID),
+    "delta null": written(*SAID[:3], piece(None, finish="stop")),
+}
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "text"])
+@pytest.mark.parametrize("name", STREAMS)
+async def test_odd_streams_are_understood(name: str, kind: str) -> None:
+    async with door_to(STREAMS[name]) as (scope, door):
+        if kind == "chat":
+            _, text = await post(f"{door.openai_url}/chat/completions", {"messages": ask("hi"), "stream": True})
+            assert text.startswith((": ", "data:", "event"))
+            assert "token_ids" not in text
+            assert '"logprob"' not in text
+        if kind != "chat" or name not in ("choices null", "delta null"):  # which its client hands on as they are
+            assert await text_by(kind, True, door, "hi") == "abc"
+    assert scope.failed_attempts == {}
+    for recorded in scope.calls:
+        assert (recorded.message, recorded.error) == ({"role": "assistant", "content": "abc"}, None)
+        assert (recorded.prompt_token_ids, recorded.token_ids, recorded.logprobs) == ([1, 2], [97, 98, 99], [-1.0] * 3)
+
+
+LOOK, TURN = call("look", '{"at": "sky"}', id="t"), call("turn", "{}", id="u")
+TOOLS = {
+    "nulls first": [
+        piece(NULLS, prompt_token_ids=[1]),
+        called("a", {**call("look", None, id="t"), "index": 0}),
+        called("b", {**call(None, '{"at": "sky"}', id=None), "index": 0}),
+        called("c", {**TURN, "index": 1}),
+    ],
+    "no index": [FIRST, called("a", LOOK), called("b", TURN)],
+    "no index, in pieces": [
+        FIRST,
+        called("a", call("look", '{"at"', id="t")),
+        called("b", {"function": {"arguments": ': "sky"}'}}),
+        called("c", call("turn", "", id="u")),
+        called("d", {"function": {"arguments": "{}"}, "index": None}),
+    ],
+    "no index, ids repeated": [
+        FIRST,
+        called("a", call("look", '{"at"', id="t"), TURN),
+        called("b", {**call(None, ': "sky"}'), "index": 0}),
+    ],
+    "counted from 1": [FIRST, called("a", {**LOOK, "index": 1}), called("b", {**TURN, "index": 2})],
+    "at once": [
+        FIRST,
+        called("a", {**call("look", '{"at"', id="t"), "index": 0}, {**call("turn", "", id="u"), "index": 1}),
+        called("b", {**call(None, ': "sky"}'), "index": 0}, {**call(None, "{}"), "index": 1}),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+async def test_tool_calls_in_odd_pieces(name: str) -> None:
+    expected = [("t", "look", {"at": "sky"}), ("u", "turn", {})]
+    async with door_to(written(*TOOLS[name], CALLS_END)) as (scope, door):
+        async with plain(door) as client, claude(door) as other:
+            if name != "counted from 1":  # its own client does not understand it
+                async with client.chat.completions.stream(model="x", messages=ask("hi")) as chunks:
+                    (choice,) = (await chunks.get_final_completion()).choices
+                made = choice.message.tool_calls or ()
+                assert [(c.id, c.function.name, json.loads(c.function.arguments)) for c in made] == expected
+            async with client.responses.stream(model="x", input="hi") as events:
+                items = [i for i in (await events.get_final_response()).output if i.type == "function_call"]
+            assert [(i.call_id, i.name, json.loads(i.arguments)) for i in items] == expected
+            async with other.messages.stream(model="x", max_tokens=9, messages=ask("hi")) as stream:
+                blocks = [b for b in (await stream.get_final_message()).content if b.type == "tool_use"]
+            assert [(b.id, b.name, b.input) for b in blocks] == expected
+    for recorded in scope.calls:
+        assert recorded.message is not None
+        assert recorded.message["tool_calls"] == [LOOK, TURN]
+        assert recorded.error is None
+
+
+async def test_text_after_a_call_is_of_the_same_message() -> None:
+    body = written(FIRST, called("a", {**LOOK, "index": 0}), piece({"content": "hm"}, "b"), CALLS_END)
+    async with door_to(body) as (scope, door), plain(door) as client:
+        async with client.responses.stream(model="x", input="hi") as events:
+            first = await events.get_final_response()
+        result = {"type": "function_call_output", "call_id": "t", "output": "blue"}
+        async with client.responses.stream(model="x", input=[result], previous_response_id=first.id) as events:
+            await events.until_done()
+    _, answer, tool = scope.calls[1].messages
+    assert (answer["content"], answer["tool_calls"], tool["role"]) == ("hm", [LOOK], "tool")
+
+
+@pytest.mark.parametrize("kind", ["responses", "messages"])
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (PLAIN[: PLAIN.index(b'"finish_reason": "stop"')], "closed before its end"),
+        (b"<html>", "closed before its end"),
+        (written(*SAID[:2], {"error": {"message": "boom", "code": 500}}), "boom"),
+        (written(*SAID[:2], {"error": "boom"}), "boom"),
+        (written(FIRST, {"choices": [{"index": "0", "delta": {"content": "a"}}]}), "cannot be understood"),
+        (written({"choices": [{"delta": {}, "finish_reason": "stop", "logprobs": {"content": [{}]}}]}), "KeyError"),
+    ],
+)
+async def test_half_an_answer_is_none(kind: str, body: bytes, said: str) -> None:
+    async with door_to(body) as (scope, door):
+        asked = {"input": "hi"} if kind == "responses" else {"messages": ask("hi")}
+        _, text = await post(f"{door.openai_url}/{kind}", {**asked, "stream": True})
+        *_, last = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+        assert last["type"] == "error"
+        assert said in str(last)
+        assert said in (door.failure or "")
+        error = anthropic.APIError if kind == "messages" else AssertionError
+        with pytest.raises(error):
+            await text_by(kind, True, door, "hi")
+    assert not [c for c in scope.calls if c.error is None]
+
+
+CHOICE = {"index": 0, "message": {"role": "assistant", "content": "abc"}, "finish_reason": "stop", **sampled("abc")}
+
+
+@pytest.mark.parametrize("kind", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"error": {"message": "boom"}},
+        {"choices": []},
+        {"choices": [{**CHOICE, "message": "abc"}]},
+        {"choices": [{**CHOICE, "logprobs": {"content": [{}]}}]},
+        {"choices": [{**CHOICE, "logprobs": {"content": 7}}]},
+    ],
+)
+async def test_an_answer_that_is_no_completion(kind: str, body: dict[str, Any]) -> None:
+    async with door_to(json.dumps({"prompt_token_ids": [1], **body}).encode(), "application/json") as (scope, door):
+        asked = {"input": "hi"} if kind == "responses" else {"messages": ask("hi")}
+        status, answer = await post(f"{door.openai_url}/{kind}", asked)
+        assert (status, "no completion" in answer["error"]["message"]) == (502, True)
+        assert "error" not in body or "boom" in answer["error"]["message"]
+    assert (scope.calls, scope.failed_attempts) == ([], {"unreadable answer": 1})
+
+
+async def test_a_failure_told_in_a_stream_reaches_an_agent_of_this_process() -> None:
+    from insitu.workflow.llms import http_library
+    from insitu.workflow.translation import translating
+
+    async with door_to(written(*SAID[:2], {"error": {"message": "boom"}})) as (_, door):
+        llm = connect(
+            "player", OpenAIConfig(model_name="m", base_url=door.openai_url), Endpoint("m", door.openai_url, "k")
+        )
+        http = http_library()
+        transport = translating(http).asynchronous(llm)
+        async with openai.AsyncOpenAI(
+            base_url=door.openai_url, api_key="k", http_client=http.AsyncClient(transport=transport)
+        ) as client:
+            events = [e async for e in await client.responses.create(model="m", input="hi", stream=True)]
+        await llm.aclose()
+    assert [e.type for e in events][-2:] == ["response.output_text.delta", "error"]
+    assert events[-1].message == "boom"
