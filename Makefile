@@ -60,8 +60,9 @@ FRAMEWORK_STAMPS := $(FRAMEWORKS:%=.venv-frameworks/%/.installed)
 	.venv-frameworks/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(subst _,-,$*)]'
 	@touch $@
 
+# Several at once: pip waits for the network, then unpacks on one core.
 test-frameworks: $(VENV)/.installed-dev
-	$(MAKE) --jobs=4 $(FRAMEWORK_STAMPS)  # several at once: pip waits for the network, then unpacks on one core
+	$(MAKE) --jobs=4 $(FRAMEWORK_STAMPS)
 	$(BIN)/python -m pytest tests_frameworks -o pythonpath=tests --ignore tests_frameworks/test_javascript.py
 	$(BIN)/python scripts/write_frameworks.py
 

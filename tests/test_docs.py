@@ -34,6 +34,7 @@ import yaml
 
 from insitu.config import load_config
 from insitu.config.reading import parse_yaml
+from insitu.registry import LLMFrameworkEnum
 from insitu.schemas.episodes import DropReason
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -330,6 +331,7 @@ def test_the_page_of_frameworks_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -
     assert module.PAGE.read_text() == module.page(), "run scripts/write_frameworks.py"
     monkeypatch.syspath_prepend(ROOT / "tests_frameworks")
     cases = importlib.import_module("cases").CASES
+    assert {kind.value for kind in LLMFrameworkEnum} == {*cases, "langchain"}, "langgraph's case is langchain's too"
     found = {file.stem: json.loads(file.read_text()) for file in module.RESULTS.glob("*.json")}
     modes = {name: {mode for mode in module.MODES if mode in results} for name, results in found.items()}
     assert modes == {name: set(module.MODES[: 1 + case.streams]) for name, case in cases.items()}
