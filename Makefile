@@ -60,7 +60,8 @@ FRAMEWORK_STAMPS := $(FRAMEWORKS:%=.venv-frameworks/%/.installed)
 	.venv-frameworks/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(subst _,-,$*)]'
 	@touch $@
 
-test-frameworks: $(VENV)/.installed-dev $(FRAMEWORK_STAMPS)
+test-frameworks: $(VENV)/.installed-dev
+	$(MAKE) --jobs=4 $(FRAMEWORK_STAMPS)  # several at once: pip waits for the network, then unpacks on one core
 	$(BIN)/python -m pytest tests_frameworks -o pythonpath=tests --ignore tests_frameworks/test_javascript.py
 	$(BIN)/python scripts/write_frameworks.py
 

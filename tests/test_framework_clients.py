@@ -119,8 +119,12 @@ def test_blocking_agents_are_as_many_at_once_as_episodes() -> None:
 
 def test_tool_runs_are_steps_of_the_episode_they_began_in() -> None:
     tools = ToolSteps("mine")
-    with EpisodeScope() as one:
-        tools.start("a", "look", {"at": "sky"})
+    with EpisodeScope() as other:
+        tools.start("b", "look", {"at": "sea"})
+        with EpisodeScope() as one:
+            tools.start("a", "look", {"at": "sky"})
+            tools.end("b", "black")
+        tools.start("c", "look", {"at": "snow"})
     with EpisodeScope() as scope:
         with tools.around("look", {"at": "grass"}) as returned:
             returned("green")
@@ -130,7 +134,9 @@ def test_tool_runs_are_steps_of_the_episode_they_began_in() -> None:
             returned("no more than this", error="foggy")
         tools.end("a", "too late for its episode")
         tools.end("never begun", "nothing")
-    assert [step.event_type for step in one.steps] == ["TOOL_START"]
+    assert [(step.event_type, step.payload.data.input["at"]) for step in one.steps] == [("TOOL_START", "sky")]
+    began_here = [("TOOL_START", "sea"), ("TOOL_END", "sea"), ("TOOL_START", "snow")]
+    assert [(step.event_type, step.payload.data.input["at"]) for step in other.steps] == began_here
     told = [(step.event_type, step.payload.data.input, step.payload.data.output) for step in scope.steps]
     assert told == [
         ("TOOL_START", {"at": "grass"}, None),
