@@ -175,7 +175,7 @@ TEXT_IDS = ChatTokenizer(byte_tokenizer()).text(TEXT, special=True)
 
 
 def test_a_text_is_continued_without_a_chat_template(served):
-    body = {"model": "policy@0", "prompt": TEXT, "max_tokens": 6, "seed": 3, "logprobs": 2, "ignore_eos": True}
+    body = {"model": "policy@0", "prompt": TEXT, "max_tokens": 6, "seed": 31415, "logprobs": 2, "ignore_eos": True}
     status, answer, headers = post(served[0], {**body, "return_token_ids": True}, path="/v1/completions")
     assert (status, headers["x-policy-version"]) == (200, "0")
     checked = TextCompletion.model_validate(answer)
@@ -191,7 +191,7 @@ def test_a_text_is_continued_without_a_chat_template(served):
         assert 1 <= len(top) <= 3
     assert told.text_offset == [sum(map(len, told.tokens[:k])) for k in range(6)]
     assert checked.usage.total_tokens == len(TEXT_IDS) + 6
-    line = next(line for line in map(json.loads, served[1].read_text().splitlines()) if line["seed"] == 3)
+    line = next(line for line in map(json.loads, served[1].read_text().splitlines()) if line["seed"] == 31415)
     same = [TEXT_IDS, choice.token_ids, told.token_logprobs]
     assert [line["prompt_token_ids"], line["token_ids"], line["logprobs"]] == same
     bare = post(served[0], {**body, "logprobs": None}, path="/v1/completions")[1]["choices"][0]

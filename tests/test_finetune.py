@@ -289,7 +289,8 @@ def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signal
     process = start(project, "-o", "finetuning.num_epochs", "500")
     backend = backend_of(process)
     deadline = time.monotonic() + 60
-    while not (project / "run/training_metrics.jsonl").exists():
+    metrics = project / "run/training_metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(number)

@@ -15,7 +15,7 @@ class Case(NamedTuple):
 
 CASES = {
     "langgraph": Case("LangChain and LangGraph", "langgraph", goes_on=False),
-    "openai_agents": Case("OpenAI Agents SDK", "openai-agents", told="redacted"),
+    "openai_agents": Case("OpenAI Agents SDK", "openai-agents", told="Error running tool"),
     "pydantic_ai": Case("Pydantic AI", "pydantic-ai-slim", goes_on=False),
     "openai": Case("OpenAI SDK", "openai", goes_on=False),
     "anthropic": Case("Anthropic SDK", "anthropic", goes_on=False),
