@@ -355,14 +355,14 @@ async def test_an_agent_may_leave_after_the_last_piece(server: Watched, dialect:
     """Clients close the connection at `[DONE]`, which may be a while before the server ends the body."""
     what = {"prompt": "lingers"} if dialect == "text" else {"messages": ask("lingers")}
     route = "completions" if dialect == "text" else "chat/completions"
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model(server)) as gateway, aiohttp.ClientSession() as session:
         with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
-            async with aiohttp.ClientSession() as session:
-                async with session.post(f"{door.openai_url}/{route}", json={"stream": True, **what}) as answer:
-                    await answer.content.readuntil(b"[DONE]")
-            await asyncio.sleep(0.1)
-            (call,) = scope.calls
-            assert (call.error, call.token_ids, call.finish_reason) == (None, encode("echo: lingers"), "stop")
+            async with session.post(f"{door.openai_url}/{route}", json={"stream": True, **what}) as answer:
+                await answer.content.readuntil(b"[DONE]")
+                scope.close()  # with the connection still open
+    (call,) = scope.calls
+    assert (call.error, call.token_ids, call.finish_reason) == (None, encode("echo: lingers"), "stop")
+    assert scope.late_calls == 0
 
 
 async def test_a_stream_that_brings_nothing(server: Watched) -> None:

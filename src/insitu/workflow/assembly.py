@@ -30,6 +30,8 @@ class StreamAssembly:
         self._head: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
         self.error: str | None = None
+        self.done = False
+        """The server has said `[DONE]`."""
 
     def feed(self, chunk: bytes) -> bytes:
         *lines, self._rest = (self._rest + chunk).split(b"\n")
@@ -45,10 +47,12 @@ class StreamAssembly:
     def _ended(self) -> bytes:
         """The event whose last line has come: in one line, and as it was where nothing had to be changed."""
         lines, self._event = self._event, []
+        data = b"".join(line[5:] for line in lines)
         try:
-            event = orjson.loads(b"".join(line[5:] for line in lines))
-        except orjson.JSONDecodeError:
-            return b"".join(lines)  # [DONE], or what only the client can make sense of
+            event = orjson.loads(data)
+        except orjson.JSONDecodeError:  # what only the client can make sense of, or its end
+            self.done = self.done or data.strip() == b"[DONE]"
+            return b"".join(lines)
         if (isinstance(event, dict) and self._take(event)) or len(lines) > 1:
             return b"data: " + orjson.dumps(event) + b"\n"
         return b"".join(lines)

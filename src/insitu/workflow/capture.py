@@ -171,7 +171,7 @@ class Exchange:
         """
         assert self._assembly is not None
         if not self._open:
-            return None
+            return error
         error = error or self._assembly.error
         if error is None and not self.is_whole:
             error = "the stream was closed before its end"
@@ -190,6 +190,14 @@ class Exchange:
     def is_whole(self) -> bool:
         """Whether all choices of a streamed answer have come to their end."""
         return self._assembly is not None and self._assembly.is_complete(self._asked.choices)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the server of a streamed answer has nothing more to say.
+
+        Whoever passes the answer on ends the exchange before the client can know it: its episode may be over then.
+        """
+        return self._assembly is not None and self._assembly.done
 
     def fail(self, reason: str) -> None:
         """This attempt brought no answer. The client may try again: that is the same call, with the same seed."""

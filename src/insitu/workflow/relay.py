@@ -182,6 +182,8 @@ async def _events(
                 shown, failure = shown_of(turn, events)
         except UNREADABLE as error:
             return f"the stream of the model's server cannot be understood: {error!r}"
+        if exchange.is_done:
+            failure = exchange.end(answer.headers, failure)
         await response.write(shown)
         if failure is not None:
             return failure

@@ -143,6 +143,8 @@ class _AsyncBody:
             with _translated(self.http, self._request, None):
                 async for chunk in self._answer.content.iter_any():
                     shown = chunk if self._exchange is None else self._exchange.feed(chunk)
+                    if self._exchange is not None and self._exchange.is_done:
+                        self._end()
                     if shown:
                         yield shown
         except self.http.TransportError as error:
@@ -207,7 +209,10 @@ class _SyncBody:
 
     def __iter__(self) -> Iterator[bytes]:
         for chunk in self._stream:
-            yield self._exchange.feed(chunk)
+            shown = self._exchange.feed(chunk)
+            if self._exchange.is_done:
+                self._exchange.end(self._headers)
+            yield shown
         self._exchange.end(self._headers)
 
     def close(self) -> None:
