@@ -323,7 +323,7 @@ async def test_a_server_killed_in_mid_stream(server: FakeOpenAI, dialect: str) -
             asking = asyncio.create_task(text_by(dialect, True, door, "stall"))
             while not (new := server.connections - known):  # noqa: ASYNC110 (it is of another thread)
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)  # the first piece is on its way
             for transport in new:
                 server._loop.call_soon_threadsafe(transport.abort)
             if dialect == "responses":  # its client gives the event as it is
