@@ -23,7 +23,7 @@ from insitu.config import load_config
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
 from insitu.registry import Builder
 from insitu.schemas.episodes import EpisodeKey
-from insitu.workflow import external
+from insitu.workflow import programs
 from insitu.workflow.context import EpisodeScope
 
 AGENT = """
@@ -149,7 +149,7 @@ async def test_failures_are_told(tmp_path: Path, server: FakeOpenAI) -> None:
 async def test_nothing_of_a_program_outlives_its_episode(
     tmp_path: Path, server: FakeOpenAI, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external, "_GRACE", 0.5)
+    monkeypatch.setattr(programs, "GRACE", 0.5)
     child = "import subprocess, sys, time\nc = subprocess.Popen([sys.executable, '-c', {!r}])\n"
     child += "open({!r}, 'w').write(str(c.pid))"
     left = child.format(f"{code}\nprint('up', flush=True)\nimport time; time.sleep(60)", str(tmp_path / "pid"))

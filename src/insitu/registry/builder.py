@@ -121,7 +121,7 @@ class Builder:
         self._added[kind.section, name] = config
         try:
             yield
-        except BaseException:
+        except BaseException:  # whatever it was is raised again
             del self._added[kind.section, name]
             raise
 

@@ -145,7 +145,7 @@ class InsituTrainer(Trainer):
         for epoch in range(1, num_epochs + 1):
             try:
                 status = await self._run_epoch(epoch, num_epochs)
-            except BaseException:
+            except BaseException:  # whatever ended it is told, and raised again
                 self.report.end()
                 self.report.note(f"epoch {epoch}/{num_epochs} was not completed; the run so far: {self.store.folder}/")
                 raise

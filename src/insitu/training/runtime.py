@@ -24,7 +24,7 @@ from insitu.interfaces import Trainer
 from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, Builder, not_found
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus, TrainingStatusEnum, ValidationConfig
 from insitu.training.validation import held_out_config
-from insitu.workflow.external import kill_programs
+from insitu.workflow.programs import kill_programs
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ async def _cleaned_up(trainer: Trainer, where: str) -> AsyncIterator[None]:
     try:
         with _told(where):
             yield
-    except BaseException:
+    except BaseException:  # whatever ended it is raised again
         try:
             await trainer.cleanup()
         except Exception as error:  # a plugin's: the first error is the one to be told

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -29,11 +29,8 @@ from insitu.workflow.context import Context, EpisodeScope, current_scope
 from insitu.workflow.conversion import convert, json_form
 from insitu.workflow.functions import FunctionInfo
 from insitu.workflow.gateway import Door, Elsewhere, Gateway, Listen
+from insitu.workflow.programs import GRACE, end_group, running
 
-_GRACE = 2.0
-"""Seconds between asking a program to end and making it."""
-_running: set[int] = set()
-"""The process groups of programs that have not ended."""
 _TAIL = 2000
 """Bytes of a program's standard error, or of a service's answer, that a failure shows."""
 _PASSING = (429, 502, 503, 504)
@@ -255,7 +252,7 @@ class _Command:
         except (OSError, ValueError) as error:  # ValueError: text that no argument can hold
             raise WorkflowError(f"workflow command {self._program!r} cannot be started: {error}") from error
         group = transport.get_pid()
-        _running.add(group)
+        running.add(group)
         try:
             stdin: Any = transport.get_pipe_transport(0)
             stdin.write(given)
@@ -268,37 +265,11 @@ class _Command:
             raise EpisodeTimeout(f"{self._config.command[0]} took longer than timeout: {limit:g} s") from None
         finally:
             shut()
-            await _end_group(group)
+            await end_group(group)
             if not talk.closed.done():
-                await asyncio.wait([talk.closed], timeout=_GRACE)  # the last of what was printed
+                await asyncio.wait([talk.closed], timeout=GRACE)  # the last of what was printed
             transport.close()
         return talk, transport.get_returncode() or 0
-
-
-async def _end_group(group: int) -> None:
-    """End what is left of a process group: ask, and after the grace period make it."""
-    try:
-        os.killpg(group, signal.SIGTERM)
-        deadline = asyncio.get_running_loop().time() + _GRACE
-        while asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.02)
-            os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):  # none is left (macOS: none but zombies)
-        pass
-    finally:
-        _kill(group)
-        _running.discard(group)
-
-
-def _kill(group: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def kill_programs() -> None:
-    """End all programs at once, before this process ends without another step."""
-    for group in _running:
-        _kill(group)
 
 
 def _signal(number: int) -> str:
