@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
-from insitu.trajectories.dialogues import Turn, dialogues
+from insitu.trajectories.conversations import Turn, dialogues
 from insitu.trajectories.parsers.adk_parser import ADK
 from insitu.trajectories.parsers.langchain_parser import LANGCHAIN
 from insitu.trajectories.parsers.llama_index_parser import LLAMA_INDEX
