@@ -84,6 +84,4 @@ TEXT = {"tokens": ["token_id:7"], "token_logprobs": [-0.5]}
     ],
 )
 def test_sampled_tokens_of_a_choice(choice: Any, ids: list[int] | None, logprobs: list[float] | None) -> None:
-    choice: dict[str, Any], ids: list[int] | None, logprobs: list[float] | None
-) -> None:
     assert (choice_token_ids(choice), choice_logprobs(choice)) == (ids, logprobs)
