@@ -2,8 +2,6 @@
 
 import asyncio
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run, serving
 from pydantic import ValidationError
 from tiny_models import save_tiny_model
 
@@ -88,8 +87,7 @@ def test_bounds_of_the_builder() -> None:
 
 def test_without_the_library_the_command_says_what_to_install() -> None:
     file = Path(__file__).parent.parent / "examples/tic_tac_toe/art.yml"
-    nat = Path(sys.executable).with_name("nat")
-    done = subprocess.run([nat, "finetune", "--config_file", file], capture_output=True, text=True, timeout=60)
+    done = run("finetune", "--config_file", file)
     assert done.returncode == 2
     assert "pip install 'insitu[art]'" in done.stderr
     assert "Traceback" not in done.stderr
@@ -294,16 +292,8 @@ class Sent:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model = save_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-    insitu = Path(sys.executable).with_name("insitu")
-    command = [insitu, "backend", "--model", model, "--port", "0", "--threads", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            ready = re.search(r"ready at (\S+)", process.stdout.readline())
-            assert ready
-            yield ready[1]
-        finally:
-            process.terminate()
+    with serving("backend", "--model", model, "--port", "0", "--threads", "1") as (_, address):
+        yield address
 
 
 async def test_the_remote_backend_trains_and_is_told_why_not(address: str) -> None:
