@@ -11,7 +11,8 @@ from aiohttp import web
 from insitu.adapters.insitu_backend import InsituTrainerAdapter
 from insitu.config import load_config
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed
-from insitu.registry import TRAINER_ADAPTER, Builder
+from insitu.plugin_api import Builder
+from insitu.registry import TRAINER_ADAPTER
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 from insitu.schemas.wire import TrainingOptions

@@ -15,6 +15,7 @@ ORDER = [
     "algorithms",
     "registry",
     "config",
+    "builder",
     "workflow",
     "frameworks",
     "evaluation",

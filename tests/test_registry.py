@@ -10,16 +10,8 @@ from pydantic import Field
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, PluginError
-from insitu.registry import (
-    EVALUATOR,
-    FUNCTION,
-    LLM,
-    Builder,
-    Registry,
-    WorkflowBuilder,
-    register_function,
-    registry,
-)
+from insitu.plugin_api import Builder, WorkflowBuilder, register_function
+from insitu.registry import EVALUATOR, FUNCTION, LLM, Registry, registry
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.evaluation import EvaluatorBaseConfig
 from insitu.workflow.llms import OpenAIConfig
@@ -123,9 +115,9 @@ async def test_components_that_need_each_other_are_an_error_and_no_standstill(wr
 
 async def test_unknown_names_list_what_exists(write: Any) -> None:
     async with Builder(file(write, f={})) as builder:
-        with pytest.raises(ConfigError, match=r"functions: 'ff' does not exist \(did you mean 'f'\?\); there is: f"):
+        with pytest.raises(ConfigError, match=r"functions: 'ff' does not exist \(did you mean 'f'\?\); available: f"):
             await builder.get_function("ff")
-        with pytest.raises(ConfigError, match="llms: 'm' does not exist; there is: none"):
+        with pytest.raises(ConfigError, match="llms: 'm' does not exist; available: none"):
             await builder.get_llm("m")
 
 
@@ -149,7 +141,7 @@ async def test_a_builder_needs_no_file_and_an_added_model_knows_its_name() -> No
         assert (first.name, second.name) == ("first", "second")
         assert await builder.get_llm("second") is second
         assert builder.get_max_concurrency() == 8
-        with pytest.raises(ConfigError, match="functions: 'f' does not exist; there is: none"):
+        with pytest.raises(ConfigError, match="functions: 'f' does not exist; available: none"):
             await builder.get_function("f")
 
 

@@ -13,12 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, m
 
 from insitu.adapters.backend_process import BackendProcess
 from insitu.algorithms.advantages import AdvantageConfig
-from insitu.config import Config
+from insitu.builder import Builder
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
 from insitu.interfaces import TrainerAdapter
-from insitu.registry import Builder, PolicyEndpoint, register_trainer_adapter
+from insitu.registry import register_trainer_adapter
 from insitu.schemas.finetuning import (
     FinetuneConfig,
+    PolicyEndpoint,
     TrainerAdapterConfig,
     TrainingJobRef,
     TrainingJobStatus,
@@ -79,7 +80,7 @@ class InsituTrainerAdapter(TrainerAdapter):
     def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder) -> None:
         super().__init__(adapter_config)
         self.config = adapter_config
-        self._loaded: Config = builder.config  # type: ignore[assignment]
+        self._loaded = builder.config
         self._process: BackendProcess | None = None
         self._session: aiohttp.ClientSession | None = None
         self._submissions = 0
@@ -142,6 +143,9 @@ class InsituTrainerAdapter(TrainerAdapter):
                 f"{self._address} is no insitu backend: it names no model or no policy_version"
             ) from None
         return PolicyEndpoint(f"{self._address}/v1", name, self._token(), version)
+
+    def training_settings(self) -> dict[str, Any]:
+        return self.config.training.model_dump(mode="json", exclude_none=True)
 
     async def is_healthy(self) -> bool:
         try:

@@ -21,6 +21,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from insitu.builder import Builder
 from insitu.config import Config
 from insitu.errors import InsituError, describe_error
 from insitu.evaluation.episode_protocol import (
@@ -35,9 +36,10 @@ from insitu.evaluation.episode_protocol import (
     encode,
 )
 from insitu.evaluation.episodes import Attempted, being_cancelled, classify, fail, in_process
-from insitu.registry import LLM, Builder, PolicyEndpoint
+from insitu.registry import LLM
 from insitu.schemas.episodes import DropReason, Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.schemas.steps import IntermediateStep
 from insitu.workflow.context import EpisodeScope
 

@@ -9,8 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
 
+from insitu.builder import Builder
 from insitu.errors import WorkflowError
-from insitu.registry import Builder, register_ttc_strategy
+from insitu.registry import register_ttc_strategy
 from insitu.schemas.components import TTCStrategyBaseConfig
 from insitu.schemas.ttc import PipelineTypeEnum, StageTypeEnum, TTCItem
 
