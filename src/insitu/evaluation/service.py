@@ -1,6 +1,6 @@
 """A workflow as a service: episodes for trainers in other processes, and plain answers for everybody else.
 
-    POST /v1/episodes   one attempt at an episode, told in JSON lines as it goes on (`insitu.evaluation.wire`)
+    POST /v1/episodes   one attempt at an episode, streamed as JSON lines (see `episode_protocol`)
     GET  /v1/episodes   what is served here
     POST /generate      {"input": ...} -> {"value": ...}
     GET  /health
@@ -22,9 +22,8 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from insitu.config import Config
-from insitu.errors import InsituError, told
-from insitu.evaluation.episodes import Attempted, being_cancelled, classify, fail, in_process
-from insitu.evaluation.wire import (
+from insitu.errors import InsituError, describe_error
+from insitu.evaluation.episode_protocol import (
     EPISODES,
     HEARTBEAT_SECONDS,
     PROTOCOL,
@@ -35,6 +34,7 @@ from insitu.evaluation.wire import (
     ServedPolicy,
     encode,
 )
+from insitu.evaluation.episodes import Attempted, being_cancelled, classify, fail, in_process
 from insitu.registry import LLM, Builder, PolicyEndpoint
 from insitu.schemas.episodes import DropReason, Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem
@@ -95,7 +95,7 @@ class _Deployment:
                 await self._unwanted.wait()
         except Exception as error:  # building and closing are user code; whoever waits for the workflow is told
             if self.ready.done():
-                logger.warning("a workflow could not be taken down: %s", told(error))
+                logger.warning("a workflow could not be taken down: %s", describe_error(error))
             else:
                 self.ready.set_exception(error)
                 self.ready.exception()  # nobody waiting is no reason for a warning
@@ -221,7 +221,7 @@ class WorkflowService:
                 raise
             logger.debug("the workflow failed", exc_info=error)
             reason, _ = classify(error)
-            message = str(error) if isinstance(error, InsituError) else f"the workflow raised {told(error)}"
+            message = str(error) if isinstance(error, InsituError) else f"the workflow raised {describe_error(error)}"
             return _error(message, _STATUS.get(reason, 500), code=str(reason))
 
     async def _episode(self, request: web.Request) -> web.StreamResponse:

@@ -29,7 +29,7 @@ from insitu.toolkit.parsers.common import (
 )
 from insitu.toolkit.parsers.langchain_parser import LANGCHAIN
 from insitu.toolkit.parsers.llama_index_parser import LLAMA_INDEX
-from insitu.trajectories.dialogues import Turn, dialogues
+from insitu.trajectories.conversations import Turn, conversations
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def parse_to_dialogues(steps: Iterable[Any]) -> list[list[Message]]:
         logger.warning(
             "%d of %d model calls have no answer and are in no dialogue: %s", len(without), len(calls), reasons
         )
-    return [[_message(turn) for turn in turns] for turns in dialogues(calls)]
+    return [[_message(turn) for turn in turns] for turns in conversations(calls)]
 
 
 def _message(turn: Turn) -> Message:
