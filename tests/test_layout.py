@@ -14,6 +14,7 @@ ORDER = [
     "errors",
     "schemas",
     "algorithms",
+    "http_format",
     "registry",
     "config",
     "workflow",
@@ -35,7 +36,7 @@ INTEGRATIONS = {
     "backend/art": "backend/server.py",
     "frameworks/*": None,
 }
-BACKEND_MAY = {"errors", "schemas", "algorithms", "backend"}
+BACKEND_MAY = {"errors", "schemas", "algorithms", "http_format", "backend"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]
 each_module = pytest.mark.parametrize("path", MODULES, ids=NAMES)
