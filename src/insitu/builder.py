@@ -27,7 +27,6 @@ from insitu.registry import (
 from insitu.schemas.components import LLMFrameworkEnum, TTCStrategyBaseConfig, TypedBaseModel
 from insitu.schemas.evaluation import EvaluatorInfo
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.schemas.ttc import PipelineTypeEnum, StageTypeEnum
 
 logger = logging.getLogger(__name__)
 
@@ -226,9 +225,7 @@ class Builder:
         with self._adding(TTC_STRATEGY, name, config):
             pass
 
-    async def get_ttc_strategy(
-        self, strategy_name: str, pipeline_type: PipelineTypeEnum, stage_type: StageTypeEnum
-    ) -> Any:
+    async def get_ttc_strategy(self, strategy_name: str, pipeline_type: str, stage_type: str) -> Any:
         """The strategy with its components, one object per pipeline type.
 
         Raises ConfigError if its stage differs or it does not support the pipeline type.
