@@ -10,7 +10,7 @@ import plain_parts
 import pytest
 
 from insitu.config import load_config
-from insitu.config.reading import override, parse_yaml
+from insitu.config.yaml_loader import override, parse_yaml
 from insitu.errors import ConfigError, PluginError
 from insitu.registry import FUNCTION, LLM, TRAINER
 from insitu.schemas.finetuning import CurriculumLearningConfig

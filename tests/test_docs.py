@@ -33,7 +33,7 @@ import pytest
 import yaml
 
 from insitu.config import load_config
-from insitu.config.reading import parse_yaml
+from insitu.config.yaml_loader import parse_yaml
 from insitu.registry import LLMFrameworkEnum
 from insitu.schemas.episodes import DropReason
 

@@ -24,11 +24,11 @@ from tiny_models import save_tiny_model
 from insitu.config import Config, load_config
 from insitu.errors import BackendUnavailable, ConfigError, RequestRefused
 from insitu.evaluation import service as service_module
+from insitu.evaluation.episode_protocol import EPISODES, decode, encode
 from insitu.evaluation.episodes import EpisodeRules, run_episode
 from insitu.evaluation.remote import RemoteWorkflow, open_workflow
 from insitu.evaluation.run import EvaluationRun
 from insitu.evaluation.service import WorkflowService
-from insitu.evaluation.wire import EPISODES, decode, encode
 from insitu.registry import Builder, PolicyEndpoint
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig

@@ -1,11 +1,11 @@
-"""What is told of an exception that is not ours: where it left the code it comes from, and what caused it."""
+"""How foreign exceptions are described: their message, last user frame and root cause."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from insitu.errors import WorkflowError, causes, named, told
+from insitu.errors import WorkflowError, describe_error, exception_chain, format_error
 
 
 class Wordless(Exception):
@@ -23,29 +23,29 @@ def test_the_place_is_in_a_plugin_that_pip_installed_and_not_in_what_it_called(t
     with pytest.raises(ValueError, match="no") as caught:
         names["run"]()  # type: ignore[operator]
     outside = caught.tb.tb_next  # without this test, which is no library
-    assert told(caught.value.with_traceback(outside)) == f"ValueError: no ({plugin}, line 2)"
+    assert describe_error(caught.value.with_traceback(outside)) == f"ValueError: no ({plugin}, line 2)"
 
 
 def test_the_place_is_never_in_the_code_of_insitu() -> None:
     with pytest.raises(AttributeError) as caught:
-        told(None)  # type: ignore[arg-type]
-    assert told(caught.value).endswith(f"({__file__}, line {caught.traceback[0].lineno + 1})")
+        describe_error(None)  # type: ignore[arg-type]
+    assert describe_error(caught.value).endswith(f"({__file__}, line {caught.traceback[0].lineno + 1})")
 
 
 def test_the_cause_is_told_where_it_says_more() -> None:
     refused = ConnectionError("port 9 is closed")
     error = RuntimeError("no connection")
     error.__cause__ = refused
-    assert named(error) == "RuntimeError: no connection, from ConnectionError: port 9 is closed"
+    assert format_error(error) == "RuntimeError: no connection, from ConnectionError: port 9 is closed"
     refused.__cause__ = error
-    assert causes(error) == [error, refused]
+    assert exception_chain(error) == [error, refused]
     error.__cause__ = Wordless()
-    assert named(error).endswith(", from Wordless: (its message cannot be shown: KeyError)")
+    assert format_error(error).endswith(", from Wordless: (its message cannot be shown: KeyError)")
     error.__cause__ = error
-    assert named(error) == "RuntimeError: no connection"
+    assert format_error(error) == "RuntimeError: no connection"
     ours = WorkflowError("row 1 is no JSON")
     ours.__cause__ = refused
-    assert named(ours) == "WorkflowError: row 1 is no JSON"
+    assert format_error(ours) == "WorkflowError: row 1 is no JSON"
     with pytest.raises(json.JSONDecodeError) as caught:
         json.loads("{")
-    assert named(caught.value).startswith("JSONDecodeError: Expecting property name")
+    assert format_error(caught.value).startswith("JSONDecodeError: Expecting property name")

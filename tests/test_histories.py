@@ -26,7 +26,7 @@ from insitu.evaluation.episodes import EpisodeRules, in_process, run_episode, ru
 from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.training.store import call_records, restore_calls
-from insitu.trajectories.dialogues import dialogues
+from insitu.trajectories.conversations import conversations
 from insitu.workflow.context import current_scope
 from insitu.workflow.gateway import Gateway
 from insitu.workflow.llms import Endpoint, OpenAIConfig, PlainLLM, connect
@@ -492,7 +492,7 @@ def test_the_rows_are_those_of_the_reference(played: Played, trained: float) -> 
 
 def test_every_answer_has_its_call_in_exactly_one_dialogue(played: Played) -> None:
     for episode in played.episodes.values():
-        held = [turn.call.index for turns in dialogues(episode.calls) for turn in turns if turn.call is not None]
+        held = [turn.call.index for turns in conversations(episode.calls) for turn in turns if turn.call is not None]
         assert sorted(held) == [call.index for call in episode.calls]
 
 

@@ -13,6 +13,7 @@ ORDER = [
     "errors",
     "schemas",
     "algorithms",
+    "http_format",
     "registry",
     "config",
     "workflow",
@@ -25,7 +26,7 @@ ORDER = [
     "adapters",
     "cli",
 ]
-BACKEND_MAY = {"errors", "schemas", "algorithms", "backend"}
+BACKEND_MAY = {"errors", "schemas", "algorithms", "http_format", "backend"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]
 each_module = pytest.mark.parametrize("path", MODULES, ids=NAMES)

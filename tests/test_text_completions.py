@@ -22,7 +22,7 @@ from insitu.errors import CaptureError
 from insitu.frameworks import async_client
 from insitu.training.inspection import RunFiles
 from insitu.training.store import call_records, restore_calls
-from insitu.trajectories.dialogues import dialogues
+from insitu.trajectories.conversations import conversations
 from insitu.trajectories.parsers.base_parser import parse_to_openai_messages
 from insitu.workflow.capture import Recorder
 from insitu.workflow.context import EpisodeScope
@@ -167,7 +167,7 @@ async def test_a_prompt_that_goes_on_from_an_answer_is_one_row(server: FakeOpenA
     assert (joined.calls, other.calls) == ([0, 1, 2], [3])
     assert joined.token_ids == [*scope.calls[2].prompt_token_ids, *scope.calls[2].token_ids]
     assert sum(joined.loss_mask) == sum(len(call.token_ids) for call in scope.calls[:3])
-    assert [turns[-1].call.index for turns in dialogues(scope.calls)] == [0, 1, 2, 3]
+    assert [turns[-1].call.index for turns in conversations(scope.calls)] == [0, 1, 2, 3]
     records = [orjson.loads(orjson.dumps(record)) for record in call_records("r/1/x/0/0", scope.calls)]
     assert restore_calls(records) == scope.calls
 

@@ -1,16 +1,16 @@
-"""Every error insitu raises on purpose, one branch for each boundary that can be crossed wrongly.
+"""The exceptions that insitu raises, and how exceptions of other code are reported.
 
 InsituError
 ├── ConfigError          the command line or the YAML file is wrong; nothing has been started (exit code 2)
-├── PluginError          a component's own code broke a rule of the interface it implements
-├── WorkflowError        the user's workflow could not be run on a row
+├── PluginError          a plugin's component broke the interface it implements
+├── WorkflowError        the user's workflow failed on a row
 │   ├── EpisodeTimeout   it took longer than `eval.general.episode_timeout`
-│   └── CaptureError     a model call came back without what training needs (token ids, logprobs)
-├── TrajectoryError      what was captured cannot be made into something to train on
-└── BackendError         a backend refused, failed or could not be reached
-    ├── BackendUnavailable   no answer: wrong address, process gone, connection lost
-    ├── RequestRefused       an answer in the 4xx range; carries `status`, `param` and `code`
-    └── JobFailed            the backend took the job and could not finish it
+│   └── CaptureError     a model call lacks what training needs (token ids, logprobs)
+├── TrajectoryError      captured calls, rewards or rows that cannot be trained on
+└── BackendError         a backend failed or could not be reached
+    ├── BackendUnavailable   no response: wrong address, process gone, connection lost
+    ├── RequestRefused       a 4xx response; carries `status`, `param` and `code`
+    └── JobFailed            the backend accepted the job and could not finish it
 """
 
 import os
@@ -22,40 +22,41 @@ _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
 _OURS = os.path.join(os.path.dirname(__file__), "")
 
 
-def told(error: BaseException) -> str:
-    """What somebody else's code raised, in a line: the exception, and where it left the code that is theirs.
+def describe_error(error: BaseException) -> str:
+    """One-line summary of a foreign exception and its last user frame.
 
-    Theirs is neither insitu nor a library; what pip installed is theirs if it is what insitu called first.
+    A user frame is in neither insitu nor a library. Without any, the frames of the first installed package that
+    insitu called count as the user's.
     """
-    places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    others = [place for place in places if not place[0].startswith(_OURS)]
-    own = [place for place in others if _LIBRARY not in place[0]]
-    installed = [(found[1], place) for place in others if (found := _PACKAGES.search(place[0]))]
-    if not own:
-        own = [place for package, place in installed if package == installed[0][0]]
-    place = (own or others or places)[-1:]
-    return named(error) + "".join(f" ({file}, line {line})" for file, line in place)
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    foreign = [frame for frame in frames if not frame[0].startswith(_OURS)]
+    user = [frame for frame in foreign if _LIBRARY not in frame[0]]
+    installed = [(found[1], frame) for frame in foreign if (found := _PACKAGES.search(frame[0]))]
+    if not user:
+        user = [frame for package, frame in installed if package == installed[0][0]]
+    last = (user or foreign or frames)[-1:]
+    return format_error(error) + "".join(f" ({file}, line {line})" for file, line in last)
 
 
-def named(error: BaseException) -> str:
-    """An exception by its name and message, and what somebody else's was raised from: which server, say."""
-    said, first = _named(error), causes(error)[-1]
-    return said if isinstance(error, InsituError) or _message(first) in said else f"{said}, from {_named(first)}"
+def format_error(error: BaseException) -> str:
+    """The exception's name and message, and for a foreign exception the root cause if the message omits it."""
+    text, root = _format(error), exception_chain(error)[-1]
+    return text if isinstance(error, InsituError) or _message(root) in text else f"{text}, from {_format(root)}"
 
 
-def _named(error: BaseException) -> str:
+def _format(error: BaseException) -> str:
     return f"{type(error).__name__}: {_message(error)}"
 
 
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as reason:  # somebody else's __str__
+    except Exception as reason:  # a foreign __str__ may raise anything
         return f"(its message cannot be shown: {type(reason).__name__})"
 
 
-def causes(error: BaseException) -> list[BaseException]:
-    """The exception, what it was raised from, and so on, each once: user code may even write `raise e from e`."""
+def exception_chain(error: BaseException) -> list[BaseException]:
+    """The exception and its causes, each once: user code may even `raise e from e`."""
     chain = [error]
     while (cause := chain[-1].__cause__) is not None and cause not in chain:
         chain.append(cause)
@@ -63,15 +64,15 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 class InsituError(Exception):
-    """The root: everything below it is an expected failure with a message meant for the user."""
+    """Base class of expected failures, with a message meant for the user."""
 
 
 class ConfigError(InsituError, ValueError):
-    """A key, value, reference or command-line option that cannot be used as it stands."""
+    """An invalid key, value, reference or command-line option."""
 
 
 class PluginError(InsituError):
-    """A component registered by a plugin did not keep to the interface it implements."""
+    """A plugin's component broke the interface it implements."""
 
 
 class WorkflowError(InsituError):
@@ -83,23 +84,23 @@ class EpisodeTimeout(WorkflowError):
 
 
 class CaptureError(WorkflowError):
-    """A model call of a training run lacks what training needs."""
+    """A model call lacks what training needs."""
 
 
 class TrajectoryError(InsituError, ValueError):
-    """Captured calls, rewards or rows that do not fit together."""
+    """Captured calls, rewards or rows that do not match."""
 
 
 class BackendError(InsituError):
-    """A training or inference backend did not do what it was asked."""
+    """A training or inference backend failed."""
 
 
 class BackendUnavailable(BackendError):
-    """The backend did not answer."""
+    """The backend did not respond."""
 
 
 class RequestRefused(BackendError):
-    """The backend answered that the request cannot be served as it is.
+    """The backend rejected the request.
 
     `status` is the HTTP status (4xx), `param` the offending field where there is one, `code` a short
     machine-readable reason.
@@ -113,4 +114,4 @@ class RequestRefused(BackendError):
 
 
 class JobFailed(BackendError):
-    """A training job ended in failure or was cancelled."""
+    """A training job failed or was cancelled."""

@@ -24,7 +24,7 @@ def command(config_file: Path, text: str, checkpoint: Path | None, override: tup
 
 async def _run(config_file: Path, text: str, checkpoint: Path | None, override: tuple[tuple[str, str], ...]) -> str:
     from insitu.config import load_config
-    from insitu.errors import InsituError, WorkflowError, told
+    from insitu.errors import InsituError, WorkflowError, describe_error
     from insitu.registry import Builder
     from insitu.schemas.episodes import EpisodeKey
     from insitu.training.runtime import serve_policy
@@ -41,4 +41,4 @@ async def _run(config_file: Path, text: str, checkpoint: Path | None, override: 
                 raise
             except (Exception, SystemExit) as error:  # user code may raise anything; with -vv all of it is shown
                 logger.debug("the workflow failed", exc_info=error)
-                raise WorkflowError(f"the workflow raised {told(error)}") from error
+                raise WorkflowError(f"the workflow raised {describe_error(error)}") from error

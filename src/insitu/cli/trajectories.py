@@ -39,7 +39,7 @@ def _range(context: click.Context, option: click.Parameter, given: str | None) -
     return range(int(first), int(last) + 1 if last else sys.maxsize if several else int(first) + 1)
 
 
-@command.command("show", short_help="An episode as its calls, dialogues and rows.")
+@command.command("show", short_help="An episode as its calls, conversations and rows.")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--epoch", type=click.IntRange(min=1), help="Only of this epoch.")
 @click.option("--row", help="Only of the dataset row with this id.")
@@ -58,7 +58,7 @@ def show(
     tokens: bool,
     full: bool,
 ) -> None:
-    """Print an episode as its calls, dialogues and rows; where several are meant, list them."""
+    """Print an episode as its calls, conversations and rows; where several are meant, list them."""
     from insitu.errors import ConfigError
     from insitu.training.inspection import RunFiles
 
@@ -203,9 +203,9 @@ def _count(call: "ModelCall", kind: str) -> Any:
 
 
 def _dialogues(read: "ReadEpisode", view: View) -> Iterator[str]:
-    from insitu.trajectories.dialogues import dialogues
+    from insitu.trajectories.conversations import conversations
 
-    for number, turns in enumerate(dialogues(read.calls), 1):
+    for number, turns in enumerate(conversations(read.calls), 1):
         ends = [place for place, turn in enumerate(turns) if turn.call is not None]
         begins = [0, *(end + 1 for end in ends)]
         chosen = [

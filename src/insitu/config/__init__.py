@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu import registry as reg
 from insitu.config.keys import holds_secret, references, unknown_keys
-from insitu.config.reading import expand, override, parse_yaml, type_name
+from insitu.config.yaml_loader import expand, override, parse_yaml, type_name
 from insitu.errors import ConfigError, PluginError
 from insitu.registry import Kind, not_found, registry
 from insitu.schemas.components import FunctionBaseConfig, TypedBaseModel

@@ -22,11 +22,11 @@ from insitu.errors import (
     EpisodeTimeout,
     InsituError,
     WorkflowError,
-    causes,
-    named,
-    told,
+    describe_error,
+    exception_chain,
+    format_error,
 )
-from insitu.evaluation.answers import ResultPath
+from insitu.evaluation.result_path import ResultPath
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.workflow.context import EpisodeScope
@@ -94,7 +94,7 @@ def fail(episode: Episode, reason: DropReason, error: BaseException) -> None:
     """Mark an episode as failed, `error` told by its name, message and cause."""
     episode.outcome = Outcome.FAILED
     episode.reason = reason
-    episode.error = named(error)
+    episode.error = format_error(error)
 
 
 def in_process(workflow: Any, on_step: OnStep | None = None) -> Attempt:
@@ -137,7 +137,7 @@ async def _attempt(
         reason, passing = classify(error)
         fail(episode, reason, error)
         if reason is DropReason.WORKFLOW_ERROR and not isinstance(error, InsituError):
-            episode.error = told(error)
+            episode.error = describe_error(error)
         logger.debug("episode %s", key.text(), exc_info=error)
     episode.seconds = time.perf_counter() - started
     episode.failed_requests = dict(scope.failed_attempts)
@@ -158,7 +158,7 @@ def being_cancelled(error: BaseException) -> bool:
 
 def classify(error: BaseException) -> tuple[DropReason, bool]:
     """The reason code of a failed episode, and whether another attempt may help."""
-    for cause in causes(error):
+    for cause in exception_chain(error):
         if isinstance(cause, EpisodeTimeout):
             return DropReason.TIMEOUT, True
         if isinstance(cause, CaptureError):

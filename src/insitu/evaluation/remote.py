@@ -13,9 +13,7 @@ from pydantic import ValidationError
 
 from insitu.config import WORKFLOW, Config
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, EpisodeTimeout, RequestRefused
-from insitu.evaluation.episodes import Attempt, Attempted, EpisodeRules, fail, in_process
-from insitu.evaluation.shared import current_run
-from insitu.evaluation.wire import (
+from insitu.evaluation.episode_protocol import (
     EPISODES,
     HEARTBEAT_SECONDS,
     PROTOCOL,
@@ -28,6 +26,8 @@ from insitu.evaluation.wire import (
     read_call,
     read_step,
 )
+from insitu.evaluation.episodes import Attempt, Attempted, EpisodeRules, fail, in_process
+from insitu.evaluation.shared import current_run
 from insitu.registry import FUNCTION, LLM, Builder, PolicyEndpoint
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem

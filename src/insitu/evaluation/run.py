@@ -17,11 +17,11 @@ from pydantic_core import to_jsonable_python
 
 from insitu.config import Config
 from insitu.errors import ConfigError
-from insitu.evaluation.answers import ResultPath
 from insitu.evaluation.datasets import FileDatasetConfig, load_dataset, shape_of
 from insitu.evaluation.episodes import Attempt, EpisodeRules, run_episode, run_limited
 from insitu.evaluation.evaluators import score
 from insitu.evaluation.remote import open_workflow
+from insitu.evaluation.result_path import ResultPath
 from insitu.evaluation.shared import Generations, components, current_run, episode_slot
 from insitu.registry import EVALUATOR, Builder
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey

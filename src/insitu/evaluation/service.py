@@ -1,6 +1,6 @@
 """A workflow as a service: episodes for trainers in other processes, and plain answers for everybody else.
 
-    POST /v1/episodes   one attempt at an episode, told in JSON lines as it goes on (`insitu.evaluation.wire`)
+    POST /v1/episodes   one attempt at an episode, streamed as JSON lines (see `episode_protocol`)
     GET  /v1/episodes   what is served here
     POST /generate      {"input": ...} -> {"value": ...}
     GET  /health
@@ -22,9 +22,8 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from insitu.config import Config
-from insitu.errors import InsituError, told
-from insitu.evaluation.episodes import Attempted, being_cancelled, classify, fail, in_process
-from insitu.evaluation.wire import (
+from insitu.errors import InsituError, describe_error
+from insitu.evaluation.episode_protocol import (
     EPISODES,
     HEARTBEAT_SECONDS,
     PROTOCOL,
@@ -35,6 +34,8 @@ from insitu.evaluation.wire import (
     ServedPolicy,
     encode,
 )
+from insitu.evaluation.episodes import Attempted, being_cancelled, classify, fail, in_process
+from insitu.http_format import error_body, http_url
 from insitu.registry import LLM, Builder, PolicyEndpoint
 from insitu.schemas.episodes import DropReason, Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem
@@ -47,7 +48,6 @@ ServePolicy = Callable[[Builder], AbstractAsyncContextManager[None]]
 _BODY_LIMIT = 64 * 2**20
 _IDLE_KEPT = 4
 """Built workflows that are kept although no episode runs in them, so that a trainer finds its own again."""
-_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 _STATUS = {DropReason.BACKEND_ERROR: 502, DropReason.TIMEOUT: 504}
 
 
@@ -95,7 +95,7 @@ class _Deployment:
                 await self._unwanted.wait()
         except Exception as error:  # building and closing are user code; whoever waits for the workflow is told
             if self.ready.done():
-                logger.warning("a workflow could not be taken down: %s", told(error))
+                logger.warning("a workflow could not be taken down: %s", describe_error(error))
             else:
                 self.ready.set_exception(error)
                 self.ready.exception()  # nobody waiting is no reason for a warning
@@ -137,7 +137,7 @@ class WorkflowService:
             site = web.TCPSite(runner, host, port)
             await site.start()
             bound = runner.addresses[0][1]
-            yield f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+            yield http_url(host, bound)
         finally:
             await runner.cleanup()
             for policy in list(self._deployments):
@@ -221,7 +221,7 @@ class WorkflowService:
                 raise
             logger.debug("the workflow failed", exc_info=error)
             reason, _ = classify(error)
-            message = str(error) if isinstance(error, InsituError) else f"the workflow raised {told(error)}"
+            message = str(error) if isinstance(error, InsituError) else f"the workflow raised {describe_error(error)}"
             return _error(message, _STATUS.get(reason, 500), code=str(reason))
 
     async def _episode(self, request: web.Request) -> web.StreamResponse:
@@ -307,5 +307,4 @@ def _json(content: Any, status: int = 200) -> web.Response:
 
 
 def _error(message: str, status: int, param: str | None = None, code: str | None = None) -> web.Response:
-    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return _json({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
+    return _json(error_body(message, status, param, code), status)

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from insitu.errors import ConfigError, InsituError, PluginError, told
+from insitu.errors import ConfigError, InsituError, PluginError, describe_error
 from insitu.registry.components import registry
 from insitu.registry.kinds import (
     EVALUATOR,
@@ -77,7 +77,7 @@ def _says_where(where: str, config: TypedBaseModel) -> Iterator[None]:
         raise
     except Exception as error:  # a plugin's code may raise anything; say which part it was, and where
         logger.debug("%s could not be built", where, exc_info=error)
-        raise PluginError(f"{where} (_type: {config.type}) could not be built: {told(error)}") from error
+        raise PluginError(f"{where} (_type: {config.type}) could not be built: {describe_error(error)}") from error
 
 
 class Builder:

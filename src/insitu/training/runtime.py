@@ -15,10 +15,10 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from insitu.config import Config, load_config
-from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError, told
-from insitu.evaluation.answers import ResultPath
+from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError, describe_error
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.remote import RemoteWorkflow
+from insitu.evaluation.result_path import ResultPath
 from insitu.evaluation.shared import SharedRun, share
 from insitu.interfaces import Trainer
 from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, Builder, not_found
@@ -91,7 +91,7 @@ async def _cleaned_up(trainer: Trainer, where: str) -> AsyncIterator[None]:
         try:
             await trainer.cleanup()
         except Exception as error:  # a plugin's: the first error is the one to be told
-            logger.warning("%s: cleanup failed too: %s", where, told(error))
+            logger.warning("%s: cleanup failed too: %s", where, describe_error(error))
         raise
     with _told(f"{where}: cleanup"):
         await trainer.cleanup()
@@ -108,7 +108,7 @@ def _told(where: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the system's sentence says it all
         logger.debug("%s failed", where, exc_info=error)
-        raise PluginError(f"{where}: {told(error)}") from error
+        raise PluginError(f"{where}: {describe_error(error)}") from error
 
 
 def _check_validations(run: SharedRun) -> None:

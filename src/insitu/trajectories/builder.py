@@ -15,11 +15,11 @@ from pydantic import Field
 
 from insitu.config import Config, credited_function
 from insitu.errors import ConfigError, TrajectoryError
-from insitu.evaluation.answers import ResultPath
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.episodes import Attempt, EpisodeRules, run_episode, run_limited
 from insitu.evaluation.evaluators import number, score
 from insitu.evaluation.remote import open_workflow
+from insitu.evaluation.result_path import ResultPath
 from insitu.evaluation.shared import episode_slot
 from insitu.interfaces import TrajectoryBuilder
 from insitu.registry import LLM, Builder, EvaluatorInfo, register_trajectory_builder

@@ -11,7 +11,7 @@ from insitu.config import WORKFLOW, credited_function, is_targeted, models_named
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory
-from insitu.trajectories.dialogues import Turn, dialogues
+from insitu.trajectories.conversations import Turn, conversations
 
 _ROLES = {role.value: role for role in EpisodeItemRole} | {"developer": EpisodeItemRole.SYSTEM}
 
@@ -45,9 +45,9 @@ def _is_model(call: ModelCall, model: str | None, llms: Collection[str]) -> bool
 def dialogue(calls: Sequence[ModelCall]) -> list[EpisodeItem]:
     """The readable dialogue: the messages and answer of the last call that continues the first.
 
-    Calls that did not continue it are dialogues of their own and stay in the trajectory's `calls`.
+    Calls that did not continue it are conversations of their own and stay in the trajectory's `calls`.
     """
-    found = dialogues(calls)
+    found = conversations(calls)
     return [_item(turn) for turn in found[0]] if found else []
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory
-from insitu.trajectories.dialogues import Turn, dialogues
+from insitu.trajectories.conversations import Turn, conversations
 
 _FINISHED = ("stop", "length", "tool_calls", "content_filter", "function_call")
 _ROLES = {EpisodeItemRole.ENVIRONMENT: "user", EpisodeItemRole.OTHER: "user"}
@@ -32,7 +32,7 @@ def check_order(items: Sequence[Any], episode: str | None = None) -> None:
     roles = [getattr(item, "role", None) for item in items]
     name = named(episode)
     if not roles or None in roles:
-        raise ValueError(f"{name} is no dialogue: it has {len(roles)} messages; ART trains dialogues")
+        raise ValueError(f"{name} is no dialogue: it has {len(roles)} messages; ART trains conversations")
     if roles[0] not in (EpisodeItemRole.USER, EpisodeItemRole.SYSTEM):
         raise ValueError(f"{name} begins with a message of role {roles[0]}; allowed: user, system")
     if roles[-1] is not EpisodeItemRole.ASSISTANT:
@@ -73,7 +73,7 @@ def _of_calls(trajectory: Trajectory) -> list[dict[str, Any]]:
     trained = {trajectory.calls[place].index for place in trajectory.trained_calls}
     return [
         history
-        for dialogue in dialogues(trajectory.calls)
+        for dialogue in conversations(trajectory.calls)
         for history in _histories([turn if _is_trained(turn, trained) else Turn(turn.message) for turn in dialogue])
     ]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
-from insitu.trajectories.dialogues import Turn, dialogues
+from insitu.trajectories.conversations import Turn, conversations
 from insitu.trajectories.parsers.adk_parser import ADK
 from insitu.trajectories.parsers.langchain_parser import LANGCHAIN
 from insitu.trajectories.parsers.llama_index_parser import LLAMA_INDEX
@@ -61,7 +61,7 @@ def parse_to_dialogues(steps: Iterable[Any]) -> list[list[Message]]:
         logger.warning(
             "%d of %d model calls have no answer and are in no dialogue: %s", len(without), len(calls), reasons
         )
-    return [[_message(turn) for turn in turns] for turns in dialogues(calls)]
+    return [[_message(turn) for turn in turns] for turns in conversations(calls)]
 
 
 def _message(turn: Turn) -> Message:

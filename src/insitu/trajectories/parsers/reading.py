@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from insitu.errors import TrajectoryError
-from insitu.evaluation.wire import plain
+from insitu.evaluation.episode_protocol import plain
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, IntermediateStepType
 
 Message = dict[str, Any]

@@ -1,4 +1,4 @@
-"""The dialogues of an episode: prompts that continue one another, with each answer where it was given."""
+"""The conversations of an episode: prompts that continue one another, with each answer where it was given."""
 
 import json
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ class Turn(NamedTuple):
     call: ModelCall | None = None
 
 
-def dialogues(calls: Sequence[ModelCall]) -> list[list[Turn]]:
-    """All dialogues of an episode. The first is that of the last call that continues the first call.
+def conversations(calls: Sequence[ModelCall]) -> list[list[Turn]]:
+    """All conversations of an episode. The first is that of the last call that continues the first call.
 
     A dialogue is the prompt and the answer of one call. An assistant's message in the prompt was sampled by the call
     whose whole prompt is what stands before it and whose answer it repeats; any other is context. Each answer has its
