@@ -169,7 +169,7 @@ def test_what_is_patched_under_one_name_is_patched_under_the_other(path: str) ->
 def test_reloading() -> None:
     import nat.utils.io.suppress_logs as by_path
 
-    from insitu.workflow import logs
+    from insitu.toolkit import logs
 
     before = logs.suppress_logs
     try:

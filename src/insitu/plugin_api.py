@@ -79,12 +79,11 @@ from insitu.schemas.steps import (
     TTCEventData,
     UsageInfo,
 )
-from insitu.schemas.ttc import PipelineTypeEnum, StageTypeEnum, TTCItem
+from insitu.toolkit.logs import suppress_logs
+from insitu.toolkit.ttc import PipelineTypeEnum, StageTypeEnum, StrategyBase, TTCItem
 from insitu.workflow.context import Context
 from insitu.workflow.functions import Function, FunctionInfo
-from insitu.workflow.logs import suppress_logs
 from insitu.workflow.steps import IntermediateStepManager
-from insitu.workflow.ttc import StrategyBase
 
 __all__ = [
     "BaseEvaluator",

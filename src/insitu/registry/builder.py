@@ -26,7 +26,6 @@ from insitu.registry.kinds import (
 )
 from insitu.schemas.components import TTCStrategyBaseConfig, TypedBaseModel
 from insitu.schemas.finetuning import FinetuneConfig
-from insitu.schemas.ttc import PipelineTypeEnum, StageTypeEnum
 
 logger = logging.getLogger(__name__)
 
@@ -219,9 +218,7 @@ class Builder:
         with self._adding(TTC_STRATEGY, name, config):
             pass
 
-    async def get_ttc_strategy(
-        self, strategy_name: str, pipeline_type: PipelineTypeEnum, stage_type: StageTypeEnum
-    ) -> Any:
+    async def get_ttc_strategy(self, strategy_name: str, pipeline_type: str, stage_type: str) -> Any:
         """The strategy with its components, one object for each pipeline type.
 
         ConfigError if it is of another stage, or does not support the pipeline type.

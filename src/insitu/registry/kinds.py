@@ -42,7 +42,7 @@ DATASET = Kind(
     DatasetBaseConfig,
     dict.fromkeys(("json", "jsonl", "csv", "parquet", "xls"), "insitu.evaluation.datasets"),
 )
-TTC_STRATEGY = Kind("ttc_strategies", TTCStrategyBaseConfig, {"best_of_n_selection": "insitu.workflow.ttc"})
+TTC_STRATEGY = Kind("ttc_strategies", TTCStrategyBaseConfig, {"best_of_n_selection": "insitu.toolkit.ttc"})
 TRAJECTORY_BUILDER = Kind(
     "trajectory_builders",
     TrajectoryBuilderConfig,
