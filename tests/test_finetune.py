@@ -37,7 +37,7 @@ trainer_adapters:
   backend:
     _type: insitu_trainer_adapter
     {backend}
-    training: {{learning_rate: 1e-3, batch_rows: 16}}
+    training: {{learning_rate: 1e-3, mini_batch_size: 16}}
 trainers:
   grpo: {{_type: insitu_trainer}}
 finetuning:

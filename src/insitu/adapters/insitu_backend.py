@@ -26,7 +26,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.schemas.wire import JobState, TrainingOptions, TrainingSettings
+from insitu.schemas.training_jobs import JobState, TrainingOptions, TrainingSettings
 from insitu.trajectories.groups import build_rows, call_advantages
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         settings = TrainingSettings(
             **self.config.training.model_dump(),
             seed=self._loaded.general.seed,
-            progress=((epoch - 1) / epochs, epoch / epochs),
+            schedule_range=((epoch - 1) / epochs, epoch / epochs),
         )
         head = {"settings": settings.model_dump(mode="json"), "num_rows": len(rows)}
         key = f"{trajectories.run_id}/{epoch}"
