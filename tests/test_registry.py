@@ -171,9 +171,7 @@ async def test_a_child_builder_shares_the_parents_trainer_adapter_and_leaves_it_
 async def test_frameworks_without_support_are_named(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write({"llms": {"m": {"_type": "openai", "model_name": "x", "base_url": "http://127.0.0.1:9/v1"}}})
     async with Builder(load_config(path)) as builder:
-        with pytest.raises(
-            ConfigError, match=r"llms\.m: the framework .* available: adk"
-        ):
+        with pytest.raises(ConfigError, match=r"llms\.m: the framework .* available: adk"):
             await builder.get_llm("m", wrapper_type="smoke_signals")
         assert await builder.get_llm("m") is await builder.get_llm("m")
 
