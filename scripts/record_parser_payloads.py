@@ -30,7 +30,7 @@ from insitu.schemas.steps import (
     StreamEventData,
     TraceMetadata,
 )
-from insitu.trajectories.parsers.base_parser import parse_to_dialogues
+from insitu.toolkit.parsers.base_parser import parse_to_dialogues
 from insitu.workflow.context import Context, EpisodeScope
 
 DATA = Path(__file__).parent.parent / "tests" / "data" / "parsers"

@@ -31,8 +31,8 @@ from insitu.evaluation.episode_protocol import decode, read_step
 from insitu.evaluation.episode_protocol import encode as as_json
 from insitu.frameworks.langchain import make_llm
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, StreamEventData, TraceMetadata
-from insitu.trajectories.parsers import adk_parser, langchain_parser, llama_index_parser
-from insitu.trajectories.parsers.base_parser import calls_of, parse_to_dialogues, parse_to_openai_messages
+from insitu.toolkit.parsers import adk_parser, langchain_parser, llama_index_parser
+from insitu.toolkit.parsers.base_parser import calls_of, parse_to_dialogues, parse_to_openai_messages
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, OpenAIConfig, PlainLLM, connect, http_library
 

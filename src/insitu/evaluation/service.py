@@ -21,6 +21,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from insitu.builder import Builder
 from insitu.config import Config
 from insitu.errors import InsituError, describe_error
 from insitu.evaluation.episode_protocol import (
@@ -35,9 +36,11 @@ from insitu.evaluation.episode_protocol import (
     encode,
 )
 from insitu.evaluation.episodes import Attempted, being_cancelled, classify, fail, in_process
-from insitu.registry import LLM, Builder, PolicyEndpoint
+from insitu.http_format import error_body, http_url
+from insitu.registry import LLM
 from insitu.schemas.episodes import DropReason, Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.schemas.steps import IntermediateStep
 from insitu.workflow.context import EpisodeScope
 
@@ -47,7 +50,6 @@ ServePolicy = Callable[[Builder], AbstractAsyncContextManager[None]]
 _BODY_LIMIT = 64 * 2**20
 _IDLE_KEPT = 4
 """Built workflows that are kept although no episode runs in them, so that a trainer finds its own again."""
-_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 _STATUS = {DropReason.BACKEND_ERROR: 502, DropReason.TIMEOUT: 504}
 
 
@@ -137,7 +139,7 @@ class WorkflowService:
             site = web.TCPSite(runner, host, port)
             await site.start()
             bound = runner.addresses[0][1]
-            yield f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+            yield http_url(host, bound)
         finally:
             await runner.cleanup()
             for policy in list(self._deployments):
@@ -307,5 +309,4 @@ def _json(content: Any, status: int = 200) -> web.Response:
 
 
 def _error(message: str, status: int, param: str | None = None, code: str | None = None) -> web.Response:
-    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return _json({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
+    return _json(error_body(message, status, param, code), status)

@@ -5,7 +5,8 @@ from typing import Any, Protocol
 
 import orjson
 
-from insitu.workflow.spelling import delta_of, error_of
+from insitu.http_format import DONE, error_message
+from insitu.workflow.spelling import delta_of
 
 
 class Filter(Protocol):
@@ -51,7 +52,7 @@ class StreamAssembly:
         try:
             event = orjson.loads(data)
         except orjson.JSONDecodeError:  # what only the client can make sense of, or its end
-            self.done = self.done or data.strip() == b"[DONE]"
+            self.done = self.done or data.strip() == DONE
             return b"".join(lines)
         if (isinstance(event, dict) and self._take(event)) or len(lines) > 1:
             return b"data: " + orjson.dumps(event) + b"\n"
@@ -59,7 +60,7 @@ class StreamAssembly:
 
     def _take(self, event: dict[str, Any]) -> bool:
         """Add an event to the answer; whether it was changed."""
-        self.error = self.error or error_of(event)
+        self.error = self.error or error_message(event)
         for name in ("prompt_token_ids", "policy_version", "usage"):
             if event.get(name) is not None:
                 self._head[name] = event[name]

@@ -17,10 +17,11 @@ from typing import Any
 import orjson
 
 from insitu.errors import CaptureError
+from insitu.http_format import MALFORMED, choice_logprobs, choice_token_ids, error_message
 from insitu.schemas.episodes import ModelCall
 from insitu.workflow.assembly import StreamAssembly
 from insitu.workflow.context import EpisodeScope, current_scope
-from insitu.workflow.spelling import CHAT, UNREADABLE, Asked, asked_by, error_of, logprobs_of, message_of, token_ids_of
+from insitu.workflow.spelling import CHAT, Asked, asked_by, message_of
 from insitu.workflow.steps import Place, place
 
 logger = logging.getLogger(__name__)
@@ -138,9 +139,9 @@ class Exchange:
         try:
             reply = orjson.loads(body)
             if not reply.get("choices"):
-                raise ValueError(error_of(reply) or "it has no choices")
+                raise ValueError(error_message(reply) or "it has no choices")
             self._finish(reply, headers)
-        except UNREADABLE as error:
+        except MALFORMED as error:
             self.fail("unreadable answer")
             self.unreadable = repr(error)
             return body
@@ -181,7 +182,7 @@ class Exchange:
                 self._finish(reply, headers, error)
             else:
                 self.fail("empty stream")
-        except UNREADABLE as garbled:
+        except MALFORMED as garbled:
             self.fail("unreadable answer")
             error = f"the stream cannot be understood: {garbled!r}"
         return error
@@ -241,8 +242,8 @@ class Exchange:
                 message=message_of(choice),
                 choice=number,
                 prompt_token_ids=choice.get("prompt_token_ids") or reply.get("prompt_token_ids"),
-                token_ids=token_ids_of(choice),
-                logprobs=logprobs_of(choice),
+                token_ids=choice_token_ids(choice),
+                logprobs=choice_logprobs(choice),
                 finish_reason=choice.get("finish_reason"),
                 policy_version=int(version) if version.isdecimal() else None,
                 functions=self._place.invocation.names,

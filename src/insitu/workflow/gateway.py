@@ -23,12 +23,12 @@ from aiohttp import web
 from yarl import URL
 
 from insitu.errors import CaptureError, ConfigError, RequestRefused
+from insitu.http_format import MALFORMED, http_url
 from insitu.workflow import relay
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.dialects import CHAT, DIALECTS, Dialect, Turn, anthropic, chat, request_of
 from insitu.workflow.llms import PlainLLM
 from insitu.workflow.relay import MAX_BODY, Route
-from insitu.workflow.spelling import UNREADABLE
 from insitu.workflow.steps import Place, place
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Listen:
         """The address for agents, of a gateway that is bound to these."""
         if self.address is not None:
             return self.address.replace("{port}", str(port)).rstrip("/")
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return http_url(host, port)
 
 
 @dataclass
@@ -112,7 +112,7 @@ class Gateway:
         self._by_name = {llm.model: llm for llm in reversed(llms)} | {llm.name: llm for llm in llms}
         for alias, name in (aliases or {}).items():
             if name not in self._by_name:
-                raise ConfigError(f"models: {alias} stands for {name!r}; there is: {', '.join(self._by_name)}")
+                raise ConfigError(f"models: {alias} stands for {name!r}; available: {', '.join(self._by_name)}")
             self._by_name[alias] = self._by_name[name]
         self._first = llms[0]
         self._elsewhere = elsewhere
@@ -186,15 +186,15 @@ class Gateway:
                 return await self._forward(request, route, body)
             return await self._call(request, door, llm, _turn(door, dialect, asked))
         except RequestRefused as error:
-            return _json(dialect.error(error.status, str(error), error.code, error.param), error.status)
+            return _json(dialect.error(str(error), error.status, error.param, error.code), error.status)
         except CaptureError as error:
-            return _json(dialect.error(424, str(error), "capture_error"), 424)
+            return _json(dialect.error(str(error), 424, code="capture_error"), 424)
         except aiohttp.ClientError as error:
             status, what = (504, "in time") if isinstance(error, TimeoutError) else (502, "whole")
             failure = f"no answer {what} from the model's server: {type(error).__name__}: {error}"
             if door is not None:
                 door.failure = failure
-            return _json(dialect.error(status, failure, "upstream"), status)
+            return _json(dialect.error(failure, status, code="upstream"), status)
 
     def _door(self, key: str) -> Door:
         door = self._doors.get(key)
@@ -277,7 +277,7 @@ def _under(base_url: Any, route: str) -> str:
 def _turn(door: Door, dialect: Dialect, data: dict[str, Any]) -> Turn:
     try:
         return dialect.turn(data, door.memory.setdefault(dialect, {}))
-    except UNREADABLE as error:
+    except MALFORMED as error:
         raise RequestRefused(f"the request cannot be understood: {type(error).__name__} {error}") from error
 
 

@@ -13,9 +13,9 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from insitu.errors import CaptureError, RequestRefused
+from insitu.http_format import MALFORMED, error_message, parse_events
 from insitu.workflow.capture import Exchange
-from insitu.workflow.dialects import Turn, events_of, shown_of
-from insitu.workflow.spelling import UNREADABLE, error_of
+from insitu.workflow.dialects import Turn, shown_of
 
 logger = logging.getLogger(__name__)
 
@@ -118,12 +118,12 @@ def translated(turn: Turn, status: int, shown: bytes) -> bytes:
         found = orjson.loads(shown)
         if status < 400:
             return orjson.dumps(turn.reply(found))
-        said = error_of(found)
-    except UNREADABLE as error:
+        said = error_message(found)
+    except MALFORMED as error:
         if status < 400:
             raise aiohttp.ClientPayloadError(f"its answer is no chat completion: {error!r}") from error
         said = None
-    return orjson.dumps(turn.error(status, said or shown[:500].decode(errors="replace")))
+    return orjson.dumps(turn.error(said or shown[:500].decode(errors="replace"), status))
 
 
 async def pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
@@ -178,9 +178,9 @@ async def _events(
         try:
             shown = exchange.feed(chunk)
             if not turn.verbatim:
-                events, rest = events_of(rest + shown)
+                events, rest = parse_events(rest + shown)
                 shown, failure = shown_of(turn, events)
-        except UNREADABLE as error:
+        except MALFORMED as error:
             return f"the stream of the model's server cannot be understood: {error!r}"
         if exchange.is_done:
             failure = exchange.end(answer.headers, failure)

@@ -14,9 +14,6 @@ TEXT = "completions"
 
 Messages = list[dict[str, Any]]
 
-UNREADABLE = (LookupError, TypeError, AttributeError, ValueError)
-"""What reading JSON of another shape than it should have raises."""
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -83,42 +80,7 @@ def message_of(choice: dict[str, Any]) -> dict[str, Any] | None:
     return message
 
 
-def error_of(body: Any) -> str | None:
-    """What a server says is wrong, in an answer or an event."""
-    error = body.get("error")
-    said = error.get("message") if isinstance(error, dict) else None
-    return str(said or error) if error else None
-
-
 def delta_of(piece: dict[str, Any]) -> dict[str, Any]:
     """What the message of a streamed choice grew by."""
     text = piece.get("text")
     return {"content": text} if isinstance(text, str) else piece.get("delta") or {}
-
-
-def token_ids_of(choice: dict[str, Any]) -> list[int] | None:
-    """The sampled ids; servers of ART spell them in the logprobs instead, as tokens `token_id:N`."""
-    given: list[int] | None = choice.get("token_ids")
-    names, _ = _sampled(choice)
-    if given is not None or not names:
-        return given
-    spelt = [str(name).partition("token_id:") for name in names]
-    ids = [int(number) for before, _, number in spelt if not before and number.isdecimal()]
-    return ids if len(ids) == len(names) else None
-
-
-def logprobs_of(choice: dict[str, Any]) -> list[float] | None:
-    """The logprobs of the sampled tokens; a completion of no tokens has an empty list, however it is spelt."""
-    _, logprobs = _sampled(choice)
-    return [] if logprobs is None and choice.get("token_ids") == [] else logprobs
-
-
-def _sampled(choice: dict[str, Any]) -> tuple[list[Any], list[float] | None]:
-    """The names of the sampled tokens, and their logprobs where there are any."""
-    told = choice.get("logprobs")
-    if not isinstance(told, dict):
-        return [], None
-    entries = told.get("content")
-    if entries is not None:
-        return [entry.get("token") for entry in entries], [entry["logprob"] for entry in entries]
-    return told.get("tokens") or [], told.get("token_logprobs")

@@ -12,8 +12,9 @@ from weakref import WeakKeyDictionary
 import orjson
 
 from insitu.errors import RequestRefused
+from insitu.http_format import parse_events
 from insitu.workflow.context import EpisodeScope, current_scope
-from insitu.workflow.dialects import DIALECTS, Turn, events_of, request_of, shown_of
+from insitu.workflow.dialects import DIALECTS, Turn, request_of, shown_of
 from insitu.workflow.llms import PlainLLM
 from insitu.workflow.transport import Transports, for_library
 
@@ -57,7 +58,7 @@ class _Translation:
         try:
             turn = dialect.turn(orjson.loads(content), memory)
         except RequestRefused as error:
-            return self._json(dialect.error(error.status, str(error), error.code, error.param), error.status)
+            return self._json(dialect.error(str(error), error.status, error.param, error.code), error.status)
         said = request_of(turn, self._plain.params, self._plain.model)
         client = self._plain.client
         sent = self.http.Request(
@@ -101,7 +102,7 @@ class _AsyncBody:
         rest = b""
         failure = None
         async for chunk in self._stream:
-            events, rest = events_of(rest + chunk)
+            events, rest = parse_events(rest + chunk)
             shown, failure = shown_of(self._turn, events)
             yield shown
             if failure is not None:
@@ -140,7 +141,7 @@ class _SyncBody:
         rest = b""
         failure = None
         for chunk in self._stream:
-            events, rest = events_of(rest + chunk)
+            events, rest = parse_events(rest + chunk)
             shown, failure = shown_of(self._turn, events)
             yield shown
             if failure is not None:

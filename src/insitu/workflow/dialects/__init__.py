@@ -3,11 +3,11 @@
 from typing import Any
 
 from insitu.workflow.dialects import anthropic, responses
-from insitu.workflow.dialects.turns import Dialect, Turn, events_of, shown_of
+from insitu.workflow.dialects.turns import Dialect, Turn, shown_of
 from insitu.workflow.dialects.verbatim import chat, text
 from insitu.workflow.spelling import CHAT, TEXT
 
-__all__ = ["CHAT", "DIALECTS", "Dialect", "Turn", "anthropic", "chat", "events_of", "request_of", "shown_of"]
+__all__ = ["CHAT", "DIALECTS", "Dialect", "Turn", "anthropic", "chat", "request_of", "shown_of"]
 
 DIALECTS: dict[str, Dialect] = {CHAT: chat, TEXT: text, "responses": responses, "messages": anthropic}
 """By the route below `/v1` that their clients ask."""

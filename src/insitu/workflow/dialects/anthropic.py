@@ -10,7 +10,8 @@ from typing import Any
 import orjson
 
 from insitu.errors import RequestRefused
-from insitu.workflow.dialects.turns import refuse_others, server_sent, text_parts
+from insitu.http_format import format_event
+from insitu.workflow.dialects.turns import refuse_others, text_parts
 from insitu.workflow.spelling import CHAT
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "stream")
@@ -44,7 +45,7 @@ def turn(request: dict[str, Any], memory: dict[str, Any]) -> "_Turn":
     return _Turn(_chat(request, memory), memory)
 
 
-def error(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+def error(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -177,7 +178,7 @@ class _Turn:
     def _begin(self, chunk: dict[str, Any]) -> Iterator[bytes]:
         if not self._begun:
             self._begun = True
-            yield server_sent("message_start", {"type": "message_start", "message": self._message(chunk, [])})
+            yield _event({"type": "message_start", "message": self._message(chunk, [])})
 
     def _text(self, text: str) -> Iterator[bytes]:
         if not self._text_open:
@@ -201,28 +202,32 @@ class _Turn:
         yield from self._close()
         self._block += 1
         data = {"type": "content_block_start", "index": self._block, "content_block": block}
-        yield server_sent("content_block_start", data)
+        yield _event(data)
 
     def _close(self) -> Iterator[bytes]:
         if self._block >= 0:
-            yield server_sent("content_block_stop", {"type": "content_block_stop", "index": self._block})
+            yield _event({"type": "content_block_stop", "index": self._block})
         self._text_open = False
 
     def _delta(self, block: int, delta: dict[str, Any]) -> bytes:
-        return server_sent("content_block_delta", {"type": "content_block_delta", "index": block, "delta": delta})
+        return _event({"type": "content_block_delta", "index": block, "delta": delta})
 
     def end(self, failure: str | None = None) -> Iterator[bytes]:
         if failure is not None:
-            yield server_sent("error", error(502, failure))
+            yield _event(error(failure, 502))
             return
         yield from self._begin({})
         yield from self._close()
         delta = dict(zip(("stop_reason", "stop_sequence"), self._stop, strict=True))
         usage = self._usage or _usage({})
-        yield server_sent("message_delta", {"type": "message_delta", "delta": delta, "usage": usage})
-        yield server_sent("message_stop", {"type": "message_stop"})
+        yield _event({"type": "message_delta", "delta": delta, "usage": usage})
+        yield _event({"type": "message_stop"})
 
     error = staticmethod(error)
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return format_event(orjson.dumps(data), data["type"])
 
 
 def _as_sampled(block: dict[str, Any], memory: dict[str, str]) -> str:

@@ -9,8 +9,11 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+import orjson
+
 from insitu.errors import RequestRefused
-from insitu.workflow.dialects.turns import openai_error, refuse_others, server_sent, text_parts
+from insitu.http_format import error_body, format_event
+from insitu.workflow.dialects.turns import refuse_others, text_parts
 from insitu.workflow.spelling import CHAT
 
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed", "user")
@@ -26,7 +29,7 @@ _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"
 _TEXT = ("input_text", "output_text", "text", "summary_text", "refusal")
 
 
-error = openai_error
+error = error_body
 
 
 def turn(request: dict[str, Any], memory: dict[str, Any]) -> "_Turn":
@@ -122,7 +125,7 @@ class _Turn:
         if before is not None and before not in memory:
             known = ", ".join(memory) or "none"
             raise RequestRefused(
-                f"there is no response {before!r} in this episode; there is: {known}",
+                f"there is no response {before!r} in this episode; available: {known}",
                 status=404,
                 param="previous_response_id",
             )
@@ -183,7 +186,7 @@ class _Turn:
 
     def _event(self, kind: str, **data: Any) -> bytes:
         self._number += 1
-        return server_sent(kind, {"type": kind, "sequence_number": self._number, **data})
+        return format_event(orjson.dumps({"type": kind, "sequence_number": self._number, **data}), kind)
 
     def event(self, chunk: dict[str, Any]) -> Iterator[bytes]:
         self._model = chunk.get("model", self._model)
@@ -248,7 +251,7 @@ class _Turn:
         response = self._finished()
         yield self._event(f"response.{response['status']}", response=response)
 
-    error = staticmethod(openai_error)
+    error = staticmethod(error_body)
 
 
 def _text_part(text: str) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import orjson
-
 from insitu.errors import RequestRefused
-from insitu.workflow.spelling import error_of
+from insitu.http_format import error_message
 
 
 class Turn(Protocol):
@@ -27,7 +25,7 @@ class Turn(Protocol):
 
     def end(self, failure: str | None = None) -> Iterator[bytes]: ...
 
-    def error(self, status: int, message: str) -> dict[str, Any]: ...
+    def error(self, message: str, status: int) -> dict[str, Any]: ...
 
 
 class Dialect(Protocol):
@@ -35,16 +33,7 @@ class Dialect(Protocol):
 
     def turn(self, request: dict[str, Any], memory: dict[str, Any]) -> Turn: ...
 
-    def error(self, status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]: ...
-
-
-def openai_error(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def server_sent(event: str, data: dict[str, Any]) -> bytes:
-    return b"event: " + event.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
+    def error(self, message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]: ...
 
 
 def refuse_others(request: dict[str, Any], known: frozenset[str], neutral: dict[str, tuple[Any, ...]]) -> None:
@@ -73,18 +62,8 @@ def shown_of(turn: Turn, events: list[dict[str, Any]]) -> tuple[bytes, str | Non
     """What the agent is shown of these chunks, up to the one in which the server tells of a failure, and that."""
     shown = bytearray()
     for event in events:
-        if (failure := error_of(event)) is not None:
+        if (failure := error_message(event)) is not None:
             return bytes(shown), failure
         for part in turn.event(event):
             shown += part
     return bytes(shown), None
-
-
-def events_of(data: bytes) -> tuple[list[dict[str, Any]], bytes]:
-    """The chunks of a streamed chat completion that are complete, and what is left over."""
-    *lines, rest = data.split(b"\n")
-    found = []
-    for line in lines:
-        if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
-            found.append(orjson.loads(line[5:]))
-    return found, rest

@@ -5,14 +5,14 @@ from typing import Any
 
 import orjson
 
-from insitu.workflow.dialects.turns import openai_error
+from insitu.http_format import error_body, format_event
 from insitu.workflow.spelling import CHAT, TEXT
 
 
 class Verbatim:
     """Requests and answers are passed on as they are."""
 
-    error = staticmethod(openai_error)
+    error = staticmethod(error_body)
 
     def __init__(self, route: str) -> None:
         self._route = route
@@ -27,7 +27,7 @@ text = Verbatim(TEXT)
 
 class _Turn:
     verbatim = True
-    error = staticmethod(openai_error)
+    error = staticmethod(error_body)
 
     def __init__(self, route: str, request: dict[str, Any]) -> None:
         self.route = route
@@ -41,4 +41,4 @@ class _Turn:
 
     def end(self, failure: str | None = None) -> Iterator[bytes]:
         if failure is not None:
-            yield b"\n\ndata: " + orjson.dumps(openai_error(502, failure, "upstream")) + b"\n\n"
+            yield b"\n\n" + format_event(orjson.dumps(error_body(failure, 502, code="upstream")))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from insitu.errors import TrajectoryError
-from insitu.trajectories.parsers.reading import (
+from insitu.toolkit.parsers.common import (
     OPENAI,
     Answer,
     Dialect,

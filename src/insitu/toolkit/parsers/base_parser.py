@@ -13,11 +13,8 @@ from typing import Any, NamedTuple
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
-from insitu.trajectories.conversations import Turn, conversations
-from insitu.trajectories.parsers.adk_parser import ADK
-from insitu.trajectories.parsers.langchain_parser import LANGCHAIN
-from insitu.trajectories.parsers.llama_index_parser import LLAMA_INDEX
-from insitu.trajectories.parsers.reading import (
+from insitu.toolkit.parsers.adk_parser import ADK
+from insitu.toolkit.parsers.common import (
     OPENAI,
     Answer,
     Message,
@@ -30,6 +27,9 @@ from insitu.trajectories.parsers.reading import (
     prompt_of,
     read_prompt,
 )
+from insitu.toolkit.parsers.langchain_parser import LANGCHAIN
+from insitu.toolkit.parsers.llama_index_parser import LLAMA_INDEX
+from insitu.trajectories.conversations import Turn, conversations
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,97 @@
+"""HTTP formats used on both sides of the wire: URLs, server-sent events, OpenAI error bodies, tokens of a choice.
+
+data: {"choices": [{"index": 0, "delta": {"content": "Hi"}}]}                       an event of a stream
+{"error": {"message": "...", "type": "not_found_error", "param": null, "code": null}}        an error body
+{"token_ids": [7], "logprobs": {"content": [{"token": "token_id:7", "logprob": -0.1}]}}  tokens of a choice
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import orjson
+
+DONE = b"[DONE]"
+"""Data of the last event of a streamed completion."""
+MALFORMED = (LookupError, TypeError, AttributeError, ValueError)
+"""What reading JSON of an unexpected shape raises, `orjson.loads` included."""
+
+_TOKEN_ID = "token_id:"
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+
+
+def url_host(host: str) -> str:
+    """A host as it is written in a URL: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def http_url(host: str, port: int) -> str:
+    return f"http://{url_host(host)}:{port}"
+
+
+def format_event(data: bytes, event: str | None = None) -> bytes:
+    """One server-sent event; `data` must not contain line breaks."""
+    head = b"" if event is None else b"event: " + event.encode() + b"\n"
+    return head + b"data: " + data + b"\n\n"
+
+
+def event_data(line: bytes) -> bytes | None:
+    """The payload of a `data:` line of an event stream; None for any other line."""
+    return line[5:].strip() if line.startswith(b"data:") else None
+
+
+def parse_events(buffer: bytes) -> tuple[list[Any], bytes]:
+    """Splits a stream into the JSON of its complete events, one line of data each, and the incomplete rest."""
+    *lines, rest = buffer.split(b"\n")
+    payloads = (event_data(line) for line in lines)
+    return [orjson.loads(data) for data in payloads if data is not None and data != DONE], rest
+
+
+def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error as OpenAI's API reports it."""
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_message(body: Any) -> str | None:
+    """The message of an error body, or of an event that reports an error; None if there is no `error`."""
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return str(message or error) if error else None
+
+
+def format_token_id(token_id: int) -> str:
+    """A token in logprobs, as vLLM writes it with `return_tokens_as_token_ids`."""
+    return f"{_TOKEN_ID}{token_id}"
+
+
+def parse_token_ids(tokens: Iterable[Any]) -> list[int] | None:
+    """The ids of tokens written as `token_id:N`; None if there are no tokens, or one of them is text."""
+    ids = []
+    for token in tokens:
+        before, _, number = str(token).partition(_TOKEN_ID)
+        if before or not number.isdecimal():
+            return None
+        ids.append(int(number))
+    return ids or None
+
+
+def sampled_tokens(logprobs: Any) -> tuple[list[Any], list[float] | None]:
+    """The tokens and their logprobs in `logprobs` of a choice: of a chat (`content`) or of a text (`tokens`)."""
+    if not isinstance(logprobs, dict):
+        return [], None
+    entries = logprobs.get("content")
+    if entries is not None:
+        return [entry.get("token") for entry in entries], [entry["logprob"] for entry in entries]
+    return logprobs.get("tokens") or [], logprobs.get("token_logprobs")
+
+
+def choice_token_ids(choice: dict[str, Any]) -> list[int] | None:
+    """The sampled token ids: `token_ids`, or else those written in the logprobs."""
+    ids: list[int] | None = choice.get("token_ids")
+    return ids if ids is not None else parse_token_ids(sampled_tokens(choice.get("logprobs"))[0])
+
+
+def choice_logprobs(choice: dict[str, Any]) -> list[float] | None:
+    """The logprobs of the sampled tokens; empty for a completion without tokens, whose `logprobs` may be null."""
+    _, logprobs = sampled_tokens(choice.get("logprobs"))
+    return [] if logprobs is None and choice.get("token_ids") == [] else logprobs
