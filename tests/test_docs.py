@@ -34,7 +34,7 @@ import yaml
 
 from insitu.config import load_config
 from insitu.config.yaml_loader import parse_yaml
-from insitu.registry import LLMFrameworkEnum
+from insitu.plugin_api import LLMFrameworkEnum
 from insitu.schemas.episodes import DropReason
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -255,7 +255,7 @@ def test_what_is_not_there_says_so(write: Any) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(write({s: {"mine": {"_type": t}} for s, t in zip(sections, types, strict=True)}))
     for section, name in zip(sections, types, strict=True):
-        assert f"{section}.mine: _type {name!r} is not there yet: preferences" in str(refused.value)
+        assert f"{section}.mine: _type {name!r} is not implemented yet: preferences" in str(refused.value)
 
 
 def test_the_paths_alone_cost_nothing() -> None:
