@@ -16,7 +16,7 @@ STUBS = Path(__file__).parent.parent / "src" / "nat-stubs"
 
 def stubs() -> dict[Path, str]:
     """Path in the stub package -> content."""
-    files = {Path("py.typed"): "partial\n", Path("__init__.pyi"): ""}  # partial: other modules of `nat` have their own types
+    files = {Path("py.typed"): "partial\n", Path("__init__.pyi"): ""}  # partial: not all of `nat`
     for path in nat.PARENTS | nat.PATHS.keys():
         location = Path(*path.split(".")[1:])
         file = location / "__init__.pyi" if path in nat.PARENTS else location.with_suffix(".pyi")
