@@ -1,6 +1,6 @@
-"""Compare insitu's advantages and losses with a file of reference values: python scripts/check_losses.py FILE.
+"""Compares insitu's advantages and losses with a file of reference values: python scripts/check_losses.py FILE.
 
-Prints the largest error of each variant, in value and gradient, and exits with 1 when one is above 1e-6.
+Prints the largest error of each variant, in value and gradient, and exits with 1 if one exceeds 1e-6.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import torch
 
 from insitu.algorithms.advantages import AdvantageConfig, group_advantages
 from insitu.backend.training.losses import PolicyBatch, policy_loss, row_weights
-from insitu.schemas.wire import LossSettings
+from insitu.schemas.training_jobs import LossSettings
 
 TOLERANCE = 1e-6
 CONVENTIONS = {
@@ -24,15 +24,21 @@ CONVENTIONS = {
     "dr_grpo": AdvantageConfig(baseline="mean", scale="none"),
     "rloo": AdvantageConfig(baseline="leave_one_out", scale="none"),
 }
+SETTING_NAMES = {
+    "level": "importance_sampling_level",
+    "aggregation": "loss_agg_mode",
+    "constant": "loss_scale_factor",
+}
+"""The file's `params` to the fields of LossSettings, where the names differ."""
 INPUTS = {"note", "clip_eps", "old_logp", "new_logp", "ref_logp", "rollout_logp", "mask", "rewards", "group"}
 
 
 class Unchecked(Exception):
-    """A variant that cannot be checked as it is described."""
+    """The file describes a variant that cannot be checked."""
 
 
 def advantages(data: dict[str, Any], name: str) -> list[float]:
-    """One advantage for each row of the file, by a named convention."""
+    """The advantage of each row of the file under a named convention."""
     members: dict[Any, list[int]] = {}
     for row, group in enumerate(data["group"]):
         members.setdefault(group, []).append(row)
@@ -45,32 +51,32 @@ def advantages(data: dict[str, Any], name: str) -> list[float]:
 
 
 def largest_error(ours: list[float], theirs: list[float]) -> float:
-    """NaN when either side holds one, infinite when they differ in length."""
+    """Returns NaN if either side contains one, infinity if the lengths differ."""
     if len(ours) != len(theirs):
         return math.inf
     errors = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     return math.nan if any(map(math.isnan, errors)) else max(errors, default=0.0)
 
 
-def settings_of(params: dict[str, Any], data: dict[str, Any]) -> LossSettings:
+def loss_settings(params: dict[str, Any], data: dict[str, Any]) -> LossSettings:
     low, high = data.get("clip_eps", (0.2, 0.2))
-    keys = {key: value for key, value in params.items() if key != "advantage"}
+    settings = {SETTING_NAMES.get(key, key): value for key, value in params.items() if key != "advantage"}
     try:
-        return LossSettings.model_validate({"clip_low": low, "clip_high": high} | keys)
+        return LossSettings.model_validate({"clip_low": low, "clip_high": high} | settings)
     except ValueError as error:
-        raise Unchecked(f"params not understood: {error}") from None
+        raise Unchecked(f"invalid params: {error}") from None
 
 
 def matrix(rows: list[list[float | None]], width: int) -> torch.Tensor:
-    """(rows, width) in float64; null and what a shorter row lacks become NaN."""
+    """(rows, width) in float64; null and the missing end of a shorter row become NaN."""
     padded = [[math.nan if v is None else v for v in row] + [math.nan] * (width - len(row)) for row in rows]
     return torch.tensor(padded, dtype=torch.float64)
 
 
 def loss_errors(data: dict[str, Any], variant: dict[str, Any]) -> tuple[float, float, str]:
-    """Errors in value and gradient, and a remark."""
+    """Returns the errors of value and gradient, and a remark."""
     params = variant["params"]
-    settings = settings_of(params, data)
+    settings = loss_settings(params, data)
     name, remark = params.get("advantage"), ""
     if name in CONVENTIONS:
         rows = advantages(data, name)
@@ -85,7 +91,7 @@ def loss_errors(data: dict[str, Any], variant: dict[str, Any]) -> tuple[float, f
     mask = matrix(data["mask"], width).nan_to_num(0).bool()
     new = matrix(data["new_logp"], width).requires_grad_()
     old = matrix(data["old_logp"], width)
-    # A file without these two has no variant that uses them: then NaN comes out, which is an error.
+    # NaN, which counts as an error, if a variant uses an input the file lacks.
     rollout, ref = (
         matrix(data[key], width) if key in data else torch.full_like(old, math.nan)
         for key in ("rollout_logp", "ref_logp")
@@ -123,7 +129,7 @@ def check(data: dict[str, Any]) -> bool:
         if name in CONVENTIONS:
             good &= report(f"advantages {name}", largest_error(advantages(data, name), values))
         else:
-            print(f"skip advantages {name}: not a convention with a name here; known: {', '.join(CONVENTIONS)}")
+            print(f"skip advantages {name}: unknown convention; known: {', '.join(CONVENTIONS)}")
     for name, variant in data.get("losses", {}).items():
         try:
             *errors, remark = loss_errors(data, variant)

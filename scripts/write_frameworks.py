@@ -39,7 +39,7 @@ builder of [your own](guides/extend.md#a-trajectory-builder):
 from langchain_core.language_models import FakeListChatModel
 
 import insitu.frameworks.langchain
-from insitu.trajectories.parsers.base_parser import parse_to_openai_messages
+from insitu.toolkit.parsers.base_parser import parse_to_openai_messages
 from insitu.workflow.context import EpisodeScope
 
 with EpisodeScope() as episode:

@@ -26,7 +26,7 @@ from insitu.adapters.art.trainer_adapter import known_metrics
 from insitu.algorithms.credit import spread
 from insitu.config import Config
 from insitu.errors import BackendUnavailable, RequestRefused, TrajectoryError
-from insitu.registry import Builder
+from insitu.plugin_api import Builder
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
 from insitu.training.weighing import weigh

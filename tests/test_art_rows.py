@@ -176,7 +176,7 @@ def test_defaults_of_the_generations():
     for settings in (old, new):
         assert (settings.learning_rate, settings.betas) == (5e-6, (0.9, 0.99))
         assert (settings.weight_decay, settings.max_grad_norm) == (0.1, 0.1)
-        assert (settings.aggregation, settings.ratio_to, settings.lora) == ("sequence", "sampled", None)
+        assert (settings.loss_agg_mode, settings.old_logprobs, settings.lora) == ("sequence", "rollout", None)
 
 
 def test_what_is_asked_arrives():
@@ -209,8 +209,8 @@ def test_what_is_asked_arrives():
     }
     plan = plan_of("A", {"learning_rate": 1e-3, "beta": 0.3}, dev, internal)
     settings = plan.settings
-    assert (settings.clip_low, settings.clip_high, settings.level) == (0.1, 0.4, "sequence")
-    assert (settings.ratio_to, settings.truncated_importance) == ("start", 2.0)
+    assert (settings.clip_low, settings.clip_high, settings.importance_sampling_level) == (0.1, 0.4, "sequence")
+    assert (settings.old_logprobs, settings.truncated_importance) == ("recomputed", 2.0)
     assert (settings.learning_rate, settings.kl.beta, settings.kl.estimator) == (1e-3, 0.3, "k3")
     assert (settings.betas, settings.weight_decay, settings.max_grad_norm) == ((0.8, 0.95), 0.0, 1.0)
     assert settings.lora.model_dump() == {"rank": 4, "alpha": 12, "dropout": 0.0, "target_modules": ["q_proj"]}

@@ -278,7 +278,7 @@ async def gained(write: Any, served: Served, credit: str) -> float:
     """
     case = Case(credit, "leave_one_out", "sample_std", pays={"plan": "reward", "solve": "step"})
     file = yaml.safe_load(project(write, served, case, num_epochs=10).read_text())
-    file["trainer_adapters"]["a"]["training"] = {"learning_rate": 1e-2, "batch_rows": 16}
+    file["trainer_adapters"]["a"]["training"] = {"learning_rate": 1e-2, "mini_batch_size": 16}
     file["functions"]["plan"]["worth"], file["eval"]["evaluators"]["score"]["worth"] = 0.0, -1.0
     metrics = lines(await train(write(file)) / "training_metrics.jsonl")
     versions = [m["policy_version"] for m in metrics]

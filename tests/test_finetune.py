@@ -36,7 +36,7 @@ trainer_adapters:
   backend:
     _type: insitu_trainer_adapter
     {backend}
-    training: {{learning_rate: 1e-3, batch_rows: 16}}
+    training: {{learning_rate: 1e-3, mini_batch_size: 16}}
 trainers:
   grpo: {{_type: insitu_trainer}}
 finetuning:
@@ -221,7 +221,7 @@ def test_what_cannot_be_trained_is_refused_before_the_earlier_run_is_moved(proje
         (["-o", "finetuning.reward_function", "null"], "finetuning.reward_function is missing"),
         (
             ["--validation_dataset", "rows.jsonl", "--validation_config_file", "held_out.yml"],
-            "held_out.yml: the evaluator that gives the reward, 'score' does not exist; there is: other",
+            "held_out.yml: the evaluator that gives the reward, 'score' does not exist; available: other",
         ),
     ):
         code, out, err = run(project, *arguments)

@@ -11,15 +11,16 @@ from aiohttp import web
 from insitu.adapters.insitu_backend import InsituTrainerAdapter
 from insitu.config import load_config
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed
-from insitu.registry import TRAINER_ADAPTER, Builder
+from insitu.plugin_api import Builder
+from insitu.registry import TRAINER_ADAPTER
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
-from insitu.schemas.wire import TrainingOptions
+from insitu.schemas.training_jobs import TrainingOptions
 
 OPTIONS: dict[str, Any] = {
     "objective": "cispo",
-    "level": "sequence",
-    "ratio_to": "start",
+    "importance_sampling_level": "sequence",
+    "old_logprobs": "recomputed",
     "clip_low": 0.11,
     "clip_high": 0.12,
     "cispo_cap": 3.0,
@@ -27,8 +28,8 @@ OPTIONS: dict[str, Any] = {
     "dual_clip": None,
     "truncated_importance": 2.5,
     "kl": {"beta": 0.013, "estimator": "k1"},
-    "aggregation": "constant",
-    "constant": 17.0,
+    "loss_agg_mode": "constant",
+    "loss_scale_factor": 17.0,
     "method": "grpo",
     "learning_rate": 3e-4,
     "schedule": "cosine",
@@ -36,12 +37,12 @@ OPTIONS: dict[str, Any] = {
     "weight_decay": 0.014,
     "betas": [0.7, 0.8],
     "max_grad_norm": 0.5,
-    "batch_rows": 15,
-    "passes": 3,
+    "mini_batch_size": 15,
+    "num_iterations": 3,
     "micro_batch_tokens": 999,
     "lora": {"rank": 3},
 }
-OTHERS = {**OPTIONS, "objective": "clip", "dual_clip": 4.0, "ratio_to": "sampled", "truncated_importance": None}
+OTHERS = {**OPTIONS, "objective": "clip", "dual_clip": 4.0, "old_logprobs": "rollout", "truncated_importance": None}
 
 
 class Backend:
@@ -130,7 +131,7 @@ async def test_every_option_of_training_arrives(backend: Backend, write: Any, op
     settings = head["settings"]
     assert settings["lora"]["rank"] == 3
     sent = {**settings, "lora": {"rank": settings["lora"]["rank"]}}
-    assert sent == {**options, "seed": 11, "steps": None, "progress": [0.2, 0.3]}
+    assert sent == {**options, "seed": 11, "steps_per_iteration": None, "schedule_range": [0.2, 0.3]}
     assert head["num_rows"] == len(rows) == 1
     assert rows[0] == collection().trajectories[0][0].rows[0].model_dump()
     assert (ref.run_id, ref.backend, ref.metadata) == ("r", "insitu", {"job_id": "j1", "key": "r/3", "epoch": 3})

@@ -22,7 +22,7 @@ from insitu.backend.training.learner import Learner
 from insitu.backend.training.uploads import Limits, read_job
 from insitu.errors import RequestRefused
 
-SETTINGS = {"learning_rate": 0.01, "batch_rows": 4}
+SETTINGS = {"learning_rate": 0.01, "mini_batch_size": 4}
 JOBS = "/v1/train/jobs"
 
 
@@ -121,7 +121,7 @@ async def test_a_job_from_upload_to_served_weights(loaded, tmp_path):
 
 async def test_jobs_wait_their_turn_and_can_be_canceled(loaded, tmp_path):
     async with serving(loaded, tmp_path) as backend:
-        long = {"learning_rate": 0.01, "batch_rows": 1, "passes": 50}
+        long = {"learning_rate": 0.01, "mini_batch_size": 1, "num_iterations": 50}
         _, first = await backend.post(lines(MANY, long), Idempotency_Key="run/1")
         _, second = await backend.post(lines(MANY), Idempotency_Key="run/2")
         _, third = await backend.post(lines(MANY), Idempotency_Key="run/3")
@@ -260,7 +260,7 @@ async def test_what_is_masked_may_be_anything():
     nan = math.nan
     sent = row(logprobs=[None, nan, math.inf, -0.5, -0.25], advantages=[None, nan, 0, 1, -1])
     settings, rows = await read(lines([row(loss_mask=[0] * 5), sent]))
-    assert settings.batch_rows == 4
+    assert settings.mini_batch_size == 4
     assert len(rows) == 1
     assert rows[0].rollout.tolist() == [-0.5, -0.25]
     assert rows[0].advantages.tolist() == [1, -1]

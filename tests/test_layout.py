@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,26 @@ ORDER = [
     "http_format",
     "registry",
     "config",
+    "builder",
     "workflow",
     "frameworks",
     "evaluation",
     "interfaces",
-    "plugin_api",
     "trajectories",
     "training",
+    "toolkit",
+    "plugin_api",
     "adapters",
     "cli",
 ]
+# Leaves: nothing imports them, except the one module that lists or mounts them.
+INTEGRATIONS = {
+    "toolkit": "plugin_api.py",
+    "adapters/art": None,
+    "adapters/insitu_backend": None,
+    "backend/art": "backend/server.py",
+    "frameworks/*": None,
+}
 BACKEND_MAY = {"errors", "schemas", "algorithms", "http_format", "backend"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]
@@ -99,6 +110,21 @@ def test_the_check_of_imports_sees_what_it_must() -> None:
     assert not may_import("cli", "backend")
     assert not may_import("schemas", "registry")
     assert may_import("training", "training")
+
+
+def integration_of(path: Path) -> str:
+    """The key of INTEGRATIONS that a module belongs to, empty for the core."""
+    name = path.relative_to(PACKAGE).with_suffix("").as_posix()
+    return next((k for k in INTEGRATIONS if name != "frameworks/__init__" and fnmatch(f"{name}/", f"{k}/*")), "")
+
+
+@each_module
+def test_the_core_imports_no_integration(path: Path) -> None:
+    for line, module in imports(parse(path)):
+        if module.startswith("insitu."):
+            imported = integration_of(PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py"))
+            allowed = ("", integration_of(path))
+            assert imported in allowed or INTEGRATIONS[imported] == str(path.relative_to(PACKAGE)), f"line {line}"
 
 
 def test_folders_are_at_most_two_deep() -> None:

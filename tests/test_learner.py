@@ -18,7 +18,7 @@ from insitu.backend.training.learner import Learner
 from insitu.backend.training.scoring import Scorer
 from insitu.backend.training.updates import learning_rate
 from insitu.errors import BackendError, JobFailed, RequestRefused
-from insitu.schemas.wire import TrainingSettings
+from insitu.schemas.training_jobs import TrainingSettings
 
 LORA = {"rank": 4, "alpha": 8}
 
@@ -161,7 +161,7 @@ def test_a_step_makes_good_rows_likelier(llama, tmp_path):
 
 def test_metrics_at_the_first_step_compare_learner_and_sampler(llama, tmp_path):
     rows = make_rows(llama.module)
-    result, events = train(Learner(llama, tmp_path), rows, batch_rows=4, passes=2)
+    result, events = train(Learner(llama, tmp_path), rows, mini_batch_size=4, num_iterations=2)
     metrics = result.metrics
     assert metrics["logprob_gap"] < 1e-5
     assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
@@ -186,23 +186,28 @@ def test_two_runs_are_equal_bit_for_bit(llama, tmp_path):
     for name in "ab":
         learner = Learner(llama, tmp_path / name)
         for seed in (1, 2):
-            result, _ = train(learner, rows, batch_rows=8, passes=2, seed=seed, kl={"beta": 0.1})
+            result, _ = train(learner, rows, mini_batch_size=8, num_iterations=2, seed=seed, kl={"beta": 0.1})
         results.append(result)
     first, second = results
     assert same(weights(first.module), weights(second.module))
     assert first.metrics | {"seconds": 0} == second.metrics | {"seconds": 0}
-    other, _ = train(Learner(llama, tmp_path / "c"), rows, batch_rows=8, passes=2, seed=5)
+    other, _ = train(Learner(llama, tmp_path / "c"), rows, mini_batch_size=8, num_iterations=2, seed=5)
     assert not same(weights(first.module), weights(other.module))
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_the_size_of_micro_batches_changes_nothing(llama, tmp_path, aggregation):
+@pytest.mark.parametrize("loss_agg_mode", ["token", "sequence", "constant"])
+def test_the_size_of_micro_batches_changes_nothing(llama, tmp_path, loss_agg_mode):
     rows = make_rows(llama.module, 20)
     ends = []
     for budget in (1, 64, 10_000):
         learner = Learner(llama, tmp_path / str(budget))
-        settings = {"micro_batch_tokens": budget, "aggregation": aggregation, "constant": 8, "kl": {"beta": 0.1}}
-        result, _ = train(learner, rows, learning_rate=1e-3, passes=2, **settings)
+        settings = {
+            "micro_batch_tokens": budget,
+            "loss_agg_mode": loss_agg_mode,
+            "loss_scale_factor": 8,
+            "kl": {"beta": 0.1},
+        }
+        result, _ = train(learner, rows, learning_rate=1e-3, num_iterations=2, **settings)
         ends.append(result)
     for end in ends[1:]:
         for key in ("loss", "kl", "grad_norm", "entropy"):
@@ -221,13 +226,13 @@ def test_a_job_that_fails_leaves_everything_as_it_was(llama, tmp_path, lora):
     disturbed, quiet = Learner(llama, tmp_path / "a"), Learner(llama, tmp_path / "b")
     for version in (1, 2):
         with pytest.raises(JobFailed, match="loss is"):
-            train(disturbed, good[:8] + bad[8:], lora=lora, batch_rows=4)
-        half_way = disturbed.run(TrainingSettings(learning_rate=0.1, lora=lora, batch_rows=4), good)
+            train(disturbed, good[:8] + bad[8:], lora=lora, mini_batch_size=4)
+        half_way = disturbed.run(TrainingSettings(learning_rate=0.1, lora=lora, mini_batch_size=4), good)
         for _ in range(8):
             next(half_way)
         half_way.close()
         assert disturbed.version == version - 1
-        a, b = (train(learner, good, lora=lora, batch_rows=4)[0] for learner in (disturbed, quiet))
+        a, b = (train(learner, good, lora=lora, mini_batch_size=4)[0] for learner in (disturbed, quiet))
         assert same(weights(a.module), weights(b.module))
     assert sorted(p.name for p in (tmp_path / "a/checkpoints").iterdir()) == ["step_000001", "step_000002"]
 
@@ -306,7 +311,7 @@ def test_dropout_is_the_seeds_alone_and_new_at_every_step(llama, tmp_path):
     a, b = (train(Learner(llama, tmp_path / name), rows, lora=lora, micro_batch_tokens=30)[0] for name in "ab")
     assert same(weights(a.module), weights(b.module))
     learner = Learner(load_model(str(a.checkpoint), "cpu"), tmp_path / "c")
-    _, events = train(learner, rows, lora=lora, learning_rate=0.0, passes=3)
+    _, events = train(learner, rows, lora=lora, learning_rate=0.0, num_iterations=3)
     assert len({event.metrics["entropy"] for event in events if event.metrics}) == 3
 
 
@@ -348,7 +353,7 @@ def test_bfloat16_is_served_and_float32_trained(tmp_path, lora):
 def test_steps_hold_whole_episodes_and_cover_each_pass():
     row = lambda episode: Row(np.zeros(3, np.int32), np.array([1]), np.zeros(1), np.zeros(1), episode)  # noqa: E731
     rows = [row(f"e{index // 3}") for index in range(60)] + [row("") for _ in range(10)]
-    steps = optimiser_steps(rows, TrainingSettings(batch_rows=20, passes=3))
+    steps = optimiser_steps(rows, TrainingSettings(mini_batch_size=20, num_iterations=3))
     assert len(steps) == 12
     assert all(14 <= len(step) <= 21 for step in steps)
     for first in (0, 4, 8):
@@ -357,9 +362,9 @@ def test_steps_hold_whole_episodes_and_cover_each_pass():
         for episode in {rows[index].episode for index in step} - {""}:
             assert sum(rows[index].episode == episode for index in step) == 3
     assert steps[:4] != steps[4:8]
-    assert steps == optimiser_steps(rows, TrainingSettings(batch_rows=20, passes=3))
+    assert steps == optimiser_steps(rows, TrainingSettings(mini_batch_size=20, num_iterations=3))
     assert len(optimiser_steps(rows, TrainingSettings())) == 1
-    assert len(optimiser_steps(rows, TrainingSettings(batch_rows=20, steps=7))) == 7
+    assert len(optimiser_steps(rows, TrainingSettings(mini_batch_size=20, steps_per_iteration=7))) == 7
 
 
 def test_micro_batches_stay_within_their_budget():
@@ -381,7 +386,7 @@ def test_the_learning_rate_over_a_run():
     ]
     assert rates(4) == [1, 1, 1, 1]
     assert rates(4, schedule="linear") == [1, 0.75, 0.5, 0.25]
-    assert rates(2, schedule="linear", progress=(0.5, 1.0)) == [0.5, 0.25]
+    assert rates(2, schedule="linear", schedule_range=(0.5, 1.0)) == [0.5, 0.25]
     assert rates(4, schedule="cosine") == pytest.approx([1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])
     assert rates(5, warmup=0.4) == pytest.approx([0.5, 1, 1, 1, 1])
     assert rates(5, warmup=0.4, schedule="linear") == pytest.approx([0.5, 1, 1, 2 / 3, 1 / 3])

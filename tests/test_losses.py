@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from insitu.backend.training.losses import PolicyBatch, policy_loss, row_weights
-from insitu.schemas.wire import LossSettings
+from insitu.schemas.training_jobs import LossSettings
 
 ROOT = Path(__file__).parent.parent
 VECTORS = ROOT / "tests/data/loss_vectors.json"
@@ -20,21 +20,21 @@ VECTORS = ROOT / "tests/data/loss_vectors.json"
 loss_settings = st.builds(
     LossSettings,
     objective=st.just("clip"),
-    level=st.sampled_from(["token", "sequence"]),
+    importance_sampling_level=st.sampled_from(["token", "sequence"]),
     clip_low=st.sampled_from([0.1, 0.2]),
     clip_high=st.sampled_from([0.2, 0.28]),
     dual_clip=st.sampled_from([None, 1.5, 3.0]),
     truncated_importance=st.sampled_from([None, 1.05, 2.0]),
     kl=st.fixed_dictionaries({"beta": st.sampled_from([0.0, 0.04, 0.5]), "estimator": st.sampled_from(["k1", "k3"])}),
-    aggregation=st.sampled_from(["token", "sequence", "constant"]),
-    constant=st.just(16.0),
+    loss_agg_mode=st.sampled_from(["token", "sequence", "constant"]),
+    loss_scale_factor=st.just(16.0),
 ) | st.builds(
     LossSettings,
     objective=st.just("cispo"),
     cispo_cap=st.sampled_from([1.0, 5.0]),
-    level=st.sampled_from(["token", "sequence"]),
-    aggregation=st.sampled_from(["token", "sequence", "constant"]),
-    constant=st.just(16.0),
+    importance_sampling_level=st.sampled_from(["token", "sequence"]),
+    loss_agg_mode=st.sampled_from(["token", "sequence", "constant"]),
+    loss_scale_factor=st.just(16.0),
     kl=st.fixed_dictionaries({"beta": st.sampled_from([0.0, 0.1])}),
 )
 seeds = st.integers(0, 2**31)
@@ -146,7 +146,7 @@ def test_a_micro_batch_split_changes_nothing(config, seed, order, cut):
 
 
 @settings(max_examples=60, deadline=None)
-@given(loss_settings.filter(lambda config: config.level == "token"), seeds, st.integers(1, 4))
+@given(loss_settings.filter(lambda config: config.importance_sampling_level == "token"), seeds, st.integers(1, 4))
 def test_an_episode_weighs_the_same_however_it_is_cut(config, seed, cut):
     """Row 0 becomes two rows that hold its first `cut` tokens and the rest; the others stay."""
     inputs = random_inputs(seed)
@@ -195,7 +195,7 @@ def test_the_ratio_of_a_sequence_is_its_rows_own():
     """Two rows of one episode keep their own ratios; the aggregation alone joins them."""
     inputs = random_inputs(0, rows=2)
     inputs["mask"][:] = True
-    config = LossSettings(level="sequence", aggregation="sequence", clip_low=1, clip_high=100)
+    config = LossSettings(importance_sampling_level="sequence", loss_agg_mode="sequence", clip_low=1, clip_high=100)
     ratios = (inputs["new"] - inputs["old"]).mean(1).exp()
     expected = -(ratios[:, None] * inputs["advantage"]).sum() / 10
     assert loss_of(inputs, ["a", "a"], config).loss.item() == pytest.approx(expected.item(), abs=1e-12)

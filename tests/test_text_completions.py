@@ -20,10 +20,10 @@ from tiny_models import save_tiny_model
 from insitu.algorithms.rows import rows_of
 from insitu.errors import CaptureError
 from insitu.frameworks import async_client
+from insitu.toolkit.parsers.base_parser import parse_to_openai_messages
 from insitu.training.inspection import RunFiles
 from insitu.training.store import call_records, restore_calls
 from insitu.trajectories.conversations import conversations
-from insitu.trajectories.parsers.base_parser import parse_to_openai_messages
 from insitu.workflow.capture import Recorder
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, OpenAIConfig, PlainLLM, connect

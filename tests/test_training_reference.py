@@ -11,7 +11,7 @@ from tiny_models import save_tiny_model
 from insitu.backend.model import load_model
 from insitu.backend.training.batches import Row, optimiser_steps
 from insitu.backend.training.learner import Learner
-from insitu.schemas.wire import TrainingSettings
+from insitu.schemas.training_jobs import TrainingSettings
 
 EVERYTHING = {
     "learning_rate": 3e-3,
@@ -23,8 +23,8 @@ EVERYTHING = {
     "dual_clip": 2.0,
     "truncated_importance": 1.1,
     "kl": {"beta": 0.3, "estimator": "k3"},
-    "passes": 2,
-    "batch_rows": 5,
+    "num_iterations": 2,
+    "mini_batch_size": 5,
     "seed": 3,
 }
 
@@ -80,7 +80,7 @@ def plain_training(module, parameters, reference, rows: list[Row], s: TrainingSe
     """Every optimiser step of a job on `parameters` of `module`."""
     with torch.no_grad():
         old = [token_logprobs(module, row.token_ids, row.positions).tolist() for row in rows]
-        if s.ratio_to == "sampled":
+        if s.old_logprobs == "rollout":
             old = [row.rollout.tolist() for row in rows]
         ref = [token_logprobs(reference, row.token_ids, row.positions).tolist() for row in rows]
     matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
@@ -98,13 +98,13 @@ def plain_training(module, parameters, reference, rows: list[Row], s: TrainingSe
                 given = new[k], old[index][k], float(rows[index].rollout[k]), ref[index][k]
                 loss = token_loss(*given, float(rows[index].advantages[k]), s)
                 episodes.setdefault(rows[index].episode, []).append(loss)
-        if s.aggregation == "token":
+        if s.loss_agg_mode == "token":
             every = [loss for losses in episodes.values() for loss in losses]
             total = sum(every) / len(every)
-        elif s.aggregation == "sequence":
+        elif s.loss_agg_mode == "sequence":
             total = sum(sum(losses) / len(losses) for losses in episodes.values()) / len(episodes)
         else:
-            total = sum(sum(losses) for losses in episodes.values()) / (len(episodes) * s.constant)
+            total = sum(sum(losses) for losses in episodes.values()) / (len(episodes) * s.loss_scale_factor)
         optimizer.zero_grad()
         total.backward()
         torch.nn.utils.clip_grad_norm_(parameters, s.max_grad_norm)
@@ -135,10 +135,10 @@ def agrees(got, wanted, since) -> bool:
     "changes",
     [
         {},
-        {"aggregation": "sequence"},
-        {"aggregation": "constant", "constant": 7.0, "kl": {"beta": 0.3, "estimator": "k1"}},
+        {"loss_agg_mode": "sequence"},
+        {"loss_agg_mode": "constant", "loss_scale_factor": 7.0, "kl": {"beta": 0.3, "estimator": "k1"}},
         {"objective": "cispo", "dual_clip": None, "cispo_floor": 0.98, "cispo_cap": 1.02},
-        {"ratio_to": "sampled", "truncated_importance": None, "clip_low": 0.2, "clip_high": 0.2},
+        {"old_logprobs": "rollout", "truncated_importance": None, "clip_low": 0.2, "clip_high": 0.2},
     ],
     ids=["token", "sequence", "constant-k1", "cispo", "sampled"],
 )

@@ -13,19 +13,20 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, m
 
 from insitu.adapters.backend_process import BackendProcess
 from insitu.algorithms.advantages import AdvantageConfig
-from insitu.config import Config
+from insitu.builder import Builder
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
 from insitu.interfaces import TrainerAdapter
-from insitu.registry import Builder, PolicyEndpoint, register_trainer_adapter
+from insitu.registry import register_trainer_adapter
 from insitu.schemas.finetuning import (
     FinetuneConfig,
+    PolicyEndpoint,
     TrainerAdapterConfig,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.schemas.wire import JobState, TrainingOptions, TrainingSettings
+from insitu.schemas.training_jobs import JobState, TrainingOptions, TrainingSettings
 from insitu.trajectories.groups import build_rows, call_advantages
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class InsituTrainerAdapter(TrainerAdapter):
     def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder) -> None:
         super().__init__(adapter_config)
         self.config = adapter_config
-        self._loaded: Config = builder.config  # type: ignore[assignment]
+        self._loaded = builder.config
         self._process: BackendProcess | None = None
         self._session: aiohttp.ClientSession | None = None
         self._submissions = 0
@@ -143,6 +144,9 @@ class InsituTrainerAdapter(TrainerAdapter):
             ) from None
         return PolicyEndpoint(f"{self._address}/v1", name, self._token(), version)
 
+    def training_settings(self) -> dict[str, Any]:
+        return self.config.training.model_dump(mode="json", exclude_none=True)
+
     async def is_healthy(self) -> bool:
         try:
             await self._request("GET", "/health")
@@ -172,7 +176,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         settings = TrainingSettings(
             **self.config.training.model_dump(),
             seed=self._loaded.general.seed,
-            progress=((epoch - 1) / epochs, epoch / epochs),
+            schedule_range=((epoch - 1) / epochs, epoch / epochs),
         )
         head = {"settings": settings.model_dump(mode="json"), "num_rows": len(rows)}
         key = f"{trajectories.run_id}/{epoch}"

@@ -12,7 +12,7 @@ from insitu.backend.inference.chat import ChatCompletion, ChatCompletionChunk, C
 from insitu.backend.inference.text import TextCompletion, TextRequest
 from insitu.backend.training.uploads import JobHeader
 from insitu.schemas.episodes import TrainingRow
-from insitu.schemas.wire import JobState
+from insitu.schemas.training_jobs import JobState
 
 
 class Health(BaseModel):

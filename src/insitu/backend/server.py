@@ -36,7 +36,7 @@ from insitu.backend.options import BackendOptions
 from insitu.backend.training.jobs import Jobs, training_routes
 from insitu.backend.training.lineages import Lineages
 from insitu.errors import BackendError
-from insitu.schemas.wire import LoRASettings
+from insitu.schemas.training_jobs import LoRASettings
 
 logger = logging.getLogger(__name__)
 

@@ -21,13 +21,12 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 from yarl import URL
 
-from insitu.config import Config
+from insitu.builder import Builder
 from insitu.errors import BackendUnavailable, EpisodeTimeout, WorkflowError
-from insitu.registry import Builder, register_function
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.workflow.context import Context, EpisodeScope, current_scope
 from insitu.workflow.conversion import convert, json_form
-from insitu.workflow.functions import FunctionInfo
+from insitu.workflow.functions import FunctionInfo, register_function
 from insitu.workflow.gateway import Door, Elsewhere, Gateway, Listen
 from insitu.workflow.programs import GRACE, end_group, running
 
@@ -324,7 +323,7 @@ class _Http:
             return given
         if not isinstance(given, dict) or config.answer_key not in given:
             found = ", ".join(given) if isinstance(given, dict) else type(given).__name__
-            raise WorkflowError(f"{config.url} answered without the key {config.answer_key!r}; there is: {found}")
+            raise WorkflowError(f"{config.url} answered without the key {config.answer_key!r}; available: {found}")
         return given[config.answer_key]
 
     async def _read(self, answer: aiohttp.ClientResponse) -> bytes:
@@ -341,7 +340,7 @@ class _Http:
 
 @register_function(config_type=CommandConfig)
 async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
-    file: Config = builder.config  # type: ignore[assignment]
+    file = builder.config
     async with await _gateway(config, builder) as gateway:
         yield FunctionInfo.from_fn(_Command(config, gateway, file.folder).run, description=f"Runs {config.command[0]}")
 

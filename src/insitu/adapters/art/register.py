@@ -8,7 +8,8 @@ from insitu.adapters.art.library import load_art
 from insitu.adapters.art.trainer import ARTTrainer
 from insitu.adapters.art.trainer_adapter import ARTTrainerAdapter
 from insitu.adapters.art.trajectory_builder import ARTTrajectoryBuilder
-from insitu.registry import Builder, register_trainer, register_trainer_adapter, register_trajectory_builder
+from insitu.builder import Builder
+from insitu.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
 
 
 @register_trajectory_builder(config_type=ARTTrajectoryBuilderConfig)

@@ -6,7 +6,7 @@ from typing import Any
 
 from insitu.adapters.art.config import ARTTrainerConfig
 from insitu.adapters.art.conversion import check_order
-from insitu.registry import Builder
+from insitu.builder import Builder
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.loop import InsituTrainer, InsituTrainerConfig
@@ -20,7 +20,7 @@ class ARTTrainer(InsituTrainer):
     counted.
     """
 
-    weighs_calls = False
+    computes_advantages = False
 
     def __init__(self, trainer_config: ARTTrainerConfig, builder: Builder) -> None:
         super().__init__(InsituTrainerConfig(), builder)

@@ -17,10 +17,10 @@ from insitu.adapters.art.library import internal_config, load_art, server_config
 from insitu.adapters.art.remote_backend import averages, remote_backend, spelt
 from insitu.errors import BackendUnavailable, InsituError, JobFailed, TrajectoryError
 from insitu.interfaces import TrainerAdapter
-from insitu.registry import PolicyEndpoint
 from insitu.schemas.bulk import collection_paused
 from insitu.schemas.finetuning import (
     FinetuneConfig,
+    PolicyEndpoint,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
@@ -78,7 +78,7 @@ class ARTTrainerAdapter(TrainerAdapter):
     ones with a backend class of ours. Raises ConfigError for a key that the installed release cannot pass on.
     """
 
-    weighs_itself = True
+    computes_advantages = True
 
     def __init__(self, adapter_config: ARTTrainerAdapterConfig) -> None:
         super().__init__(adapter_config)
@@ -117,6 +117,9 @@ class ARTTrainerAdapter(TrainerAdapter):
     @property
     def _remote(self) -> Any:
         return self.remote_backend
+
+    def training_settings(self) -> dict[str, Any]:
+        return self.config.training.model_dump(mode="json", exclude_none=True)
 
     async def is_healthy(self) -> bool:
         problem = await self._remote.health()

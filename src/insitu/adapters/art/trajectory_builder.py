@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from insitu.adapters.art.config import ARTTrajectoryBuilderConfig
-from insitu.registry import Builder
+from insitu.builder import Builder
 from insitu.trajectories.builder import EpisodesBuilder
 
 

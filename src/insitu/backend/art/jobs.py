@@ -15,7 +15,7 @@ from insitu.backend.inference.tokens import ChatTokenizer
 from insitu.backend.training.batches import optimiser_steps
 from insitu.backend.training.jobs import Job, Jobs
 from insitu.errors import JobFailed, RequestRefused
-from insitu.schemas.wire import JobState, TrainingSettings
+from insitu.schemas.training_jobs import JobState, TrainingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,10 @@ class ArtJobs:
             self._tell(registered, plan)
             groups, batch = await asyncio.to_thread(self._batch, ask, plan)
             settings = plan.settings.model_copy(
-                update={"steps": batch.sequences or None, "lora": plan.settings.lora or registered.learner.lora}
+                update={
+                    "steps_per_iteration": batch.sequences or None,
+                    "lora": plan.settings.lora or registered.learner.lora,
+                }
             )
             step = registered.step
             job = self._jobs.submit(_key(ask), settings, batch.rows, registered.learner)

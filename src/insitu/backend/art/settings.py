@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from insitu.backend.art.messages import ArtModel, present
 from insitu.errors import RequestRefused
-from insitu.schemas.wire import TrainingSettings
+from insitu.schemas.training_jobs import TrainingSettings
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allow_training_without_logprobs": (False,),
@@ -78,7 +78,7 @@ def read_plan(model: ArtModel, config: Mapping[str, Any], dev_config: Mapping[st
         **_importance(asked),
         **_optimizer(asked),
         "kl": {"beta": asked.take("beta", float, 0.0), "estimator": "k3"},
-        "aggregation": "sequence",
+        "loss_agg_mode": "sequence",
         "seed": asked.take("peft_args.random_state", int, 3407),
         "lora": _lora(asked) if model.config.get("peft_args") else None,
     }
@@ -147,8 +147,8 @@ def _importance(asked: _Asked) -> dict[str, Any]:
     if truncated is not None and not recomputed:
         raise _refused("truncated_importance_sampling", truncated, "a number where precalculate_logprobs is true")
     return {
-        "level": asked.take("importance_sampling_level", str, "token"),
-        "ratio_to": "start" if recomputed else "sampled",
+        "importance_sampling_level": asked.take("importance_sampling_level", str, "token"),
+        "old_logprobs": "recomputed" if recomputed else "rollout",
         "truncated_importance": truncated,
     }
 
@@ -188,7 +188,6 @@ def _validated(settings: dict[str, Any]) -> TrainingSettings:
 
 
 ART_NAMES = {
-    "level": "importance_sampling_level",
     "clip_low": "epsilon",
     "clip_high": "epsilon_high",
     "cispo_floor": "epsilon",

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from insitu.schemas.wire import TrainingSettings
+from insitu.schemas.training_jobs import TrainingSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +66,16 @@ def optimiser_steps(rows: Sequence[Row], settings: TrainingSettings) -> list[lis
     """The indices of the rows of each optimiser step, in the order of training.
 
     Each pass shuffles the episodes and cuts them into steps of about the same number of rows, an episode always
-    whole: as many steps as batches of `batch_rows` would fill, or `steps`.
+    whole: as many steps as batches of `mini_batch_size` would fill, or `steps`.
     """
     episodes: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         episodes.setdefault(row.episode or f"\0{index}", []).append(index)
     steps = []
-    for number in range(settings.passes):
+    for number in range(settings.num_iterations):
         order = list(episodes.values())
         random.Random(f"{settings.seed}|{number}").shuffle(order)
-        parts = settings.steps or -(-len(rows) // (settings.batch_rows or len(rows)))
+        parts = settings.steps_per_iteration or -(-len(rows) // (settings.mini_batch_size or len(rows)))
         steps += _cut(order, parts, len(rows))
     return steps
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from insitu.errors import BackendError
-from insitu.schemas.wire import LoRASettings
+from insitu.schemas.training_jobs import LoRASettings
 
 OPTIMIZER = "optimizer.safetensors"
 RECORD = "training.json"

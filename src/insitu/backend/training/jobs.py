@@ -18,7 +18,7 @@ from insitu.backend.training.learner import Learner, Trained
 from insitu.backend.training.updates import Progress
 from insitu.backend.training.uploads import Limits, read_job
 from insitu.errors import InsituError, RequestRefused
-from insitu.schemas.wire import JobState, TrainingSettings
+from insitu.schemas.training_jobs import JobState, TrainingSettings
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from insitu.backend.training.scoring import Scorer
 from insitu.backend.training.updates import Progress, Trainer, Updates
 from insitu.backend.training.workers import Workers
 from insitu.errors import JobFailed, RequestRefused
-from insitu.schemas.wire import LoRASettings, TrainingSettings
+from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
 logger = logging.getLogger(__name__)
 

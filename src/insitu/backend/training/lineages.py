@@ -8,7 +8,7 @@ from insitu.backend.inference.engine import Weights
 from insitu.backend.model import LoadedModel
 from insitu.backend.training.learner import Learner
 from insitu.errors import RequestRefused
-from insitu.schemas.wire import LoRASettings
+from insitu.schemas.training_jobs import LoRASettings
 
 
 class Lineages:

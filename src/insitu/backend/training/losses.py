@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from insitu.schemas.wire import KLSettings, LossSettings
+from insitu.schemas.training_jobs import KLSettings, LossSettings
 
 
 class PolicyBatch(NamedTuple):
@@ -52,13 +52,13 @@ def row_weights(trained: Sequence[int], episodes: Sequence[str], settings: LossS
     for name, count in zip(names, trained, strict=True):
         tokens[name] += count
     counted = sum(count > 0 for count in tokens.values())
-    if settings.aggregation == "token":
+    if settings.loss_agg_mode == "token":
         weights = {name: 1 / tokens.total() for name, count in tokens.items() if count}
-    elif settings.aggregation == "sequence":
+    elif settings.loss_agg_mode == "sequence":
         weights = {name: 1 / (counted * count) for name, count in tokens.items() if count}
     else:
-        assert settings.constant is not None  # LossSettings refuses this aggregation without it
-        weights = {name: 1 / (counted * settings.constant) for name, count in tokens.items() if count}
+        assert settings.loss_scale_factor is not None  # LossSettings refuses this aggregation without it
+        weights = {name: 1 / (counted * settings.loss_scale_factor) for name, count in tokens.items() if count}
     return [weights[name] if count else 0.0 for name, count in zip(names, trained, strict=True)]
 
 
@@ -107,7 +107,7 @@ def _trained(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 def _ratio(new_BT: Tensor, old_BT: Tensor, mask_BT: Tensor, settings: LossSettings) -> Tensor:
     difference_BT = new_BT - old_BT
-    if settings.level == "sequence":
+    if settings.importance_sampling_level == "sequence":
         mean_B1 = difference_BT.sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
         difference_BT = mean_B1.expand_as(difference_BT)
     return difference_BT.exp()

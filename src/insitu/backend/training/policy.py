@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from insitu.backend.model import LoadedModel, quiet_peft
 from insitu.errors import BackendError
-from insitu.schemas.wire import LoRASettings
+from insitu.schemas.training_jobs import LoRASettings
 
 
 @dataclass

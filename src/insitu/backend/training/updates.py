@@ -22,7 +22,7 @@ from insitu.backend.training.policy import Policy
 from insitu.backend.training.scoring import Scorer
 from insitu.backend.training.workers import Workers
 from insitu.errors import BackendError, JobFailed
-from insitu.schemas.wire import TrainingSettings
+from insitu.schemas.training_jobs import TrainingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 def learning_rate(settings: TrainingSettings, step: int, steps: int) -> float:
     """Of the job's step number `step` (from 0) of `steps`, each an equal part of the job's share of the run."""
-    first, last = settings.progress
+    first, last = settings.schedule_range
     begun, ended = (first + (last - first) * number / steps for number in (step, step + 1))
     if begun < settings.warmup:  # rises by the end of a step, so that the first one is not lost
         return settings.learning_rate * min(1.0, ended / settings.warmup)
@@ -84,7 +84,7 @@ class Updates:
         self._trainer = trainer
         self._settings = settings
         self._rows = rows
-        self._dropout = random.Random(f"{settings.seed}|{settings.progress}")
+        self._dropout = random.Random(f"{settings.seed}|{settings.schedule_range}")
         self._device = trainer.policy.loaded.device
         self._old: dict[int, np.ndarray] = {}  # by row: log-probabilities (K) of the policy at the start of the job
         self._budget = settings.micro_batch_tokens
@@ -96,7 +96,7 @@ class Updates:
         plan = optimiser_steps(self._rows, self._settings)
         # What the first step trains need not be computed before it does so itself, unless it drops inputs out.
         computed_anyway = set() if self._policy.drops_out else set(plan[0])
-        needed = set() if self._settings.ratio_to == "sampled" else set(range(len(self._rows))) - computed_anyway
+        needed = set() if self._settings.old_logprobs == "rollout" else set(range(len(self._rows))) - computed_anyway
         for parts in self._rounds(needed):
             self._workers.map(self._score_old, parts)
             yield Progress(0.0)
@@ -189,12 +189,12 @@ class Updates:
         return sums, ()
 
     def _old_logprobs(self, part: list[int], batch: MicroBatch, new_BK: Tensor) -> Tensor:
-        if self._settings.ratio_to == "sampled":
+        if self._settings.old_logprobs == "rollout":
             return batch.rollout_BK
         if part[0] in self._old:
             old = place([self._old[index] for index in part], batch.mask_BK.cpu().numpy())
             return torch.from_numpy(old).to(self._device)
-        if self._settings.passes > 1:  # otherwise nobody asks again
+        if self._settings.num_iterations > 1:  # otherwise nobody asks again
             self._keep_old(part, new_BK.detach())
         return new_BK.detach()  # the first step: nothing has moved yet
 

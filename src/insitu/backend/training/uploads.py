@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu.backend.training.batches import Row
 from insitu.errors import RequestRefused
-from insitu.schemas.wire import TrainingSettings
+from insitu.schemas.training_jobs import TrainingSettings
 
 MAX_JOB_BYTES = 1 << 30
 """Of a job's JSON lines, decompressed."""

@@ -1,1 +1,1 @@
-from insitu.trajectories.parsers.adk_parser import *
+from insitu.toolkit.parsers.adk_parser import *

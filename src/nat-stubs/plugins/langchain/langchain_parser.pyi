@@ -1,1 +1,1 @@
-from insitu.trajectories.parsers.langchain_parser import *
+from insitu.toolkit.parsers.langchain_parser import *

@@ -1,1 +1,1 @@
-from insitu.workflow.logs import *
+from insitu.toolkit.logs import *

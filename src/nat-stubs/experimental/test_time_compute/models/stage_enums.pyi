@@ -1,1 +1,1 @@
-from insitu.schemas.ttc import *
+from insitu.toolkit.ttc import *

@@ -1,1 +1,1 @@
-from insitu.workflow.ttc import *
+from insitu.toolkit.ttc import *

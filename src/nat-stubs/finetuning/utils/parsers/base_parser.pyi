@@ -1,1 +1,1 @@
-from insitu.trajectories.parsers.base_parser import *
+from insitu.toolkit.parsers.base_parser import *

@@ -1,1 +1,1 @@
-from insitu.trajectories.parsers.llama_index_parser import *
+from insitu.toolkit.parsers.llama_index_parser import *

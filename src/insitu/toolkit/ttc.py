@@ -1,4 +1,4 @@
-"""Strategies that spend test-time compute: each makes some candidates out of others.
+"""Test-time compute: candidates, the strategy interface, and `best_of_n_selection`.
 
 best = await builder.get_ttc_strategy("best", PipelineTypeEnum.PLANNING, StageTypeEnum.SELECTION)
 [chosen] = await best.ainvoke([TTCItem(output="a1", score=0.2), TTCItem(output="b2", score=0.8)])
@@ -7,16 +7,55 @@ best = await builder.get_ttc_strategy("best", PipelineTypeEnum.PLANNING, StageTy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
+from enum import StrEnum
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
+from insitu.builder import Builder
 from insitu.errors import WorkflowError
-from insitu.registry import Builder, register_ttc_strategy
+from insitu.registry import register_ttc_strategy
 from insitu.schemas.components import TTCStrategyBaseConfig
-from insitu.schemas.ttc import PipelineTypeEnum, StageTypeEnum, TTCItem
+
+
+class StageTypeEnum(StrEnum):
+    """The stage a strategy implements."""
+
+    SEARCH = "search"
+    EDITING = "editing"
+    SCORING = "scoring"
+    SELECTION = "selection"
+    CUSTOM = "custom"
+
+
+class PipelineTypeEnum(StrEnum):
+    """The pipeline a strategy is used in."""
+
+    PLANNING = "planning"
+    TOOL_USE = "tool_use"
+    AGENT_EXECUTION = "agent_execution"
+    CUSTOM = "custom"
+
+
+class TTCItem(BaseModel):
+    """A candidate. Unknown keys are kept."""
+
+    model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
+
+    input: Any = None
+    output: Any = None
+    plan: Any = None
+    feedback: str | None = None
+    score: float | None = None
+    metadata: dict[str, Any] | None = None
+    name: str | None = None
 
 
 class StrategyBase(ABC):
-    """A strategy. `builder.get_ttc_strategy` sets its `pipeline_type`, then calls `build_components`, once."""
+    """Base class of strategies.
+
+    `builder.get_ttc_strategy` sets `pipeline_type`, then calls `build_components` once.
+    """
 
     def __init__(self, config: TTCStrategyBaseConfig) -> None:
         self.config = config
@@ -24,7 +63,7 @@ class StrategyBase(ABC):
 
     @abstractmethod
     async def build_components(self, builder: Builder) -> None:
-        """Get the models and functions the strategy needs."""
+        """Fetches the models and functions the strategy needs."""
 
     @abstractmethod
     async def ainvoke(
@@ -34,27 +73,24 @@ class StrategyBase(ABC):
         agent_context: str | None = None,
         **kwargs: Any,
     ) -> list[TTCItem]:
-        """The candidates made out of `items`."""
+        """Returns the candidates derived from `items`."""
 
     @abstractmethod
-    def supported_pipeline_types(self) -> list[PipelineTypeEnum]:
-        """What its candidates may be for."""
+    def supported_pipeline_types(self) -> list[PipelineTypeEnum]: ...
 
     @abstractmethod
-    def stage_type(self) -> StageTypeEnum:
-        """What it does with candidates."""
+    def stage_type(self) -> StageTypeEnum: ...
 
     def set_pipeline_type(self, pipeline_type: PipelineTypeEnum) -> None:
-        """Say what the candidates are for."""
         self.pipeline_type = pipeline_type
 
 
 class BestOfNSelectionConfig(TTCStrategyBaseConfig, name="best_of_n_selection"):
-    """Chooses the candidate with the highest score; of equals, the first."""
+    """Selects the candidate with the highest score, the first one in a tie."""
 
 
 class BestOfNSelection(StrategyBase):
-    """Candidates without a score are passed over; WorkflowError if none has one."""
+    """Ignores candidates without a score; raises WorkflowError if none has one."""
 
     async def build_components(self, builder: Builder) -> None:
         pass
@@ -68,7 +104,7 @@ class BestOfNSelection(StrategyBase):
     ) -> list[TTCItem]:
         scored = [(item.score, item) for item in items if item.score is not None and not math.isnan(item.score)]
         if not scored:
-            raise WorkflowError(f"best_of_n_selection: none of {len(items)} candidates has a score to choose by")
+            raise WorkflowError(f"best_of_n_selection: none of {len(items)} candidates has a score")
         return [max(scored, key=lambda pair: pair[0])[1]]
 
     def supported_pipeline_types(self) -> list[PipelineTypeEnum]:

@@ -1,0 +1,161 @@
+"""Settings and states of the backend's training jobs.
+
+A job is uploaded as gzipped JSON lines, settings first, then one line per row:
+
+    {"settings": {"method": "grpo", "learning_rate": 0.001, "clip_low": 0.2, ...}, "num_rows": 2}
+    {"token_ids": [1, 5, 7, 2], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -1, -1], "advantages": 1, "episode": "a"}
+    {"token_ids": [1, 6, 8, 2], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -1, -2], "advantages": -1, "episode": "b"}
+
+The `Idempotency-Key` header identifies the job (run id and epoch): a key is trained on at most once.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+_SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class KLSettings(BaseModel):
+    """Penalty on the KL divergence from the starting weights."""
+
+    model_config = _SETTINGS
+
+    beta: float = Field(default=0.0, ge=0)
+    """Coefficient of the penalty; 0 disables it and saves the forward pass of the starting weights."""
+    estimator: Literal["k1", "k3"] = "k3"
+    """With d = ref - new: k1 = -d, k3 = exp(d) - d - 1 (Schulman, http://joschu.net/blog/kl-approx.html)."""
+
+
+class LoRASettings(BaseModel):
+    """Trains low-rank adapters instead of all weights (Hu et al., arXiv:2106.09685)."""
+
+    model_config = _SETTINGS
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the two matrices whose product is added to each weight."""
+    alpha: float = Field(default=32, gt=0)
+    """The product is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the adapters' inputs during training; adds noise to the ratios and the gap to the sampler, and makes
+    results depend on micro_batch_tokens."""
+    target_modules: str | list[str] = "all-linear"
+    """Layers that get adapters: module names or suffixes, or `all-linear`."""
+
+
+class LossSettings(BaseModel):
+    """Terms of the policy-gradient loss; `docs/reference/losses.md` has the formulas."""
+
+    model_config = _SETTINGS
+
+    objective: Literal["clip", "cispo"] = "clip"
+    """`clip`: PPO's clipped surrogate (arXiv:1707.06347). `cispo`: clipped importance weights (arXiv:2506.13585)."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """`token`: one ratio per token. `sequence`: the geometric mean over the row (GSPO, arXiv:2507.18071)."""
+    old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
+    """Denominator of the ratio: log-probabilities recomputed by the learner at the start of the job, or those the
+    sampler returned."""
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio is clamped from below at 1 - clip_low."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The ratio is clamped from above at 1 + clip_high (above clip_low: DAPO's clip-higher, arXiv:2503.14476)."""
+    cispo_floor: float = Field(default=0.0, ge=0)
+    """Lower bound of the importance weight, `cispo` only."""
+    cispo_cap: float = Field(default=5.0, gt=0)
+    """Upper bound of the importance weight, `cispo` only."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Upper bound of the loss in units of -A where A < 0 (arXiv:1912.09729), `clip` only."""
+    truncated_importance: float | None = Field(default=None, gt=0)
+    """Cap of exp(old - rollout), the correction for a sampler whose probabilities differ from the learner's."""
+    kl: KLSettings = Field(default_factory=KLSettings)
+    """Penalty on the KL divergence from the starting weights."""
+    loss_agg_mode: Literal["token", "sequence", "constant"] = "token"
+    """`token`: mean over all trained tokens. `sequence`: mean over episodes of their token mean.
+    `constant`: sum / (episodes x loss_scale_factor) (Dr. GRPO, arXiv:2503.20783)."""
+    loss_scale_factor: float | None = Field(default=None, gt=0)
+    """Divisor for `loss_agg_mode: constant`, in tokens."""
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> "LossSettings":
+        if self.loss_agg_mode == "constant" and self.loss_scale_factor is None:
+            raise ValueError("loss_agg_mode: constant needs loss_scale_factor (a number of tokens)")
+        if self.dual_clip is not None and self.objective != "clip":
+            raise ValueError(f"dual_clip requires objective: clip, not {self.objective}")
+        if self.truncated_importance is not None and self.old_logprobs == "rollout":
+            raise ValueError("truncated_importance requires old_logprobs: recomputed; rollout needs no correction")
+        return self
+
+
+class TrainingOptions(LossSettings):
+    """Loss and optimizer settings; [losses](losses.md) has the formulas, and the keys of TRL, verl and prime-rl."""
+
+    method: Literal["grpo"] = "grpo"
+    """Loss family: policy gradients with group-relative advantages (arXiv:2402.03300)."""
+    learning_rate: float = Field(default=5e-5, ge=0)
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay of the learning rate over the run: none, linear to 0, or half a cosine to 0."""
+    warmup: float = Field(default=0.0, ge=0, lt=1)
+    """Fraction of the run during which the learning rate rises linearly from 0."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's weight decay, applied to matrices only."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradient norm above which gradients are scaled down."""
+    mini_batch_size: int | None = Field(default=None, ge=1)
+    """Rows per optimizer step; none: all rows of the job. Rows are split evenly into the number of steps that batches
+    of this size would take; the rows of an episode stay together."""
+    num_iterations: int = Field(default=1, ge=1)
+    """Passes over the job's rows, each shuffled by the seed."""
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Padded tokens per forward pass; affects memory and speed, not the result."""
+    lora: LoRASettings | None = None
+    """Low-rank adapters instead of all weights; fixed by the first job of a backend."""
+
+    @field_validator("betas")
+    @classmethod
+    def _check_betas(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("both must be at least 0 and below 1")
+        return betas
+
+
+class TrainingSettings(TrainingOptions):
+    """Everything the result of a job depends on besides its rows and starting weights."""
+
+    seed: int = 0
+    """Seed of the shuffling."""
+    steps_per_iteration: int | None = Field(default=None, ge=1)
+    """Optimizer steps per pass over the rows; overrides mini_batch_size."""
+    schedule_range: tuple[float, float] = (0.0, 1.0)
+    """Part of the run this job covers, for the learning-rate schedule: epoch 3 of 10 is (0.2, 0.3)."""
+
+    @model_validator(mode="after")
+    def _check_schedule_range(self) -> "TrainingSettings":
+        first, last = self.schedule_range
+        if not 0 <= first <= last <= 1:
+            raise ValueError(
+                f"schedule_range is {list(self.schedule_range)}; allowed: two ascending numbers between 0 and 1"
+            )
+        return self
+
+
+class JobState(BaseModel):
+    """Response of `GET /v1/train/jobs/{id}`, and the data of each event."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: str
+    status: Literal["pending", "running", "completed", "failed", "canceled"]
+    key: str | None = None
+    progress: float = 0.0
+    """Percent."""
+    message: str | None = None
+    policy_version: int | None = None
+    """Version of the weights the job produced, once completed."""
+    checkpoint: str | None = None
+    """Folder of those weights."""
+    metrics: dict[str, Any] = Field(default_factory=dict)
+    """loss, kl, entropy, grad_norm, clip_fraction, tokens, rows, episodes, steps, learning_rate, logprob_gap,
+    ratio_mean, seconds. Without a KL penalty, kl is measured after the last step on at most 128 rows."""

@@ -1,0 +1,155 @@
+"""Intermediate steps of an episode -> OpenAI messages, for any framework.
+
+An LLM_START and an LLM_END with the same UUID are one model call; the parsers of the frameworks describe the payloads.
+A captured call has `logprobs`, `token_ids`, `finish_reason`, `model` and `llm` in the metadata of its LLM_END, which
+override what the framework reports. TOOL_ steps are skipped: the next prompt has the tool's result as the model saw it.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from insitu.errors import TrajectoryError
+from insitu.schemas.episodes import ModelCall
+from insitu.schemas.steps import IntermediateStep, IntermediateStepType
+from insitu.toolkit.parsers.adk_parser import ADK
+from insitu.toolkit.parsers.common import (
+    OPENAI,
+    Message,
+    SampledMessage,
+    assistant_message,
+    parse_prompt,
+    parse_step,
+    plain,
+    step_errors,
+    step_metadata,
+    step_prompt,
+    step_samples,
+)
+from insitu.toolkit.parsers.langchain_parser import LANGCHAIN
+from insitu.toolkit.parsers.llama_index_parser import LLAMA_INDEX
+from insitu.trajectories.conversations import Turn, conversations
+
+logger = logging.getLogger(__name__)
+
+FORMATS = (LANGCHAIN, LLAMA_INDEX, ADK, OPENAI)
+
+
+def parse_to_openai_messages(steps: Iterable[Any], **kwargs: Any) -> list[Message]:
+    """The main conversation of an episode: the last model call that continues the first one. Empty without calls.
+
+    `steps` are those of `EvalInputItem.trajectory`, or their JSON. Messages have `role`, `content` (text or a list of
+    parts), and `tool_calls`, `tool_call_id`, `name` and `reasoning_content` where set. Assistant messages also have
+    `logprobs`, one number per sampled token, and `token_ids` and `finish_reason` if known. Their logprobs are empty if
+    unknown, or if no call of this episode sampled this message after exactly the messages before it.
+
+    Raises TrajectoryError, naming the step, if a step cannot be parsed.
+    """
+    return next(iter(parse_to_conversations(steps)), [])
+
+
+def parse_to_conversations(steps: Iterable[Any]) -> list[list[Message]]:
+    """All conversations of an episode, the main one first, as in `parse_to_openai_messages`.
+
+    The logprobs of a completion appear in exactly one of them.
+    """
+    calls = parse_calls(steps)
+    unanswered = [call for call in calls if call.message is None]
+    if unanswered:
+        reasons = ", ".join(sorted({str(call.error) for call in unanswered}))
+        logger.warning("skipped %d of %d model calls without a completion: %s", len(unanswered), len(calls), reasons)
+    return [[_parse_turn(turn) for turn in turns] for turns in conversations(calls)]
+
+
+def _parse_turn(turn: Turn) -> Message:
+    message, call = turn
+    if message.get("role") != "assistant":
+        return message
+    if call is None:
+        return assistant_message(SampledMessage(message))
+    return assistant_message(SampledMessage(message, call.finish_reason, call.logprobs, call.token_ids))
+
+
+class _CallSteps(NamedTuple):
+    """The steps of one model call. One of them may be missing."""
+
+    position: int
+    start: IntermediateStep | None
+    end: IntermediateStep | None = None
+
+    @property
+    def first(self) -> IntermediateStep:
+        step = self.start or self.end
+        assert step is not None
+        return step
+
+
+def parse_calls(steps: Iterable[Any]) -> list[ModelCall]:
+    """The model calls in the order they began. Candidates for the same prompt are separate calls.
+
+    A call without a completion has `message` None, and the reason in `error`. Raises TrajectoryError, naming the step,
+    if a step cannot be parsed.
+    """
+    calls: list[ModelCall] = []
+    for pair in sorted(_pair_steps(steps), key=lambda pair: (pair.first.event_timestamp, pair.position)):
+        calls.extend(_pair_calls(pair, len(calls)))
+    return calls
+
+
+def _pair_steps(steps: Iterable[Any]) -> list[_CallSteps]:
+    """Matches each LLM_START with the next LLM_END of its UUID."""
+    pairs: list[_CallSteps] = []
+    open_pairs: dict[str, list[int]] = {}
+    for position, item in enumerate(steps):
+        step = parse_step(item)
+        if step.event_type is IntermediateStepType.LLM_START:
+            open_pairs.setdefault(step.UUID, []).append(len(pairs))
+            pairs.append(_CallSteps(position, step))
+        elif step.event_type is IntermediateStepType.LLM_END:
+            if indices := open_pairs.get(step.UUID):
+                index = indices.pop(0)
+                pairs[index] = pairs[index]._replace(end=step)
+            else:
+                pairs.append(_CallSteps(position, None, step))
+    return pairs
+
+
+def _pair_calls(pair: _CallSteps, index: int) -> list[ModelCall]:
+    samples, captured, error = [], {}, "its LLM_END is missing"
+    prompt = _pair_prompt(pair)
+    if pair.end is not None:
+        with step_errors(pair.end):
+            captured = step_metadata(pair.end)
+            samples = step_samples(pair.end, prompt, FORMATS)
+            error = str(captured.get("error") or "it ended without a completion")
+    metadata = [step_metadata(step) for step in (pair.end, pair.start) if step is not None]
+    tools = next((plain(m["tools_schema"]) for m in metadata if m.get("tools_schema") is not None), None)
+
+    def model_call(choice: int, sample: SampledMessage | None) -> ModelCall:
+        return ModelCall(
+            index=index + choice,
+            model=captured.get("model") or pair.first.name or "",
+            messages=prompt,
+            llm=captured.get("llm"),
+            tools=tools,
+            message=sample and sample.message,
+            choice=choice,
+            token_ids=sample and sample.token_ids,
+            logprobs=sample and sample.logprobs,
+            finish_reason=sample and sample.finish_reason,
+            functions=(pair.first.function_ancestry.function_name,),
+            started=pair.first.event_timestamp,
+            ended=(pair.end or pair.first).event_timestamp,
+            error=error if sample is None else None,
+        )
+
+    return [model_call(choice, sample) for choice, sample in enumerate(samples)] or [model_call(0, None)]
+
+
+def _pair_prompt(pair: _CallSteps) -> list[Message]:
+    for step in (pair.start, pair.end):
+        if step is not None and (prompt := step_prompt(step)) is not None:
+            with step_errors(step):
+                return parse_prompt(prompt, FORMATS)
+    with step_errors(pair.end or pair.first):
+        raise TrajectoryError("no prompt in it, nor in an LLM_START of its UUID")
