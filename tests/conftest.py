@@ -11,6 +11,10 @@ import pytest
 import yaml
 from processes import fork_server
 
+# Before any test imports transformers: for the docstrings of its fields each class of the configuration has all loaded
+# modules inspected, and those of transformers take seconds.
+import insitu.training.runtime  # noqa: F401
+
 # One thread each: the models are tiny, and several processes share the cores. Child processes inherit it.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 

@@ -92,8 +92,9 @@ def main(address: str, python: str) -> None:
 def preload() -> None:
     import insitu
 
-    modules = (found.name for found in pkgutil.walk_packages(insitu.__path__, "insitu."))
-    for name in [*LIBRARIES, *(name for name in modules if not name.startswith(OPTIONAL))]:
+    modules = [found.name for found in pkgutil.walk_packages(insitu.__path__, "insitu.")]
+    modules.sort(key=lambda name: name.startswith("insitu.backend"))  # see conftest.py
+    for name in [*(name for name in modules if not name.startswith(OPTIONAL)), *LIBRARIES]:
         importlib.import_module(name)
     gc.freeze()  # what no collection visits stays shared with the commands
 

@@ -48,7 +48,7 @@ def test_help_imports_little(command: str) -> None:
     assert "Usage: insitu" in shown
     heavy = {"torch", "transformers", "openai", "pydantic", "aiohttp", "numpy", "matplotlib", "rich", "yaml", "uvloop"}
     assert not heavy & {name.partition(".")[0] for name in imported.split()}
-    assert len(imported.split()) < 250
+    assert len(imported.split()) < 200
 
 
 def test_help_lists_the_commands_and_their_options() -> None:
