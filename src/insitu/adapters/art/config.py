@@ -11,85 +11,85 @@ _OPEN = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
 
 class ARTTrajectoryBuilderConfig(EpisodesBuilderConfig, name="openpipe_art_traj_builder"):
-    """Several episodes for each row, grouped by row, as ART trains them."""
+    """Runs several episodes per row, grouped by row, for training with ART."""
 
     num_generations: int = Field(default=2, ge=1)
-    """Episodes for each row and epoch: the size of a group."""
+    """Episodes per row and epoch (the group size)."""
 
 
 class InitArgs(BaseModel):
-    """How the server loads the model; any key of ART's `InitArgs`."""
+    """Options for loading the model: any key of ART's `InitArgs`."""
 
     model_config = _OPEN
 
     max_seq_length: int | None = Field(default=None, ge=1)
-    """Longest sequence that is trained, in tokens."""
+    """Maximum length of a training sequence, in tokens."""
 
 
 class EngineArgs(BaseModel):
-    """How the server samples; any key of ART's `EngineArgs`."""
+    """Options of the inference engine: any key of ART's `EngineArgs`."""
 
     model_config = _OPEN
 
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of a GPU's memory that sampling may take."""
+    """Fraction of GPU memory available for sampling."""
     tensor_parallel_size: int | None = Field(default=None, ge=1)
-    """GPUs that one copy of the model is spread over."""
+    """Number of GPUs per copy of the model."""
 
 
 class ARTBackendConfig(BaseModel):
-    """An ART server, and the model on it that is trained."""
+    """An ART server and the model to train on it."""
 
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
     ip: str
-    """The server's address: a host name or number."""
+    """Host name or IP address of the server."""
     port: int = Field(ge=1, le=65535)
-    """The server's port."""
+    """Port of the server."""
     name: str = Field(default="trainer_run", min_length=1)
-    """The trained model's name on the server; it is served under it."""
+    """Name of the trained model on the server, under which it is also served."""
     project: str = Field(default="trainer_project", min_length=1)
-    """The project it belongs to. The same project and name again goes on with the same model."""
+    """Project of the model. Reusing project and name continues training the same model."""
     base_model: str = "Qwen/Qwen2.5-7B-Instruct"
-    """The model it starts from; the server must have it."""
+    """Model to start from; the server must have it."""
     api_key: str = Field(default="default", repr=False)
-    """Sent to the server as a bearer token."""
+    """Bearer token for the server."""
     delete_old_checkpoints: bool = False
-    """Before each training, delete all checkpoints but the latest and the one with the highest mean reward, that of
-    all episodes it was collected with. Those of earlier runs stay with releases of ART from 0.5.9 on."""
+    """Before each training, delete all checkpoints except the latest and the one whose episodes had the highest mean
+    reward. With ART 0.5.9 or later, checkpoints of earlier runs are kept."""
     lost_reply_patience: float = Field(default=600.0, gt=0)
-    """Seconds for which a server that lost its connection to us while it trained is watched for its step to move,
-    before it is given the same training again."""
+    """How long to poll the model's step, in seconds, after the connection broke during training, before the same
+    request is sent again."""
     init_args: InitArgs | None = None
-    """How the server loads the model."""
+    """Options for loading the model."""
     engine_args: EngineArgs | None = None
-    """How the server samples."""
+    """Options of the inference engine."""
     peft_args: dict[str, Any] | None = None
-    """The adapters that are trained (r, lora_alpha ...): keys of ART's `PeftArgs`."""
+    """LoRA options (r, lora_alpha ...): keys of ART's `PeftArgs`."""
     trainer_args: dict[str, Any] | None = None
-    """The optimiser (weight_decay, max_grad_norm ...): keys of ART's `TrainerArgs`."""
+    """Optimizer options (weight_decay, max_grad_norm ...): keys of ART's `TrainerArgs`."""
     server_config: dict[str, Any] | None = None
-    """The inference server: log_file, server_args and engine_args of ART's `OpenAIServerConfig`."""
+    """Options of the inference server: `log_file`, `server_args` and `engine_args` of ART's `OpenAIServerConfig`."""
 
 
 class ARTTrainingConfig(BaseModel):
-    """What each training is told: any key of ART's `TrainConfig`, the public one and the one under `art.dev`."""
+    """Options of each training request: any key of ART's public `TrainConfig` and of the one in `art.dev`."""
 
     model_config = _OPEN
 
     learning_rate: float = Field(default=5e-5, ge=0)
-    """Of the optimiser."""
+    """Learning rate."""
     beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL penalty. Releases of ART from 0.5.17 on have none: there, 0.0 is all that is allowed."""
+    """KL penalty weight. ART 0.5.17 and later have no penalty and accept only 0.0."""
 
 
 class ARTTrainerAdapterConfig(TrainerAdapterConfig, name="openpipe_art_trainer_adapter"):
-    """Trains on a server that speaks the protocol of OpenPipe ART, `insitu backend` among them."""
+    """Trains on a server that speaks OpenPipe ART's protocol, such as `insitu backend`."""
 
     backend: ARTBackendConfig
-    """The server and the model."""
+    """The ART server and the model to train."""
     training: ARTTrainingConfig = Field(default_factory=ARTTrainingConfig)
-    """What each training is told."""
+    """Options of each training request."""
 
     @property
     def served_name(self) -> str:
