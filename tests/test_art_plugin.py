@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tiny_models import save_tiny_model
 
+from insitu.adapters.art.components import ARTTrainer
 from insitu.adapters.art.config import (
     ARTTrainerAdapterConfig,
     ARTTrainerConfig,
@@ -22,7 +23,6 @@ from insitu.adapters.art.config import (
 )
 from insitu.adapters.art.conversion import art_trajectory, check_order
 from insitu.adapters.art.remote_backend import _RemoteBackend, averages
-from insitu.adapters.art.trainer import ARTTrainer
 from insitu.adapters.art.trainer_adapter import known_metrics
 from insitu.algorithms.credit import spread
 from insitu.config import Config
