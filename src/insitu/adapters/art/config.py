@@ -1,4 +1,4 @@
-"""The blocks of the ART plugin; keys beyond their own are checked against the installed client library."""
+"""Configuration of the ART plugin; extra keys are checked against the installed client library."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ _OPEN = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
 
 class ARTTrajectoryBuilderConfig(EpisodesBuilderConfig, name="openpipe_art_traj_builder"):
-    """Runs several episodes per row, grouped by row, for training with ART."""
+    """Runs several episodes per dataset row and groups them by row."""
 
     num_generations: int = Field(default=2, ge=1)
-    """Episodes per row and epoch (the group size)."""
+    """Episodes per row and epoch: the group size."""
 
 
 class InitArgs(BaseModel):
-    """Options for loading the model: any key of ART's `InitArgs`."""
+    """How the server loads the model; any key of ART's `InitArgs`."""
 
     model_config = _OPEN
 
@@ -27,12 +27,12 @@ class InitArgs(BaseModel):
 
 
 class EngineArgs(BaseModel):
-    """Options of the inference engine: any key of ART's `EngineArgs`."""
+    """How the server samples; any key of ART's `EngineArgs`."""
 
     model_config = _OPEN
 
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Fraction of GPU memory available for sampling."""
+    """Fraction of GPU memory used for sampling."""
     tensor_parallel_size: int | None = Field(default=None, ge=1)
     """Number of GPUs per copy of the model."""
 
@@ -47,55 +47,54 @@ class ARTBackendConfig(BaseModel):
     port: int = Field(ge=1, le=65535)
     """Port of the server."""
     name: str = Field(default="trainer_run", min_length=1)
-    """Name of the trained model on the server, under which it is also served."""
+    """Name of the trained model on the server, and the name it is served under."""
     project: str = Field(default="trainer_project", min_length=1)
-    """Project of the model. Reusing project and name continues training the same model."""
+    """The model's project. Reusing a project and name continues training that model."""
     base_model: str = "Qwen/Qwen2.5-7B-Instruct"
-    """Model to start from; the server must have it."""
+    """The model to start from. The server must have it."""
     api_key: str = Field(default="default", repr=False)
-    """Bearer token for the server."""
+    """Sent to the server as a bearer token."""
     delete_old_checkpoints: bool = False
-    """Before each training, delete all checkpoints except the latest and the one whose episodes had the highest mean
-    reward. With ART 0.5.9 or later, checkpoints of earlier runs are kept."""
-    lost_reply_patience: float = Field(default=600.0, gt=0)
-    """How long to poll the model's step, in seconds, after the connection broke during training, before the same
-    request is sent again."""
+    """Before each training job, delete all checkpoints except the latest and the one with the highest mean reward over
+    the episodes it sampled. From ART 0.5.9 on, checkpoints of earlier runs are kept."""
+    lost_reply_timeout: float = Field(default=600.0, gt=0)
+    """Seconds to wait for a new model step after the connection was lost during training, before resubmitting."""
     init_args: InitArgs | None = None
-    """Options for loading the model."""
+    """How the server loads the model."""
     engine_args: EngineArgs | None = None
-    """Options of the inference engine."""
+    """How the server samples."""
     peft_args: dict[str, Any] | None = None
-    """LoRA options (r, lora_alpha ...): keys of ART's `PeftArgs`."""
+    """LoRA settings (r, lora_alpha, ...): keys of ART's `PeftArgs`."""
     trainer_args: dict[str, Any] | None = None
-    """Optimizer options (weight_decay, max_grad_norm ...): keys of ART's `TrainerArgs`."""
+    """Optimizer settings (weight_decay, max_grad_norm, ...): keys of ART's `TrainerArgs`."""
     server_config: dict[str, Any] | None = None
-    """Options of the inference server: `log_file`, `server_args` and `engine_args` of ART's `OpenAIServerConfig`."""
+    """Inference server settings: log_file, server_args and engine_args of ART's `OpenAIServerConfig`."""
 
 
 class ARTTrainingConfig(BaseModel):
-    """Options of each training request: any key of ART's public `TrainConfig` and of the one in `art.dev`."""
+    """Options per training request: any key of ART's public `TrainConfig` or of `art.dev.TrainConfig`."""
 
     model_config = _OPEN
 
     learning_rate: float = Field(default=5e-5, ge=0)
-    """Learning rate."""
+    """Learning rate of the optimizer."""
     beta: float = Field(default=0.0, ge=0)
-    """KL penalty weight. ART 0.5.17 and later have no penalty and accept only 0.0."""
+    """KL penalty coefficient. Must be 0.0 from ART 0.5.17 on, which has no KL penalty."""
 
 
 class ARTTrainerAdapterConfig(TrainerAdapterConfig, name="openpipe_art_trainer_adapter"):
     """Trains on a server that speaks OpenPipe ART's protocol, such as `insitu backend`."""
 
     backend: ARTBackendConfig
-    """The ART server and the model to train."""
+    """The server and the model."""
     training: ARTTrainingConfig = Field(default_factory=ARTTrainingConfig)
-    """Options of each training request."""
+    """Options per training request."""
 
     @property
     def served_name(self) -> str:
-        """The trained model's name, for what names the model in `finetuning.target_model`."""
+        """The trained model's name, which `finetuning.target_model` may refer to."""
         return self.backend.name
 
 
 class ARTTrainerConfig(TrainerConfig, name="openpipe_art_trainer"):
-    """Collects, filters, trains and validates, epoch by epoch; advantages are the ART server's. It has no keys."""
+    """The training loop for ART servers, which compute the advantages themselves. Has no keys."""
