@@ -12,7 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from insitu.adapters.backend_process import BackendProcess
-from insitu.algorithms.advantages import AdvantageConfig
+from insitu.advantages.estimator import training_rows
 from insitu.builder import Builder
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
 from insitu.interfaces import TrainerAdapter
@@ -27,7 +27,6 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.schemas.training_jobs import JobState, TrainingOptions, TrainingSettings
-from insitu.trajectories.groups import build_rows, call_advantages
 
 logger = logging.getLogger(__name__)
 
@@ -161,10 +160,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         Groups that their trainer has not weighed get the default advantages. Builders of plugins may not say which
         epoch their trajectories are of: then each submission is one.
         """
-        for group in trajectories.trajectories:
-            if not any(t.rows for t in group):
-                build_rows(group, call_advantages(group, AdvantageConfig()))
-        rows = [row for group in trajectories.trajectories for t in group for row in t.rows]
+        rows = training_rows(trajectories)
         if not rows:
             raise JobFailed(
                 f"run {trajectories.run_id}: none of {sum(map(len, trajectories.trajectories))} trajectories has rows "

@@ -1,4 +1,4 @@
-"""The trainer of the ART plugin: the built-in loop, which leaves weighing the trajectories to the ART server."""
+"""The trainer of the ART plugin: the built-in loop, with advantages computed by the ART server."""
 
 import uuid
 from collections.abc import Sequence
@@ -6,18 +6,18 @@ from typing import Any
 
 from insitu.adapters.art.config import ARTTrainerConfig
 from insitu.adapters.art.conversion import check_order
+from insitu.advantages.credit import CallAdvantages
+from insitu.advantages.estimator import AdvantageEstimator, estimated_by_backend
 from insitu.builder import Builder
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.loop import InsituTrainer, InsituTrainerConfig
-from insitu.training.weighing import CallAdvantages, Weigher, weighed_by_server
 
 
 class ARTTrainer(InsituTrainer):
     """Collects, filters, submits, waits and records each epoch; validates before, between and after.
 
-    Groups without a difference in reward teach nothing, and dialogues that ART cannot train are left out; both are
-    counted.
+    Groups without variance and conversations that ART cannot train are dropped and counted.
     """
 
     computes_advantages = False
@@ -27,22 +27,22 @@ class ARTTrainer(InsituTrainer):
         self.trainer_config = trainer_config
         self.run_id = f"art_run_{uuid.uuid4().hex[:8]}"
 
-    def _weigher(self) -> Weigher:
-        return _ServersWeigher()
+    def _estimator(self) -> AdvantageEstimator:
+        return _ServerEstimator()
 
 
-class _ServersWeigher:
-    """Sees to it that the server can weigh what it is sent."""
+class _ServerEstimator:
+    """Drops what the ART server cannot train; it computes the advantages of the rest."""
 
-    def conventions(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         return {"advantages": "the ART server's"}
 
-    def unfit(self, trajectory: Trajectory) -> DropReason | None:
+    def drop_reason(self, trajectory: Trajectory) -> DropReason | None:
         try:
             check_order(trajectory.episode, trajectory.id)
         except ValueError:
             return DropReason.EPISODE_ORDER
         return None
 
-    def weigh(self, group: Sequence[Trajectory]) -> list[CallAdvantages] | None:
-        return weighed_by_server(group)
+    def estimate(self, group: Sequence[Trajectory]) -> list[CallAdvantages] | None:
+        return estimated_by_backend(group)

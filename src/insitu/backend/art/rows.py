@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from insitu.algorithms.advantages import AdvantageConfig, group_advantages
+from insitu.advantages.baselines import AdvantageConfig, group_advantages
 from insitu.algorithms.rows import rows_of
 from insitu.backend.art.messages import Group, History, Trajectory
 from insitu.backend.training.batches import Row

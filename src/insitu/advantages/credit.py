@@ -1,0 +1,156 @@
+"""Credit assignment: which reward each trained call is judged by, and how an epoch's credit is shared by functions."""
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from insitu.advantages.baselines import AdvantageConfig, group_advantages, member_advantages
+from insitu.advantages.targeting import credited_function
+from insitu.errors import TrajectoryError
+from insitu.schemas.components import WORKFLOW
+from insitu.schemas.episodes import ModelCall
+from insitu.schemas.finetuning import Trajectory
+
+CallAdvantages = Mapping[int, float | None]
+"""The advantage of each trained call by its index in `Trajectory.calls`; None if the backend computes it."""
+
+
+class Credit(NamedTuple):
+    """The unit of credit (`episode`, `step` or `function`), the discount of later steps, the targeted functions."""
+
+    unit: str = "episode"
+    discount: float = 1.0
+    targets: Collection[str] = (WORKFLOW,)
+
+
+BY_EPISODE = Credit()
+
+
+def call_advantages(
+    group: Sequence[Trajectory], config: AdvantageConfig, credit: Credit = BY_EPISODE
+) -> list[dict[int, float]]:
+    """For each trajectory of a group, the advantage of each trained call by its index in `calls`.
+
+    `episode`: every call gets the advantage of its episode's reward within the group. `step`: the discounted returns
+    of all trained calls of the group are compared. `function`: each call is compared with those of the same function
+    in the group's other episodes, by the returns of that function's step rewards, or by the episodes' rewards if it
+    received none.
+    """
+    if credit.unit == "episode":
+        advantages = group_advantages([t.reward for t in group], config)
+        return [dict.fromkeys(t.trained_calls, a) for t, a in zip(group, advantages, strict=True)]
+    if credit.unit == "function":
+        return _by_function(group, config, credit)
+    returns = [step_returns(_step_rewards(t), credit.discount) for t in group]
+    flat = iter(group_advantages([g for member in returns for g in member], config))
+    return [{index: next(flat) for index in t.trained_calls} for t in group]
+
+
+def step_returns(rewards: Sequence[float], discount: float) -> list[float]:
+    """G_k = sum over j >= k of discount^(j-k) r_j, for the steps of one episode."""
+    returns: list[float] = []
+    following = 0.0
+    for reward in reversed(rewards):
+        following = reward + discount * following
+        returns.append(following)
+    return returns[::-1]
+
+
+def _by_function(group: Sequence[Trajectory], config: AdvantageConfig, credit: Credit) -> list[dict[int, float]]:
+    result: list[dict[int, float]] = [{} for _ in group]
+    steps: dict[str, list[list[int]]] = {}  # by function, for each trajectory the positions among its trained calls
+    for number, t in enumerate(group):
+        for k, index in enumerate(t.trained_calls):
+            name = credited_function(t.calls[index].functions, credit.targets)
+            steps.setdefault(name, [[] for _ in group])[number].append(k)
+    for name, members in steps.items():
+        rewarded = any(name in _rewarded_functions(t, credit.targets) for t in group)
+        returns = [
+            step_returns([_step_reward(t, k) for k in ks], credit.discount) if rewarded else [t.reward] * len(ks)
+            for t, ks in zip(group, members, strict=True)
+        ]
+        firsts = [t.calls[t.trained_calls[ks[0]]] if ks else None for t, ks in zip(group, members, strict=True)]
+        situations = [first and _situation(first) for first in firsts]
+        advantages = member_advantages(returns, config, situations)
+        for number, (t, ks) in enumerate(zip(group, members, strict=True)):
+            result[number] |= {t.trained_calls[k]: a for k, a in zip(ks, advantages[number], strict=True)}
+    return result
+
+
+def _rewarded_functions(trajectory: Trajectory, targets: Collection[str]) -> Collection[str]:
+    """The functions with step rewards: those recorded, or all functions if only the rewards are known."""
+    if trajectory.shaped_rewards is None:
+        return ()
+    recorded: Collection[str] | None = (trajectory.metadata or {}).get("rewarded_functions")
+    if recorded is not None:
+        return recorded
+    return {credited_function(call.functions, targets) for call in trajectory.calls}
+
+
+def _step_reward(trajectory: Trajectory, k: int) -> float:
+    """The reward of the k-th trained call; 0 in an episode without step rewards."""
+    return 0.0 if trajectory.shaped_rewards is None else _step_rewards(trajectory)[k]
+
+
+def _situation(call: ModelCall) -> str:
+    """Key for "same situation": the function's first prompt."""
+    return json.dumps([call.messages, call.tools], sort_keys=True)
+
+
+def has_step_rewards(trajectory: Trajectory) -> bool:
+    """Whether every trained call has a step reward, as `credit: step` requires."""
+    return trajectory.shaped_rewards is not None and len(trajectory.shaped_rewards) == len(trajectory.trained_calls)
+
+
+def _step_rewards(trajectory: Trajectory) -> list[float]:
+    if trajectory.shaped_rewards is None:
+        raise TrajectoryError(
+            f"credit: step needs a reward for each model call; episode {trajectory.id} has none: use "
+            "Context.get().reward(value), custom steps with a `reward`, or step_scores of the evaluator"
+        )
+    if len(trajectory.shaped_rewards) != len(trajectory.trained_calls):
+        raise TrajectoryError(
+            f"episode {trajectory.id} has {len(trajectory.trained_calls)} trained calls "
+            f"and {len(trajectory.shaped_rewards)} step rewards"
+        )
+    return trajectory.shaped_rewards
+
+
+class CreditedCall(NamedTuple):
+    """A trained call: the function it is credited to, its number of sampled tokens, and its advantage."""
+
+    function: str
+    tokens: int
+    advantage: float
+
+
+def credited_calls(
+    estimated: Iterable[tuple[Trajectory, CallAdvantages]], targets: Collection[str]
+) -> list[CreditedCall]:
+    """The trained calls whose advantages are known."""
+    calls = [(t.calls[index], advantage) for t, of_calls in estimated for index, advantage in of_calls.items()]
+    return [
+        CreditedCall(credited_function(call.functions, targets), len(call.token_ids or ()), advantage)
+        for call, advantage in calls
+        if advantage is not None
+    ]
+
+
+def credit_by_function(calls: Iterable[CreditedCall]) -> dict[str, dict[str, float]]:
+    """For each function its `calls` and `tokens`, the mean |advantage| per token, and its share of their sum.
+
+    The shares sum to 1, or are all 0 if every advantage is. They are weighted by tokens, the unit of the loss, so
+    they do not depend on how an episode is cut into rows.
+    """
+    shares: dict[str, dict[str, float]] = {}
+    weights: dict[str, float] = {}
+    for call in calls:
+        share = shares.setdefault(call.function, {"calls": 0, "tokens": 0})
+        share["calls"] += 1
+        share["tokens"] += call.tokens
+        weights[call.function] = weights.get(call.function, 0.0) + abs(call.advantage) * call.tokens
+    total = sum(weights.values())
+    for name, share in shares.items():
+        share["mean_abs_advantage"] = weights[name] / share["tokens"] if share["tokens"] else 0.0
+        share["share"] = weights[name] / total if total else 0.0
+    return dict(sorted(shares.items()))
