@@ -248,7 +248,7 @@ def test_what_is_not_there_says_so(write: Any) -> None:
     with pytest.raises(ImportError, match="cannot import name 'nope'"):
         exec("from nat.finetuning import nope", {})
     for path in ("nat.plugins.customizer", "nat.plugins.customizer.dpo.config"):
-        with pytest.raises(ModuleNotFoundError, match="preferences and NeMo Customizer are not there yet"):
+        with pytest.raises(ModuleNotFoundError, match="DPO and NeMo Customizer are not implemented yet"):
             importlib.import_module(path)
     sections = ("trajectory_builders", "trainer_adapters", "trainers")
     types = ("dpo_traj_builder", "nemo_customizer_trainer_adapter", "nemo_customizer_trainer")
