@@ -11,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from insitu.advantages.baselines import AdvantageConfig, group_advantages, member_advantages
 from insitu.advantages.credit import (
+    AdvantageConfig,
     Credit,
     CreditedCall,
     call_advantages,
     credit_by_function,
     credited_calls,
+    group_advantages,
+    member_advantages,
     step_returns,
 )
 from insitu.schemas.episodes import ModelCall

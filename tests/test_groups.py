@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from insitu.advantages.baselines import AdvantageConfig
-from insitu.advantages.credit import Credit, call_advantages
+from insitu.advantages.credit import AdvantageConfig, Credit, call_advantages
 from insitu.advantages.estimator import GroupRelativeEstimator, estimate_epoch, training_rows
 from insitu.advantages.targeting import targeted_calls
 from insitu.errors import TrajectoryError

@@ -21,7 +21,7 @@ import pytest
 from aiohttp import web
 from fake_openai import FakeOpenAI, encode, logprob, texts_of
 
-from insitu.algorithms.rows import rows_of
+from insitu.advantages.estimator import rows_of
 from insitu.evaluation.collector import run_limited
 from insitu.evaluation.episodes import EpisodeOptions, in_process, run_episode
 from insitu.schemas.episodes import Episode, EpisodeKey, Outcome

@@ -195,7 +195,7 @@ class Builder:
         framework = str(wrapper_type).lower()
 
         async def wrap() -> Any:
-            supported = entry_points(group="insitu.frameworks")
+            supported = entry_points(group="insitu.llm_wrappers")
             if framework not in supported.names:
                 raise ConfigError(not_found(f"llms.{name}: the framework", framework, sorted(supported.names)))
             point = supported[framework]

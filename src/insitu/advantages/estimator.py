@@ -1,15 +1,14 @@
-"""Advantages and training rows of an epoch: drops what cannot be trained, estimates the rest group by group."""
+"""The advantages and training rows of an epoch: sampled tokens are the trained tokens."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from insitu.advantages.baselines import AdvantageConfig
-from insitu.advantages.credit import CallAdvantages, Credit, call_advantages, has_step_rewards
+from insitu.advantages.credit import AdvantageConfig, CallAdvantages, Credit, call_advantages, has_step_rewards
 from insitu.algorithms.curriculum import drop_groups
-from insitu.algorithms.rows import rows_of
-from insitu.schemas.episodes import DropReason, TrainingRow
+from insitu.errors import TrajectoryError
+from insitu.schemas.episodes import DropReason, ModelCall, TrainingRow
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 
 
@@ -112,3 +111,55 @@ def training_rows(collection: TrajectoryCollection) -> list[TrainingRow]:
             group = [_with_rows(t, of_calls) for t, of_calls in zip(group, estimated, strict=True)]
         rows += [row for t in group for row in t.rows]
     return rows
+
+
+def rows_of(calls: Sequence[ModelCall], advantages: Mapping[int, float], episode: str = "") -> list[TrainingRow]:
+    """The training rows of one episode; `advantages` maps the index of each trained call to its advantage.
+
+    A call extends the longest row that is an exact token prefix of its prompt, or else starts a new row. So every
+    sampled token is trained in exactly one row and is context elsewhere. Calls without an advantage are context; rows
+    without a trained token are left out.
+    """
+    rows: list[TrainingRow] = []
+    for index, call in enumerate(calls):
+        if call.prompt_token_ids is None or call.token_ids is None:
+            if index in advantages:
+                raise TrajectoryError(f"episode {episode}: call {call.index} is trained but has no token ids")
+            continue
+        prompt, sampled = call.prompt_token_ids, call.token_ids
+        row = _longest_prefix(rows, prompt)
+        if row is None:
+            row = TrainingRow.model_construct(
+                token_ids=[], loss_mask=[], logprobs=[], advantages=[], episode=episode, calls=[]
+            )
+            rows.append(row)
+        trained = index in advantages
+        if trained and (call.logprobs is None or len(call.logprobs) != len(sampled)):
+            count = "none" if call.logprobs is None else str(len(call.logprobs))
+            raise TrajectoryError(
+                f"episode {episode}: call {call.index} has {len(sampled)} sampled tokens and {count} logprobs"
+            )
+        _append(row, prompt[len(row.token_ids) :], trained=False)
+        _append(row, sampled, trained, call.logprobs, advantages.get(index, 0.0))
+        row.calls.append(call.index)
+    return [row for row in rows if any(row.loss_mask)]
+
+
+def _longest_prefix(rows: Sequence[TrainingRow], prompt: list[int]) -> TrainingRow | None:
+    prefixes = [r for r in rows if len(r.token_ids) <= len(prompt) and prompt[: len(r.token_ids)] == r.token_ids]
+    return max(prefixes, key=lambda r: len(r.token_ids), default=None)
+
+
+def _append(
+    row: TrainingRow,
+    tokens: Sequence[int],
+    trained: bool,
+    logprobs: Sequence[float] | None = None,
+    advantage: float = 0.0,
+) -> None:
+    n = len(tokens)
+    row.token_ids.extend(tokens)
+    row.loss_mask.extend([int(trained)] * n)
+    row.logprobs.extend(logprobs if trained and logprobs is not None else [0.0] * n)
+    assert isinstance(row.advantages, list)
+    row.advantages.extend([advantage if trained else 0.0] * n)

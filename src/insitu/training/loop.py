@@ -14,8 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from insitu import __version__
-from insitu.advantages.baselines import AdvantageConfig
-from insitu.advantages.credit import Credit, credit_by_function, credited_calls
+from insitu.advantages.credit import AdvantageConfig, Credit, credit_by_function, credited_calls
 from insitu.advantages.estimator import AdvantageEstimator, GroupRelativeEstimator, estimate_epoch
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
 from insitu.builder import Builder, name_being_built
