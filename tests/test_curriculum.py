@@ -231,13 +231,13 @@ def test_a_group_tells_its_example_by_its_metadata(key: str) -> None:
 
 def test_groups_of_no_known_example_are_refused() -> None:
     nameless = TrajectoryCollection(trajectories=[[Trajectory(reward=1)]], run_id="r")
-    with pytest.raises(TrajectoryError, match=r"group 0 does not name its example .* row_id, example_id, id"):
+    with pytest.raises(TrajectoryError, match=r"group 0 does not name its example.* row_id, example_id, id"):
         apply_curriculum(nameless, curriculum(), documented(), 1)
     twice = collection({"a": [0.0, 1.0]})
     twice.trajectories *= 2
-    with pytest.raises(TrajectoryError, match="groups 0 and 1 are both of example 'a'"):
+    with pytest.raises(TrajectoryError, match="groups 0 and 1 both belong to example 'a'"):
         apply_curriculum(twice, curriculum(), documented(), 1)
-    with pytest.raises(TrajectoryError, match="asked for epoch 0; the first epoch is 1"):
+    with pytest.raises(TrajectoryError, match="requested for epoch 0; the first epoch is 1"):
         apply_curriculum(collection({"a": [0.0, 1.0]}), curriculum(), documented(), 0)
 
 

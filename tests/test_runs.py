@@ -239,9 +239,7 @@ async def test_a_curriculum_goes_on_where_an_earlier_run_ended(
     assert {count for _, count in sums.values()} == {3}
 
     write('{"current_percentile": 0.3, "total_groups": 6, "included_groups": ["r1"]}', "old.json")
-    with pytest.raises(
-        ConfigError, match=r"^trainers.t.curriculum_state: .*old.json holds no curriculum to go on with"
-    ):
+    with pytest.raises(ConfigError, match=r"^trainers.t.curriculum_state: .*old.json holds no curriculum to continue"):
         await train(path, ("trainers.t.curriculum_state", "old.json"))
     assert len(metrics_of(path)) == 1  # nothing has been moved
 

@@ -57,10 +57,10 @@ PATHS = {
     "nat.plugins.langchain.langchain_parser": "insitu.toolkit.parsers.langchain_parser",
     "nat.plugins.llama_index.llama_index_parser": "insitu.toolkit.parsers.llama_index_parser",
     "nat.plugins.openpipe.config": "insitu.adapters.art.config",
-    "nat.plugins.openpipe.register": "insitu.adapters.art.register",
-    "nat.plugins.openpipe.trainer": "insitu.adapters.art.trainer",
+    "nat.plugins.openpipe.register": "insitu.adapters.art.components",
+    "nat.plugins.openpipe.trainer": "insitu.adapters.art.components",
     "nat.plugins.openpipe.trainer_adapter": "insitu.adapters.art.trainer_adapter",
-    "nat.plugins.openpipe.trajectory_builder": "insitu.adapters.art.trajectory_builder",
+    "nat.plugins.openpipe.trajectory_builder": "insitu.adapters.art.components",
     "nat.utils.io.suppress_logs": "insitu.toolkit.logs",
     "nat.utils.io.supress_logs": "insitu.toolkit.logs",
 }
