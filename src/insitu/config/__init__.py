@@ -4,7 +4,7 @@ import importlib
 import logging
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu import registry as reg
+from insitu.advantages.targeting import models_named
 from insitu.config.keys import holds_secret, references, unknown_keys
 from insitu.config.yaml_loader import expand, override, parse_yaml, type_name
 from insitu.errors import ConfigError, PluginError
 from insitu.registry import Kind, not_found, registry
-from insitu.schemas.components import FunctionBaseConfig, TypedBaseModel
+from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, TypedBaseModel
 from insitu.schemas.finetuning import FinetuneConfig, RewardFunctionConfig
 
 logger = logging.getLogger(__name__)
-
-WORKFLOW = "<workflow>"
-"""The name under which the block `workflow` is built and targeted."""
 
 _STRICT = ConfigDict(extra="ignore", use_attribute_docstrings=True, arbitrary_types_allowed=True)
 _COMPONENT_SECTIONS = (
@@ -43,7 +41,7 @@ class GeneralConfig(BaseModel):
     model_config = _STRICT
 
     seed: int = 0
-    """Fixes dataset order, sampling, subsampling and, on CPU, training."""
+    """Seed for dataset order, sampling, subsampling and, on CPU, training."""
     plugins: list[str] = Field(default_factory=list)
     """Modules imported before the file is checked; the file's own folder is importable."""
 
@@ -54,7 +52,7 @@ class OutputConfig(BaseModel):
     model_config = _STRICT
 
     dir: Path = Path(".tmp/insitu/eval")
-    """Where an evaluation writes its files, from the working directory."""
+    """Folder for the files of an evaluation, relative to the working directory."""
 
 
 class EvalGeneralConfig(BaseModel):
@@ -63,17 +61,17 @@ class EvalGeneralConfig(BaseModel):
     model_config = _STRICT
 
     max_concurrency: int = Field(default=8, ge=1)
-    """Episodes in flight at once."""
+    """Maximum number of episodes in flight."""
     output_dir: Path | None = None
-    """Where an evaluation writes its files, from the working directory; none: what `output` says."""
+    """Folder for the files of an evaluation, relative to the working directory; none: `output.dir`."""
     output: OutputConfig | None = None
-    """`output: {dir: ...}` is another spelling of `output_dir`."""
+    """Alternative to `output_dir`."""
     episode_timeout: float | None = Field(default=None, gt=0)
-    """Seconds one attempt at an episode may take; none: no limit."""
+    """Time limit for one attempt at an episode, in seconds; none: no limit."""
     retries: int = Field(default=0, ge=0)
-    """Further attempts at an episode that failed for a passing reason (time-out, backend unavailable)."""
+    """Retries of an episode after a transient error (timeout, backend unavailable)."""
     dataset: Any = None
-    """The rows: a block with the `_type` of the file's format."""
+    """The dataset: a block whose `_type` is the file's format."""
 
     @property
     def folder(self) -> Path:
@@ -133,35 +131,6 @@ class Config:
             if candidate.exists():
                 return candidate
         raise ConfigError(f"{key}: {str(path)!r} does not exist; looked for {' and '.join(map(str, candidates))}")
-
-
-def is_targeted(functions: Collection[str], targets: Collection[str]) -> bool:
-    """Whether a call made in `functions` was made in one of `targets` (`<workflow>`: anywhere)."""
-    return WORKFLOW in targets or not set(targets).isdisjoint(functions)
-
-
-def credited_function(functions: Sequence[str], targets: Collection[str]) -> str:
-    """The function that a call made in `functions` (outermost first) is credited to.
-
-    It is the innermost; where `targets` name functions, the innermost of these.
-    """
-    named = [name for name in functions if name in targets] if WORKFLOW not in targets else []
-    return (named or functions or (WORKFLOW,))[-1]
-
-
-def models_named(target: str, models: Mapping[str, str | None]) -> list[str]:
-    """The keys of `models` (key -> model name) that `target` means: a key, or else a model name, its `@step` or not.
-
-    A name that is exactly none of theirs may be that of the models whose names are not known yet.
-    """
-    same_name = [key for key, model in models.items() if model == target]
-    near = [k for k, model in models.items() if model is None or _without_step(model) == _without_step(target)]
-    return [target] if target in models else same_name or near
-
-
-def _without_step(model: str) -> str:
-    name, _, step = model.rpartition("@")
-    return name if name and step.isdecimal() else model
 
 
 def load_config(source: Any, overrides: Iterable[tuple[str, str]] = ()) -> Config:
