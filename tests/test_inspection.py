@@ -57,9 +57,8 @@ def failed(generation: int, row: str, reward: float | None = None, attempt: int 
     return made
 
 
-def trajectory(of: Episode, dropped: str | None = None) -> Trajectory:
-    metadata = {} if dropped is None else {"dropped": dropped}
-    return Trajectory.model_construct(id=of.key.text(), reward=of.reward, calls=of.calls, metadata=metadata)
+def trajectory(of: Episode) -> Trajectory:
+    return Trajectory.model_construct(id=of.key.text(), reward=of.reward, calls=of.calls)
 
 
 class Run:
@@ -79,8 +78,9 @@ class Run:
         self.store.append_group(GroupRecord(row, list(episodes), kept, dropped), 1)
 
     def weigh(self, advantages: dict[int, float | None], *episodes: Episode, dropped: str | None = None) -> None:
-        made = [trajectory(e, dropped) for e in episodes]
-        self.store.append_advantages(1, made, [(t, advantages) for t in made] if dropped is None else [])
+        collected = [trajectory(e) for e in episodes]
+        reasons = {} if dropped is None else {str(t.id): dropped for t in collected}
+        self.store.append_advantages(1, collected, reasons, [(t, advantages) for t in collected if not reasons])
 
 
 @pytest.fixture
