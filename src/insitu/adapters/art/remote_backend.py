@@ -10,7 +10,7 @@ import aiohttp
 import orjson
 
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
-from insitu.schemas.bulk import collection_paused
+from insitu.http_format import gc_paused
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ def spelt(group: Any) -> orjson.Fragment:
     """
     if isinstance(group, orjson.Fragment):
         return group
-    with collection_paused():
+    with gc_paused():
         ours = {"messages_and_choices", "tools", "additional_histories"}
         told = group.model_dump(exclude={"trajectories": {"__all__": ours}})
         for trajectory, data in zip(group.trajectories, told["trajectories"], strict=True):

@@ -16,9 +16,9 @@ from insitu.adapters.art.conversion import art_trajectory, check_order, named
 from insitu.adapters.art.library import internal_config, load_art, server_config, train_config
 from insitu.adapters.art.remote_backend import averages, remote_backend, spelt
 from insitu.errors import BackendUnavailable, InsituError, JobFailed, TrajectoryError
+from insitu.http_format import gc_paused
 from insitu.interfaces import TrainerAdapter
 from insitu.registry import PolicyEndpoint
-from insitu.schemas.bulk import collection_paused
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     TrainingJobRef,
@@ -155,7 +155,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         return await asyncio.to_thread(self._groups, trajectory_lists)
 
     def _groups(self, trajectory_lists: list[list[Trajectory]]) -> "list[art.TrajectoryGroup]":
-        with collection_paused():
+        with gc_paused():
             return [self._art.TrajectoryGroup([self._made(t) for t in group]) for group in trajectory_lists]
 
     def _made(self, given: Trajectory) -> "art.Trajectory":
