@@ -23,6 +23,7 @@ ORDER = [
     "http_format",
     "registry",
     "config",
+    "builder",
     "workflow",
     "frameworks",
     "evaluation",

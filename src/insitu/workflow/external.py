@@ -21,13 +21,12 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 from yarl import URL
 
-from insitu.config import Config
+from insitu.builder import Builder
 from insitu.errors import BackendUnavailable, EpisodeTimeout, WorkflowError
-from insitu.registry import Builder, register_function
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.workflow.context import Context, EpisodeScope, current_scope
 from insitu.workflow.conversion import convert, json_form
-from insitu.workflow.functions import FunctionInfo
+from insitu.workflow.functions import FunctionInfo, register_function
 from insitu.workflow.gateway import Door, Elsewhere, Gateway, Listen
 from insitu.workflow.programs import GRACE, end_group, running
 
@@ -49,27 +48,27 @@ Address = Annotated[str, AfterValidator(_address)]
 
 
 class ElsewhereConfig(BaseModel):
-    """An OpenAI-compatible server for requests that name no model of this file, embeddings among them."""
+    """An OpenAI-compatible server for unrecognised model names, and for other requests such as embeddings."""
 
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
     base_url: Address
-    """Up to and including `/v1`."""
+    """URL up to and including `/v1`."""
     api_key: SecretStr | None = None
-    """Its key."""
+    """API key."""
 
 
 class GatewayConfig(BaseModel):
-    """Where agents find their models: on this machine, if nothing is said."""
+    """Bind address and public URL of the gateway; by default, only this machine can reach it."""
 
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
     host: str = Field(default="127.0.0.1", min_length=1)
-    """The address of this machine to listen at; `0.0.0.0` for all it has."""
+    """Address to bind; `0.0.0.0` binds all interfaces."""
     port: int = Field(default=0, ge=0, le=65535)
-    """The port; 0: a free one."""
+    """Port to bind; 0 picks a free one."""
     address: Address | None = None
-    """What agents are told instead, from a container or another machine; `{port}` stands for the port."""
+    """Public URL given to agents in a container or on another machine; `{port}` is replaced by the port."""
 
     @model_validator(mode="after")
     def _can_be_told(self) -> Self:
@@ -84,47 +83,48 @@ class ExternalConfig(FunctionBaseConfig):
     """What both kinds of external agent have in common."""
 
     llm: LLMRef
-    """The model the agent talks to. It stands for every model name that is not known otherwise."""
+    """Model for the agent's requests; the default for unrecognised model names."""
     models: dict[str, LLMRef] = Field(default_factory=dict)
-    """Further models, by the names the agent calls them."""
+    """Further models, by the names that the agent requests."""
     elsewhere: ElsewhereConfig | None = None
-    """Where requests go that name no known model; none: to `llm`."""
+    """Server for unrecognised model names; none: `llm` answers them."""
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
-    """Where agents find their models."""
+    """The gateway that agents call instead of their model server."""
 
 
 class CommandConfig(ExternalConfig, name="command"):
-    """A program run once for each episode; what it prints is the answer."""
+    """A program that runs once per episode and prints the answer."""
 
     command: list[str] = Field(min_length=1)
-    """The program and its arguments; `{input}`, `{row_id}` and `{column}` stand for those of the row."""
+    """The program and its arguments; `{input}`, `{row_id}` and `{column}` are replaced by the row's values."""
     stdin: Literal["row", "input", "none"] = "row"
-    """What it reads: the row as a JSON object (outside a dataset: `{"question": ...}`), the input, or nothing."""
+    """What to write to standard input: the row as a JSON object (without a dataset: `{"question": ...}`), the input, or
+    nothing."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Further environment variables."""
+    """Additional environment variables."""
     cwd: Path | None = None
-    """Its working directory, from the folder of the YAML file; none: that folder."""
+    """Working directory, relative to the folder of the YAML file; none: that folder."""
     timeout: float | None = Field(default=None, gt=0)
-    """Seconds it may take; none: as long as the episode may."""
+    """Time limit in seconds; none: that of the episode."""
     max_output: int = Field(default=2**20, ge=1)
-    """Most bytes of its standard output."""
+    """Maximum size of the standard output, in bytes."""
     answer: Literal["text", "json"] = "text"
-    """How its standard output is read."""
+    """How to parse the standard output."""
 
 
 class HttpConfig(ExternalConfig, name="http"):
-    """A service that is posted each row, and told where its model is for this episode."""
+    """A service that receives each row by POST, with the model's URL for this episode."""
 
     url: Address
-    """Where to post."""
+    """URL to post to."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Further headers."""
+    """Additional headers."""
     timeout: float | None = Field(default=None, gt=0)
-    """Seconds an answer may take; none: as long as the episode may."""
+    """Time limit for a response in seconds; none: that of the episode."""
     max_output: int = Field(default=2**20, ge=1)
-    """Most bytes of an answer."""
+    """Maximum size of a response, in bytes."""
     answer_key: str | None = "output"
-    """The key of the answer's JSON object that holds the workflow's answer; none: the whole of it."""
+    """Key of the workflow's answer in the JSON response; none: the response is the answer."""
 
 
 @contextmanager
@@ -324,7 +324,7 @@ class _Http:
             return given
         if not isinstance(given, dict) or config.answer_key not in given:
             found = ", ".join(given) if isinstance(given, dict) else type(given).__name__
-            raise WorkflowError(f"{config.url} answered without the key {config.answer_key!r}; there is: {found}")
+            raise WorkflowError(f"{config.url} answered without the key {config.answer_key!r}; available: {found}")
         return given[config.answer_key]
 
     async def _read(self, answer: aiohttp.ClientResponse) -> bytes:
@@ -341,7 +341,7 @@ class _Http:
 
 @register_function(config_type=CommandConfig)
 async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
-    file: Config = builder.config  # type: ignore[assignment]
+    file = builder.config
     async with await _gateway(config, builder) as gateway:
         yield FunctionInfo.from_fn(_Command(config, gateway, file.folder).run, description=f"Runs {config.command[0]}")
 

@@ -112,7 +112,7 @@ class Gateway:
         self._by_name = {llm.model: llm for llm in reversed(llms)} | {llm.name: llm for llm in llms}
         for alias, name in (aliases or {}).items():
             if name not in self._by_name:
-                raise ConfigError(f"models: {alias} stands for {name!r}; there is: {', '.join(self._by_name)}")
+                raise ConfigError(f"models: {alias} stands for {name!r}; available: {', '.join(self._by_name)}")
             self._by_name[alias] = self._by_name[name]
         self._first = llms[0]
         self._elsewhere = elsewhere

@@ -87,8 +87,7 @@ class CompletionEndpoint:
             raise RequestRefused(f"{key} gives a prompt without tokens", param=key)
         if max(prompt) >= self._engine.vocab_size:  # on a GPU an index out of range would end the process
             raise RequestRefused(
-                f"{key} gives a prompt with token {max(prompt)}; the vocabulary ends at "
-                f"{self._engine.vocab_size - 1}",
+                f"{key} gives a prompt with token {max(prompt)}; the vocabulary ends at {self._engine.vocab_size - 1}",
                 param=key,
             )
         if len(prompt) >= max_length:
