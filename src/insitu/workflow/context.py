@@ -16,8 +16,9 @@ from collections.abc import Collection
 from contextvars import ContextVar, Token
 from typing import Any, Self
 
-from insitu.config import WORKFLOW, is_targeted
+from insitu.advantages.targeting import is_targeted
 from insitu.errors import CaptureError, WorkflowError
+from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import EpisodeKey, ModelCall
 from insitu.schemas.steps import IntermediateStep, IntermediateStepCategory, IntermediateStepType, InvocationNode
 from insitu.workflow.llm_steps import enrich, payloads_of
