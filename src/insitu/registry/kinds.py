@@ -33,7 +33,7 @@ LLM = Kind("llms", LLMBaseConfig, dict.fromkeys(("openai", "nim", "policy"), "in
 FUNCTION = Kind(
     "functions",
     FunctionBaseConfig,
-    dict.fromkeys(("command", "http"), "insitu.workflow.external"),
+    dict.fromkeys(("command", "http"), "insitu.gateway.agents"),
     finish="insitu.workflow.functions:as_function",
 )
 EVALUATOR = Kind("eval.evaluators", EvaluatorBaseConfig)
@@ -100,11 +100,11 @@ class EvaluatorInfo:
 class PolicyEndpoint:
     """Where the model under training is served. `model` names the newest weights; `version` is theirs now.
 
-    `model_now` is for servers on which that name changes with every version: it gives the one of the moment.
+    `current_model` is for servers on which that name changes with every version: it gives the one of the moment.
     """
 
     base_url: str
     model: str
     api_key: str = "none"
     version: int | None = None
-    model_now: Callable[[], str] | None = None
+    current_model: Callable[[], str] | None = None

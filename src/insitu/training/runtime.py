@@ -20,11 +20,11 @@ from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.result_path import ResultPath
 from insitu.evaluation.shared import SharedRun, share
+from insitu.gateway.programs import kill_programs
 from insitu.interfaces import Trainer
 from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, Builder, not_found
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus, TrainingStatusEnum, ValidationConfig
 from insitu.training.validation import held_out_config
-from insitu.workflow.programs import kill_programs
 
 logger = logging.getLogger(__name__)
 
