@@ -93,8 +93,8 @@ async def bare_langchain(url: str) -> dict[str, float]:
 
 async def insitu(url: str, through: str, folder: Path) -> dict[str, float]:
     """A whole collection by the built-in trajectory builder, stored as in a training run."""
+    from insitu.builder import Builder
     from insitu.config import load_config
-    from insitu.registry import Builder
     from insitu.schemas.finetuning import FinetuneRunConfig
     from insitu.training.store import RunStore
 

@@ -30,7 +30,7 @@ from insitu.schemas.steps import (
     StreamEventData,
     TraceMetadata,
 )
-from insitu.toolkit.parsers.base_parser import parse_to_dialogues
+from insitu.toolkit.parsers.base_parser import parse_to_conversations
 from insitu.workflow.context import Context, EpisodeScope
 
 DATA = Path(__file__).parent.parent / "tests" / "data" / "parsers"
@@ -199,7 +199,7 @@ async def record(name: str) -> dict[str, Any]:
             with EpisodeScope() as scope:
                 await run(server.base_url)
         steps = [decode(encode(step)) for step in scope.steps]
-        assert parse_to_dialogues(steps) == parse_to_dialogues(scope.steps), "live objects mean something else"
+        assert parse_to_conversations(steps) == parse_to_conversations(scope.steps), "live objects mean something else"
         requests = [{key: r.get(key) for key in ("messages", "tools")} for r in server.requests]
         episodes[title] = {"steps": steps, "requests": requests}
     return {"packages": {package: version(package) for package in packages}, "episodes": episodes}

@@ -8,7 +8,7 @@ import asyncio
 import time
 from typing import Any
 
-from insitu.registry import Builder, EvaluatorInfo, register_evaluator, register_function
+from insitu.plugin_api import Builder, EvaluatorInfo, register_evaluator, register_function
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem, EvaluatorBaseConfig
 from insitu.workflow.context import Context

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from insitu.adapters.insitu_backend import InsituAdapterConfig, InsituTrainerAdapter
-from insitu.registry import (
+from insitu.plugin_api import (
     Builder,
     EvaluatorInfo,
     PolicyEndpoint,

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, Field, SecretStr
 
 from insitu.errors import BackendUnavailable
-from insitu.registry import Builder, EvaluatorInfo, register_evaluator, register_function
+from insitu.plugin_api import Builder, EvaluatorInfo, register_evaluator, register_function
 from insitu.schemas.components import FunctionBaseConfig, FunctionRef, LLMRef
 from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem, EvaluatorBaseConfig
 from insitu.workflow.context import Context

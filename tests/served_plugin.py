@@ -11,7 +11,7 @@ from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel
 
-from insitu.registry import Builder, EvaluatorInfo, LLMFrameworkEnum, register_evaluator, register_function
+from insitu.plugin_api import Builder, EvaluatorInfo, LLMFrameworkEnum, register_evaluator, register_function
 from insitu.schemas.components import FunctionBaseConfig, FunctionRef, LLMRef
 from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem, EvaluatorBaseConfig
 from insitu.schemas.steps import (

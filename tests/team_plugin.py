@@ -9,7 +9,7 @@ import random
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
-from insitu.registry import Builder, EvaluatorInfo, register_evaluator, register_function
+from insitu.plugin_api import Builder, EvaluatorInfo, register_evaluator, register_function
 from insitu.schemas.components import FunctionBaseConfig, FunctionRef, LLMRef
 from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem, EvaluatorBaseConfig
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType

@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tiny_models import save_tiny_model
 
+from insitu.adapters.art.components import ARTTrainer
 from insitu.adapters.art.config import (
     ARTTrainerAdapterConfig,
     ARTTrainerConfig,
     ARTTrajectoryBuilderConfig,
 )
 from insitu.adapters.art.conversion import art_trajectory, check_order
-from insitu.adapters.art.remote_backend import _RemoteBackend, averages
-from insitu.adapters.art.trainer import ARTTrainer
+from insitu.adapters.art.remote_backend import _RemoteBackend, mean_metrics
 from insitu.adapters.art.trainer_adapter import known_metrics
 from insitu.algorithms.credit import spread
 from insitu.config import Config
 from insitu.errors import BackendUnavailable, RequestRefused, TrajectoryError
-from insitu.registry import Builder
+from insitu.plugin_api import Builder
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
 from insitu.training.weighing import weigh
@@ -51,7 +51,7 @@ def test_the_documented_blocks_and_their_defaults() -> None:
         "base_model": "Qwen/Qwen2.5-7B-Instruct",
         "api_key": "default",
         "delete_old_checkpoints": False,
-        "lost_reply_patience": 600.0,
+        "lost_reply_timeout": 600.0,
     }
     assert config.training.model_dump() == {"learning_rate": 5e-5, "beta": 0.0}
     assert "secret" not in repr(ARTTrainerAdapterConfig.model_validate({"backend": BACKEND | {"api_key": "secret"}}))
@@ -236,7 +236,7 @@ def test_a_trajectory_built_by_hand_is_converted_item_by_item() -> None:
         (["tool", "assistant"], "begins with a message of role tool"),
         (["user", "assistant", "user"], "ends with a message of role user"),
         (["user", "assistant", "assistant"], "messages 1 and 2 are both the assistant's"),
-        ([], "is no dialogue"),
+        ([], "is not a conversation"),
     ],
 )
 def test_order(roles: list[str], told: str | None) -> None:
@@ -250,7 +250,7 @@ def test_order(roles: list[str], told: str | None) -> None:
 
 def test_metrics_go_by_our_names_and_keep_the_servers() -> None:
     lines = [{"loss/train": 1.0, "loss/entropy": 2.0}, {"loss/train": 3.0, "data/step_num_gradient_steps": 2}]
-    told = known_metrics(averages(lines))
+    told = known_metrics(mean_metrics(lines))
     assert (told["loss"], told["entropy"], told["steps"], told["loss/train"]) == (2.0, 2.0, 2, 2.0)
     assert known_metrics({"policy_loss": 0.5, "kl_div": 0.1}) == {
         "policy_loss": 0.5,
@@ -321,7 +321,7 @@ async def test_the_remote_backend_trains_and_is_told_why_not(address: str) -> No
         group = orjson.Fragment(orjson.dumps({"trajectories": [art_trajectory(t) for t in turns]}))
         config = Sent({"learning_rate": 1e-4})
         lines = [line async for line in remote._train_model(model, [group], config, {"ppo": True})]
-        assert averages(lines)["num_gradient_steps"] == len(lines) == 1
+        assert mean_metrics(lines)["num_gradient_steps"] == len(lines) == 1
         assert await remote._get_step(model) == 1
         for _ in range(2):  # the same job, sent again
             assert [line async for line in remote._train_model(model, [group], config, {}, key="run/1")]

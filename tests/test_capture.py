@@ -19,7 +19,8 @@ from fake_openai import TOOL_CALL, FakeOpenAI, encode, logprob
 from insitu.capture.recorder import Recorder
 from insitu.capture.transport import recording_transport
 from insitu.errors import CaptureError, ConfigError
-from insitu.registry import LLM, Builder
+from insitu.plugin_api import Builder
+from insitu.registry import LLM
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, TraceMetadata

@@ -237,17 +237,17 @@ def test_an_unknown_key_is_told_with_its_place_and_all_there_are(
     message = complaint(write(data))
     line = next(line for line in message.splitlines() if place in line)
     assert f"{place} does not exist" in line
-    assert "there is: " in line
+    assert "available: " in line
     if nearest is not None:
         assert f"(did you mean {nearest!r}?)" in line
-        assert nearest in line.split("there is: ")[1]
+        assert nearest in line.split("available: ")[1]
 
 
 def test_an_unknown_type_lists_what_exists(write: Any) -> None:
     message = complaint(
         write({"llms": {"m": {"_type": "opnai"}}, "workflow": {"_type": "part"}, "trainers": {"t": {}}})
     )
-    assert "llms.m: _type 'opnai' does not exist (did you mean 'openai'?); there is: nim, openai, policy" in message
+    assert "llms.m: _type 'opnai' does not exist (did you mean 'openai'?); available: nim, openai, policy" in message
     assert "workflow: _type 'part' does not exist (did you mean 'parts'?)" in message
     assert "trainers.t must be a mapping with the key _type" in message
 
@@ -284,8 +284,8 @@ def test_references_must_lead_somewhere(write: Any) -> None:
         "finetuning.target_model: 'bigger'",
     ):
         assert f"{place} does not exist" in message
-    assert "there is: score under eval.evaluators" in message
-    assert "there is: m, big" in message
+    assert "available: score under eval.evaluators" in message
+    assert "available: m, big" in message
     assert "'f'" not in message
 
 
@@ -326,7 +326,7 @@ def test_target_model_is_a_key_a_model_name_or_one_of_its_steps(write: Any, targ
         return
     message = complaint(path)
     assert f"finetuning.target_model: {target!r} does not exist" in message
-    assert "there is: player, m, third@2, twin, mine, big, served@3, served@4" in message
+    assert "available: player, m, third@2, twin, mine, big, served@3, served@4" in message
 
 
 def test_a_name_that_only_the_running_backend_knows_is_taken_for_the_policy(write: Any) -> None:
@@ -471,14 +471,14 @@ def test_what_is_asked_for_and_not_there(write: Any) -> None:
     config = load_config(write({"functions": {"f": {"_type": "parts"}}}))
     with pytest.raises(ConfigError, match="has no section workflow"):
         _ = config.workflow
-    with pytest.raises(ConfigError, match=r"functions: 'g' does not exist; there is: f"):
+    with pytest.raises(ConfigError, match=r"functions: 'g' does not exist; available: f"):
         config.block(FUNCTION, "g")
 
 
 # plugins
 
 PLUGIN = """
-from insitu.registry import register_function
+from insitu.plugin_api import register_function
 from insitu.schemas.components import FunctionBaseConfig
 class C(FunctionBaseConfig, name="{name}"):
     x: int = 0

@@ -11,7 +11,8 @@ import pytest
 from insitu.algorithms.curriculum import CurriculumState, percentile, select, subsample
 from insitu.config import load_config
 from insitu.errors import ConfigError, TrajectoryError
-from insitu.registry import TRAINER, Builder
+from insitu.plugin_api import Builder
+from insitu.registry import TRAINER
 from insitu.schemas.finetuning import CurriculumLearningConfig, Trajectory, TrajectoryCollection
 from insitu.trajectories.curriculum import apply_curriculum, read_curriculum_state
 

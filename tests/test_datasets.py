@@ -12,7 +12,7 @@ import pytest
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 from insitu.evaluation.datasets import load_dataset
-from insitu.registry import Builder
+from insitu.plugin_api import Builder
 from insitu.schemas.finetuning import FinetuneRunConfig, RewardFunctionConfig, ValidationConfig
 from insitu.training.runtime import _check_inputs
 
@@ -145,7 +145,7 @@ def test_rows_without_id_are_numbered(write: Any, tmp_path: Path) -> None:
         ("d.json", '[{"question": 1}', ["cannot be read"]),
         ("d.csv", "id,question\n1,a,surplus\n", ["row 1", "not as many fields"]),
         ("d.csv", "id,question\n1,a\n2\n", ["row 2", "not as many fields"]),
-        ("d.csv", "id,query\n1,a\n", ["row 1", "'question' does not exist", "there is: id, query"]),
+        ("d.csv", "id,query\n1,a\n", ["row 1", "'question' does not exist", "available: id, query"]),
         ("d.csv", "", ["has no rows"]),
         ("d.parquet", "no table", ["cannot be read"]),
     ],

@@ -34,7 +34,7 @@ import yaml
 
 from insitu.config import load_config
 from insitu.config.yaml_loader import parse_yaml
-from insitu.registry import LLMFrameworkEnum
+from insitu.plugin_api import LLMFrameworkEnum
 from insitu.schemas.episodes import DropReason
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -265,8 +265,7 @@ def check_yaml(folder: Path, block: Block, where: str) -> None:
         path = folder / "page.yml"
         path.write_text(block.text)
     if block.info == "agent":
-        modules = ("insitu.schemas.components", "insitu.schemas.evaluation", "insitu.registry")
-        made_up = "".join(f"from {module} import *\n" for module in modules)
+        made_up = "from insitu.plugin_api import *\n"
         made_up += "class A(FunctionBaseConfig, name='my_agent'):\n    model: LLMRef\n"
         made_up += "class S(EvaluatorBaseConfig, name='my_score'): pass\n"
         made_up += "register_function(config_type=A)(lambda c, b: None)\n"

@@ -29,7 +29,7 @@ from insitu.evaluation.episodes import EpisodeRules, run_episode
 from insitu.evaluation.remote import RemoteWorkflow, open_workflow
 from insitu.evaluation.run import EvaluationRun
 from insitu.evaluation.service import WorkflowService
-from insitu.registry import Builder, PolicyEndpoint
+from insitu.plugin_api import Builder, PolicyEndpoint
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 
@@ -239,7 +239,7 @@ async def test_other_servers_are_refused(config: Config) -> None:
 
 async def test_the_llms_that_are_trained_must_be_the_services(config: Config, served: str) -> None:
     async with Builder(config) as builder:
-        with pytest.raises(ConfigError, match=r"has no llm called judge; there is: player"):
+        with pytest.raises(ConfigError, match=r"has no llm called judge; available: player"):
             async with open_workflow(builder, asked(served), {"player", "judge"}):
                 pass
 

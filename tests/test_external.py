@@ -22,7 +22,7 @@ from test_finetune import CONFIG, MODEL, ROOT, lines, run, write_rows
 from insitu.config import load_config
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
 from insitu.gateway import programs
-from insitu.registry import Builder
+from insitu.plugin_api import Builder
 from insitu.schemas.episodes import EpisodeKey
 from insitu.workflow.context import EpisodeScope
 
@@ -228,7 +228,7 @@ async def test_a_service_is_told_where_its_model_is(tmp_path: Path, server: Fake
             ("busy", BackendUnavailable, "answered 503"),
             ("slow", EpisodeTimeout, "took longer than timeout: 0.3 s"),
             ("long", WorkflowError, "more than max_output: 9000 bytes"),
-            ("empty", WorkflowError, "without the key 'output'; there is: other"),
+            ("empty", WorkflowError, "without the key 'output'; available: other"),
         ):
             with pytest.raises(kind, match=said):
                 await asked(level, timeout=0.3, max_output=9000)

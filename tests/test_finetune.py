@@ -230,7 +230,7 @@ def test_what_cannot_be_trained_is_refused_before_the_earlier_run_is_moved(proje
         (["-o", "finetuning.reward_function", "null"], "finetuning.reward_function is missing"),
         (
             ["--validation_dataset", "rows.jsonl", "--validation_config_file", "held_out.yml"],
-            "held_out.yml: the evaluator that gives the reward, 'score' does not exist; there is: other",
+            "held_out.yml: the evaluator that gives the reward, 'score' does not exist; available: other",
         ),
     ):
         code, out, err = run(project, *arguments)

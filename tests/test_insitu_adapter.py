@@ -11,7 +11,8 @@ from aiohttp import web
 from insitu.adapters.insitu_backend import InsituTrainerAdapter
 from insitu.config import load_config
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed
-from insitu.registry import TRAINER_ADAPTER, Builder
+from insitu.plugin_api import Builder
+from insitu.registry import TRAINER_ADAPTER
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 from insitu.schemas.training_jobs import TrainingOptions
@@ -211,12 +212,12 @@ async def test_a_server_that_is_no_backend(backend: Backend, write: Any) -> None
 @pytest.mark.parametrize(
     ("block", "says"),
     [
-        ({}, "give exactly one of model .* and url"),
-        ({"url": "http://h", "model": "m"}, "give exactly one of model .* and url"),
+        ({}, "set exactly one of model .* and url"),
+        ({"url": "http://h", "model": "m"}, "set exactly one of model .* and url"),
         ({"url": "h:1"}, "it must begin with http:// or https://"),
-        ({"url": "http://h", "device": "cpu", "dtype": "auto"}, "device, dtype: with model only"),
-        ({"url": "http://h", "startup_timeout": 5}, "startup_timeout: with model only"),
-        ({"model": "m", "api_key": "k"}, "api_key: with url only"),
+        ({"url": "http://h", "device": "cpu", "dtype": "auto"}, "device, dtype: allowed with model only"),
+        ({"url": "http://h", "startup_timeout": 5}, "startup_timeout: allowed with model only"),
+        ({"model": "m", "api_key": "k"}, "api_key: allowed with url only"),
     ],
 )
 def test_settings_that_nobody_would_read_are_refused(write: Any, block: dict[str, Any], says: str) -> None:

@@ -349,9 +349,9 @@ def test_a_terminal_gets_colours_and_a_hint_and_a_pipe_gets_neither(run: Path) -
 def test_what_is_not_there_is_told_with_what_is_near(run: Path) -> None:
     for arguments, says in (
         (("--row", "r1"), "no episode has --row 'r1'; near it: r 1\n"),
-        (("--row", "zzz"), "no episode has --row 'zzz'; there is: r 1, r2, r/3"),
-        (("--epoch", 2, "--row", "r2"), "no episode has --epoch 2; there is: 1"),
-        (("--row", "r2", "--generation", 4), "no episode with --row 'r2' has --generation 4; there is: 0, 1"),
+        (("--row", "zzz"), "no episode has --row 'zzz'; available: r 1, r2, r/3"),
+        (("--epoch", 2, "--row", "r2"), "no episode has --epoch 2; available: 1"),
+        (("--row", "r2", "--generation", 4), "no episode with --row 'r2' has --generation 4; available: 0, 1"),
         (("--episode", "1/r2/1"), "no episode has --episode '1/r2/1'; near it: run_1/1/r2/1/0"),
         (("--episode", "run_1/1/r2/1/1"), "near it: run_1/1/r2/1/0, "),
     ):

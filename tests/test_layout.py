@@ -17,6 +17,7 @@ ORDER = [
     "http_format",
     "registry",
     "config",
+    "builder",
     "capture",
     "workflow",
     "gateway",

@@ -248,14 +248,14 @@ def test_what_is_not_there_says_so(write: Any) -> None:
     with pytest.raises(ImportError, match="cannot import name 'nope'"):
         exec("from nat.finetuning import nope", {})
     for path in ("nat.plugins.customizer", "nat.plugins.customizer.dpo.config"):
-        with pytest.raises(ModuleNotFoundError, match="preferences and NeMo Customizer are not there yet"):
+        with pytest.raises(ModuleNotFoundError, match="DPO and NeMo Customizer are not implemented yet"):
             importlib.import_module(path)
     sections = ("trajectory_builders", "trainer_adapters", "trainers")
     types = ("dpo_traj_builder", "nemo_customizer_trainer_adapter", "nemo_customizer_trainer")
     with pytest.raises(ConfigError) as refused:
         load_config(write({s: {"mine": {"_type": t}} for s, t in zip(sections, types, strict=True)}))
     for section, name in zip(sections, types, strict=True):
-        assert f"{section}.mine: _type {name!r} is not there yet: preferences" in str(refused.value)
+        assert f"{section}.mine: _type {name!r} is not implemented yet: preferences" in str(refused.value)
 
 
 def test_the_paths_alone_cost_nothing() -> None:

@@ -32,7 +32,7 @@ from insitu.evaluation.episode_protocol import encode as as_json
 from insitu.frameworks.langchain import make_llm
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, StreamEventData, TraceMetadata
 from insitu.toolkit.parsers import adk_parser, langchain_parser, llama_index_parser
-from insitu.toolkit.parsers.base_parser import calls_of, parse_to_dialogues, parse_to_openai_messages
+from insitu.toolkit.parsers.base_parser import parse_calls, parse_to_conversations, parse_to_openai_messages
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect, http_library
 
@@ -88,10 +88,10 @@ def written_down(steps: list[IntermediateStep]) -> list[IntermediateStep]:
 @pytest.mark.parametrize(("name", "title"), [e for e in EPISODES if e[1] != "own model"])
 def test_prompts_are_what_the_framework_sent(name: str, title: str) -> None:
     episode = RECORDED[name][title]
-    calls = calls_of(episode["steps"])
+    calls = parse_calls(episode["steps"])
     sent = [request["messages"] for request in episode["requests"]]
     assert [on_the_wire(call.messages) for call in calls] == [on_the_wire(messages) for messages in sent]
-    (dialogue,) = parse_to_dialogues(episode["steps"])
+    (dialogue,) = parse_to_conversations(episode["steps"])
     assert dialogue == parse_to_openai_messages(episode["steps"])
     assert [m["role"] for m in dialogue] == [m["role"] for m in sent[-1]] + ["assistant"]
     assert dialogue[-1]["content"] == f"echo: {sent[-1][-1]['content']}"
@@ -141,7 +141,7 @@ def test_both_spellings_of_adk() -> None:
         "config": {"system_instruction": {"parts": [{"text": "rules"}]}},
     }
     call = {"id": "call_2_0", "type": "function", "function": {"name": "f", "arguments": '{"a": "ü"}'}}
-    (found,) = calls_of(pair(request, []))
+    (found,) = parse_calls(pair(request, []))
     assert found.messages == [
         said("system", "rules"),
         said("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
@@ -151,7 +151,7 @@ def test_both_spellings_of_adk() -> None:
     response = {"content": {"parts": [{"text": "ok"}]}, "finish_reason": "MAX_TOKENS", "partial": None}
     assert adk_parser.parse_to_openai_message(step("LLM_END", chat_responses=[response]))["finish_reason"] == "length"
     failed = {"content": None, "error_code": "SAFETY"}
-    assert calls_of(pair(request, [failed]))[0].error == "it ended without an answer"
+    assert parse_calls(pair(request, [failed]))[0].error == "it ended without a completion"
 
 
 def test_blocks_of_llama_index() -> None:
@@ -164,13 +164,13 @@ def test_blocks_of_llama_index() -> None:
     ]
     message = {"role": "chatbot", "blocks": blocks, "additional_kwargs": {}}
     asked = {"role": "user", "additional_kwargs": {"name": "bob"}, "content": "q"}  # before there were blocks
-    (call,) = calls_of(pair([asked], [{"message": message, "raw": {"done_reason": "length"}}]))
+    (call,) = parse_calls(pair([asked], [{"message": message, "raw": {"done_reason": "length"}}]))
     called = {"id": "call_1_0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     assert call.messages == [said("user", "q", name="bob")]
     assert call.message == said("assistant", "<think>x</think>ab", tool_calls=[called], reasoning_content="hm")
     assert call.finish_reason == "length"
     completion = {"text": "done", "additional_kwargs": {}, "raw": None, "logprobs": None, "delta": None}
-    (call,) = calls_of([step("LLM_START", data={"input": "go"}), step("LLM_END", chat_responses=[completion])])
+    (call,) = parse_calls([step("LLM_START", data={"input": "go"}), step("LLM_END", chat_responses=[completion])])
     assert (call.messages, call.message) == ([said("user", "go")], said("assistant", "done"))
 
 
@@ -247,7 +247,7 @@ async def test_langchain_prompts_are_what_it_sent(
     with EpisodeScope(training=True) as scope:
         answer = await make_llm(plain).ainvoke(HISTORIES[title])
     await plain.aclose()
-    (call,) = calls_of(through(scope.steps))
+    (call,) = parse_calls(through(scope.steps))
     (sent,) = scope.calls
     assert spoken(call.messages) == spoken(sent.messages)
     assert call.message == said("assistant", answer.content)
@@ -257,7 +257,7 @@ async def test_langchain_prompts_are_what_it_sent(
 
 def test_both_json_forms_of_langchain() -> None:
     for history in HISTORIES.values():
-        live, dumped = (calls_of(pair(form, []))[0].messages for form in (history, [dumpd(m) for m in history]))
+        live, dumped = (parse_calls(pair(form, []))[0].messages for form in (history, [dumpd(m) for m in history]))
         assert live == dumped
 
 
@@ -284,7 +284,7 @@ async def test_a_langchain_model_that_is_not_captured(
                 history.append(HumanMessage(turn))
             await chat.ainvoke(history)
     assert scope.calls == []
-    (dialogue,) = parse_to_dialogues(through(scope.steps))
+    (dialogue,) = parse_to_conversations(through(scope.steps))
     answers = [m for m in dialogue if m["role"] == "assistant"]
     texts = ["abc" if streaming else "echo: tool", "echo: blue sky", "echo: again", "echo: again"]
     assert [m["logprobs"] for m in answers] == [[logprob(c) for c in text] for text in texts]
@@ -316,14 +316,14 @@ def test_candidates_are_calls_of_their_own() -> None:
     generations = [ChatGeneration(message=AIMessage(text)) for text in ("a", "b")]
     for answers in (generations, LLMResult(generations=[generations])):
         steps = pair([HumanMessage("q")], answers, logprobs=[-1.0], token_ids=[5])
-        calls = calls_of(steps)
+        calls = parse_calls(steps)
         assert [(c.choice, c.message, c.logprobs) for c in calls] == [
             (0, said("assistant", "a"), [-1.0]),
             (1, said("assistant", "b"), None),
         ]
-        first, second = parse_to_dialogues(steps)
+        first, second = parse_to_conversations(steps)
         assert [first[-1]["content"], second[-1]["content"]] == ["a", "b"]
-    (call,) = calls_of(
+    (call,) = parse_calls(
         [step("LLM_START", data={"input": ["go"]}), step("LLM_END", chat_responses=[Generation(text="x")])]
     )
     assert (call.messages, call.message) == ([said("user", "go")], said("assistant", "x"))
@@ -362,9 +362,9 @@ def test_each_parser_reads_captured_steps(parser: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        (step("TOOL_START"), "(TOOL_START): it holds no message"),
-        (step("LLM_END", chat_responses=[]), "(LLM_END): it holds no message"),
-        (step("TOOL_END", data={"output": "r"}), "(TOOL_END): which call does it answer? previous_message holds 0"),
+        (step("TOOL_START"), "(TOOL_START): no message in it"),
+        (step("LLM_END", chat_responses=[]), "(LLM_END): no message in it"),
+        (step("TOOL_END", data={"output": "r"}), "(TOOL_END): ambiguous tool call: previous_message has 0 candidates"),
     ],
 )
 def test_a_step_without_a_message(given: IntermediateStep, complaint: str) -> None:
@@ -380,12 +380,12 @@ ADK_CODE = {"role": "user", "parts": [{"executable_code": {"code": "1"}}]}
 ADK_LOST = {"role": "user", "parts": [{"function_response": {"name": "f", "response": {}}}]}
 UNREADABLE: list[tuple[Any, Any, str]] = [
     ([object()], ["a"], "is neither text nor a message"),
-    ([7], ["a"], "int 7 is no message of a known framework"),
+    ([7], ["a"], "int 7 is not a message of a known framework"),
     ([{"role": "narrator", "content": "x"}], ["a"], "'narrator'"),
-    ([{"role": "user"}], ["a"], "is no message of a known framework"),
-    (["q"], [{"answer": "x"}], "is no answer of a known framework"),
-    (["q"], [said("user", "x")], "is no answer of a known framework"),
-    (["q"], [{"choices": [{"text": "x"}]}], "is no answer of a known framework"),
+    ([{"role": "user"}], ["a"], "is not a message of a known framework"),
+    (["q"], [{"answer": "x"}], "is not a completion of a known framework"),
+    (["q"], [said("user", "x")], "is not a completion of a known framework"),
+    (["q"], [{"choices": [{"text": "x"}]}], "is not a completion of a known framework"),
     ([HumanMessage([{"type": "hologram"}])], ["a"], "content of type 'hologram'"),
     ([HumanMessage([{"type": "image"}])], ["a"], "neither data nor url"),
     ([ChatMessage("x", role="narrator")], ["a"], "role 'narrator'"),
@@ -393,10 +393,10 @@ UNREADABLE: list[tuple[Any, Any, str]] = [
     ([{"role": "user", "blocks": [{"block_type": "hologram"}]}], ["a"], "block of type 'hologram'"),
     ([{"role": "user", "blocks": [{"block_type": "image", "path": "/a.png"}]}], ["a"], "neither data nor url"),
     ([ADK_CODE], ["a"], "a part with executable_code"),
-    ([ADK_LOST], ["a"], "'f' answers no call"),
+    ([ADK_LOST], ["a"], "'f' without a call before it"),
     ([{"role": "critic", "parts": []}], ["a"], "'critic'; allowed: user, model"),
-    (["q"], [{"content": {"parts": [{"text": "x"}]}, "partial": True}], "a piece of a streamed answer"),
-    (None, ["a"], "what the model was asked is neither in it"),
+    (["q"], [{"content": {"parts": [{"text": "x"}]}, "partial": True}], "partial response of a stream"),
+    (None, ["a"], "no prompt in it, nor in an LLM_START"),
 ]
 
 
@@ -429,7 +429,7 @@ def test_a_payload_of_another_form_is_told_too(name: str, data: st.DataObject) -
         holder[last] = data.draw(st.sampled_from([None, 7, "s", [], [3], {}, {"a": 1}]))
     complaint = ""
     try:
-        parse_to_dialogues(steps)
+        parse_to_conversations(steps)
     except TrajectoryError as error:
         complaint = str(error)
     assert not complaint or complaint.startswith(f"step {payload['UUID']} (")
@@ -438,7 +438,7 @@ def test_a_payload_of_another_form_is_told_too(name: str, data: st.DataObject) -
 def test_logprobs_of_another_kind_and_what_is_no_step() -> None:
     with pytest.raises(TrajectoryError, match=r"step k \(LLM_END\): logprobs list \['high'\]"):
         parse_to_openai_messages(pair(["q"], ["a"], logprobs=["high"]))
-    with pytest.raises(TrajectoryError, match="is no intermediate step"):
+    with pytest.raises(TrajectoryError, match="is not an intermediate step"):
         parse_to_openai_messages([{"payload": {"event_type": "LLM_END?"}}])
 
 
@@ -452,13 +452,13 @@ def test_calls_without_an_answer_are_counted(caplog: pytest.LogCaptureFixture) -
         step("TOOL_START", "e"),
     ]
     with caplog.at_level(logging.WARNING):
-        assert parse_to_dialogues(steps) == [[said("user", "q"), said("assistant", "yes", logprobs=[])]]
-    assert [c.error for c in calls_of(steps)][:3] == [
-        "it ended without an answer",
+        assert parse_to_conversations(steps) == [[said("user", "q"), said("assistant", "yes", logprobs=[])]]
+    assert [c.error for c in parse_calls(steps)][:3] == [
+        "it ended without a completion",
         "RateLimitError()",
         "its LLM_END is missing",
     ]
-    assert "3 of 4 model calls have no answer and are in no dialogue: RateLimitError(), it" in caplog.text
+    assert "skipped 3 of 4 model calls without a completion: RateLimitError(), it" in caplog.text
     assert parse_to_openai_messages([]) == []
 
 
@@ -473,9 +473,9 @@ def at(steps: list[IntermediateStep], when: float) -> list[IntermediateStep]:
 
 def test_calls_are_in_the_order_they_began() -> None:
     late, early = at(pair(["late"], ["x"], "a"), 2.0), at(pair(["early"], ["x"], "b"), 1.0)
-    assert [c.messages[0]["content"] for c in calls_of([*late, *early])] == ["early", "late"]
+    assert [c.messages[0]["content"] for c in parse_calls([*late, *early])] == ["early", "late"]
     same = [*pair(["first"], ["x"], "a"), *pair(["second"], ["x"], "a")]  # a UUID used twice
-    assert [c.messages[0]["content"] for c in calls_of(same)] == ["first", "second"]
+    assert [c.messages[0]["content"] for c in parse_calls(same)] == ["first", "second"]
     only_end = [step("LLM_END", chat_inputs=["q"], chat_responses=["a"])]
     assert parse_to_openai_messages(only_end)[0] == said("user", "q")
 
@@ -486,7 +486,7 @@ def test_equal_system_prompts_are_not_spliced() -> None:
         *pair([system, said("user", "1")], ["one"], "a", logprobs=[-1.0]),
         *pair([system, said("user", "2")], ["two"], "b", logprobs=[-2.0]),
     ]
-    first, second = parse_to_dialogues(steps)
+    first, second = parse_to_conversations(steps)
     assert [m["content"] for m in first] == ["s", "1", "one"]
     assert [m["content"] for m in second] == ["s", "2", "two"]
 
@@ -497,7 +497,7 @@ def test_a_changed_answer_is_context_here_and_whole_in_its_own_dialogue() -> Non
         *pair([asked], ["<think>hm</think>a"], "a", logprobs=[-1.0], finish_reason="stop"),
         *pair([asked, stripped, said("user", "and?")], ["b"], "b", logprobs=[-2.0], finish_reason="stop"),
     ]
-    main, own = parse_to_dialogues(steps)
+    main, own = parse_to_conversations(steps)
     assert [m.get("logprobs") for m in main] == [None, [], None, [-2.0]]
     assert own == [asked, said("assistant", "<think>hm</think>a", logprobs=[-1.0], finish_reason="stop")]
 
@@ -520,7 +520,7 @@ def test_each_answer_stands_once_and_where_it_was_given(scripts: list[Any], rand
         for number, (messages, answer) in enumerate(made)
         for one in pair(messages, [said("assistant", answer)], str(number), logprobs=[-float(number)])
     ]
-    found = parse_to_dialogues([s.model_dump() for s in steps] if as_records else steps)
+    found = parse_to_conversations([s.model_dump() for s in steps] if as_records else steps)
     places: dict[int, tuple[int, int]] = {}
     for d, dialogue in enumerate(found):
         for place, message in enumerate(dialogue):

@@ -10,18 +10,11 @@ from pydantic import Field
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, PluginError
-from insitu.registry import (
-    EVALUATOR,
-    FUNCTION,
-    LLM,
-    Builder,
-    Registry,
-    WorkflowBuilder,
-    register_function,
-    registry,
-)
+from insitu.plugin_api import Builder, WorkflowBuilder, register_function, register_trainer_adapter
+from insitu.registry import EVALUATOR, FUNCTION, LLM, Registry, registry
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.evaluation import EvaluatorBaseConfig
+from insitu.schemas.finetuning import TrainerAdapterConfig
 from insitu.workflow.llms import OpenAIConfig
 
 events: list[str] = []
@@ -123,9 +116,9 @@ async def test_components_that_need_each_other_are_an_error_and_no_standstill(wr
 
 async def test_unknown_names_list_what_exists(write: Any) -> None:
     async with Builder(file(write, f={})) as builder:
-        with pytest.raises(ConfigError, match=r"functions: 'ff' does not exist \(did you mean 'f'\?\); there is: f"):
+        with pytest.raises(ConfigError, match=r"functions: 'ff' does not exist \(did you mean 'f'\?\); available: f"):
             await builder.get_function("ff")
-        with pytest.raises(ConfigError, match="llms: 'm' does not exist; there is: none"):
+        with pytest.raises(ConfigError, match="llms: 'm' does not exist; available: none"):
             await builder.get_llm("m")
 
 
@@ -149,25 +142,36 @@ async def test_a_builder_needs_no_file_and_an_added_model_knows_its_name() -> No
         assert (first.name, second.name) == ("first", "second")
         assert await builder.get_llm("second") is second
         assert builder.get_max_concurrency() == 8
-        with pytest.raises(ConfigError, match="functions: 'f' does not exist; there is: none"):
+        with pytest.raises(ConfigError, match="functions: 'f' does not exist; available: none"):
             await builder.get_function("f")
 
 
-async def test_an_adopted_object_is_used_and_left_alive(write: Any) -> None:
-    config = file(write, f={})
-    async with Builder(config) as owner:
-        live = await owner.get_function("f")
-        async with Builder(config) as guest:
-            guest.adopt(FUNCTION, "f", live)
-            assert await guest.get_function("f") is live
-        assert events == ["up seconds 0.0 needs 0"]
-    assert len(events) == 2
+class LiveAdapterConfig(TrainerAdapterConfig, name="live_adapter"):
+    pass
+
+
+@register_trainer_adapter(config_type=LiveAdapterConfig)
+async def live_adapter(config: LiveAdapterConfig, builder: Builder) -> AsyncIterator[object]:
+    events.append("up adapter")
+    yield object()
+    events.append("down adapter")
+
+
+async def test_a_child_builder_shares_the_parents_trainer_adapter_and_leaves_it_open(write: Any) -> None:
+    config = load_config(write({"trainer_adapters": {"a": {"_type": "live_adapter"}}}))
+    async with Builder(config) as parent:
+        adapter = await parent.get_trainer_adapter("a")
+        async with Builder(file(write, f={}), parent=parent) as child:
+            assert await child.get_trainer_adapter("a") is adapter
+            await child.get_function("f")
+        assert events == ["up adapter", "up seconds 0.0 needs 0", "down seconds 0.0 needs 0"]
+    assert events[-1] == "down adapter"
 
 
 async def test_frameworks_without_support_are_named(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write({"llms": {"m": {"_type": "openai", "model_name": "x", "base_url": "http://127.0.0.1:9/v1"}}})
     async with Builder(load_config(path)) as builder:
-        with pytest.raises(ConfigError, match="no support for the framework 'smoke_signals'"):
+        with pytest.raises(ConfigError, match=r"llms\.m: the framework .* available: adk"):
             await builder.get_llm("m", wrapper_type="smoke_signals")
         assert await builder.get_llm("m") is await builder.get_llm("m")
 
@@ -207,7 +211,7 @@ def test_names_clash_even_between_classes_of_the_same_name() -> None:
 
 def test_a_plugin_cannot_take_the_name_of_a_part_of_ours() -> None:
     mine = type("Mine", (LLM.base,), {"__module__": "my_plugin"}, name="openai")
-    with pytest.raises(PluginError, match="'openai' of llms is a part of insitu"):
+    with pytest.raises(PluginError, match="'openai' of llms is built into insitu"):
         Registry().add(LLM, mine, factory)
 
 

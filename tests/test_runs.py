@@ -107,9 +107,9 @@ async def test_the_trained_rows_are_what_the_targeted_calls_sampled(
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ({"target_functions": ["moves"]}, "'moves' does not exist (did you mean 'move'?); there is: move, plan"),
+        ({"target_functions": ["moves"]}, "'moves' does not exist (did you mean 'move'?); available: move, plan"),
         ({"target_functions": []}, "finetuning.target_functions: List should have at least 1 item"),
-        ({"target_model": "plyer"}, "(did you mean 'player'?); there is: player, judge, policy"),
+        ({"target_model": "plyer"}, "(did you mean 'player'?); available: player, judge, policy"),
     ],
 )
 async def test_an_unknown_target_is_refused_with_all_there_are(
@@ -185,7 +185,7 @@ async def test_a_trainer_that_weighs_calls_is_refused_where_nobody_would_be_told
 ) -> None:
     path = project(write, served, {})
     write("{}", "run/run.json")
-    monkeypatch.setattr(duo_plugin.KeepingAdapter, "weighs_itself", True)
+    monkeypatch.setattr(duo_plugin.KeepingAdapter, "computes_advantages", True)
     with pytest.raises(
         ConfigError, match="insitu_trainer gives each call an advantage, and keeping_adapter sends none"
     ):

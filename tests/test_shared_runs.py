@@ -13,7 +13,7 @@ from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError
 from insitu.evaluation.run import EvaluationRun
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
-from insitu.registry import Builder, register_trainer, register_trainer_adapter, register_trajectory_builder
+from insitu.plugin_api import Builder, register_trainer, register_trainer_adapter, register_trajectory_builder
 from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import (
     FinetuneConfig,

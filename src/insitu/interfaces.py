@@ -14,6 +14,7 @@ from insitu.schemas.evaluation import EvalOutputItem, EvaluationRunConfig, Evalu
 from insitu.schemas.finetuning import (
     CurriculumLearningConfig,
     FinetuneConfig,
+    PolicyEndpoint,
     TrainerAdapterConfig,
     TrainerConfig,
     TrainingJobRef,
@@ -35,6 +36,11 @@ class TrajectoryBuilder(ABC):
     async def initialize(self, run_config: FinetuneConfig) -> None:
         self.run_config = run_config
         self.trajectory_builder_config.reward = run_config.reward_function
+
+    @property
+    def episodes_per_epoch(self) -> int | None:
+        """Episodes in an epoch, for progress bars; None if unknown."""
+        return None
 
     async def run_eval(self) -> EvaluationRunOutput:
         """The workflow once on each row of the run's dataset, scored: another generation with each call.
@@ -75,13 +81,10 @@ class TrajectoryBuilder(ABC):
 
 
 class TrainerAdapter(ABC):
-    """Hands trajectories to something that trains, and says how that goes.
+    """Submits trajectories to a training backend and follows its jobs."""
 
-    An adapter may also have `async policy_endpoint() -> PolicyEndpoint`: where the model it trains is served.
-    """
-
-    weighs_itself = False
-    """Whether what it sends are episodes with rewards, so that advantages made here would reach nothing."""
+    computes_advantages = False
+    """Whether the backend computes the advantages from rewards, so that advantages computed here would be lost."""
 
     def __init__(self, adapter_config: TrainerAdapterConfig) -> None:
         self.adapter_config = adapter_config
@@ -91,9 +94,17 @@ class TrainerAdapter(ABC):
         self.run_config = run_config
         self.adapter_config.reward = run_config.reward_function
 
+    async def policy_endpoint(self) -> PolicyEndpoint | None:
+        """Where the model it trains is served; None if the adapter does not know."""
+        return None
+
+    def training_settings(self) -> dict[str, Any]:
+        """The settings of a training job, for the header of the run."""
+        return {}
+
     @abstractmethod
     async def is_healthy(self) -> bool:
-        """Whether the backend answers and can train."""
+        """Whether the backend responds and can train."""
 
     @abstractmethod
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:

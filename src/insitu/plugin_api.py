@@ -3,19 +3,13 @@
 from insitu.plugin_api import Builder, FunctionBaseConfig, LLMRef, register_function
 """
 
+from insitu.builder import Builder, EvalBuilder, WorkflowBuilder
 from insitu.evaluation.evaluators import BaseEvaluator
 from insitu.evaluation.run import EvaluationRun
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.registry import (
-    Builder,
-    EvalBuilder,
-    EvaluatorInfo,
-    LLMFrameworkEnum,
-    PolicyEndpoint,
-    WorkflowBuilder,
     register_dataset_loader,
     register_evaluator,
-    register_function,
     register_llm_provider,
     register_trainer,
     register_trainer_adapter,
@@ -29,6 +23,7 @@ from insitu.schemas.components import (
     FunctionBaseConfig,
     FunctionRef,
     LLMBaseConfig,
+    LLMFrameworkEnum,
     LLMRef,
     TrainerAdapterRef,
     TrainerRef,
@@ -45,6 +40,7 @@ from insitu.schemas.evaluation import (
     EvaluationRunConfig,
     EvaluationRunOutput,
     EvaluatorBaseConfig,
+    EvaluatorInfo,
 )
 from insitu.schemas.finetuning import (
     CurriculumLearningConfig,
@@ -54,6 +50,7 @@ from insitu.schemas.finetuning import (
     FinetuneConfig,
     FinetuneRunConfig,
     OpenAIMessage,
+    PolicyEndpoint,
     RewardFunctionConfig,
     TrainerAdapterConfig,
     TrainerAdapterConfigT,
@@ -82,7 +79,7 @@ from insitu.schemas.steps import (
 from insitu.toolkit.logs import suppress_logs
 from insitu.toolkit.ttc import PipelineTypeEnum, StageTypeEnum, StrategyBase, TTCItem
 from insitu.workflow.context import Context
-from insitu.workflow.functions import Function, FunctionInfo
+from insitu.workflow.functions import Function, FunctionInfo, register_function
 from insitu.workflow.steps import IntermediateStepManager
 
 __all__ = [

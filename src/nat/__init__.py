@@ -1,7 +1,7 @@
-"""The toolkit's import paths: each is the module of insitu that does that job, under a second name.
+"""The toolkit's documented import paths, as aliases of insitu's modules.
 
-Nothing of insitu is imported before it is asked for. Where the original toolkit is installed, its modules are the only
-ones here: its classes and ours would not know one another.
+A path and its target are the same module object, imported on first use. If the original toolkit is installed, there
+are no aliases, because its classes and ours are not interchangeable.
 """
 
 import importlib
@@ -12,18 +12,18 @@ from pkgutil import extend_path
 from types import ModuleType
 from typing import Any
 
-__path__ = extend_path(__path__, __name__)  # an original is a namespace package: its folders may stand elsewhere
+__path__ = extend_path(__path__, __name__)  # the original is a namespace package: its folders may be elsewhere
 
 PATHS = {
     "nat.plugin_api": "insitu.plugin_api",
-    "nat.builder.builder": "insitu.registry.builder",
+    "nat.builder.builder": "insitu.builder",
     "nat.builder.context": "insitu.workflow.context",
-    "nat.builder.evaluator": "insitu.registry.kinds",
-    "nat.builder.framework_enum": "insitu.registry.kinds",
+    "nat.builder.evaluator": "insitu.schemas.evaluation",
+    "nat.builder.framework_enum": "insitu.schemas.components",
     "nat.builder.function_info": "insitu.workflow.functions",
     "nat.builder.intermediate_step_manager": "insitu.workflow.steps",
-    "nat.builder.workflow_builder": "insitu.registry.builder",
-    "nat.cli.register_workflow": "insitu.registry.components",
+    "nat.builder.workflow_builder": "insitu.builder",
+    "nat.cli.register_workflow": "insitu.plugin_api",
     "nat.data_models.common": "insitu.schemas.components",
     "nat.data_models.component_ref": "insitu.schemas.components",
     "nat.data_models.evaluate_runtime": "insitu.schemas.evaluation",
@@ -57,28 +57,28 @@ PATHS = {
     "nat.plugins.langchain.langchain_parser": "insitu.toolkit.parsers.langchain_parser",
     "nat.plugins.llama_index.llama_index_parser": "insitu.toolkit.parsers.llama_index_parser",
     "nat.plugins.openpipe.config": "insitu.adapters.art.config",
-    "nat.plugins.openpipe.register": "insitu.adapters.art.register",
-    "nat.plugins.openpipe.trainer": "insitu.adapters.art.trainer",
+    "nat.plugins.openpipe.register": "insitu.adapters.art.components",
+    "nat.plugins.openpipe.trainer": "insitu.adapters.art.components",
     "nat.plugins.openpipe.trainer_adapter": "insitu.adapters.art.trainer_adapter",
-    "nat.plugins.openpipe.trajectory_builder": "insitu.adapters.art.trajectory_builder",
+    "nat.plugins.openpipe.trajectory_builder": "insitu.adapters.art.components",
     "nat.utils.io.suppress_logs": "insitu.toolkit.logs",
     "nat.utils.io.supress_logs": "insitu.toolkit.logs",
 }
-"""Documented path -> the module that has its names."""
+"""Documented path -> module with its names."""
 
 PARENTS = frozenset(path.rsplit(".", n)[0] for path in PATHS for n in range(1, path.count(".")))
-"""Packages that are there for the paths below them; those that are paths themselves show the names of their module."""
+"""Packages above the paths. One that is a documented path itself has the names of its target."""
 
 NOT_YET = "nat.plugins.customizer"
 
 
 class _Parent(ModuleType):
-    """A package without code. Names of the module it stands for are read and set there, never those of its children."""
+    """A package that forwards attribute access to its target, except for its own submodules."""
 
     def __getattr__(self, name: str) -> Any:
-        module = _module_of(self)
+        module = _target(self)
         if module is not None and name == "__all__":
-            return _public(module)
+            return _public_names(module)
         if module is None or name.startswith("_"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         return getattr(module, name)
@@ -90,20 +90,20 @@ class _Parent(ModuleType):
         delattr(module, name) if (module := self._owner(name)) else super().__delattr__(name)
 
     def __dir__(self) -> Iterable[str]:
-        module = _module_of(self)
-        return [*super().__dir__(), *(_public(module) if module else ())]
+        module = _target(self)
+        return [*super().__dir__(), *(_public_names(module) if module else ())]
 
     def _owner(self, name: str) -> ModuleType | None:
         child = f"{self.__name__}.{name}"
-        return None if name.startswith("_") or child in PATHS or child in PARENTS else _module_of(self)
+        return None if name.startswith("_") or child in PATHS or child in PARENTS else _target(self)
 
 
-def _module_of(parent: ModuleType) -> ModuleType | None:
+def _target(parent: ModuleType) -> ModuleType | None:
     target = PATHS.get(parent.__name__)
     return importlib.import_module(target) if target else None
 
 
-def _public(module: ModuleType) -> list[str]:
+def _public_names(module: ModuleType) -> list[str]:
     return [name for name in vars(module) if not name.startswith("_")]
 
 
@@ -120,7 +120,7 @@ class _Loader:
 
     def exec_module(self, module: ModuleType) -> None:
         if not isinstance(module, _Parent):
-            module.__spec__ = self._own_specs[module.__name__]  # importlib has put that of the second name there
+            module.__spec__ = self._own_specs[module.__name__]  # importlib has replaced it by the alias's
 
 
 class _Finder:
@@ -131,16 +131,16 @@ class _Finder:
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if f"{fullname}.".startswith(f"{NOT_YET}."):
-            raise ModuleNotFoundError(f"{fullname}: preferences and NeMo Customizer are not there yet", name=fullname)
+            raise ModuleNotFoundError(f"{fullname}: DPO and NeMo Customizer are not implemented yet", name=fullname)
         if fullname not in PATHS and fullname not in PARENTS:
             return None
         return ModuleSpec(fullname, self._loader, origin=PATHS.get(fullname), is_package=fullname in PARENTS)
 
 
-def _original_is_there() -> bool:
+def _original_installed() -> bool:
     return any(finder.find_spec("nat.builder", __path__) for finder in sys.meta_path)
 
 
-sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != __name__]  # of an earlier load
-if not _original_is_there():
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != __name__]  # left by a reload
+if not _original_installed():
     sys.meta_path.append(_Finder())

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from insitu.registry import Builder, EvaluatorInfo, register_evaluator
+from insitu.plugin_api import Builder, EvaluatorInfo, register_evaluator
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorBaseConfig
 from tic_tac_toe.game import Answer, GameResult
 from tic_tac_toe.solver import value_gained, value_lost

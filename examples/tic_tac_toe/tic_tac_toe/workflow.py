@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 from pydantic import Field
 
-from insitu.registry import Builder, register_function
+from insitu.plugin_api import Builder, register_function
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo

@@ -1,1 +1,1 @@
-"""Trainer adapters: how trajectories reach something that trains."""
+"""Trainer adapters: clients of the backends that train."""

@@ -1,4 +1,4 @@
-"""An `insitu backend` process of our own: started on a free loopback port, stopped whatever happens."""
+"""An `insitu backend` as a child process on a free loopback port."""
 
 import asyncio
 import logging
@@ -18,21 +18,21 @@ _READY = re.compile(r"insitu backend ready at (http://\S+)")
 
 
 class BackendProcess:
-    """One child process. Its output goes to `log`; it ends by itself when this process is gone, even by SIGKILL."""
+    """A child process that logs to `log` and exits when this process does, even after SIGKILL."""
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
         self.token = secrets.token_urlsafe()
-        """What the process asks of every request: nobody else on this machine is to train or read the model."""
+        """Required with every request, to keep other users of this machine out."""
         self._arguments = arguments
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
 
-    async def start(self, patience: float) -> str:
-        """Start it and give its address; BackendUnavailable, with its log's end, if not ready in `patience` seconds."""
+    async def start(self, startup_timeout: float) -> str:
+        """Returns the URL once the backend is ready. Raises BackendUnavailable with the end of its log otherwise."""
         await asyncio.to_thread(self._log.parent.mkdir, parents=True, exist_ok=True)
         command = [sys.executable, "-m", "insitu", "backend", *self._arguments, "--parent_pid", str(os.getpid())]
         with self._log.open("ab") as log:
-            # a session of its own: Ctrl-C reaches us alone, and we stop it in order
+            # a new session, so that Ctrl-C reaches only this process, which then stops the child
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdout=asyncio.subprocess.PIPE,
@@ -41,38 +41,39 @@ class BackendProcess:
                 env={**os.environ, "INSITU_BACKEND_TOKEN": self.token},
             )
         try:
-            async with asyncio.timeout(patience):
-                address = await self._address()
+            async with asyncio.timeout(startup_timeout):
+                url = await self._ready_url()
         except TimeoutError:
             await self.stop()
-            raise BackendUnavailable(f"insitu backend was not ready after {patience:g} s; {self._tail()}") from None
-        except BaseException:  # the process must not outlive a failed start; raised again
+            raise BackendUnavailable(
+                f"insitu backend was not ready after {startup_timeout:g} s; {self._log_tail()}"
+            ) from None
+        except BaseException:  # the process must not outlive a failed start
             await self.stop()
             raise
-        logger.info("backend process %d at %s", self._process.pid, address)
-        return address
+        logger.info("backend process %d at %s", self._process.pid, url)
+        return url
 
-    async def _address(self) -> str:
+    async def _ready_url(self) -> str:
         assert self._process is not None
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
-            found = _READY.search(line.decode(errors="replace"))
-            if found:
-                return found.group(1)
+            if match := _READY.search(line.decode(errors="replace")):
+                return match.group(1)
         code = await self._process.wait()
-        raise BackendUnavailable(f"insitu backend ended with exit code {code} before it was ready; {self._tail()}")
+        raise BackendUnavailable(f"insitu backend exited with code {code} before it was ready; {self._log_tail()}")
 
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    def death_notice(self) -> str | None:
-        """Why the backend cannot answer, when its process has ended by itself."""
+    def exit_report(self) -> str | None:
+        """The exit code and the end of the log if the process has exited on its own."""
         if self._process is None or self._process.returncode is None:
             return None
-        return f"the backend process ended with exit code {self._process.returncode}; {self._tail()}"
+        return f"the backend process exited with code {self._process.returncode}; {self._log_tail()}"
 
-    def _tail(self) -> str:
+    def _log_tail(self) -> str:
         try:
             lines = self._log.read_text(errors="replace").strip().splitlines()[-8:]
         except OSError:
@@ -80,14 +81,14 @@ class BackendProcess:
         return f"the end of its log ({self._log}):\n  " + "\n  ".join(lines or ["(empty)"])
 
     async def stop(self) -> None:
-        """Ask it to end, and make it after five seconds."""
+        """Terminates the process, and kills it after five seconds."""
         process, self._process = self._process, None
         if process is None or process.returncode is not None:
             return
-        for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
             try:
-                process.send_signal(number)
-                await asyncio.wait_for(process.wait(), patience)
+                process.send_signal(signal_number)
+                await asyncio.wait_for(process.wait(), timeout=5.0)
             except ProcessLookupError:
                 return
             except TimeoutError:

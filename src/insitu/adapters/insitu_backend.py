@@ -1,4 +1,4 @@
-"""The adapter of our own backend: a process it starts itself, or one that runs somewhere else."""
+"""The adapter for `insitu backend`: a child process, or a server at a URL."""
 
 import asyncio
 import gzip
@@ -9,16 +9,18 @@ from typing import Any, Literal
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from insitu.adapters.backend_process import BackendProcess
 from insitu.algorithms.advantages import AdvantageConfig
-from insitu.config import Config
+from insitu.builder import Builder
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
+from insitu.http_format import error_message, event_data
 from insitu.interfaces import TrainerAdapter
-from insitu.registry import Builder, PolicyEndpoint, register_trainer_adapter
+from insitu.registry import register_trainer_adapter
 from insitu.schemas.finetuning import (
     FinetuneConfig,
+    PolicyEndpoint,
     TrainerAdapterConfig,
     TrainingJobRef,
     TrainingJobStatus,
@@ -32,59 +34,58 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "insitu"
 _ATTEMPTS = 4
-_ENDED = ("completed", "failed", "canceled")
+_FINAL_STATUSES = ("completed", "failed", "canceled")
 
 
 class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
-    """Trains through an `insitu backend`, one it starts itself or one that runs already."""
+    """Trains on an `insitu backend`. Set exactly one of `model` and `url`."""
 
     model: str | None = None
-    """A folder or hub name: the adapter starts `insitu backend` with it on a free port."""
+    """A folder or Hugging Face Hub name. The adapter starts an `insitu backend` with this model on a free port."""
     url: str | None = None
-    """The address of a backend that runs already, with http:// or https://; exactly one of model and url is given."""
+    """URL of a running backend, with http:// or https://."""
     api_key: SecretStr | None = None
-    """The token of that backend."""
+    """Token of the backend at `url`."""
     name: str = "policy"
-    """The name the model is served under; given with `url`, it must be the name of the model there."""
+    """The name the model is served under. With `url`, it must match the name of the model there."""
     device: str = "auto"
     """cpu, cuda, or auto."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the model is held and sampled in; auto: float32 on a CPU, the model's own elsewhere."""
+    """Dtype of the weights. auto: float32 on CPU, the checkpoint's dtype elsewhere."""
     startup_timeout: float = Field(default=300.0, gt=0)
-    """Seconds a backend may take to load its model."""
+    """Seconds to wait for the backend to load its model."""
     training: TrainingOptions = Field(default_factory=TrainingOptions)
-    """What a training job is told."""
+    """Options sent with each training job."""
 
     @property
     def served_name(self) -> str | None:
-        """The model's name as far as the file tells it."""
+        """The model's name, None if only the backend at `url` knows it."""
         return self.name if self.model is not None or "name" in self.model_fields_set else None
 
     @model_validator(mode="after")
     def _model_or_url(self) -> "InsituAdapterConfig":
         if (self.model is None) == (self.url is None):
-            raise ValueError("give exactly one of model (a folder or hub name) and url (a backend that runs already)")
+            raise ValueError("set exactly one of model (a folder or hub name) and url (of a running backend)")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url is {self.url!r}; it must begin with http:// or https://")
-        own = ("api_key",) if self.url is None else ("device", "dtype", "startup_timeout")
-        if unused := sorted(self.model_fields_set.intersection(own)):
-            where = "with url only" if self.url is None else "with model only: a backend that runs already has its own"
-            raise ValueError(f"{', '.join(unused)}: {where}")
+        ignored = ("api_key",) if self.url is None else ("device", "dtype", "startup_timeout")
+        if unused := sorted(self.model_fields_set.intersection(ignored)):
+            raise ValueError(f"{', '.join(unused)}: allowed with {'url' if self.url is None else 'model'} only")
         return self
 
 
 class InsituTrainerAdapter(TrainerAdapter):
-    """Submits training rows to an `insitu backend` and follows its jobs."""
+    """Submits training rows to an `insitu backend` and follows the jobs."""
 
     def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder) -> None:
         super().__init__(adapter_config)
         self.config = adapter_config
-        self._loaded: Config = builder.config  # type: ignore[assignment]
+        self._loaded = builder.config
         self._process: BackendProcess | None = None
         self._session: aiohttp.ClientSession | None = None
         self._submissions = 0
         self._address = adapter_config.url.rstrip("/") if adapter_config.url else ""
-        self._model = self._find(adapter_config.model) if adapter_config.model else None
+        self._model = self._resolve_model(adapter_config.model) if adapter_config.model else None
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
@@ -98,7 +99,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         try:
             await self._request("GET", "/health")
         except RequestRefused as error:
-            raise BackendUnavailable(f"{self._address} is no insitu backend: {error}") from error
+            raise BackendUnavailable(f"{self._address} is not an insitu backend: {error}") from error
         served = (await self.policy_endpoint()).model
         if self.config.served_name not in (None, served):
             raise ConfigError(f"the trainer adapter's name is {self.config.name!r}; {self._address} serves {served!r}")
@@ -108,14 +109,14 @@ class InsituTrainerAdapter(TrainerAdapter):
             return self._process.token
         return self.config.api_key.get_secret_value() if self.config.api_key else "none"
 
-    def _find(self, model: str) -> str:
-        """The folder that is meant, or `model` itself if it can be a hub name."""
+    def _resolve_model(self, model: str) -> str:
+        """The path of a local folder, or `model` itself if it can be a Hub name."""
         try:
             return str(self._loaded.find_path(model, "the trainer adapter's model"))
         except ConfigError as error:
             if model.startswith((".", "/", "~")) or model.count("/") > 1:
                 raise
-            logger.info("%s; taking it for a hub name", error)
+            logger.info("%s; assuming a Hugging Face Hub name", error)
             return model
 
     def _arguments(self, model: str, folder: Path) -> list[str]:
@@ -124,7 +125,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         return [t for k, v in (options | {"output_dir": folder}).items() for t in (f"--{k}", str(v))]
 
     async def close(self) -> None:
-        """Stop the process, if it is ours, and close the connections."""
+        """Stops the child process, if any, and closes the connections."""
         if self._process is not None:
             await self._process.stop()
             self._process = None
@@ -138,10 +139,11 @@ class InsituTrainerAdapter(TrainerAdapter):
         try:
             name, version = models["data"][0]["id"], health["policy_version"]
         except (LookupError, TypeError):
-            raise BackendError(
-                f"{self._address} is no insitu backend: it names no model or no policy_version"
-            ) from None
+            raise BackendError(f"{self._address} is not an insitu backend: no model or policy_version") from None
         return PolicyEndpoint(f"{self._address}/v1", name, self._token(), version)
+
+    def training_settings(self) -> dict[str, Any]:
+        return self.config.training.model_dump(mode="json", exclude_none=True)
 
     async def is_healthy(self) -> bool:
         try:
@@ -152,10 +154,10 @@ class InsituTrainerAdapter(TrainerAdapter):
         return True
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        """Send the rows of all trajectories; the same run and epoch is trained once, however often it is sent.
+        """Sends the rows of all trajectories. A run's epoch is trained once, even if submitted twice.
 
-        Groups that their trainer has not weighed get the default advantages. Builders of plugins may not say which
-        epoch their trajectories are of: then each submission is one.
+        Groups without rows get the default advantages. Without an epoch, which plugins may leave unset, each submission
+        is a job.
         """
         for group in trajectories.trajectories:
             if not any(t.rows for t in group):
@@ -164,7 +166,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         if not rows:
             raise JobFailed(
                 f"run {trajectories.run_id}: none of {sum(map(len, trajectories.trajectories))} trajectories has rows "
-                "or captured calls to make them from; insitu_traj_builder gives them"
+                "or captured calls; insitu_traj_builder captures calls"
             )
         self._submissions += 1
         epoch = trajectories.epoch or self._submissions
@@ -176,7 +178,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         )
         head = {"settings": settings.model_dump(mode="json"), "num_rows": len(rows)}
         key = f"{trajectories.run_id}/{epoch}"
-        body = await asyncio.to_thread(_pack, head, rows)
+        body = await asyncio.to_thread(_gzip_lines, head, rows)
         headers = {"Content-Encoding": "gzip", "Content-Type": "application/jsonl", "Idempotency-Key": key}
         state = JobState.model_validate(
             await self._request("POST", "/v1/train/jobs", data=body, headers=headers, attempts=_ATTEMPTS)
@@ -186,65 +188,67 @@ class InsituTrainerAdapter(TrainerAdapter):
         )
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        return _status(ref, JobState.model_validate(await self._request("GET", self._job(ref), attempts=_ATTEMPTS)))
+        return _status(
+            ref, JobState.model_validate(await self._request("GET", self._job_path(ref), attempts=_ATTEMPTS))
+        )
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
-        """Follows the job's events; asks every `poll_interval` seconds if the stream of events is lost."""
+        """Follows the job's event stream; polls every `poll_interval` seconds if the stream breaks."""
         while True:
             try:
                 async for state in self._events(ref):
-                    if state.status in _ENDED:
+                    if state.status in _FINAL_STATUSES:
                         return _status(ref, state)
             except (BackendUnavailable, aiohttp.ClientError) as error:
-                logger.warning("lost the events of job %s: %s", self._job(ref), error)
+                logger.warning("lost the event stream of %s: %s", self._job_path(ref), error)
             current = await self.status(ref)
-            if current.status.value in _ENDED:
+            if current.status.value in _FINAL_STATUSES:
                 return current
             await asyncio.sleep(poll_interval)
 
     async def cancel(self, ref: TrainingJobRef) -> None:
-        await self._request("POST", f"{self._job(ref)}/cancel")
+        await self._request("POST", f"{self._job_path(ref)}/cancel")
 
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         logger.info("job %s: %s", (ref.metadata or {}).get("job_id"), metrics)
 
-    def _job(self, ref: TrainingJobRef) -> str:
+    def _job_path(self, ref: TrainingJobRef) -> str:
         return f"/v1/train/jobs/{(ref.metadata or {})['job_id']}"
 
     async def _events(self, ref: TrainingJobRef) -> AsyncIterator[JobState]:
-        async with self._open("GET", f"{self._job(ref)}/events") as response:
+        async with self._open("GET", f"{self._job_path(ref)}/events") as response:
             if response.status != 200:
-                raise await _refusal(response)
+                raise await _error_of(response)
             async for line in response.content:
-                if line.startswith(b"data: "):
-                    yield JobState.model_validate_json(line[6:])
+                if (data := event_data(line)) is not None:
+                    yield JobState.model_validate_json(data)
 
     def _open(self, method: str, path: str, **options: Any) -> Any:
         if self._session is None:
-            raise BackendError("the adapter has not been initialized, or is closed")
+            raise BackendError("the adapter is not initialized, or is closed")
         return self._session.request(method, self._address + path, **options)
 
     async def _request(self, method: str, path: str, *, attempts: int = 1, **options: Any) -> Any:
-        """The JSON of an answer; lost connections are tried again, which is safe for all that is sent here."""
+        """Returns the response's JSON. Retries lost connections: all requests here are idempotent."""
         for attempt in range(1, attempts + 1):
             try:
                 async with self._open(method, path, **options) as response:
                     if response.status >= 400:
-                        raise await _refusal(response)
+                        raise await _error_of(response)
                     return orjson.loads(await response.read())
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                died = self._process.death_notice() if self._process else None
-                if died or attempt == attempts:
-                    reason = died or f"{type(error).__name__}: {error}"
+                exited = self._process.exit_report() if self._process else None
+                if exited or attempt == attempts:
+                    reason = exited or f"{type(error).__name__}: {error}"
                     raise BackendUnavailable(f"no answer from the backend at {self._address}: {reason}") from error
                 await asyncio.sleep(0.2 * 2**attempt)
             except orjson.JSONDecodeError as error:
-                raise BackendError(f"{self._address}{path} did not answer in JSON: is it an insitu backend?") from error
+                raise BackendError(f"{self._address}{path} did not return JSON: is it an insitu backend?") from error
         raise AssertionError("unreachable")
 
 
-def _pack(head: dict[str, Any], rows: list[Any]) -> bytes:
-    """The job as gzipped JSON lines; level 1 costs less than the bytes it saves on a loopback."""
+def _gzip_lines(head: dict[str, Any], rows: list[Any]) -> bytes:
+    """The job as gzipped JSON lines. Compression level 1 pays off even on loopback."""
 
     def lines() -> Iterator[bytes]:
         yield orjson.dumps(head)
@@ -254,26 +258,19 @@ def _pack(head: dict[str, Any], rows: list[Any]) -> bytes:
     return gzip.compress(b"\n".join(lines()) + b"\n", compresslevel=1)
 
 
-async def _refusal(response: aiohttp.ClientResponse) -> BackendError:
+async def _error_of(response: aiohttp.ClientResponse) -> BackendError:
     text = await response.text()
     try:
-        error = _ErrorBody.model_validate_json(text).error
-    except ValidationError:
-        error = _ErrorBody.Error(message=text[:500] or f"status {response.status}")
-    message = f"{response.method} {response.url.path}: {error.message}"
+        body = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        body = None
+    error = body.get("error") if isinstance(body, dict) else None
+    fields = error if isinstance(error, dict) else {}
+    message = error_message(body) or text[:500] or f"status {response.status}"
+    message = f"{response.method} {response.url.path}: {message}"
     if 400 <= response.status < 500:
-        return RequestRefused(message, status=response.status, param=error.param, code=error.code)
+        return RequestRefused(message, status=response.status, param=fields.get("param"), code=fields.get("code"))
     return BackendUnavailable(f"{message} (status {response.status})")
-
-
-class _ErrorBody(BaseModel):
-    class Error(BaseModel):
-        model_config = ConfigDict(extra="ignore")
-        message: str
-        param: str | None = None
-        code: str | None = None
-
-    error: Error
 
 
 def _status(ref: TrainingJobRef, state: JobState) -> TrainingJobStatus:

@@ -34,12 +34,12 @@ async def _evaluate(asked: "EvaluationRunConfig", checkpoint: Path | None) -> st
     """Run it and print the table; gives a sentence about what went wrong, if something did."""
     from rich.console import Console
 
+    from insitu.builder import Builder
     from insitu.config import load_config
     from insitu.errors import ConfigError
     from insitu.evaluation.datasets import load_dataset
     from insitu.evaluation.evaluators import number
     from insitu.evaluation.run import EvaluationRun
-    from insitu.registry import Builder
     from insitu.training.report import Report, evaluation_table
     from insitu.training.runtime import serve_policy
 

@@ -23,9 +23,9 @@ def command(config_file: Path, text: str, checkpoint: Path | None, override: tup
 
 
 async def _run(config_file: Path, text: str, checkpoint: Path | None, override: tuple[tuple[str, str], ...]) -> str:
+    from insitu.builder import Builder
     from insitu.config import load_config
     from insitu.errors import InsituError, WorkflowError, describe_error
-    from insitu.registry import Builder
     from insitu.schemas.episodes import EpisodeKey
     from insitu.training.runtime import serve_policy
     from insitu.workflow.context import EpisodeScope

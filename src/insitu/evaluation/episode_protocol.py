@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticSerializationError, from_json, to_json, to_jsonable_python
 
 from insitu.evaluation.episodes import EpisodeRules
-from insitu.registry import PolicyEndpoint
 from insitu.schemas.episodes import DropReason, EpisodeKey, ModelCall, Outcome
+from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.schemas.steps import IntermediateStep, StreamEventData, TraceMetadata, TTCEventData
 from insitu.workflow.conversion import json_form
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from insitu.evaluation.episodes import being_cancelled
-from insitu.registry import EvaluatorInfo
 from insitu.schemas.episodes import DropReason
-from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem
+from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
 
 
 class BaseEvaluator(ABC):

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import aiohttp
 from pydantic import ValidationError
 
-from insitu.config import WORKFLOW, Config
+from insitu.builder import Builder
+from insitu.config import WORKFLOW
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, EpisodeTimeout, RequestRefused
 from insitu.evaluation.episode_protocol import (
     EPISODES,
@@ -28,9 +29,10 @@ from insitu.evaluation.episode_protocol import (
 )
 from insitu.evaluation.episodes import Attempt, Attempted, EpisodeRules, fail, in_process
 from insitu.evaluation.shared import current_run
-from insitu.registry import FUNCTION, LLM, Builder, PolicyEndpoint
+from insitu.registry import FUNCTION, LLM
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.finetuning import PolicyEndpoint
 
 _CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS
@@ -52,7 +54,7 @@ async def open_workflow(builder: Builder, asked: Asked | None, trained: Collecti
     Raises BackendUnavailable if nothing answers there, ConfigError if it is another service, or has not the llms that
     are to be trained.
     """
-    config: Config = builder.config  # type: ignore[assignment]
+    config = builder.config
     run = current_run()
     own_workflow = run is not None and run.builder is not builder and WORKFLOW in config.names(FUNCTION)
     if asked is None or asked.endpoint is None or own_workflow:  # the service has the run's workflow, not validation's
@@ -112,8 +114,8 @@ class RemoteWorkflow:
             )
         if missing := sorted(set(trained) - set(about.llms)):
             raise ConfigError(
-                f"endpoint {self.url} serves {about.source}, which has no llm called {' or '.join(missing)}; there is: "
-                f"{', '.join(about.llms) or 'none'} (start the service with the file that is trained)"
+                f"endpoint {self.url} serves {about.source}, which has no llm called {' or '.join(missing)}; "
+                f"available: {', '.join(about.llms) or 'none'} (start the service with the file that is trained)"
             )
 
     async def attempt(self, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules) -> Attempted:

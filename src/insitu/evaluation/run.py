@@ -15,6 +15,7 @@ import orjson
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from insitu.builder import Builder
 from insitu.config import Config
 from insitu.errors import ConfigError
 from insitu.evaluation.datasets import FileDatasetConfig, load_dataset, shape_of
@@ -23,7 +24,7 @@ from insitu.evaluation.evaluators import score
 from insitu.evaluation.remote import open_workflow
 from insitu.evaluation.result_path import ResultPath
 from insitu.evaluation.shared import Generations, components, current_run, episode_slot
-from insitu.registry import EVALUATOR, Builder
+from insitu.registry import EVALUATOR
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey
 from insitu.schemas.evaluation import (
     EvalInput,

@@ -21,6 +21,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from insitu.builder import Builder
 from insitu.config import Config
 from insitu.errors import InsituError, describe_error
 from insitu.evaluation.episode_protocol import (
@@ -36,9 +37,10 @@ from insitu.evaluation.episode_protocol import (
 )
 from insitu.evaluation.episodes import Attempted, being_cancelled, classify, fail, in_process
 from insitu.http_format import error_body, http_url
-from insitu.registry import LLM, Builder, PolicyEndpoint
+from insitu.registry import LLM
 from insitu.schemas.episodes import DropReason, Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.schemas.steps import IntermediateStep
 from insitu.workflow.context import EpisodeScope
 

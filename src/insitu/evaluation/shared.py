@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from insitu.builder import Builder
 from insitu.config import Config, load_config
-from insitu.registry import TRAINER_ADAPTER, Builder
 from insitu.schemas.evaluation import EvaluationRunConfig
 from insitu.workflow.context import current_scope
 
@@ -113,10 +113,7 @@ async def components(asked: EvaluationRunConfig, builder: Builder | None) -> Asy
         return
     if run is not None:
         loaded = replace(loaded, finetuning=run.config.finetuning)
-    async with Builder(loaded) as own:
-        if run is not None:
-            adapter = str(run.config.finetuning.trainer_adapter)
-            own.adopt(TRAINER_ADAPTER, adapter, await run.builder.get_trainer_adapter(adapter))
+    async with Builder(loaded, parent=run.builder if run is not None else None) as own:
         yield loaded, own
 
 

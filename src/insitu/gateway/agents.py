@@ -20,15 +20,14 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 from yarl import URL
 
-from insitu.config import Config
+from insitu.builder import Builder
 from insitu.errors import BackendUnavailable, EpisodeTimeout, WorkflowError
 from insitu.gateway.programs import run_program
 from insitu.gateway.server import BindConfig, EpisodeEndpoint, Gateway, Upstream
-from insitu.registry import Builder, register_function
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.workflow.context import Context, EpisodeScope, current_scope
 from insitu.workflow.conversion import convert, json_form
-from insitu.workflow.functions import FunctionInfo
+from insitu.workflow.functions import FunctionInfo, register_function
 
 _SHOWN_BYTES = 2000
 """How much of a service's response an error message quotes."""
@@ -259,7 +258,7 @@ class _Http:
             return answer
         if not isinstance(answer, dict) or config.answer_key not in answer:
             existing = ", ".join(answer) if isinstance(answer, dict) else type(answer).__name__
-            raise WorkflowError(f"{config.url} answered without the key {config.answer_key!r}; there is: {existing}")
+            raise WorkflowError(f"{config.url} answered without the key {config.answer_key!r}; available: {existing}")
         return answer[config.answer_key]
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
@@ -276,9 +275,10 @@ class _Http:
 
 @register_function(config_type=CommandConfig)
 async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
-    file: Config = builder.config  # type: ignore[assignment]
     async with await _gateway(config, builder) as gateway:
-        yield FunctionInfo.from_fn(_Command(config, gateway, file.folder).run, description=f"Runs {config.command[0]}")
+        yield FunctionInfo.from_fn(
+            _Command(config, gateway, builder.config.folder).run, description=f"Runs {config.command[0]}"
+        )
 
 
 @register_function(config_type=HttpConfig)

@@ -110,7 +110,7 @@ class Gateway:
         self._by_name = {llm.model: llm for llm in reversed(llms)} | {llm.name: llm for llm in llms}
         for alias, name in (aliases or {}).items():
             if name not in self._by_name:
-                raise ConfigError(f"models: {alias} refers to {name!r}; existing: {', '.join(self._by_name)}")
+                raise ConfigError(f"models: {alias} refers to {name!r}; available: {', '.join(self._by_name)}")
             self._by_name[alias] = self._by_name[name]
         self._default = llms[0]
         self._upstream = upstream

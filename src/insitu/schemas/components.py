@@ -8,6 +8,7 @@ A component's configuration is a class with a name, the `_type` of its YAML bloc
     GreeterConfig.static_type()  ->  "greeter"
 """
 
+from enum import StrEnum
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
@@ -115,3 +116,22 @@ class TTCStrategyRef(ComponentRef):
 
 
 ConfigT = TypeVar("ConfigT", bound=TypedBaseModel)
+
+
+class LLMFrameworkEnum(StrEnum):
+    """Agent frameworks whose model object `get_llm(name, wrapper_type=...)` can return."""
+
+    LANGCHAIN = "langchain"
+    LANGGRAPH = "langgraph"
+    LLAMA_INDEX = "llama_index"
+    CREWAI = "crewai"
+    SEMANTIC_KERNEL = "semantic_kernel"
+    AGNO = "agno"
+    ADK = "adk"
+    STRANDS = "strands"
+    AUTOGEN = "autogen"
+    OPENAI_AGENTS = "openai_agents"
+    PYDANTIC_AI = "pydantic_ai"
+    SMOLAGENTS = "smolagents"
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"

@@ -5,6 +5,8 @@ EvalOutputItem(id="7", score=1.0, reasoning="exact match")
 EvalOutputItem(id="8", score=None, error="ValueError: no number in the answer")     # unscored is not zero
 """
 
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +92,12 @@ class EvaluationRunOutput(BaseModel):
     evaluation_results: list[tuple[str, EvalOutput]] = Field(default_factory=list)
     usage_stats: Any = None
     profiler_results: Any = None
+
+
+@dataclass(frozen=True)
+class EvaluatorInfo:
+    """What an evaluator's factory yields: `evaluate_fn` scores all the items it receives."""
+
+    config: EvaluatorBaseConfig
+    evaluate_fn: Callable[[EvalInput], Awaitable[EvalOutput]]
+    description: str = ""

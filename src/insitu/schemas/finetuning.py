@@ -1,5 +1,7 @@
 """The documented data models of the finetuning harness: its configuration blocks, trajectories and jobs."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -161,6 +163,20 @@ class FinetuneConfig(BaseModel):
             if missing:
                 raise ValueError(f"finetuning is enabled but does not name: {', '.join(missing)}")
         return values
+
+
+@dataclass(frozen=True)
+class PolicyEndpoint:
+    """Where the model under training is served. `model` is the name of the newest weights, `version` their version.
+
+    On servers where that name changes with every version, `current_model` returns the current one.
+    """
+
+    base_url: str
+    model: str
+    api_key: str = "none"
+    version: int | None = None
+    current_model: Callable[[], str] | None = None
 
 
 class TrainingStatusEnum(StrEnum):

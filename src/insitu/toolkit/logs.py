@@ -1,4 +1,4 @@
-"""Quiet for a while: keeps a library's log records below a level from being made.
+"""Temporarily raises the log level of a library.
 
 async with suppress_logs("noisy_library", logging.ERROR):
     await noisy()
@@ -14,48 +14,47 @@ from insitu.errors import ConfigError
 from insitu.registry import not_found
 
 
-class _Before(NamedTuple):
-    """How a logger was before the first suppression that covers it; `effective` counts for it while there is one."""
+class _Saved(NamedTuple):
+    """A logger's settings before the first active suppression that covers it."""
 
     level: int
     propagate: bool
-    effective: int
+    effective_level: int
 
 
 _active: list[tuple[str, int]] = []
-_before: dict[logging.Logger, _Before] = {}
+_saved: dict[logging.Logger, _Saved] = {}
 _lock = threading.Lock()
 
 
 @asynccontextmanager
 async def suppress_logs(prefix: str, level: int | str = logging.ERROR) -> AsyncIterator[None]:
-    """Let the logger `prefix` and those below it make no record below `level`; no logger becomes louder.
+    """Drops records below `level` of the logger `prefix` and its descendants. Never lowers a logger's level.
 
-    Afterwards each of them has the level and `propagate` it had before, also when suppressions overlap in concurrent
-    tasks: then the highest level counts, until the last of them ends. A logger that is created meanwhile inherits the
-    silence, and keeps nothing of it.
+    The level and `propagate` of every logger are restored afterwards. Suppressions may overlap in concurrent tasks: the
+    highest level applies until the last one ends. A logger created in the meantime inherits the level only.
     """
     if isinstance(level, str):
         names = logging.getLevelNamesMapping()
         if level not in names:
             raise ConfigError(not_found("log level", level, names))
         level = names[level]
-    asked = (prefix, level)
+    suppression = (prefix, level)
     with _lock:
-        for logger in _loggers(prefix):
-            _before.setdefault(logger, _Before(logger.level, logger.propagate, logger.getEffectiveLevel()))
-        _active.append(asked)
+        for logger in _matching_loggers(prefix):
+            _saved.setdefault(logger, _Saved(logger.level, logger.propagate, logger.getEffectiveLevel()))
+        _active.append(suppression)
         _apply()
     try:
         yield
     finally:
         with _lock:
-            _active.remove(asked)
+            _active.remove(suppression)
             _apply()
 
 
-def _loggers(prefix: str) -> Iterator[logging.Logger]:
-    """The logger called `prefix` (made if there is none), and all there are below it."""
+def _matching_loggers(prefix: str) -> Iterator[logging.Logger]:
+    """The logger `prefix`, created if necessary, and its existing descendants."""
     own = logging.getLogger(prefix)
     for logger in (own, *logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger) and _covers(prefix, logger):
@@ -67,14 +66,14 @@ def _covers(prefix: str, logger: logging.Logger) -> bool:
 
 
 def _apply() -> None:
-    """Give each logger the highest level asked for, or what it had before where nothing is asked any more."""
-    for logger, before in list(_before.items()):
-        asked = [(prefix, level) for prefix, level in _active if _covers(prefix, logger)]
-        inherits = before.level == logging.NOTSET and all(logger.name != prefix for prefix, _ in asked)
-        if not asked or inherits:
-            logger.setLevel(before.level)
+    """Sets every saved logger to the highest active level, or restores it if no suppression covers it any more."""
+    for logger, saved in list(_saved.items()):
+        active = [(prefix, level) for prefix, level in _active if _covers(prefix, logger)]
+        inherits = saved.level == logging.NOTSET and all(logger.name != prefix for prefix, _ in active)
+        if not active or inherits:
+            logger.setLevel(saved.level)
         else:
-            logger.setLevel(max(before.effective, *(level for _, level in asked)))
-        if not asked:
-            logger.propagate = before.propagate
-            del _before[logger]
+            logger.setLevel(max(saved.effective_level, *(level for _, level in active)))
+        if not active:
+            logger.propagate = saved.propagate
+            del _saved[logger]

@@ -12,8 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from insitu.builder import Builder
 from insitu.errors import WorkflowError
-from insitu.registry import Builder, register_ttc_strategy
+from insitu.registry import register_ttc_strategy
 from insitu.schemas.components import TTCStrategyBaseConfig
 
 

@@ -175,4 +175,4 @@ def _near(value: str, there: list[str]) -> str:
     if near:
         return f"near it: {', '.join(near[:_NEAR])}{' ...' * (len(near) > _NEAR)}"
     more = f" ... ({len(there)} in all)" if len(there) > _NEAR else ""
-    return f"there is: {', '.join(there[:_NEAR])}{more}"
+    return f"available: {', '.join(there[:_NEAR])}{more}"

@@ -16,13 +16,14 @@ from insitu import __version__
 from insitu.algorithms.advantages import AdvantageConfig
 from insitu.algorithms.credit import spread
 from insitu.algorithms.curriculum import CurriculumState
-from insitu.config import Config
+from insitu.builder import Builder, name_being_built
 from insitu.errors import BackendError, ConfigError, InsituError, JobFailed, TrajectoryError
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
-from insitu.registry import Builder, PolicyEndpoint, name_being_built, register_trainer
+from insitu.registry import register_trainer
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import (
     FinetuneConfig,
+    PolicyEndpoint,
     TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
@@ -78,14 +79,14 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
 class InsituTrainer(Trainer):
     """Collects, filters, submits, waits and records each epoch; validates before, between and after."""
 
-    weighs_calls = True
-    """Whether it gives calls their advantages; else the adapter's server does."""
+    computes_advantages = True
+    """Whether this trainer computes the advantages, rather than the adapter's backend."""
 
     def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder) -> None:
         super().__init__(trainer_config)
         self.config = trainer_config
         self._builder = builder
-        self._loaded: Config = builder.config  # type: ignore[assignment]
+        self._loaded = builder.config
         self.run_id = f"insitu_run_{uuid.uuid4().hex[:8]}"
         self.report = Report()
         self.rewards: list[dict[str, Any]] = []
@@ -107,7 +108,7 @@ class InsituTrainer(Trainer):
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
-        if self.weighs_calls and getattr(trainer_adapter, "weighs_itself", False):  # a plugin may be no subclass
+        if self.computes_advantages and trainer_adapter.computes_advantages:
             adapter = trainer_adapter.adapter_config.type
             raise ConfigError(
                 f"trainers: {self.trainer_config.type} gives each call an advantage, and {adapter} sends none: its "
@@ -169,7 +170,7 @@ class InsituTrainer(Trainer):
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collect the epoch's groups and submit what can be trained; None when that is nothing."""
         started = time.perf_counter()
-        served = await self._served()
+        served = await self.trainer_adapter.policy_endpoint()
         version = served.version if served is not None else None
         collection = await self._collect(epoch, run_id)
         self._metrics = self._epoch_metrics(epoch, run_id, collection)
@@ -206,7 +207,7 @@ class InsituTrainer(Trainer):
             self.store.append_group(record, epoch)
             errors.update(f"{e.reason}: {e.error}" for e in record.episodes if e.error is not None)
 
-        self.report.begin(f"epoch {epoch}: collecting", getattr(self.trajectory_builder, "episodes_per_epoch", None))
+        self.report.begin(f"epoch {epoch}: collecting", self.trajectory_builder.episodes_per_epoch)
         try:
             meta = {"epoch": epoch, "on_episode": on_episode, "on_group": on_group}
             await self.trajectory_builder.start_run(run_id, meta)
@@ -251,7 +252,7 @@ class InsituTrainer(Trainer):
             raise JobFailed(
                 f"epoch {epoch}: training job {job} is {status.status.value}: {status.message or 'no reason given'}"
             )
-        served = await self._served()
+        served = await self.trainer_adapter.policy_endpoint()
         before, after = self._metrics["policy_version"], served.version if served is not None else None
         if before is not None and after == before:
             raise BackendError(
@@ -262,11 +263,6 @@ class InsituTrainer(Trainer):
         if self.validation is not None:
             self.validation.checkpoints[after] = metadata.get("checkpoint")
         return status
-
-    async def _served(self) -> PolicyEndpoint | None:
-        """Where the model under training is served now, if its adapter says so."""
-        endpoint = getattr(self.trainer_adapter, "policy_endpoint", None)
-        return await endpoint() if endpoint is not None else None
 
     def _epoch_metrics(self, epoch: int, run_id: str, collection: TrajectoryCollection) -> dict[str, Any]:
         rewards = [t.reward for group in collection.trajectories for t in group]
@@ -306,9 +302,8 @@ class InsituTrainer(Trainer):
             **self._weigher().conventions(),
             "on_failure": self.run_config.reward_function.on_failure if self.run_config.reward_function else None,
         }
-        training = getattr(getattr(self.trainer_adapter, "config", None), "training", None)
-        if training is not None:
-            settings["training"] = training.model_dump(mode="json", exclude_none=True)
+        if training := self.trainer_adapter.training_settings():
+            settings["training"] = training
         self.store.write(
             "run.json", {"run_id": self.run_id, "insitu": __version__, "source": self._loaded.source, **settings}
         )

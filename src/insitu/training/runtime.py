@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, TypeVar
 
+from insitu.builder import Builder
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError, describe_error
 from insitu.evaluation.datasets import load_dataset
@@ -22,7 +23,7 @@ from insitu.evaluation.result_path import ResultPath
 from insitu.evaluation.shared import SharedRun, share
 from insitu.gateway.programs import kill_programs
 from insitu.interfaces import Trainer
-from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, Builder, not_found
+from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, not_found
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus, TrainingStatusEnum, ValidationConfig
 from insitu.training.validation import held_out_config
 

@@ -5,12 +5,12 @@ import math
 import time
 from typing import Any
 
+from insitu.builder import Builder
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError
 from insitu.evaluation.run import EvaluationRun
 from insitu.evaluation.shared import share
 from insitu.interfaces import TrainerAdapter, validation_metrics
-from insitu.registry import Builder
 from insitu.schemas.evaluation import EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
 from insitu.training.report import Report
@@ -43,7 +43,7 @@ class Validation:
         self.checkpoints: dict[int | None, str | None] = {}
         self._run_config = run_config
         self._builder = builder
-        self._loaded: Config = builder.config  # type: ignore[assignment]
+        self._loaded = builder.config
         self._adapter = adapter
         self._report = report
         self._store = store
@@ -51,8 +51,8 @@ class Validation:
     async def run(self, epoch: int) -> dict[str, Any]:
         """One validation, recorded; one that fails has `error` and no reward. 0 is before the first step."""
         started = time.perf_counter()
-        endpoint = getattr(self._adapter, "policy_endpoint", None)
-        version = (await endpoint()).version if endpoint is not None else None
+        endpoint = await self._adapter.policy_endpoint()
+        version = endpoint.version if endpoint is not None else None
         try:
             record = await self._evaluate(epoch)
         except ConfigError:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from insitu.config import Config, credited_function
+from insitu.builder import Builder
+from insitu.config import credited_function
 from insitu.errors import ConfigError, TrajectoryError
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.episodes import Attempt, EpisodeRules, run_episode, run_limited
@@ -22,9 +23,9 @@ from insitu.evaluation.remote import open_workflow
 from insitu.evaluation.result_path import ResultPath
 from insitu.evaluation.shared import episode_slot
 from insitu.interfaces import TrajectoryBuilder
-from insitu.registry import LLM, Builder, EvaluatorInfo, register_trajectory_builder
+from insitu.registry import LLM, register_trajectory_builder
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
-from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
 from insitu.schemas.finetuning import FinetuneConfig, Trajectory, TrajectoryBuilderConfig, TrajectoryCollection
 from insitu.trajectories.groups import dialogue, targeted_calls
 
@@ -80,7 +81,7 @@ class EpisodesBuilder(TrajectoryBuilder):
         super().__init__(trajectory_builder_config)
         self.config = trajectory_builder_config
         self._builder = builder
-        self._loaded: Config = builder.config  # type: ignore[assignment]
+        self._loaded = builder.config
         self._rows: list[EvalInputItem] = []
         self._runs: dict[str, _Collection] = {}
         self._last_epoch = 0

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from insitu.capture.ledger import CallSite, Invocation, current_call_site
 from insitu.errors import PluginError, WorkflowError
+from insitu.registry import FUNCTION, decorator
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, InvocationNode, StreamEventData
 from insitu.workflow.context import Context
@@ -273,3 +274,6 @@ def as_function(name: str, config: FunctionBaseConfig, yielded: Any) -> Function
             )
         yielded = FunctionInfo.from_fn(yielded)
     return Function(name, config, yielded)
+
+
+register_function = decorator(FUNCTION, finish=as_function)

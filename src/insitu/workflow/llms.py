@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from pydantic import Field, SecretStr
 
+from insitu.builder import Builder, name_being_built
 from insitu.errors import CaptureError, ConfigError
-from insitu.registry import Builder, name_being_built, register_llm_provider
+from insitu.registry import register_llm_provider
 from insitu.schemas.components import LLMBaseConfig
 
 if TYPE_CHECKING:

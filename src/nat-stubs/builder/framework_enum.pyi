@@ -1,1 +1,1 @@
-from insitu.registry.kinds import *
+from insitu.schemas.components import *

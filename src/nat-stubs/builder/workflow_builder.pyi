@@ -1,1 +1,1 @@
-from insitu.registry.builder import *
+from insitu.builder import *

@@ -1,1 +1,1 @@
-from insitu.registry.components import *
+from insitu.plugin_api import *

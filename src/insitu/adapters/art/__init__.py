@@ -1,1 +1,1 @@
-"""OpenPipe ART: trajectories as its client library spells them, trained by any server that speaks its protocol."""
+"""OpenPipe ART: trains through its client library on any server that speaks its protocol."""

@@ -1,4 +1,4 @@
-"""The official client library `openpipe-art`, imported when it is needed, and the keys its installed release takes."""
+"""The official client library `openpipe-art`: lazy import, and validation of keys against the installed release."""
 
 import importlib
 import os
@@ -13,81 +13,86 @@ from insitu.registry import not_found
 
 
 def load_art() -> Any:
-    """The module `art`, which takes seconds to import; ConfigError saying what to install where that fails."""
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else litellm fetches a price list when imported
+    """The module `art`, whose import takes seconds. Raises ConfigError with the install command if it is missing."""
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise importing litellm fetches a price list
     try:
         return importlib.import_module("art")
     except ImportError as error:
         raise ConfigError(
-            f"the ART plugin needs the package openpipe-art and what it stands on: pip install 'insitu[art]' ({error})"
+            f"the ART plugin needs the package openpipe-art and its dependencies: pip install 'insitu[art]' ({error})"
         ) from error
 
 
 def internal_config(art: Any, backend: ARTBackendConfig) -> dict[str, Any]:
-    """ART's `InternalModelConfig`; ConfigError for a key the installed release does not have."""
-    given = {
+    """ART's `InternalModelConfig`. Raises ConfigError for a key that the installed release does not have."""
+    blocks = {
         "init_args": backend.init_args.model_dump(exclude_none=True) if backend.init_args else None,
         "engine_args": backend.engine_args.model_dump(exclude_none=True) if backend.engine_args else None,
         "peft_args": backend.peft_args,
         "trainer_args": backend.trainer_args,
     }
-    asked = {name: values for name, values in given.items() if values}
-    blocks = {"init_args": "InitArgs", "engine_args": "EngineArgs", "peft_args": "PeftArgs"}
-    for name, values in asked.items():
-        _check(f"backend.{name}", values, _keys(getattr(art.dev, blocks.get(name, "TrainerArgs"))))
-    return asked
+    types = {
+        "init_args": "InitArgs",
+        "engine_args": "EngineArgs",
+        "peft_args": "PeftArgs",
+        "trainer_args": "TrainerArgs",
+    }
+    config = {name: values for name, values in blocks.items() if values}
+    for name, values in config.items():
+        _check_keys(f"backend.{name}", values, _keys(getattr(art.dev, types[name])))
+    return config
 
 
 def server_config(art: Any, backend: ARTBackendConfig) -> dict[str, Any] | None:
-    """ART's `OpenAIServerConfig`, checked like `internal_config`."""
-    given = backend.server_config
-    if not given:
+    """ART's `OpenAIServerConfig`, validated like `internal_config`."""
+    config = backend.server_config
+    if not config:
         return None
-    _check("backend.server_config", given, _keys(art.dev.OpenAIServerConfig))
-    for name, kind in (("server_args", "ServerArgs"), ("engine_args", "EngineArgs")):
-        if name in given:
-            _check(f"backend.server_config.{name}", given[name], _keys(getattr(art.dev, kind)))
-    return given
+    _check_keys("backend.server_config", config, _keys(art.dev.OpenAIServerConfig))
+    for name, block_type in (("server_args", "ServerArgs"), ("engine_args", "EngineArgs")):
+        if name in config:
+            _check_keys(f"backend.server_config.{name}", config[name], _keys(getattr(art.dev, block_type)))
+    return config
 
 
 def train_config(art: Any, training: ARTTrainingConfig) -> tuple[Any, dict[str, Any]]:
-    """The public `TrainConfig` and the one under `art.dev`; every key goes into one of them or is refused by name.
+    """The public `TrainConfig` and `art.dev.TrainConfig`. Raises ConfigError for a key or value neither accepts.
 
-    Keys of the public one that are not given keep the library's own defaults.
+    Unset keys of the public config keep the library's defaults.
     """
-    kind = art.types.TrainConfig
-    public, further = set(kind.model_fields), _keys(art.dev.TrainConfig)
-    given = training.model_dump()
+    public, dev = set(art.types.TrainConfig.model_fields), _keys(art.dev.TrainConfig)
+    options = training.model_dump()
     if "beta" not in public:
-        if given["beta"]:
+        if options["beta"]:
             raise ConfigError(
-                f"training.beta is {given['beta']}, but openpipe-art {release()} has no KL penalty in its loss; "
-                f"allowed here: 0.0 (its own terms are: {', '.join(sorted(public | further))})"
+                f"training.beta is {options['beta']}, but openpipe-art {_release()} has no KL penalty in its loss; "
+                f"allowed here: 0.0 (its keys: {', '.join(sorted(public | dev))})"
             )
-        del given["beta"]
-    _check("training", given, public | further)
-    told = {name: _typed(f"training.{name}", given[name], hint) for name, hint in _hints(art, kind) if name in given}
-    config = kind(**{name: value for name, value in told.items() if name in public})
-    return config, {name: value for name, value in told.items() if name not in public}
+        del options["beta"]
+    _check_keys("training", options, public | dev)
+    hints = _type_hints(art)
+    options = {name: _validated(f"training.{name}", value, hints[name]) for name, value in options.items()}
+    config = art.types.TrainConfig(**{name: value for name, value in options.items() if name in public})
+    return config, {name: value for name, value in options.items() if name not in public}
 
 
-def _hints(art: Any, public: Any) -> list[tuple[str, Any]]:
-    """What each key of a training may be, so that a wrong value is told before the first episodes are."""
-    unnamed = {"MoeRoutingReplayBundle": Any}  # 0.5.18 uses this name without having it
-    further = get_type_hints(art.dev.TrainConfig, localns=unnamed)
-    own = {name: Annotated[field.annotation, field] for name, field in public.model_fields.items()}
-    return [*(further | own).items()]
+def _type_hints(art: Any) -> dict[str, Any]:
+    """Types of the training options, to reject a wrong value before any episode runs."""
+    undefined = {"MoeRoutingReplayBundle": Any}  # 0.5.18 refers to this name without defining it
+    fields = art.types.TrainConfig.model_fields.items()
+    dev = get_type_hints(art.dev.TrainConfig, localns=undefined)
+    return dev | {name: Annotated[field.annotation, field] for name, field in fields}
 
 
-def _typed(where: str, value: Any, hint: Any) -> Any:
+def _validated(where: str, value: Any, hint: Any) -> Any:
     try:
         return TypeAdapter(hint).validate_python(value)
     except ValidationError as error:
-        said = error.errors(include_url=False)[0]["msg"]
-        raise ConfigError(f"trainer_adapters: {where} is {value!r}: {said} (openpipe-art {release()})") from None
+        message = error.errors(include_url=False)[0]["msg"]
+        raise ConfigError(f"trainer_adapters: {where} is {value!r}: {message} (openpipe-art {_release()})") from None
 
 
-def release() -> str:
+def _release() -> str:
     from importlib.metadata import version
 
     return version("openpipe-art")
@@ -97,11 +102,11 @@ def _keys(typed_dict: Any) -> set[str]:
     return set(typed_dict.__required_keys__ | typed_dict.__optional_keys__)
 
 
-def _check(where: str, given: Any, allowed: Iterable[str]) -> None:
-    if not isinstance(given, Mapping):
+def _check_keys(where: str, block: Any, allowed: Iterable[str]) -> None:
+    if not isinstance(block, Mapping):
         raise ConfigError(f"trainer_adapters: {where} must be a mapping")
     allowed = sorted(allowed)
-    for name in given:
+    for name in block:
         if name not in allowed:
             what = f"trainer_adapters: {where}: key"
-            raise ConfigError(f"{not_found(what, str(name), allowed)} (openpipe-art {release()})")
+            raise ConfigError(f"{not_found(what, str(name), allowed)} (openpipe-art {_release()})")

@@ -1,4 +1,4 @@
-"""The ART server at the other end, in place of the backend class that releases of ART from 0.5.9 on no longer ship."""
+"""HTTP client of an ART server, replacing the remote backend class that ART no longer ships from 0.5.9 on."""
 
 import asyncio
 import logging
@@ -10,6 +10,7 @@ import aiohttp
 import orjson
 
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
+from insitu.http_format import error_message, url_host
 from insitu.schemas.bulk import collection_paused
 
 logger = logging.getLogger(__name__)
@@ -17,31 +18,31 @@ logger = logging.getLogger(__name__)
 _SHORT = aiohttp.ClientTimeout(total=60, sock_connect=10)
 _LOADING = aiohttp.ClientTimeout(total=3600, sock_connect=10)
 _TRAINING = aiohttp.ClientTimeout(total=None, sock_connect=10)
-"""The open answer is the job: it ends when the training does."""
-_OF_GATEWAYS = (502, 503, 504)
+"""No limit: the response streams until the training ends."""
+_GATEWAY_STATUSES = (502, 503, 504)
 
 
 def remote_backend(art: Any, base_url: str, api_key: str) -> Any:
-    """A backend of the installed release's own kind (`art.Backend`) for the server at `base_url`."""
-    kind = type("RemoteBackend", (_RemoteBackend, art.Backend), {"__init__": _RemoteBackend.__init__})
-    return kind(base_url, api_key)
+    """An `art.Backend` of the installed release for the server at `base_url`."""
+    backend_type = type("RemoteBackend", (_RemoteBackend, art.Backend), {"__init__": _RemoteBackend.__init__})
+    return backend_type(base_url, api_key)
 
 
 class _RemoteBackend:
-    """The methods that models of ART call on their backend, over HTTP. Errors say what the server answered."""
+    """The methods that ART's models call on their backend, over HTTP. Errors quote the server's response."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
         self._base_url = base_url
         self._headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
         self.inference_url = ""
-        """Where the model is served, up to and including `/v1`; known once the server has prepared it."""
+        """Where the model is served, including `/v1`. Empty until `_prepare_backend_for_training`."""
         self._inference_key = api_key
         self._names: set[str] = set()
         self._steps: dict[str, int] = {}
 
     async def close(self) -> None:
-        """Close our connections; the server is somebody's own and stays."""
+        """Closes the connections. The server keeps running."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -52,43 +53,42 @@ class _RemoteBackend:
     async def _get_step(self, model: Any) -> int:
         step = await self._post("/_get_step", model.safe_model_dump())
         if type(step) is not int:
-            raise self._strange("/_get_step", step)
+            raise self._unexpected("/_get_step", step)
         self._steps[model.name] = step
         return step
 
     async def _prepare_backend_for_training(self, model: Any, config: Any) -> tuple[str, str]:
         body = {"model": model.safe_model_dump(), "config": config}
-        told = await self._post("/_prepare_backend_for_training", body, limit=_LOADING)
-        if not (isinstance(told, list) and len(told) == 2 and all(isinstance(each, str) for each in told)):
-            raise self._strange("/_prepare_backend_for_training", told)
-        self.inference_url, self._inference_key = self._reachable(told[0]), told[1]
+        response = await self._post("/_prepare_backend_for_training", body, limit=_LOADING)
+        if not (isinstance(response, list) and len(response) == 2 and all(isinstance(r, str) for r in response)):
+            raise self._unexpected("/_prepare_backend_for_training", response)
+        self.inference_url, self._inference_key = self._reachable(response[0]), response[1]
         await self._get_step(model)
         await self.list_names()
         return self.inference_url, self._inference_key
 
-    def _reachable(self, address: str) -> str:
-        """The address the server tells, with the host we know it by where it tells the one it listens on (0.0.0.0)."""
-        parts = urlsplit(address)
+    def _reachable(self, url: str) -> str:
+        """The server's inference URL, with our host name for the server if it reports its bind address (0.0.0.0)."""
+        parts = urlsplit(url)
         if parts.hostname not in ("0.0.0.0", "::", "localhost", "127.0.0.1"):
-            return address
-        known = urlsplit(self._base_url).hostname or "127.0.0.1"
-        host = f"[{known}]" if ":" in known else known
+            return url
+        host = url_host(urlsplit(self._base_url).hostname or "127.0.0.1")
         return urlunsplit(parts._replace(netloc=f"{host}:{parts.port}" if parts.port else host))
 
     async def list_names(self) -> set[str]:
-        """The names of models that the inference server answers to."""
+        """The model names of the inference server."""
         if not self.inference_url:
-            raise BackendError("no model has been registered with the ART server yet: initialize the adapter first")
-        key = {"Authorization": f"Bearer {self._inference_key}"}
-        listed = await self._request("GET", f"{self.inference_url}/models", None, _SHORT, **key)
+            raise BackendError("no model is registered with the ART server: initialize the adapter first")
+        auth = {"Authorization": f"Bearer {self._inference_key}"}
+        models = await self._request("GET", f"{self.inference_url}/models", None, _SHORT, **auth)
         try:
-            self._names = {str(model["id"]) for model in listed["data"]}
+            self._names = {str(model["id"]) for model in models["data"]}
         except (TypeError, LookupError):
-            raise self._strange(f"{self.inference_url}/models", listed) from None
+            raise self._unexpected(f"{self.inference_url}/models", models) from None
         return self._names
 
     def _model_inference_name(self, model: Any, step: int | None = None) -> str:
-        """The name to sample it by: servers differ in whether the newest weights have one without their step."""
+        """The name to sample with. On some servers even the latest weights are only served as `name@step`."""
         only_steps = model.name not in self._names and any(name.startswith(f"{model.name}@") for name in self._names)
         if step is None and only_steps:
             step = self._steps.get(model.name, 0)
@@ -103,54 +103,54 @@ class _RemoteBackend:
         verbose: bool = False,
         key: str | None = None,
     ) -> AsyncIterator[dict[str, float]]:
-        """The metrics of each gradient step, as it happens. A server that knows `Idempotency-Key` trains a key once."""
+        """Streams the metrics of each gradient step. Servers that support `Idempotency-Key` train a key once."""
         body = {"config": config.model_dump(), "dev_config": dict(dev_config), "verbose": verbose}
-        data = await asyncio.to_thread(_with_groups, model, trajectory_groups, body)
+        data = await asyncio.to_thread(_body_with_groups, model, trajectory_groups, body)
         headers = {"Idempotency-Key": key} if key else {}
         try:
-            async with self._open("POST", self._base_url + "/_train_model", data, _TRAINING, **headers) as answer:
-                if answer.status >= 400:
-                    raise await _refusal(answer)
-                async for line in answer.content:
+            async with self._open("POST", self._base_url + "/_train_model", data, _TRAINING, **headers) as response:
+                if response.status >= 400:
+                    raise await _error_of(response)
+                async for line in response.content:
                     if line.strip():
                         yield self._metrics(line)
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise self._unavailable(error) from error
 
     async def failure_of(self, key: str) -> str | None:
-        """Why the training of this key has failed, where the server tells: `insitu backend` does, at /art/jobs."""
+        """Why the training job of this key failed, if the server reports it (`insitu backend` does, at /art/jobs)."""
         try:
-            listed = await self._request("GET", f"{self._base_url}/art/jobs", None, _SHORT)
-            latest = next(job for job in listed["jobs"] if str(job["key"]).endswith(f"/{key}"))
+            jobs = await self._request("GET", f"{self._base_url}/art/jobs", None, _SHORT)
+            latest = next(job for job in jobs["jobs"] if str(job["key"]).endswith(f"/{key}"))
             return str(latest["message"]) if latest["status"] in ("failed", "canceled") else None
-        except (BackendError, StopIteration, TypeError, LookupError):  # ART's own server has no such list
+        except (BackendError, StopIteration, TypeError, LookupError):  # ART's own server has no such route
             return None
 
     def _metrics(self, line: bytes) -> dict[str, float]:
         try:
-            told = orjson.loads(line)
+            metrics = orjson.loads(line)
         except orjson.JSONDecodeError as error:
             if line.startswith(b"{") and not line.endswith(b"\n"):
-                raise self._unavailable(ConnectionError("the answer breaks off within a line")) from error
-            told = line.decode(errors="replace")
-        if not isinstance(told, dict):
-            raise self._strange("/_train_model", told)
-        return told
+                raise self._unavailable(ConnectionError("the response ended within a line")) from error
+            metrics = line.decode(errors="replace")
+        if not isinstance(metrics, dict):
+            raise self._unexpected("/_train_model", metrics)
+        return metrics
 
     async def train(self, model: Any, trajectory_groups: Iterable[Any], **options: Any) -> Any:
-        """Releases from 0.5.9 on train by their backend; `options` are keys of the two kinds of TrainConfig."""
+        """Used by ART from 0.5.9 on. `options` are keys of `TrainConfig` and `art.dev.TrainConfig`."""
         from art.types import TrainConfig, TrainResult
 
         config = TrainConfig(**{k: options.pop(k) for k in [*options] if k in TrainConfig.model_fields})
         lines = [line async for line in self._train_model(model, list(trajectory_groups), config, options)]
-        return TrainResult(step=await self._get_step(model), metrics=averages(lines))
+        return TrainResult(step=await self._get_step(model), metrics=mean_metrics(lines))
 
     async def _train_sft(self, *args: Any, **options: Any) -> AsyncIterator[dict[str, float]]:
-        raise BackendError("supervised training has no route in ART's protocol: it cannot be done on a remote server")
+        raise BackendError("ART's protocol has no route for supervised training, so remote servers do not support it")
         yield {}
 
     async def _log(self, model: Any, trajectory_groups: Iterable[Any], split: str = "val") -> None:
-        data = await asyncio.to_thread(_with_groups, model, trajectory_groups, {"split": split})
+        data = await asyncio.to_thread(_body_with_groups, model, trajectory_groups, {"split": split})
         await self._request("POST", self._base_url + "/_log", data, _LOADING)
 
     async def _delete_checkpoints(self, model: Any, benchmark: str, benchmark_smoothing: float) -> None:
@@ -163,14 +163,14 @@ class _RemoteBackend:
         )
 
     async def health(self) -> str | None:
-        """What is wrong with the server, or None: it is asked at its own address, `/healthcheck`, then `/health`."""
+        """The problem with the server, or None if `/healthcheck` or `/health` returns 200."""
         problem = None
         for path in ("/healthcheck", "/health"):
             try:
-                async with self._open("GET", self._base_url + path, None, _SHORT) as answer:
-                    if answer.status == 200:
+                async with self._open("GET", self._base_url + path, None, _SHORT) as response:
+                    if response.status == 200:
                         return None
-                    problem = f"{self._base_url}{path} answered {answer.status}"
+                    problem = f"{self._base_url}{path} answered {response.status}"
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 return str(self._unavailable(error))
         return problem
@@ -182,44 +182,44 @@ class _RemoteBackend:
         self, method: str, url: str, data: bytes | None, limit: aiohttp.ClientTimeout, **headers: str
     ) -> Any:
         try:
-            async with self._open(method, url, data, limit, **headers) as answer:
-                if answer.status >= 400:
-                    raise await _refusal(answer)
-                text = await answer.read()
+            async with self._open(method, url, data, limit, **headers) as response:
+                if response.status >= 400:
+                    raise await _error_of(response)
+                text = await response.read()
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise self._unavailable(error) from error
         try:
             return orjson.loads(text or b"null")
         except orjson.JSONDecodeError as error:
-            raise self._strange(url, text.decode(errors="replace")) from error
+            raise self._unexpected(url, text.decode(errors="replace")) from error
 
     def _open(self, method: str, url: str, data: bytes | None, limit: aiohttp.ClientTimeout, **headers: str) -> Any:
         if self._session is None or self._session.closed:
             self._session = aiohttp.ClientSession(headers=self._headers)
         return self._session.request(method, url, data=data, timeout=limit, headers=headers)
 
-    def _strange(self, where: str, answer: Any) -> BackendError:
+    def _unexpected(self, where: str, body: Any) -> BackendError:
         url = where if "://" in where else self._base_url + where
-        return BackendError(f"{url} answered {str(answer)[:80]!r}: is it an ART server?")
+        return BackendError(f"{url} answered {str(body)[:80]!r}: is it an ART server?")
 
     def _unavailable(self, error: BaseException) -> BackendUnavailable:
         return BackendUnavailable(f"no answer from the ART server at {self._base_url}: {type(error).__name__}: {error}")
 
 
-def spelt(group: Any) -> orjson.Fragment:
-    """A trajectory group as JSON; one that is JSON already as it is.
+def serialize_group(group: Any) -> orjson.Fragment:
+    """A trajectory group as JSON. Returns a group that is serialized already unchanged.
 
-    Messages and tools as they are: ART's types would leave out what they do not know, the name of a tool's message.
+    Messages and tools are written as they are, because ART's types drop unknown keys such as a tool message's name.
     """
     if isinstance(group, orjson.Fragment):
         return group
     with collection_paused():
-        ours = {"messages_and_choices", "tools", "additional_histories"}
-        told = group.model_dump(exclude={"trajectories": {"__all__": ours}})
-        for trajectory, data in zip(group.trajectories, told["trajectories"], strict=True):
+        verbatim = {"messages_and_choices", "tools", "additional_histories"}
+        record = group.model_dump(exclude={"trajectories": {"__all__": verbatim}})
+        for trajectory, data in zip(group.trajectories, record["trajectories"], strict=True):
             data |= _history(trajectory)
             data["additional_histories"] = [_history(history) for history in trajectory.additional_histories]
-        return orjson.Fragment(orjson.dumps(told))
+        return orjson.Fragment(orjson.dumps(record))
 
 
 def _history(history: Any) -> dict[str, Any]:
@@ -230,32 +230,32 @@ def _history(history: Any) -> dict[str, Any]:
     }
 
 
-def _with_groups(model: Any, groups: Iterable[Any], more: dict[str, Any]) -> bytes:
-    return orjson.dumps({"model": model.safe_model_dump(), "trajectory_groups": [*map(spelt, groups)], **more})
+def _body_with_groups(model: Any, groups: Iterable[Any], fields: dict[str, Any]) -> bytes:
+    serialized = [serialize_group(group) for group in groups]
+    return orjson.dumps({"model": model.safe_model_dump(), "trajectory_groups": serialized, **fields})
 
 
-async def _refusal(answer: aiohttp.ClientResponse) -> BackendError:
-    """The server's own words: ART's `detail`, or the `error` of OpenAI's shape. Of a gateway before it: no answer."""
-    text = await answer.text()
-    message, where = text[:500] or "no reason given", f"{answer.method} {answer.url.path}"
+async def _error_of(response: aiohttp.ClientResponse) -> BackendError:
+    """With the message of the server: ART's `detail`, OpenAI's `error`, or else the text."""
+    text = await response.text()
+    where = f"{response.method} {response.url.path}"
     try:
         body = orjson.loads(text)
     except orjson.JSONDecodeError:
         body = None
-    if isinstance(body, dict):
-        told = body.get("error")
-        message = str(body.get("detail") or (told.get("message") if isinstance(told, dict) else told) or message)
-    if answer.status < 500:
-        return RequestRefused(f"the ART server refused {where} ({answer.status}): {message}", status=answer.status)
-    kind = BackendUnavailable if answer.status in _OF_GATEWAYS else BackendError
-    return kind(f"the ART server failed at {where} ({answer.status}): {message}")
+    detail = body.get("detail") if isinstance(body, dict) else None
+    message = str(detail or error_message(body) or text[:500] or "no reason given")
+    if response.status < 500:
+        return RequestRefused(f"the ART server refused {where} ({response.status}): {message}", status=response.status)
+    error_type = BackendUnavailable if response.status in _GATEWAY_STATUSES else BackendError
+    return error_type(f"the ART server failed at {where} ({response.status}): {message}")
 
 
-def averages(lines: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each number over the gradient steps that told it."""
-    found: dict[str, list[float]] = {}
+def mean_metrics(lines: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the gradient steps that reported it."""
+    values_by_name: dict[str, list[float]] = {}
     for line in lines:
         for name, value in line.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                found.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
+                values_by_name.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in values_by_name.items()}

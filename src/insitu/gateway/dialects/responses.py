@@ -114,7 +114,7 @@ class ResponsesTranslation(Translation):
         if before is not None and before not in memory:
             known = ", ".join(memory) or "none"
             raise RequestRefused(
-                f"there is no response {before!r} in this episode; there is: {known}",
+                f"there is no response {before!r} in this episode; available: {known}",
                 status=404,
                 param="previous_response_id",
             )

@@ -1,12 +1,12 @@
-"""Google ADK's requests, contents and responses, live or as JSON, as OpenAI messages.
+"""Google ADK's requests, contents and responses, live or as JSON -> OpenAI messages.
 
-LLM_START: `metadata.chat_inputs` is the LlmRequest of before_model_callback, copied, for the flow goes on using it (or
-its list of Contents). LLM_END: `metadata.chat_responses` is `[response]`, the LlmResponse of after_model_callback (or
-the Event) that is not partial. TOOL_END: `data.output` is what the tool returned.
+LLM_START: `metadata.chat_inputs` is a copy of the LlmRequest of before_model_callback (the flow modifies the original),
+or its list of Contents. LLM_END: `metadata.chat_responses` is `[response]`, the LlmResponse of after_model_callback or
+the Event, not a partial one. TOOL_END: `data.output` is the tool's result.
 
-Gemini numbers no function calls, and the ids that ADK makes up ("adk-...") are taken out before a request is sent. Such
-calls are named by their place in the dialogue (`call_2_0`: message 2, first call), and a response answers the first
-open call of its function.
+Gemini's function calls have no ids, and ADK removes its generated ids ("adk-...") before it sends a request. These
+calls get ids from their position (`call_2_0`: message 2, first call), and a function response is matched to the first
+call of its function without a response.
 """
 
 from collections.abc import Sequence
@@ -15,42 +15,42 @@ from typing import Any
 from insitu.errors import TrajectoryError
 from insitu.toolkit.parsers.common import (
     OPENAI,
-    Answer,
-    Dialect,
     Message,
-    content_of,
-    finish_reason,
-    json_text,
+    SampledMessage,
+    StepFormat,
     media_part,
-    message_of_step,
-    numbered,
+    message_content,
+    openai_finish_reason,
+    step_message,
+    to_json,
     tool_call,
+    with_call_ids,
 )
 
 _ROLES = {"model": "assistant", "user": "user", "system": "system", None: "user"}
 
 
-def parse_to_openai_message(step: Any, previous_message: Message | None = None, **others: Any) -> Message:
-    """The message that one step of ADK adds: the prompt's last, the answer, or the tool's.
+def parse_to_openai_message(step: Any, previous_message: Message | None = None, **kwargs: Any) -> Message:
+    """The message that one ADK step adds: the last one of the prompt, the completion, or the tool's result.
 
-    An answer has `logprobs` (a number for each token, empty if unknown), `finish_reason` and `token_ids` where they
-    are known. TrajectoryError names the step that holds no message or one that cannot be read.
+    A completion has `logprobs` (one number per token, empty if unknown), and `finish_reason` and `token_ids` if known.
+    Raises TrajectoryError, naming the step, if it has no message or cannot be parsed.
     """
-    return message_of_step(step, previous_message, (ADK, OPENAI))
+    return step_message(step, previous_message, (ADK, OPENAI))
 
 
 def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
     if not isinstance(item, dict):
         return None
-    if isinstance(contents := item.get("contents"), list):  # a whole LlmRequest
-        made = _instruction(_get(item.get("config") or {}, "systemInstruction"))
+    if isinstance(contents := item.get("contents"), list):  # an LlmRequest
+        messages = _system_message(_get(item.get("config") or {}, "systemInstruction"))
         for content in contents:
-            made += _turn(content, [*before, *made])
-        return made
-    return _turn(item, before) if "parts" in item else None
+            messages += _content_messages(content, [*before, *messages])
+        return messages
+    return _content_messages(item, before) if "parts" in item else None
 
 
-def _answers(item: Any, before: Sequence[Message]) -> list[Answer] | None:
+def _samples(item: Any, before: Sequence[Message]) -> list[SampledMessage] | None:
     if not isinstance(item, dict):
         return None
     content = item if "parts" in item else item.get("content")
@@ -59,76 +59,76 @@ def _answers(item: Any, before: Sequence[Message]) -> list[Answer] | None:
     if not isinstance(content, dict) or "parts" not in content:
         return None
     if item.get("partial"):
-        raise TrajectoryError("it holds a piece of a streamed answer; allowed: the whole, which is not partial")
-    messages = _turn({**content, "role": "model"}, before) or [{"role": "assistant", "content": ""}]
+        raise TrajectoryError("partial response of a stream; report the final one only")
+    messages = _content_messages({**content, "role": "model"}, before) or [{"role": "assistant", "content": ""}]
     chosen = _get(_get(item, "logprobsResult") or {}, "chosenCandidates")
     logprobs = None if chosen is None else [float(_get(token, "logProbability")) for token in chosen]
     ids = None if chosen is None else [_get(token, "tokenId") for token in chosen]
-    reason = finish_reason(_get(item, "finishReason"))
+    reason = openai_finish_reason(_get(item, "finishReason"))
     if reason == "stop" and messages[0].get("tool_calls"):
-        reason = "tool_calls"  # ADK has no word for it
-    return [Answer(messages[0], reason, logprobs, ids if ids and None not in ids else None)]
+        reason = "tool_calls"  # ADK has no such reason
+    return [SampledMessage(messages[0], reason, logprobs, ids if ids and None not in ids else None)]
 
 
 def _get(fields: dict[str, Any], name: str) -> Any:
-    """A field by its name in JSON (`finishReason`), or else in Python (`finish_reason`)."""
+    """A field by its JSON name (`finishReason`) or its Python name (`finish_reason`)."""
     python = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
     return fields[name] if fields.get(name) is not None else fields.get(python)
 
 
-def _instruction(given: Any) -> list[Message]:
-    """The system instruction: text, a Content, a part, or a list of parts or texts."""
-    if given is None or given == []:
+def _system_message(instruction: Any) -> list[Message]:
+    """From text, a Content, a part, or a list of parts or texts."""
+    if instruction is None or instruction == []:
         return []
-    content = given["parts"] if isinstance(given, dict) and "parts" in given else given
-    parts = content if isinstance(content, list) else [content]
-    read = [{"type": "text", "text": part} if isinstance(part, str) else _part(part) for part in parts]
-    return [{"role": "system", "content": content_of(read)}]
+    content = instruction["parts"] if isinstance(instruction, dict) and "parts" in instruction else instruction
+    items = content if isinstance(content, list) else [content]
+    parts = [{"type": "text", "text": item} if isinstance(item, str) else _part(item) for item in items]
+    return [{"role": "system", "content": message_content(parts)}]
 
 
-def _turn(content: dict[str, Any], before: Sequence[Message]) -> list[Message]:
-    """The messages of one Content: one for each function response, and one for all else."""
+def _content_messages(content: dict[str, Any], before: Sequence[Message]) -> list[Message]:
+    """One message per function response in a Content, and one for all other parts."""
     if content.get("role") not in _ROLES:
         raise TrajectoryError(f"a Content of role {content.get('role')!r}; allowed: user, model")
-    made: list[Message] = []
+    messages: list[Message] = []
     parts: list[Message] = []
     calls: list[Message] = []
     thoughts: list[str] = []
     for part in content["parts"] or ():
         if (called := _get(part, "functionCall")) is not None:
-            calls.append(tool_call(called["name"], called.get("args"), _own_id(called)))
+            calls.append(tool_call(called["name"], called.get("args"), _call_id(called)))
         elif (response := _get(part, "functionResponse")) is not None:
-            made.append(_tool(response, [*before, *made]))
+            messages.append(_tool_message(response, [*before, *messages]))
             parts.extend(_part(media) for media in response.get("parts") or ())
         elif part.get("thought"):
             thoughts.append(part.get("text") or "")
         else:
             parts.append(_part(part))
     if parts or calls or thoughts:
-        message: Message = {"role": _ROLES[content.get("role")], "content": content_of(parts)}
+        message: Message = {"role": _ROLES[content.get("role")], "content": message_content(parts)}
         if calls:
-            message["tool_calls"] = numbered(calls, len(before) + len(made))
+            message["tool_calls"] = with_call_ids(calls, len(before) + len(messages))
         if thoughts:
             message["reasoning_content"] = "".join(thoughts)
-        made.append(message)
-    return made
+        messages.append(message)
+    return messages
 
 
-def _own_id(function: dict[str, Any]) -> str | None:
-    given = function.get("id")
-    return None if given is None or given.startswith("adk-") else given
+def _call_id(function: dict[str, Any]) -> str | None:
+    call_id = function.get("id")
+    return None if call_id is None or call_id.startswith("adk-") else call_id
 
 
-def _tool(response: dict[str, Any], before: Sequence[Message]) -> Message:
-    name, call_id, given = response["name"], _own_id(response), response.get("response")
+def _tool_message(response: dict[str, Any], before: Sequence[Message]) -> Message:
+    name, call_id, result = response["name"], _call_id(response), response.get("response")
     if call_id is None:
         calls = [call for message in before for call in message.get("tool_calls") or ()]
         answered = {message.get("tool_call_id") for message in before}
-        waiting = [c["id"] for c in calls if c["function"]["name"] == name and c["id"] not in answered]
-        if not waiting:
-            raise TrajectoryError(f"a response of the function {name!r} answers no call that stands before it")
-        call_id = waiting[0]
-    content = given if isinstance(given, str) else json_text(given)
+        pending = [c["id"] for c in calls if c["function"]["name"] == name and c["id"] not in answered]
+        if not pending:
+            raise TrajectoryError(f"a response of the function {name!r} without a call before it")
+        call_id = pending[0]
+    content = result if isinstance(result, str) else to_json(result)
     return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
 
 
@@ -139,8 +139,8 @@ def _part(part: dict[str, Any]) -> Message:
         return media_part(_get(blob, "mimeType"), blob["data"])
     if (file := _get(part, "fileData")) is not None:
         return media_part(_get(file, "mimeType"), None, _get(file, "fileUri"))
-    holds = [key for key, value in part.items() if value is not None]
-    raise TrajectoryError(f"a part with {', '.join(holds) or 'nothing'} has no form among OpenAI's messages")
+    keys = [key for key, value in part.items() if value is not None]
+    raise TrajectoryError(f"a part with {', '.join(keys) or 'nothing'} has no equivalent in OpenAI messages")
 
 
-ADK = Dialect(_messages, _answers)
+ADK = StepFormat(_messages, _samples)

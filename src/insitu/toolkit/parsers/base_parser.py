@@ -1,9 +1,8 @@
-"""From the intermediate steps of an episode to OpenAI messages, whichever framework reported them.
+"""Intermediate steps of an episode -> OpenAI messages, for any framework.
 
-A model call is an LLM_START and an LLM_END that share a UUID; what each framework puts there is told by the parsers
-beside this one. A captured call carries `logprobs`, `token_ids`, `finish_reason`, `model` and `llm` in its LLM_END's
-metadata, and these count more than what the framework knows. TOOL_ steps are not read: what the model was told of a
-tool stands in the next prompt.
+An LLM_START and an LLM_END with the same UUID are one model call; the parsers of the frameworks describe the payloads.
+A captured call has `logprobs`, `token_ids`, `finish_reason`, `model` and `llm` in the metadata of its LLM_END, which
+override what the framework reports. TOOL_ steps are skipped: the next prompt has the tool's result as the model saw it.
 """
 
 import logging
@@ -16,16 +15,16 @@ from insitu.schemas.steps import IntermediateStep, IntermediateStepType
 from insitu.toolkit.parsers.adk_parser import ADK
 from insitu.toolkit.parsers.common import (
     OPENAI,
-    Answer,
     Message,
-    answers_of,
-    as_step,
-    message_of_answer,
-    metadata_of,
-    naming,
+    SampledMessage,
+    assistant_message,
+    parse_prompt,
+    parse_step,
     plain,
-    prompt_of,
-    read_prompt,
+    step_errors,
+    step_metadata,
+    step_prompt,
+    step_samples,
 )
 from insitu.toolkit.parsers.langchain_parser import LANGCHAIN
 from insitu.toolkit.parsers.llama_index_parser import LLAMA_INDEX
@@ -33,48 +32,46 @@ from insitu.trajectories.conversations import Turn, conversations
 
 logger = logging.getLogger(__name__)
 
-DIALECTS = (LANGCHAIN, LLAMA_INDEX, ADK, OPENAI)
+FORMATS = (LANGCHAIN, LLAMA_INDEX, ADK, OPENAI)
 
 
-def parse_to_openai_messages(steps: Iterable[Any], **others: Any) -> list[Message]:
-    """The main dialogue of an episode: that of the last model call that continues the first; [] without calls.
+def parse_to_openai_messages(steps: Iterable[Any], **kwargs: Any) -> list[Message]:
+    """The main conversation of an episode: the last model call that continues the first one. Empty without calls.
 
-    `steps` are those of EvalInputItem.trajectory, or their JSON. Each message is as the model was sent it, or answered
-    it: role, content (text or a list of parts), tool_calls, tool_call_id, name, reasoning_content. An assistant's has
-    `logprobs` too, one number for each token sampled, and `finish_reason` and `token_ids` where they are known; its
-    logprobs are empty if they are unknown, or if no call of this episode gave this answer to what stands before it.
+    `steps` are those of `EvalInputItem.trajectory`, or their JSON. Messages have `role`, `content` (text or a list of
+    parts), and `tool_calls`, `tool_call_id`, `name` and `reasoning_content` where set. Assistant messages also have
+    `logprobs`, one number per sampled token, and `token_ids` and `finish_reason` if known. Their logprobs are empty if
+    unknown, or if no call of this episode sampled this message after exactly the messages before it.
 
-    TrajectoryError names the step that cannot be read.
+    Raises TrajectoryError, naming the step, if a step cannot be parsed.
     """
-    return next(iter(parse_to_dialogues(steps)), [])
+    return next(iter(parse_to_conversations(steps)), [])
 
 
-def parse_to_dialogues(steps: Iterable[Any]) -> list[list[Message]]:
-    """All dialogues of an episode, the main one first, in the form of `parse_to_openai_messages`.
+def parse_to_conversations(steps: Iterable[Any]) -> list[list[Message]]:
+    """All conversations of an episode, the main one first, as in `parse_to_openai_messages`.
 
-    The logprobs of each answer stand in exactly one of them.
+    The logprobs of a completion appear in exactly one of them.
     """
-    calls = calls_of(steps)
-    without = [call for call in calls if call.message is None]
-    if without:
-        reasons = ", ".join(sorted({str(call.error) for call in without}))
-        logger.warning(
-            "%d of %d model calls have no answer and are in no dialogue: %s", len(without), len(calls), reasons
-        )
-    return [[_message(turn) for turn in turns] for turns in conversations(calls)]
+    calls = parse_calls(steps)
+    unanswered = [call for call in calls if call.message is None]
+    if unanswered:
+        reasons = ", ".join(sorted({str(call.error) for call in unanswered}))
+        logger.warning("skipped %d of %d model calls without a completion: %s", len(unanswered), len(calls), reasons)
+    return [[_parse_turn(turn) for turn in turns] for turns in conversations(calls)]
 
 
-def _message(turn: Turn) -> Message:
+def _parse_turn(turn: Turn) -> Message:
     message, call = turn
     if message.get("role") != "assistant":
         return message
     if call is None:
-        return message_of_answer(Answer(message))
-    return message_of_answer(Answer(message, call.finish_reason, call.logprobs, call.token_ids))
+        return assistant_message(SampledMessage(message))
+    return assistant_message(SampledMessage(message, call.finish_reason, call.logprobs, call.token_ids))
 
 
-class _Steps(NamedTuple):
-    """A model call as far as it is reported."""
+class _CallSteps(NamedTuple):
+    """The steps of one model call. One of them may be missing."""
 
     position: int
     start: IntermediateStep | None
@@ -87,72 +84,72 @@ class _Steps(NamedTuple):
         return step
 
 
-def calls_of(steps: Iterable[Any]) -> list[ModelCall]:
-    """The model calls that steps report, in the order they began; `index` is the place in this list.
+def parse_calls(steps: Iterable[Any]) -> list[ModelCall]:
+    """The model calls in the order they began. Candidates for the same prompt are separate calls.
 
-    Several candidates for one prompt are a call each. A call without an answer has `message` None and says why in
-    `error`. TrajectoryError names the step that cannot be read.
+    A call without a completion has `message` None, and the reason in `error`. Raises TrajectoryError, naming the step,
+    if a step cannot be parsed.
     """
     calls: list[ModelCall] = []
-    for pair in sorted(_pairs(steps), key=lambda pair: (pair.first.event_timestamp, pair.position)):
-        calls.extend(_calls(pair, len(calls)))
+    for pair in sorted(_pair_steps(steps), key=lambda pair: (pair.first.event_timestamp, pair.position)):
+        calls.extend(_pair_calls(pair, len(calls)))
     return calls
 
 
-def _pairs(steps: Iterable[Any]) -> list[_Steps]:
-    """Each LLM_START with the next LLM_END of its UUID."""
-    found: list[_Steps] = []
-    opened: dict[str, list[int]] = {}
-    for position, given in enumerate(steps):
-        step = as_step(given)
+def _pair_steps(steps: Iterable[Any]) -> list[_CallSteps]:
+    """Matches each LLM_START with the next LLM_END of its UUID."""
+    pairs: list[_CallSteps] = []
+    open_pairs: dict[str, list[int]] = {}
+    for position, item in enumerate(steps):
+        step = parse_step(item)
         if step.event_type is IntermediateStepType.LLM_START:
-            opened.setdefault(step.UUID, []).append(len(found))
-            found.append(_Steps(position, step))
+            open_pairs.setdefault(step.UUID, []).append(len(pairs))
+            pairs.append(_CallSteps(position, step))
         elif step.event_type is IntermediateStepType.LLM_END:
-            if places := opened.get(step.UUID):
-                place = places.pop(0)
-                found[place] = found[place]._replace(end=step)
+            if indices := open_pairs.get(step.UUID):
+                index = indices.pop(0)
+                pairs[index] = pairs[index]._replace(end=step)
             else:
-                found.append(_Steps(position, None, step))
-    return found
+                pairs.append(_CallSteps(position, None, step))
+    return pairs
 
 
-def _calls(pair: _Steps, index: int) -> list[ModelCall]:
-    answers, known, error = [], {}, "its LLM_END is missing"
-    prompt = _prompt(pair)
+def _pair_calls(pair: _CallSteps, index: int) -> list[ModelCall]:
+    samples, captured, error = [], {}, "its LLM_END is missing"
+    prompt = _pair_prompt(pair)
     if pair.end is not None:
-        with naming(pair.end):
-            known = metadata_of(pair.end)
-            answers = answers_of(pair.end, prompt, DIALECTS)
-            error = str(known.get("error") or "it ended without an answer")
-    seen = [metadata_of(step) for step in (pair.end, pair.start) if step is not None]
-    tools = next((plain(m["tools_schema"]) for m in seen if m.get("tools_schema") is not None), None)
+        with step_errors(pair.end):
+            captured = step_metadata(pair.end)
+            samples = step_samples(pair.end, prompt, FORMATS)
+            error = str(captured.get("error") or "it ended without a completion")
+    metadata = [step_metadata(step) for step in (pair.end, pair.start) if step is not None]
+    tools = next((plain(m["tools_schema"]) for m in metadata if m.get("tools_schema") is not None), None)
 
-    def call(place: int, answer: Answer | None) -> ModelCall:
+    def model_call(choice: int, sample: SampledMessage | None) -> ModelCall:
         return ModelCall(
-            index=index + place,
-            model=known.get("model") or pair.first.name or "",
+            index=index + choice,
+            model=captured.get("model") or pair.first.name or "",
             messages=prompt,
-            llm=known.get("llm"),
+            llm=captured.get("llm"),
             tools=tools,
-            message=answer and answer.message,
-            choice=place,
-            token_ids=answer and answer.token_ids,
-            logprobs=answer and answer.logprobs,
-            finish_reason=answer and answer.finish_reason,
+            message=sample and sample.message,
+            choice=choice,
+            token_ids=sample and sample.token_ids,
+            logprobs=sample and sample.logprobs,
+            finish_reason=sample and sample.finish_reason,
             functions=(pair.first.function_ancestry.function_name,),
             started=pair.first.event_timestamp,
             ended=(pair.end or pair.first).event_timestamp,
-            error=error if answer is None else None,
+            error=error if sample is None else None,
         )
 
-    return [call(place, answer) for place, answer in enumerate(answers)] or [call(0, None)]
+    return [model_call(choice, sample) for choice, sample in enumerate(samples)] or [model_call(0, None)]
 
 
-def _prompt(pair: _Steps) -> list[Message]:
+def _pair_prompt(pair: _CallSteps) -> list[Message]:
     for step in (pair.start, pair.end):
-        if step is not None and (told := prompt_of(step)) is not None:
-            with naming(step):
-                return read_prompt(told, DIALECTS)
-    with naming(pair.end or pair.first):
-        raise TrajectoryError("what the model was asked is neither in it nor in an LLM_START of its UUID")
+        if step is not None and (prompt := step_prompt(step)) is not None:
+            with step_errors(step):
+                return parse_prompt(prompt, FORMATS)
+    with step_errors(pair.end or pair.first):
+        raise TrajectoryError("no prompt in it, nor in an LLM_START of its UUID")

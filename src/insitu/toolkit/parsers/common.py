@@ -1,6 +1,6 @@
-"""What the parsers share: how a step's payload is read, whatever the framework, and the dialect that OpenAI speaks.
+"""Shared by the parsers: payloads of steps, the pieces of a message, and OpenAI's own format.
 
-Live objects are read in their JSON form, so a step means the same before and after it has been written down.
+Live objects are converted to JSON first, so a step has the same meaning before and after serialization.
 """
 
 import json
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from insitu.errors import TrajectoryError
 from insitu.evaluation.episode_protocol import plain
+from insitu.http_format import parse_token_ids
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, IntermediateStepType
 
 Message = dict[str, Any]
@@ -31,11 +32,11 @@ _FINISH_REASONS = {
     "spii": "content_filter",
     "image_safety": "content_filter",
 }
-"""What others call the reasons of OpenAI; those that it has no word for keep their own."""
+"""Other providers' finish reasons -> OpenAI's. Reasons without an equivalent are kept."""
 
 
-class Answer(NamedTuple):
-    """An assistant's message and how it was sampled: `logprobs` and `token_ids` have one entry for each token."""
+class SampledMessage(NamedTuple):
+    """An assistant message and how it was sampled: `logprobs` and `token_ids` have one entry per token."""
 
     message: Message
     finish_reason: str | None = None
@@ -43,197 +44,198 @@ class Answer(NamedTuple):
     token_ids: list[int] | None = None
 
 
-class Dialect(NamedTuple):
-    """How one framework spells a conversation. Both functions take a JSON value, and the messages that stand before
-    it, and return None for what is not of this framework."""
+class StepFormat(NamedTuple):
+    """How one framework represents prompts and completions.
 
-    messages: Callable[[Any, Sequence[Message]], list[Message] | None]
-    answers: Callable[[Any, Sequence[Message]], list[Answer] | None]
+    Both functions take a JSON value and the messages before it, and return None for values of other frameworks.
+    """
+
+    parse_messages: Callable[[Any, Sequence[Message]], list[Message] | None]
+    parse_samples: Callable[[Any, Sequence[Message]], list[SampledMessage] | None]
 
 
-def read_prompt(value: Any, dialects: Sequence[Dialect]) -> list[Message]:
-    """The messages of a prompt, given as a list of messages, as a request, or as text."""
+def parse_prompt(value: Any, formats: Sequence[StepFormat]) -> list[Message]:
+    """The messages of a prompt, which is a list of messages, a request, or text."""
     prompt: list[Message] = []
-    for item in items_of(value):
-        found = next((m for d in dialects if (m := d.messages(item, prompt)) is not None), None)
-        if found is None:
-            raise TrajectoryError(f"{_shape(item)} is no message of a known framework")
-        prompt.extend(found)
+    for item in _json_items(value):
+        parsed = next((m for f in formats if (m := f.parse_messages(item, prompt)) is not None), None)
+        if parsed is None:
+            raise TrajectoryError(f"{_describe(item)} is not a message of a known framework")
+        prompt.extend(parsed)
     return prompt
 
 
-def read_answers(value: Any, prompt: Sequence[Message], dialects: Sequence[Dialect]) -> list[Answer]:
-    """The candidates that were sampled for one prompt."""
-    answers: list[Answer] = []
-    for item in items_of(value):
-        found = next((a for d in dialects if (a := d.answers(item, prompt)) is not None), None)
-        if found is None:
-            raise TrajectoryError(f"{_shape(item)} is no answer of a known framework")
-        answers.extend(found)
-    return answers
+def parse_samples(value: Any, prompt: Sequence[Message], formats: Sequence[StepFormat]) -> list[SampledMessage]:
+    """The candidates sampled for one prompt."""
+    samples: list[SampledMessage] = []
+    for item in _json_items(value):
+        parsed = next((s for f in formats if (s := f.parse_samples(item, prompt)) is not None), None)
+        if parsed is None:
+            raise TrajectoryError(f"{_describe(item)} is not a completion of a known framework")
+        samples.extend(parsed)
+    return samples
 
 
-def items_of(value: Any) -> list[Any]:
-    """The JSON of each item of a list, or of a single one. Objects that JSON only has a name for are refused."""
+def _json_items(value: Any) -> list[Any]:
     items = value if isinstance(value, list | tuple) else [value]
-    read = [plain(item) for item in items]
-    for item, found in zip(items, read, strict=True):
-        if isinstance(found, str) and not isinstance(item, str):
-            raise TrajectoryError(f"{_shape(item)} is neither text nor a message or answer of a known framework")
-    return read
+    converted = [plain(item) for item in items]
+    for item, result in zip(items, converted, strict=True):
+        if isinstance(result, str) and not isinstance(item, str):  # an object without a JSON form becomes its repr
+            raise TrajectoryError(f"{_describe(item)} is neither text nor a message or completion of a known framework")
+    return converted
 
 
-def metadata_of(step: IntermediateStep) -> dict[str, Any]:
-    """A step's metadata by name, extras included, with values as they are."""
+def step_metadata(step: IntermediateStep) -> dict[str, Any]:
+    """A step's metadata by name, extra fields included, values unconverted."""
     metadata = step.metadata
     if metadata is None or isinstance(metadata, dict):
         return metadata or {}
     return {**metadata.__dict__, **(metadata.model_extra or {})}
 
 
-def prompt_of(step: IntermediateStep) -> Any:
-    """What the model was asked, as the step has it; None if it does not say."""
-    given = metadata_of(step).get("chat_inputs")
-    return given if given is not None or step.data is None else step.data.input
+def step_prompt(step: IntermediateStep) -> Any:
+    """The unparsed prompt of an LLM step, None if the step has none."""
+    chat_inputs = step_metadata(step).get("chat_inputs")
+    return chat_inputs if chat_inputs is not None or step.data is None else step.data.input
 
 
-def answers_of(step: IntermediateStep, prompt: Sequence[Message], dialects: Sequence[Dialect]) -> list[Answer]:
-    """The answers of an LLM_END; what the wire told of the first of them counts more than what the framework says."""
-    known = metadata_of(step)
-    given = known.get("chat_responses")
-    if given is None:
-        given = step.data.output if step.data is not None and step.data.output is not None else []
-    answers = read_answers(given, prompt, dialects)
-    if answers:
-        told, first = {name: plain(known.get(name)) for name in Answer._fields[1:]}, answers[0]
-        told["logprobs"] = logprob_values(told["logprobs"])
-        answers[0] = first._replace(**{name: value for name, value in told.items() if value is not None})
-    return answers
+def step_samples(
+    step: IntermediateStep, prompt: Sequence[Message], formats: Sequence[StepFormat]
+) -> list[SampledMessage]:
+    """The candidates of an LLM_END. What was captured of the first one overrides what its framework reported."""
+    metadata = step_metadata(step)
+    responses = metadata.get("chat_responses")
+    if responses is None:
+        responses = step.data.output if step.data is not None and step.data.output is not None else []
+    samples = parse_samples(responses, prompt, formats)
+    if samples:
+        captured = {name: plain(metadata.get(name)) for name in SampledMessage._fields[1:]}
+        captured["logprobs"] = parse_logprobs(captured["logprobs"])
+        samples[0] = samples[0]._replace(**{name: value for name, value in captured.items() if value is not None})
+    return samples
 
 
-def message_of_answer(answer: Answer) -> Message:
-    """An assistant's message with how it was sampled beside it; `logprobs` is empty where it is not known."""
-    others = {"token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
-    given = {name: value for name, value in others.items() if value is not None}
-    return {**answer.message, "logprobs": answer.logprobs or [], **given}
+def assistant_message(sample: SampledMessage) -> Message:
+    """The message with its `logprobs` (empty if unknown), and `token_ids` and `finish_reason` if known."""
+    optional = {"token_ids": sample.token_ids, "finish_reason": sample.finish_reason}
+    known = {name: value for name, value in optional.items() if value is not None}
+    return {**sample.message, "logprobs": sample.logprobs or [], **known}
 
 
-def message_of_step(given: Any, previous: Message | None, dialects: Sequence[Dialect]) -> Message:
-    """The message that one step adds; TrajectoryError if it adds none.
+def step_message(step: Any, previous: Message | None, formats: Sequence[StepFormat]) -> Message:
+    """The message that one step adds; raises TrajectoryError if it adds none.
 
-    LLM_START: the last message of the prompt. LLM_END: the answer. TOOL_END: the tool's message, which answers the
-    call in `previous` where the tool's output does not name it.
+    LLM_START: the last message of the prompt. LLM_END: the completion. TOOL_END: the tool's result, for the call in
+    `previous` if the tool's output does not name one.
     """
-    step, before = as_step(given), [] if previous is None else [previous]
-    with naming(step):
+    step, before = parse_step(step), [] if previous is None else [previous]
+    with step_errors(step):
         match step.event_type:
-            case IntermediateStepType.LLM_START if prompt := read_prompt(prompt_of(step), dialects):
+            case IntermediateStepType.LLM_START if prompt := parse_prompt(step_prompt(step), formats):
                 return prompt[-1]
-            case IntermediateStepType.LLM_END if answers := answers_of(step, before, dialects):
-                return message_of_answer(answers[0])
+            case IntermediateStepType.LLM_END if samples := step_samples(step, before, formats):
+                return assistant_message(samples[0])
             case IntermediateStepType.TOOL_END:
-                return _tool_message(step, before, dialects)
-        raise TrajectoryError("it holds no message; those of LLM_START, LLM_END and TOOL_END do")
+                return _tool_message(step, before, formats)
+        raise TrajectoryError("no message in it; LLM_START, LLM_END and TOOL_END steps have one")
 
 
-def _tool_message(step: IntermediateStep, before: Sequence[Message], dialects: Sequence[Dialect]) -> Message:
-    output = metadata_of(step).get("tool_outputs")
+def _tool_message(step: IntermediateStep, before: Sequence[Message], formats: Sequence[StepFormat]) -> Message:
+    output = step_metadata(step).get("tool_outputs")
     if output is None and step.data is not None:
         output = step.data.output
     output = plain(output)
-    content = output if isinstance(output, str) else json_text(output)
-    read = [m for d in dialects for m in d.messages(output, before) or ()] if isinstance(output, dict) else []
-    said = next((message for message in read if message["role"] == "tool"), {"role": "tool", "content": content})
-    if "tool_call_id" in said:
-        return said
-    asked = [call for message in before for call in message.get("tool_calls") or ()]
-    asked = [call for call in asked if call["function"]["name"] == step.name] or asked
-    if len(asked) != 1:
-        raise TrajectoryError(f"which call does it answer? previous_message holds {len(asked)} that it may be")
-    return {**said, "tool_call_id": asked[0]["id"], "name": asked[0]["function"]["name"]}
+    content = output if isinstance(output, str) else to_json(output)
+    parsed = [m for f in formats for m in f.parse_messages(output, before) or ()] if isinstance(output, dict) else []
+    message = next((m for m in parsed if m["role"] == "tool"), {"role": "tool", "content": content})
+    if "tool_call_id" in message:
+        return message
+    calls = [call for earlier in before for call in earlier.get("tool_calls") or ()]
+    calls = [call for call in calls if call["function"]["name"] == step.name] or calls
+    if len(calls) != 1:
+        raise TrajectoryError(f"ambiguous tool call: previous_message has {len(calls)} candidates, expected one")
+    return {**message, "tool_call_id": calls[0]["id"], "name": calls[0]["function"]["name"]}
 
 
-def as_step(given: Any) -> IntermediateStep:
-    """A step as it is, of its JSON, or of its payload alone."""
-    if isinstance(given, IntermediateStep):
-        return given
-    if isinstance(given, IntermediateStepPayload):
-        return IntermediateStep(payload=given)
+def parse_step(step: Any) -> IntermediateStep:
+    """A step from a live step, its JSON, or its payload alone."""
+    if isinstance(step, IntermediateStep):
+        return step
+    if isinstance(step, IntermediateStepPayload):
+        return IntermediateStep(payload=step)
     try:
-        return IntermediateStep.model_validate(given)
+        return IntermediateStep.model_validate(step)
     except ValidationError as error:
-        raise TrajectoryError(f"{_shape(given)} is no intermediate step: {error.errors()[0]['msg']}") from error
+        raise TrajectoryError(f"{_describe(step)} is not an intermediate step: {error.errors()[0]['msg']}") from error
 
 
 @contextmanager
-def naming(step: IntermediateStep) -> Iterator[None]:
-    """Says in every TrajectoryError which step it is about, and raises one for what lies in an unknown form there."""
+def step_errors(step: IntermediateStep) -> Iterator[None]:
+    """Adds the step to every TrajectoryError, and raises one for a payload of an unexpected shape."""
     where = f"step {step.UUID} ({step.event_type})"
     try:
         yield
     except TrajectoryError as error:
         raise TrajectoryError(f"{where}: {error}") from error
-    except (AttributeError, LookupError, TypeError, ValueError) as error:  # a field lacks, or is of another type
-        raise TrajectoryError(f"{where}: it does not have the form its framework gives it: {error!r}") from error
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # a missing field, or one of another type
+        raise TrajectoryError(f"{where}: unexpected payload for its framework: {error!r}") from error
 
 
-def json_text(value: Any) -> str:
+def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def finish_reason(given: Any) -> str | None:
-    """In OpenAI's words, where it has one."""
-    return None if given is None else _FINISH_REASONS.get(str(given).lower(), str(given).lower())
+def openai_finish_reason(reason: Any) -> str | None:
+    return None if reason is None else _FINISH_REASONS.get(str(reason).lower(), str(reason).lower())
 
 
-def logprob_values(given: Any) -> list[float] | None:
-    """The logprobs of the sampled tokens, from a list of numbers or from what OpenAI's dialect calls `logprobs`."""
-    entries = given.get("content") if isinstance(given, dict) else given
+def parse_logprobs(logprobs: Any) -> list[float] | None:
+    """The logprobs of the sampled tokens, from a list of numbers or from OpenAI's `logprobs` object."""
+    entries = logprobs.get("content") if isinstance(logprobs, dict) else logprobs
     if entries is None:
         return None
     try:
         return [float(entry["logprob"] if isinstance(entry, dict) else entry) for entry in entries]
     except (KeyError, TypeError, ValueError):
-        raise TrajectoryError(f"logprobs {_shape(given)} are neither numbers nor OpenAI's") from None
+        raise TrajectoryError(f"logprobs {_describe(logprobs)} are neither numbers nor OpenAI's") from None
 
 
-def token_ids_of(given: Any) -> list[int] | None:
-    """The ids of the sampled tokens, where a server spells its tokens `token_id:123`."""
-    entries = given.get("content") if isinstance(given, dict) else None
-    spelt = [str(entry.get("token")).partition("token_id:") for entry in entries or ()]
-    known = spelt and all(not before and number.isdecimal() for before, _, number in spelt)
-    return [int(number) for _, _, number in spelt] if known else None
+def sampled_message(message: Message, finish_reason: Any, logprobs: Any) -> SampledMessage:
+    """`logprobs` is a list of numbers or OpenAI's object, whose tokens may be written as `token_id:123`."""
+    entries = logprobs.get("content") if isinstance(logprobs, dict) else None
+    token_ids = parse_token_ids(entry.get("token") for entry in entries or ())
+    return SampledMessage(message, openai_finish_reason(finish_reason), parse_logprobs(logprobs), token_ids)
 
 
 def tool_call(name: Any, arguments: Any, call_id: Any) -> Message:
-    """`arguments` as JSON text: of a model's own text the text itself."""
-    text = arguments if isinstance(arguments, str) else json_text(arguments or {})
+    """A tool call whose arguments are JSON text; text is passed through unchanged, as the model wrote it."""
+    text = arguments if isinstance(arguments, str) else to_json(arguments or {})
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
-def numbered(calls: list[Message], place: int) -> list[Message]:
-    """Calls without an id get one from their place in the dialogue, the same in each prompt that repeats them."""
-    return [{**call, "id": call["id"] or f"call_{place}_{k}"} for k, call in enumerate(calls)]
+def with_call_ids(calls: list[Message], message_index: int) -> list[Message]:
+    """Gives calls without an id one made of their position, stable across the prompts that repeat them."""
+    return [{**call, "id": call["id"] or f"call_{message_index}_{k}"} for k, call in enumerate(calls)]
 
 
-def content_of(parts: list[Message], *, as_text: bool = False) -> str | list[Message] | None:
-    """A message's content: text if it is only one part of text (with `as_text` any number), None if there is none."""
+def message_content(parts: list[Message], *, join_text: bool = False) -> str | list[Message] | None:
+    """Text if there is a single text part (any number with `join_text`), None without parts, else the parts."""
     texts = [part["text"] for part in parts if part["type"] == "text"]
-    if len(texts) == len(parts) and (as_text or len(parts) == 1):
+    if len(texts) == len(parts) and (join_text or len(parts) == 1):
         return "".join(texts) if texts else None
     return parts or None
 
 
-def media_part(mime: str, data: str | None, url: str | None = None, **others: Any) -> Message:
-    """Data (base64) or an address as a part of a message's content."""
-    kind, _, form = mime.partition("/")
+def media_part(mime: str, data: str | None, url: str | None = None, **extra: Any) -> Message:
+    """A content part with base64 data, or with a URL or file id."""
+    kind, _, subtype = mime.partition("/")
     encoded = (data or "").translate(_STANDARD_BASE64)
     if kind == "audio" and url is None:
-        return {"type": "input_audio", "input_audio": {"data": encoded, "format": form}}
-    address = f"data:{mime};base64,{encoded}" if url is None else url
+        return {"type": "input_audio", "input_audio": {"data": encoded, "format": subtype}}
+    target = f"data:{mime};base64,{encoded}" if url is None else url
     if kind in ("image", "video"):
-        return {"type": f"{kind}_url", f"{kind}_url": {"url": address, **others}}
-    return {"type": "file", "file": {"file_data" if url is None else "file_id": address, **others}}
+        return {"type": f"{kind}_url", f"{kind}_url": {"url": target, **extra}}
+    return {"type": "file", "file": {"file_data" if url is None else "file_id": target, **extra}}
 
 
 def _openai_messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
@@ -244,24 +246,23 @@ def _openai_messages(item: Any, before: Sequence[Message]) -> list[Message] | No
     return [{key: value for key, value in item.items() if value is not None or key == "content"}]
 
 
-def _openai_answers(item: Any, before: Sequence[Message]) -> list[Answer] | None:
+def _openai_samples(item: Any, before: Sequence[Message]) -> list[SampledMessage] | None:
     if isinstance(item, str):
-        return [Answer({"role": "assistant", "content": item})]
+        return [SampledMessage({"role": "assistant", "content": item})]
     if not isinstance(item, dict):
         return None
-    if isinstance(choices := item.get("choices"), list):  # a whole completion
-        return read_answers(choices, before, (OPENAI,))
+    if isinstance(choices := item.get("choices"), list):  # a complete response
+        return parse_samples(choices, before, (OPENAI,))
     choice = item if "message" in item else {"message": item}
     messages = _openai_messages(choice["message"], before)
     if not messages or messages[0]["role"] != "assistant":
         return None
-    reason, logprobs = finish_reason(choice.get("finish_reason")), choice.get("logprobs")
-    return [Answer(messages[0], reason, logprob_values(logprobs), token_ids_of(logprobs))]
+    return [sampled_message(messages[0], choice.get("finish_reason"), choice.get("logprobs"))]
 
 
-def _shape(value: Any) -> str:
+def _describe(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 200 else text[:200] + '...'}"
 
 
-OPENAI = Dialect(_openai_messages, _openai_answers)
+OPENAI = StepFormat(_openai_messages, _openai_samples)

@@ -1,8 +1,8 @@
-"""LangChain's messages and generations, live or as JSON, as OpenAI messages.
+"""LangChain's messages and generations, live or as JSON -> OpenAI messages.
 
-LLM_START: `metadata.chat_inputs`, or else `data.input`, is the list of messages (or the prompt as text). LLM_END:
-`metadata.chat_responses` is the list of generations, of which each is a candidate. TOOL_END: `metadata.tool_outputs`,
-or else `data.output`, is the ToolMessage or what the tool returned.
+LLM_START: `metadata.chat_inputs`, or else `data.input`, is the list of messages or the prompt as text. LLM_END:
+`metadata.chat_responses` is the list of generations, one per candidate. TOOL_END: `metadata.tool_outputs`, or else
+`data.output`, is the ToolMessage or the tool's result.
 """
 
 from collections.abc import Sequence
@@ -11,17 +11,15 @@ from typing import Any
 from insitu.errors import TrajectoryError
 from insitu.toolkit.parsers.common import (
     OPENAI,
-    Answer,
-    Dialect,
     Message,
-    finish_reason,
-    logprob_values,
+    SampledMessage,
+    StepFormat,
     media_part,
-    message_of_step,
-    numbered,
-    read_answers,
-    token_ids_of,
+    parse_samples,
+    sampled_message,
+    step_message,
     tool_call,
+    with_call_ids,
 )
 
 _ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "function": "function", "chat": ""}
@@ -34,7 +32,7 @@ _CLASSES = {
     "ChatMessage": "chat",
 }
 _GENERATIONS = ("ChatGeneration", "ChatGenerationChunk", "Generation", "GenerationChunk")
-_TOLD_BY_TOOL_CALLS = (
+_TOOL_CALL_BLOCKS = (
     "tool_use",
     "tool_call",
     "tool_call_chunk",
@@ -42,20 +40,20 @@ _TOLD_BY_TOOL_CALLS = (
     "function_call",
     "input_json_delta",
 )
-_AS_OPENAI = ("text", "image_url", "input_audio", "refusal")
+_OPENAI_BLOCKS = ("text", "image_url", "input_audio", "refusal")
 
 
-def parse_to_openai_message(step: Any, previous_message: Message | None = None, **others: Any) -> Message:
-    """The message that one step of LangChain adds: the prompt's last, the answer, or the tool's.
+def parse_to_openai_message(step: Any, previous_message: Message | None = None, **kwargs: Any) -> Message:
+    """The message that one LangChain step adds: the last one of the prompt, the completion, or the tool's result.
 
-    An answer has `logprobs` (a number for each token, empty if unknown), `finish_reason` and `token_ids` where they
-    are known. TrajectoryError names the step that holds no message or one that cannot be read.
+    A completion has `logprobs` (one number per token, empty if unknown), and `finish_reason` and `token_ids` if known.
+    Raises TrajectoryError, naming the step, if it has no message or cannot be parsed.
     """
-    return message_of_step(step, previous_message, (LANGCHAIN, OPENAI))
+    return step_message(step, previous_message, (LANGCHAIN, OPENAI))
 
 
 def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
-    message = _unpacked(item)
+    message = _normalize(item)
     if message is None:
         return None
     extras = message.get("additional_kwargs") or {}
@@ -63,45 +61,45 @@ def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
     role = extras.get("__openai_role__") or _ROLES[kind] or _chat_role(message)
     content = message["content"]
     parts, reasoning = _parts(content)
-    made: Message = {"role": role, "content": content if isinstance(content, str) else parts or ""}
+    result: Message = {"role": role, "content": content if isinstance(content, str) else parts or ""}
     if message.get("name"):
-        made["name"] = message["name"]
+        result["name"] = message["name"]
     if kind == "tool":
-        made["tool_call_id"] = message["tool_call_id"]
+        result["tool_call_id"] = message["tool_call_id"]
     for key in ("function_call", "refusal", "audio", "reasoning_content"):
         if extras.get(key) is not None:
-            made[key] = extras[key]
+            result[key] = extras[key]
     if reasoning:
-        made["reasoning_content"] = reasoning
+        result["reasoning_content"] = reasoning
     if calls := _tool_calls(message, extras):
-        made["tool_calls"] = numbered(calls, len(before))
-        made["content"] = made["content"] or None
-    return [made]
+        result["tool_calls"] = with_call_ids(calls, len(before))
+        result["content"] = result["content"] or None
+    return [result]
 
 
-def _answers(item: Any, before: Sequence[Message]) -> list[Answer] | None:
+def _samples(item: Any, before: Sequence[Message]) -> list[SampledMessage] | None:
     if not isinstance(item, dict):
         return None
-    if isinstance(prompts := item.get("generations"), list):  # a whole LLMResult
+    if isinstance(prompts := item.get("generations"), list):  # an LLMResult
         if len(prompts) != 1:
-            raise TrajectoryError(f"an LLMResult of {len(prompts)} prompts; allowed: of one, as callbacks give it")
-        return read_answers(prompts[0], before, (LANGCHAIN,))
+            raise TrajectoryError(f"an LLMResult of {len(prompts)} prompts; allowed: one")
+        return parse_samples(prompts[0], before, (LANGCHAIN,))
     info: dict[str, Any] = {}
     message = item
     if item.get("type") in _GENERATIONS:
         info = item.get("generation_info") or {}
         message = item.get("message") or {"type": "ai", "content": item.get("text")}
-    messages, fields = _messages(message, before), _unpacked(message)
+    messages, fields = _messages(message, before), _normalize(message)
     if not messages or not fields or messages[0]["role"] != "assistant":
         return None
     info = {**info, **(fields.get("response_metadata") or {})}
     reason = next((info[k] for k in ("finish_reason", "stop_reason", "done_reason") if info.get(k)), None)
     logprobs = info.get("logprobs")
-    return [Answer(messages[0], finish_reason(reason), logprob_values(logprobs), token_ids_of(logprobs))]
+    return [sampled_message(messages[0], reason, logprobs)]
 
 
-def _unpacked(item: Any) -> dict[str, Any] | None:
-    """A message with its plain type, whichever of LangChain's two JSON forms it has; None for anything else."""
+def _normalize(item: Any) -> dict[str, Any] | None:
+    """A message in either of LangChain's two JSON forms, with `type` one of _ROLES; None for anything else."""
     if not isinstance(item, dict):
         return None
     kind, fields = item.get("type"), item
@@ -114,7 +112,7 @@ def _unpacked(item: Any) -> dict[str, Any] | None:
 
 def _chat_role(message: dict[str, Any]) -> str:
     if message.get("role") not in ("system", "developer", "user", "assistant"):
-        raise TrajectoryError(f"a ChatMessage of role {message.get('role')!r}, which OpenAI does not know")
+        raise TrajectoryError(f"a ChatMessage of role {message.get('role')!r}, which OpenAI does not have")
     return str(message["role"])
 
 
@@ -127,41 +125,41 @@ def _tool_calls(message: dict[str, Any], extras: dict[str, Any]) -> list[Message
 
 
 def _parts(content: Any) -> tuple[list[Message], str]:
-    """The parts of a message's content, and the reasoning that stood among them."""
+    """The parts of a message's content without its reasoning, and the reasoning."""
     parts, reasoning = [], []
     for block in [content] if isinstance(content, str) else content or ():
         kind = "text" if isinstance(block, str) else block.get("type")
         if isinstance(block, str):
             parts.append({"type": "text", "text": block})
-        elif kind in _AS_OPENAI:
+        elif kind in _OPENAI_BLOCKS:
             parts.append({key: value for key, value in block.items() if value is not None})
         elif kind in ("thinking", "reasoning", "reasoning_content", "redacted_thinking"):
-            reasoning.append(_thought(block))
+            reasoning.append(_reasoning(block))
         elif kind in ("image", "audio", "video", "file"):
             parts.append(_media(block))
-        elif kind not in _TOLD_BY_TOOL_CALLS:
-            raise TrajectoryError(f"content of type {kind!r} has no form among OpenAI's messages")
+        elif kind not in _TOOL_CALL_BLOCKS:  # the calls are in `tool_calls` too
+            raise TrajectoryError(f"content of type {kind!r} has no equivalent in OpenAI messages")
     return parts, "".join(reasoning)
 
 
-def _thought(block: dict[str, Any]) -> str:
-    said = block.get("thinking") or block.get("reasoning") or block.get("reasoning_content") or block.get("text") or ""
+def _reasoning(block: dict[str, Any]) -> str:
+    text = block.get("thinking") or block.get("reasoning") or block.get("reasoning_content") or block.get("text") or ""
     summary = block.get("summary") or ()
-    return said if isinstance(said, str) and said else "".join(str(part.get("text", "")) for part in summary)
+    return text if isinstance(text, str) and text else "".join(str(part.get("text", "")) for part in summary)
 
 
 def _media(block: dict[str, Any]) -> Message:
     kind = block["type"]
     if isinstance(block.get(kind), dict):
-        return block  # as OpenAI spells it
+        return block  # OpenAI's format already
     source = block["source"] if isinstance(block.get("source"), dict) else block
     mime = source.get("mime_type") or source.get("media_type") or f"{kind}/*"
     data, url = source.get("base64") or source.get("data"), source.get("url") or source.get("file_id")
     if not isinstance(data or url, str):
         raise TrajectoryError(f"content of type {kind!r} with neither data nor url nor file_id")
-    places = (block, block.get("extras") or {}, block.get("metadata") or {})
-    name = next((place["filename"] for place in places if "filename" in place), None) if kind == "file" else None
+    holders = (block, block.get("extras") or {}, block.get("metadata") or {})
+    name = next((holder["filename"] for holder in holders if "filename" in holder), None) if kind == "file" else None
     return media_part(mime, data, url, **({"filename": name} if name else {}))
 
 
-LANGCHAIN = Dialect(_messages, _answers)
+LANGCHAIN = StepFormat(_messages, _samples)

@@ -1,9 +1,9 @@
-"""LlamaIndex's chat messages and responses, live or as JSON, as OpenAI messages.
+"""LlamaIndex's chat messages and responses, live or as JSON -> OpenAI messages.
 
 LLM_START: `metadata.chat_inputs` is the list of ChatMessages of LLMChatStartEvent (or EventPayload.MESSAGES), or
 `data.input` the prompt of a completion. LLM_END: `metadata.chat_responses` is `[response]`, the ChatResponse of
-LLMChatEndEvent (or EventPayload.RESPONSE), or a CompletionResponse. TOOL_END: `data.output` is what the tool returned.
-Logprobs are read from the server's answer in `raw`; the end of a stream does not hold them.
+LLMChatEndEvent (or EventPayload.RESPONSE), or a CompletionResponse. TOOL_END: `data.output` is the tool's result.
+Logprobs come from the server's response in `raw`, which streamed responses lack.
 """
 
 from collections.abc import Sequence
@@ -12,60 +12,58 @@ from typing import Any
 from insitu.errors import TrajectoryError
 from insitu.toolkit.parsers.common import (
     OPENAI,
-    Answer,
-    Dialect,
     Message,
-    content_of,
-    finish_reason,
-    logprob_values,
+    SampledMessage,
+    StepFormat,
     media_part,
-    message_of_step,
-    numbered,
-    token_ids_of,
+    message_content,
+    sampled_message,
+    step_message,
     tool_call,
+    with_call_ids,
 )
 
 _ROLES = {"chatbot": "assistant", "model": "assistant"}
-_SHAPE = {"blocks", "additional_kwargs"}
+_MESSAGE_FIELDS = {"blocks", "additional_kwargs"}
 
 
-def parse_to_openai_message(step: Any, previous_message: Message | None = None, **others: Any) -> Message:
-    """The message that one step of LlamaIndex adds: the prompt's last, the answer, or the tool's.
+def parse_to_openai_message(step: Any, previous_message: Message | None = None, **kwargs: Any) -> Message:
+    """The message that one LlamaIndex step adds: the last one of the prompt, the completion, or the tool's result.
 
-    An answer has `logprobs` (a number for each token, empty if unknown), `finish_reason` and `token_ids` where they
-    are known. TrajectoryError names the step that holds no message or one that cannot be read.
+    A completion has `logprobs` (one number per token, empty if unknown), and `finish_reason` and `token_ids` if known.
+    Raises TrajectoryError, naming the step, if it has no message or cannot be parsed.
     """
-    return message_of_step(step, previous_message, (LLAMA_INDEX, OPENAI))
+    return step_message(step, previous_message, (LLAMA_INDEX, OPENAI))
 
 
 def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
-    if not isinstance(item, dict) or _SHAPE.isdisjoint(item):
+    if not isinstance(item, dict) or _MESSAGE_FIELDS.isdisjoint(item):
         return None
     if "tool_name" in item:  # a ToolOutput
-        parts, _, _ = _read(item["blocks"])
-        return [{"role": "tool", "name": item["tool_name"], "content": content_of(parts, as_text=True) or ""}]
+        parts, _, _ = _parse_blocks(item["blocks"])
+        return [{"role": "tool", "name": item["tool_name"], "content": message_content(parts, join_text=True) or ""}]
     if "role" not in item:
         return None
     extras = item.get("additional_kwargs") or {}
     blocks = item["blocks"] if "blocks" in item else [{"block_type": "text", "text": item.get("content") or ""}]
-    parts, calls, thoughts = _read(blocks)
-    if raw := extras.get("tool_calls"):  # told twice: here as the server spelt them
+    parts, calls, thoughts = _parse_blocks(blocks)
+    if raw := extras.get("tool_calls"):  # the same calls, as the server sent them
         calls = [tool_call(c["function"]["name"], c["function"]["arguments"], c.get("id")) for c in raw]
-    content = content_of(parts, as_text=True) or (None if calls else "")
-    made: Message = {"role": _ROLES.get(item["role"], item["role"]), "content": content}
+    content = message_content(parts, join_text=True) or (None if calls else "")
+    message: Message = {"role": _ROLES.get(item["role"], item["role"]), "content": content}
     if calls:
-        made["tool_calls"] = numbered(calls, len(before))
+        message["tool_calls"] = with_call_ids(calls, len(before))
     if thoughts:
-        made["reasoning_content"] = "".join(thoughts)
+        message["reasoning_content"] = "".join(thoughts)
     for key in ("tool_call_id", "name", "function_call", "refusal"):
         if extras.get(key) is not None:
-            made[key] = extras[key]
+            message[key] = extras[key]
     if extras.get("reference_audio_id"):
-        made["audio"] = {"id": extras["reference_audio_id"]}
-    return [made]
+        message["audio"] = {"id": extras["reference_audio_id"]}
+    return [message]
 
 
-def _answers(item: Any, before: Sequence[Message]) -> list[Answer] | None:
+def _samples(item: Any, before: Sequence[Message]) -> list[SampledMessage] | None:
     if not isinstance(item, dict):
         return None
     if "message" in item:
@@ -80,12 +78,12 @@ def _answers(item: Any, before: Sequence[Message]) -> list[Answer] | None:
     raw = raw if isinstance(raw, dict) else {}
     choice = (raw.get("choices") or [{}])[0]
     reason = choice.get("finish_reason") or raw.get("done_reason") or raw.get("stop_reason")
-    logprobs = choice.get("logprobs") if "delta" not in choice else None  # a chunk: those of the last piece only
-    return [Answer(messages[0], finish_reason(reason), logprob_values(logprobs), token_ids_of(logprobs))]
+    logprobs = choice.get("logprobs") if "delta" not in choice else None  # a chunk has those of its own tokens only
+    return [sampled_message(messages[0], reason, logprobs)]
 
 
-def _read(blocks: list[dict[str, Any]]) -> tuple[list[Message], list[Message], list[str]]:
-    """Parts of the content, tool calls, and thoughts."""
+def _parse_blocks(blocks: list[dict[str, Any]]) -> tuple[list[Message], list[Message], list[str]]:
+    """Content parts, tool calls, and reasoning."""
     parts: list[Message] = []
     calls: list[Message] = []
     thoughts: list[str] = []
@@ -101,10 +99,9 @@ def _read(blocks: list[dict[str, Any]]) -> tuple[list[Message], list[Message], l
             parts.append(_media(block))
         elif kind in ("citable", "citation"):
             nested = block.get("content") or block.get("cited_content") or []
-            inner = _read(nested if isinstance(nested, list) else [nested])
-            parts.extend(inner[0])
-        elif kind != "cache":  # a mark for the server, not content
-            raise TrajectoryError(f"a block of type {kind!r} has no form among OpenAI's messages")
+            parts.extend(_parse_blocks(nested if isinstance(nested, list) else [nested])[0])
+        elif kind != "cache":  # a cache marker, not content
+            raise TrajectoryError(f"a block of type {kind!r} has no equivalent in OpenAI messages")
     return parts, calls, thoughts
 
 
@@ -113,14 +110,14 @@ def _media(block: dict[str, Any]) -> Message:
     data = block.get("data") if kind == "document" else block.get(kind)
     url = block.get("url")
     if data is None and url is None:
-        raise TrajectoryError(f"a block of type {kind!r} with neither data nor url: a file's path says nothing later")
-    others = {"detail": block["detail"]} if block.get("detail") else {}
+        raise TrajectoryError(f"a block of type {kind!r} with neither data nor url; a local path may be gone later")
+    extra = {"detail": block["detail"]} if block.get("detail") else {}
     if kind == "document":
-        others = {"filename": block["title"]} if block.get("title") else {}
+        extra = {"filename": block["title"]} if block.get("title") else {}
         mime = block.get("document_mimetype") or ""
     else:
         mime = block.get(f"{kind}_mimetype") or f"{kind}/{block.get('format') or '*'}"
-    return media_part(mime, data, url, **others)
+    return media_part(mime, data, url, **extra)
 
 
-LLAMA_INDEX = Dialect(_messages, _answers)
+LLAMA_INDEX = StepFormat(_messages, _samples)

@@ -1,1 +1,1 @@
-from insitu.adapters.art.register import *
+from insitu.adapters.art.components import *

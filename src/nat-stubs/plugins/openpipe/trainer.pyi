@@ -1,1 +1,1 @@
-from insitu.adapters.art.trainer import *
+from insitu.adapters.art.components import *

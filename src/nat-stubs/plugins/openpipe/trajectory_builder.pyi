@@ -1,1 +1,1 @@
-from insitu.adapters.art.trajectory_builder import *
+from insitu.adapters.art.components import *

@@ -1,17 +1,18 @@
-"""The Builder: blocks of the file made into live objects, each once, and taken down in reverse order."""
+"""The Builder: turns each block of the file into a live object once, and closes them in reverse order."""
 
 import asyncio
-import importlib
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any
 
+from insitu.config import WORKFLOW, Config
 from insitu.errors import ConfigError, InsituError, PluginError, describe_error
-from insitu.registry.components import registry
-from insitu.registry.kinds import (
+from insitu.registry import (
     EVALUATOR,
     FUNCTION,
     LLM,
@@ -19,33 +20,40 @@ from insitu.registry.kinds import (
     TRAINER_ADAPTER,
     TRAJECTORY_BUILDER,
     TTC_STRATEGY,
-    EvaluatorInfo,
     Kind,
-    LLMFrameworkEnum,
-    PolicyEndpoint,
+    not_found,
+    registry,
 )
-from insitu.schemas.components import TTCStrategyBaseConfig, TypedBaseModel
-from insitu.schemas.finetuning import FinetuneConfig
+from insitu.schemas.components import LLMFrameworkEnum, TTCStrategyBaseConfig, TypedBaseModel
+from insitu.schemas.evaluation import EvaluatorInfo
+from insitu.schemas.finetuning import PolicyEndpoint
 
 logger = logging.getLogger(__name__)
 
 
-class ComponentBlocks(Protocol):
-    """What the Builder needs of a configuration: its validated blocks by section."""
+@dataclass
+class RunState:
+    """What all evaluations of one finetuning run share, whether the trainer or a plugin starts them.
 
-    finetuning: FinetuneConfig
+    `episode_slots` limits the episodes in flight. `generations` counts those handed out: no two collections for
+    training sample a row with the same seed. `validations` counts held-out evaluations, and `failed_validations`
+    describes those without a score.
+    """
 
-    @property
-    def max_concurrency(self) -> int: ...
+    episode_slots: asyncio.Semaphore
+    generations: int = 0
+    validations: int = 0
+    failed_validations: list[str] = field(default_factory=list)
 
-    def names(self, kind: Kind) -> list[str]: ...
-
-    def block(self, kind: Kind, name: str) -> TypedBaseModel: ...
+    def take_generations(self, count: int) -> int:
+        """Reserves `count` generation numbers and returns the first."""
+        first, self.generations = self.generations, self.generations + count
+        return first
 
 
 def _adder(kind: Kind) -> Callable[["Builder", str, TypedBaseModel], Awaitable[Any]]:
     async def add(self: "Builder", name: str, config: TypedBaseModel) -> Any:
-        """Add a block that the file does not have, build it, and give its live object."""
+        """Adds a block that the file does not have and returns its live object."""
         with self._adding(kind, name, config):
             return await self.get(kind, name)
 
@@ -60,34 +68,37 @@ def _config_getter(kind: Kind) -> Callable[["Builder", str], TypedBaseModel]:
 
 
 _building: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("insitu_building", default=())
-"""The components being built here, each for the one before it."""
+"""The components being built, each needed by the one before it."""
 
 
 def name_being_built() -> str:
-    """For factories: the key of the block that is being built."""
+    """The key of the block being built, for factories."""
     return _building.get()[-1][1]
 
 
 @contextmanager
-def _says_where(where: str, config: TypedBaseModel) -> Iterator[None]:
+def _naming(where: str, config: TypedBaseModel) -> Iterator[None]:
     try:
         yield
     except InsituError:
         raise
-    except Exception as error:  # a plugin's code may raise anything; say which part it was, and where
+    except Exception as error:  # a plugin may raise anything: name the component
         logger.debug("%s could not be built", where, exc_info=error)
         raise PluginError(f"{where} (_type: {config.type}) could not be built: {describe_error(error)}") from error
 
 
 class Builder:
-    """Builds each block of the file once, when it is first asked for, and keeps it alive until `aclose`.
+    """Builds each block on first use and keeps it alive until `aclose`.
 
-    `config` gives the blocks; without one, there are those that are added. One builder serves a whole run: every
-    evaluation, epoch and validation share it.
+    Without a `config` only blocks that are added exist. One builder serves a whole run: its epochs, evaluations and
+    validations share it. A builder with a `parent` serves another file inside the parent's run: it shares the run's
+    state and its live trainer adapter, so that an llm of `_type: policy` is the model under training.
     """
 
-    def __init__(self, config: ComponentBlocks | None = None) -> None:
-        self.config: ComponentBlocks = importlib.import_module("insitu.config").Config() if config is None else config
+    def __init__(self, config: Config | None = None, parent: "Builder | None" = None) -> None:
+        self.config = config or Config()
+        self.parent = parent
+        self.run: RunState | None = parent.run if parent is not None else None
         self._live: dict[tuple[str, str], asyncio.Future[Any]] = {}
         self._added: dict[tuple[str, str], TypedBaseModel] = {}
         self._stack = AsyncExitStack()
@@ -99,14 +110,9 @@ class Builder:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Take the components down in reverse order of their building."""
+        """Closes the components in the reverse order of their construction."""
         self._live.clear()
         await self._stack.aclose()
-
-    def adopt(self, kind: Kind, name: str, live: Any) -> None:
-        """Use an object that another builder keeps alive."""
-        future = self._live[kind.section, name] = asyncio.get_running_loop().create_future()
-        future.set_result(live)
 
     def block(self, kind: Kind, name: str) -> TypedBaseModel:
         added = self._added.get((kind.section, name))
@@ -114,18 +120,18 @@ class Builder:
 
     @contextmanager
     def _adding(self, kind: Kind, name: str, config: TypedBaseModel) -> Iterator[None]:
-        """Keep the block, unless what is done with it here fails."""
+        """Keeps the block unless the body fails."""
         if (kind.section, name) in self._added or name in self.config.names(kind):
-            raise ConfigError(f"{kind.section}.{name} exists already; a block is added under a name of its own")
+            raise ConfigError(f"{kind.section}.{name} exists already; add a block under a new name")
         self._added[kind.section, name] = config
         try:
             yield
-        except BaseException:  # whatever it was is raised again
+        except BaseException:  # re-raised
             del self._added[kind.section, name]
             raise
 
     async def get(self, kind: Kind, name: str) -> Any:
-        """The live object of a block; concurrent callers wait for the same one."""
+        """The live object of a block; concurrent callers share one."""
         return await self._once((kind.section, name), lambda: self._build(kind, name))
 
     async def _once(self, key: tuple[str, str], build: Callable[[], Awaitable[Any]]) -> Any:
@@ -136,18 +142,18 @@ class Builder:
                 return await asyncio.shield(future)
             except asyncio.CancelledError:
                 if not future.cancelled() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                    raise  # else it was the one who built that was cancelled: build it here
+                    raise  # otherwise the task that was building was cancelled: build it here
         future = self._live[key] = asyncio.get_running_loop().create_future()
         token = _building.set((*_building.get(), key))
         try:
             made = await build()
-        except BaseException as error:  # given to everyone who waits, then raised again
+        except BaseException as error:  # passed on to all waiters, then re-raised
             self._live.pop(key, None)
             if isinstance(error, asyncio.CancelledError):
                 future.cancel()
             else:
                 future.set_exception(error)
-                future.exception()  # whoever waits gets it; nobody waiting is no reason for a warning
+                future.exception()  # marks it as retrieved: without waiters asyncio would log a warning
             raise
         finally:
             _building.reset(token)
@@ -159,42 +165,41 @@ class Builder:
         registration = registry.find(kind, config.type)
         if registration is None:
             raise ConfigError(registry.unknown(kind, f"{kind.section}.{name}: _type", config.type))
-        with _says_where("workflow" if name == "<workflow>" else f"{kind.section}.{name}", config):
+        with _naming("workflow" if name == WORKFLOW else f"{kind.section}.{name}", config):
             made = registration.factory(config, self)
             if hasattr(made, "__aenter__"):
                 made = await self._stack.enter_async_context(made)
             elif inspect.isawaitable(made):
                 made = await made
-        if kind.finish is not None:
-            module, _, function = kind.finish.partition(":")
-            made = getattr(importlib.import_module(module), function)(name, config, made)
-        return made
+        return made if registration.finish is None else registration.finish(name, config, made)
 
     async def get_function(self, name: str) -> Any:
         """The function of a block under `functions`; `<workflow>` is the block `workflow`."""
         return await self.get(FUNCTION, name)
 
     async def get_workflow(self) -> Any:
-        return await self.get(FUNCTION, "<workflow>")
+        return await self.get(FUNCTION, WORKFLOW)
 
     async def get_llm(self, name: str, wrapper_type: LLMFrameworkEnum | str | None = None) -> Any:
-        """The plain model object, or with `wrapper_type` that framework's own (see `insitu.frameworks`)."""
-        plain = await self.get(LLM, name)
+        """Our own model object, or with `wrapper_type` that framework's (see `insitu.frameworks`)."""
+        llm = await self.get(LLM, name)
         if wrapper_type is None:
-            return plain
+            return llm
         framework = str(wrapper_type).lower()
 
         async def wrap() -> Any:
+            supported = entry_points(group="insitu.frameworks")
+            if framework not in supported.names:
+                raise ConfigError(not_found(f"llms.{name}: the framework", framework, sorted(supported.names)))
+            point = supported[framework]
             try:
-                module = importlib.import_module(f"insitu.frameworks.{framework}")
+                make_llm = point.load()
             except ModuleNotFoundError as error:
-                if error.name != f"insitu.frameworks.{framework}":
-                    raise ConfigError(
-                        f"llms.{name} is asked for as a model of {framework}, which needs the package {error.name!r}: "
-                        f"pip install 'insitu[{framework.replace('_', '-')}]'"
-                    ) from error
-                raise ConfigError(f"llms.{name}: there is no support for the framework {framework!r}") from error
-            return module.make_llm(plain)
+                raise ConfigError(
+                    f"llms.{name} is requested as a model of {framework}, which needs the package {error.name!r}: "
+                    f"pip install 'insitu[{framework.replace('_', '-')}]'"
+                ) from error
+            return make_llm(llm)
 
         return await self._once((f"llms as {framework}", name), wrap)
 
@@ -205,6 +210,8 @@ class Builder:
         return await self.get(TRAJECTORY_BUILDER, name)
 
     async def get_trainer_adapter(self, name: str) -> Any:
+        if self.parent is not None:
+            return await self.parent.get_trainer_adapter(name)
         return await self.get(TRAINER_ADAPTER, name)
 
     async def get_trainer(self, name: str, trajectory_builder: Any, trainer_adapter: Any) -> Any:
@@ -214,24 +221,23 @@ class Builder:
         return trainer
 
     async def add_ttc_strategy(self, name: str, config: TTCStrategyBaseConfig) -> None:
-        """Add a block that the file does not have; what it is for is said when it is asked for."""
+        """Adds a block that the file does not have; it is built when it is first requested."""
         with self._adding(TTC_STRATEGY, name, config):
             pass
 
     async def get_ttc_strategy(self, strategy_name: str, pipeline_type: str, stage_type: str) -> Any:
-        """The strategy with its components, one object for each pipeline type.
+        """The strategy with its components, one object per pipeline type.
 
-        ConfigError if it is of another stage, or does not support the pipeline type.
+        Raises ConfigError if its stage differs or it does not support the pipeline type.
         """
-
         where = f"ttc_strategies.{strategy_name}"
 
         async def build() -> Any:
             strategy = await self._build(TTC_STRATEGY, strategy_name)
-            with _says_where(where, self.block(TTC_STRATEGY, strategy_name)):
+            with _naming(where, self.block(TTC_STRATEGY, strategy_name)):
                 stage, supported = strategy.stage_type(), strategy.supported_pipeline_types()
                 if stage != stage_type:
-                    raise ConfigError(f"{where} is a strategy of stage {stage}; it was asked for as {stage_type}")
+                    raise ConfigError(f"{where} is a strategy of stage {stage}, not {stage_type}")
                 if pipeline_type not in supported:
                     raise ConfigError(
                         f"{where} supports the pipeline types {', '.join(supported)}, not {pipeline_type}"
@@ -247,7 +253,7 @@ class Builder:
         return self.config.max_concurrency
 
     async def policy_endpoint(self) -> PolicyEndpoint:
-        """Where the model under training is served now, as the configured trainer adapter says."""
+        """Where the configured trainer adapter serves the model under training."""
         name = self.config.finetuning.trainer_adapter
         if not name:
             raise ConfigError(
@@ -255,13 +261,13 @@ class Builder:
                 "that serves it; name one, or use _type openai with the address of a model"
             )
         adapter = await self.get_trainer_adapter(name)
-        endpoint = getattr(adapter, "policy_endpoint", None)
+        endpoint: PolicyEndpoint | None = await adapter.policy_endpoint()
         if endpoint is None:
             raise ConfigError(
-                f"trainer_adapters.{name} ({type(adapter).__name__}) does not say where its model is served (it has no "
-                "policy_endpoint()): give the llm as _type openai with base_url and model_name"
+                f"trainer_adapters.{name} ({type(adapter).__name__}) does not say where its model is served (its "
+                "policy_endpoint() returns None): configure the llm as _type openai with base_url and model_name"
             )
-        return await endpoint()
+        return endpoint
 
     add_llm, get_llm_config = _adder(LLM), _config_getter(LLM)
     add_function, get_function_config = _adder(FUNCTION), _config_getter(FUNCTION)
@@ -274,4 +280,4 @@ class Builder:
 
 
 EvalBuilder = WorkflowBuilder = Builder
-"""The documented names of the one builder, for evaluators and for code that builds a workflow by itself."""
+"""Documented aliases, for evaluators and for code that builds a workflow itself."""

@@ -1,0 +1,207 @@
+"""The kinds of component, and the registry that finds each one by its `_type`.
+
+A factory is an async generator that yields one instance and cleans up after it:
+
+    @register_evaluator(config_type=ExactMatchConfig)
+    async def exact_match(config: ExactMatchConfig, builder: Builder):
+        yield EvaluatorInfo(config=config, evaluate_fn=evaluate, description="1 if the answer is the expected one")
+
+Components of insitu are declared as entry points in pyproject.toml, as those of plugins are, and imported on first use.
+"""
+
+import difflib
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution, entry_points
+from typing import Any
+
+from insitu.errors import PluginError
+from insitu.schemas.components import (
+    DatasetBaseConfig,
+    FunctionBaseConfig,
+    LLMBaseConfig,
+    TTCStrategyBaseConfig,
+    TypedBaseModel,
+)
+from insitu.schemas.evaluation import EvaluatorBaseConfig
+from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
+
+logger = logging.getLogger(__name__)
+
+NOT_YET = ("dpo_traj_builder", "nemo_customizer_trainer_adapter", "nemo_customizer_trainer")
+"""Documented `_type`s that are not implemented yet."""
+ENTRY_POINT_GROUPS = ("insitu.components", "nat.components", "nat.plugins")
+"""Where plugins declare modules whose import registers components."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of component: the section of the file that holds its blocks, and the base class of their configuration."""
+
+    section: str
+    base: type[TypedBaseModel]
+
+    @property
+    def built_in(self) -> dict[str, str]:
+        """The `_type`s that insitu provides, and the module that registers each."""
+        return _built_in().get(self.section, {})
+
+
+@cache
+def _built_in() -> dict[str, dict[str, str]]:
+    """By section, from the entry points `insitu.<section>` of insitu's own distribution."""
+    try:
+        points = distribution("insitu").entry_points
+    except PackageNotFoundError as error:
+        raise PluginError("insitu is not installed (pip install -e .): its components cannot be found") from error
+    found: dict[str, dict[str, str]] = {}
+    for point in points:
+        if point.group.startswith("insitu."):
+            found.setdefault(point.group.removeprefix("insitu."), {})[point.name] = point.value
+    return found
+
+
+LLM = Kind("llms", LLMBaseConfig)
+FUNCTION = Kind("functions", FunctionBaseConfig)
+EVALUATOR = Kind("eval.evaluators", EvaluatorBaseConfig)
+DATASET = Kind("eval.general.dataset", DatasetBaseConfig)
+TTC_STRATEGY = Kind("ttc_strategies", TTCStrategyBaseConfig)
+TRAJECTORY_BUILDER = Kind("trajectory_builders", TrajectoryBuilderConfig)
+TRAINER_ADAPTER = Kind("trainer_adapters", TrainerAdapterConfig)
+TRAINER = Kind("trainers", TrainerConfig)
+
+KINDS = (LLM, FUNCTION, EVALUATOR, DATASET, TTC_STRATEGY, TRAJECTORY_BUILDER, TRAINER_ADAPTER, TRAINER)
+
+Finish = Callable[[str, Any, Any], Any]
+"""Turns what a factory yielded into the live object: `finish(name, config, yielded)`."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    config_type: type[TypedBaseModel]
+    factory: Callable[..., Any]
+    finish: Finish | None = None
+    installed: bool = False
+    """Registered by an installed plugin, rather than by a module that the file names or the program imports."""
+
+
+class Registry:
+    """All registered components of a process, by kind and `_type`."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], Registration] = {}
+        self._entry_points_loaded = False
+        self._loading = False
+        self._broken: list[str] = []
+        self._clashes: dict[tuple[str, str], str] = {}
+
+    def add(
+        self, kind: Kind, config_type: type[TypedBaseModel], factory: Callable[..., Any], finish: Finish | None = None
+    ) -> None:
+        """Raises PluginError for a class without a name, of another kind, or with a name that is taken."""
+        name = config_type.static_type()
+        if name is None:
+            raise PluginError(
+                f"{config_type.__name__} has no name: declare class {config_type.__name__}(..., name=...)"
+            )
+        if not issubclass(config_type, kind.base):
+            raise PluginError(f"{config_type.__name__} ({name}) is not a {kind.base.__name__}")
+        if name in kind.built_in and not config_type.__module__.startswith("insitu."):
+            raise PluginError(f"{name!r} of {kind.section} is built into insitu; {config_type} needs another name")
+        known = self._known.get((kind.section, name))
+        if known is not None and _qualified_name(known.config_type) != _qualified_name(config_type):
+            clash = f"two components of {kind.section} are called {name!r}: {known.config_type} and {config_type}"
+            if not self._loading:
+                raise PluginError(clash)
+            if known.installed:  # otherwise the program's own registration wins
+                logger.warning("%s; neither can be used while both are installed", clash)
+                self._clashes[kind.section, name] = clash
+            return
+        self._known[kind.section, name] = Registration(config_type, factory, finish, self._loading)
+
+    def find(self, kind: Kind, name: str) -> Registration | None:
+        """The registration of a `_type`, looked up among the built-in components first, then in installed plugins.
+
+        Raises PluginError if two installed plugins register the same name.
+        """
+        if (kind.section, name) not in self._known and name in kind.built_in:
+            importlib.import_module(kind.built_in[name])
+        if (kind.section, name) not in self._known:
+            self._load_entry_points()
+        if clash := self._clashes.get((kind.section, name)):
+            raise PluginError(f"{clash}; uninstall one of the packages")
+        return self._known.get((kind.section, name))
+
+    def names(self, kind: Kind) -> list[str]:
+        self._load_entry_points()
+        return sorted({n for section, n in self._known if section == kind.section} | set(kind.built_in))
+
+    def _load_entry_points(self) -> None:
+        if self._entry_points_loaded:
+            return
+        self._entry_points_loaded = self._loading = True
+        for group in ENTRY_POINT_GROUPS:
+            for point in sorted(entry_points(group=group), key=lambda point: point.name):  # the same on every machine
+                try:
+                    point.load()
+                except (Exception, SystemExit) as error:  # reported when one of its components is missing
+                    logger.warning("plugin %r (%s) could not be imported: %r", point.name, point.value, error)
+                    self._broken.append(f"{point.name!r} ({point.value}): {error!r}")
+        self._loading = False
+
+    def unknown(self, kind: Kind, what: str, name: str) -> str:
+        """The error message for a `_type` that does not exist."""
+        if name in NOT_YET:
+            return f"{what} {name!r} is not implemented yet: preferences and NeMo Customizer come in a later release"
+        sentence = not_found(what, name, self.names(kind))
+        broken = "; ".join(self._broken)
+        return f"{sentence} (installed plugins that could not be imported: {broken})" if broken else sentence
+
+
+def _qualified_name(config_type: type) -> tuple[str, str]:
+    """Unchanged when a module is reloaded."""
+    return config_type.__module__, config_type.__qualname__
+
+
+registry = Registry()
+
+Factory = Callable[..., Any]
+
+
+def decorator(kind: Kind, finish: Finish | None = None) -> Callable[..., Callable[[Factory], Factory]]:
+    """The `register_...` decorator of a kind of component."""
+
+    def register(
+        config_type: type[TypedBaseModel], framework_wrappers: Iterable[Any] | None = None
+    ) -> Callable[[Factory], Factory]:
+        def decorate(factory: Factory) -> Factory:
+            context = asynccontextmanager(factory) if inspect.isasyncgenfunction(factory) else factory
+            registry.add(kind, config_type, context, finish)
+            return factory
+
+        return decorate
+
+    register.__doc__ = f"Register the factory of a component of `{kind.section}` for its configuration class."
+    return register
+
+
+register_llm_provider = decorator(LLM)
+register_evaluator = decorator(EVALUATOR)
+register_dataset_loader = decorator(DATASET)
+register_ttc_strategy = decorator(TTC_STRATEGY)
+register_trajectory_builder = decorator(TRAJECTORY_BUILDER)
+register_trainer_adapter = decorator(TRAINER_ADAPTER)
+register_trainer = decorator(TRAINER)
+
+
+def not_found(what: str, name: str, existing: Iterable[str]) -> str:
+    """The error message for a failed look-up: what was looked for, the nearest name, and all that exist."""
+    existing = list(existing)
+    near = difflib.get_close_matches(name, existing, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"{what} {name!r} does not exist{hint}; available: {', '.join(existing) or 'none'}"
