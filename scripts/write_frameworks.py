@@ -1,4 +1,4 @@
-"""Writes docs/frameworks.md from what `make test-frameworks` has found, the modules and the examples."""
+"""Writes docs/frameworks.md from the results of `make test-frameworks`, the framework modules and the examples."""
 
 import ast
 import json
@@ -13,27 +13,31 @@ PAGE = ROOT / "docs" / "frameworks.md"
 MODES = ("whole", "streamed")
 HEAD = """# Agent frameworks
 
-`builder.get_llm(name, wrapper_type=NAME)` gives a framework's own model object, and everything it samples is captured
-for training. Each line was tested by `make test-frameworks` with the real package against a real `insitu backend`: an
-agent with one tool, 12 episodes at once, token ids and log-probabilities compared with what the backend had sampled,
-every call and every tool run in the episode that made it, and one training job that moved the version of the policy.
-To one of three questions the tool raises: its TOOL_END tells the error, and the framework either tells it to the model
-and goes on, or ends its run, which then is a failed episode.
+`builder.get_llm(name, wrapper_type=NAME)` returns a framework's native model object, and every completion it samples is
+captured for training.
 
-| framework | `wrapper_type` | package | version | streaming | tool steps | a tool that raises | calls at once |
+| framework | `wrapper_type` | package | tested version | streaming | tool steps | if a tool raises | concurrent calls |
 |---|---|---|---|---|---|---|---|
 """
 TAIL = """
-## Anything else
+## What is tested
 
-An agent that talks to a model over HTTP needs none of this: [external agents](guides/external-agents.md) have an
-address for each episode. Neither does a framework that takes an official OpenAI or Anthropic client: give it that of
-`wrapper_type="openai"` or `"anthropic"`.
+`make test-frameworks` tests each row of the table with the real package against a real `insitu backend`: an agent with
+one tool runs 12 episodes concurrently, the captured token ids and logprobs are compared with what the backend sampled,
+every model call and tool run must belong to its own episode, and one training job must change the policy version. The
+tool raises an exception for one of three questions. Its `TOOL_END` step carries the error; the framework either reports
+it to the model and continues, or ends its run, which fails the episode.
 
-A model that is not reached over HTTP has no wire to be captured at. Its calls are in the episode's steps where its
-framework reports them: LangChain's and LlamaIndex's do as soon as `insitu.frameworks.langchain` or `.llama_index` is
-imported. `parse_to_openai_messages` makes the dialogue of them, and of ADK's requests and responses, for a trajectory
-builder of [your own](guides/extend.md#a-trajectory-builder):
+## Other frameworks
+
+An agent that calls its model over HTTP needs none of this: see [external agents](guides/external-agents.md). For a
+framework that accepts an official OpenAI or Anthropic client, pass it the client from `wrapper_type="openai"` or
+`"anthropic"`.
+
+If a model is not called over HTTP, its calls are taken from the steps that the framework reports. LangChain and
+LlamaIndex report them once `insitu.frameworks.langchain` or `.llama_index` is imported. `parse_to_openai_messages`
+converts these steps, and those of ADK, into a conversation for [your own trajectory
+builder](guides/extend.md#a-trajectory-builder):
 
 ```python
 from langchain_core.language_models import FakeListChatModel
@@ -44,8 +48,8 @@ from insitu.workflow.context import EpisodeScope
 
 with EpisodeScope() as episode:
     FakeListChatModel(responses=["blue"]).invoke("What colour is the sky?")
-asked, answer = parse_to_openai_messages(episode.steps)
-assert (asked["content"], answer["content"]) == ("What colour is the sky?", "blue")
+question, answer = parse_to_openai_messages(episode.steps)
+assert (question["content"], answer["content"]) == ("What colour is the sky?", "blue")
 ```
 """
 
@@ -65,7 +69,7 @@ def _line(name: str, found: dict[str, Any]) -> str:
         f"{found['package']} {found['version']}",
         "yes" if "streamed" in found else "no",
         "yes",
-        "is told to the model" if found["goes_on"] else "ends the run",
+        "reported to the model" if found["goes_on"] else "ends the run",
         str(max(found[mode]["calls_at_once"] for mode in MODES if mode in found)),
     ]
     return f"| {' | '.join(cells)} |\n"
@@ -75,12 +79,12 @@ def _section(name: str, found: dict[str, Any]) -> str:
     example = Path("examples/frameworks") / f"{name}_agent.py"
     return (
         f"\n## {found['framework']}\n\n{_prose(ROOT / f'src/insitu/frameworks/{name}.py')}\n\n"
-        f"```python from={example}\n{_agent(ROOT / example)}```\n\n[The whole example](../{example}).\n"
+        f"```python from={example}\n{_agent(ROOT / example)}```\n\n[Full example](../{example}).\n"
     )
 
 
 def _prose(module: Path) -> str:
-    """A module's docstring without its title and without code."""
+    """Returns a module's docstring without title and code."""
     docstring = ast.get_docstring(ast.parse(module.read_text())) or ""
     first, *others = docstring.split("\n\n")
     about = " ".join(first.split()).partition(": ")[2]
@@ -100,7 +104,7 @@ def _is_code(text: str) -> bool:
 
 
 def _agent(example: Path) -> str:
-    """What of an example is about insitu: its imports, and the function that makes the agent, without its frame."""
+    """Returns the parts of an example that use insitu: its imports and the body of the `agent` factory."""
     source = example.read_text()
     tree = ast.parse(source)
     made = next(n for n in tree.body if isinstance(n, ast.AsyncFunctionDef) and n.name == "agent")

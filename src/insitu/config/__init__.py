@@ -43,7 +43,7 @@ class GeneralConfig(BaseModel):
     model_config = _STRICT
 
     seed: int = 0
-    """Fixes dataset order, sampling, subsampling and, on CPU, training."""
+    """Seed for dataset order, sampling, subsampling and, on CPU, training."""
     plugins: list[str] = Field(default_factory=list)
     """Modules imported before the file is checked; the file's own folder is importable."""
 
@@ -54,7 +54,7 @@ class OutputConfig(BaseModel):
     model_config = _STRICT
 
     dir: Path = Path(".tmp/insitu/eval")
-    """Where an evaluation writes its files, from the working directory."""
+    """Folder for the files of an evaluation, relative to the working directory."""
 
 
 class EvalGeneralConfig(BaseModel):
@@ -63,17 +63,17 @@ class EvalGeneralConfig(BaseModel):
     model_config = _STRICT
 
     max_concurrency: int = Field(default=8, ge=1)
-    """Episodes in flight at once."""
+    """Maximum number of episodes in flight."""
     output_dir: Path | None = None
-    """Where an evaluation writes its files, from the working directory; none: what `output` says."""
+    """Folder for the files of an evaluation, relative to the working directory; none: `output.dir`."""
     output: OutputConfig | None = None
-    """`output: {dir: ...}` is another spelling of `output_dir`."""
+    """Alternative to `output_dir`."""
     episode_timeout: float | None = Field(default=None, gt=0)
-    """Seconds one attempt at an episode may take; none: no limit."""
+    """Time limit for one attempt at an episode, in seconds; none: no limit."""
     retries: int = Field(default=0, ge=0)
-    """Further attempts at an episode that failed for a passing reason (time-out, backend unavailable)."""
+    """Retries of an episode after a transient error (timeout, backend unavailable)."""
     dataset: Any = None
-    """The rows: a block with the `_type` of the file's format."""
+    """The dataset: a block whose `_type` is the file's format."""
 
     @property
     def folder(self) -> Path:

@@ -22,31 +22,31 @@ Rows = Iterator[dict[str, Any]]
 
 
 class StructureConfig(BaseModel):
-    """Which columns of a row mean what."""
+    """The column names of a dataset."""
 
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
     question_key: str = "question"
     """The workflow's input."""
     answer_key: str = "answer"
-    """What evaluators compare with; a row may lack it."""
+    """The expected answer, for evaluators; optional."""
     expected_trajectory_key: str = "expected_intermediate_steps"
-    """The steps that evaluators compare with; a row may lack them."""
+    """The expected steps, for evaluators; optional."""
     generated_answer_key: str = "generated_answer"
-    """The workflow's answer, in rows that are not to be run (`--skip_workflow`, `--skip_completed_entries`)."""
+    """An existing answer of the workflow, used with `--skip_workflow` and `--skip_completed_entries`."""
     trajectory_key: str = "intermediate_steps"
-    """The workflow's steps, in such rows."""
+    """The steps of the existing answer."""
 
 
 class FileDatasetConfig(DatasetBaseConfig):
     """A file of rows."""
 
     file_path: Path
-    """From the working directory, or else from the folder of the YAML file."""
+    """Path relative to the working directory or, if it does not exist there, to the folder of the YAML file."""
     id_key: str = "id"
-    """The column that identifies a row; rows without it are numbered from 0."""
+    """Column with the row id; rows without it are numbered from 0."""
     structure: StructureConfig = Field(default_factory=StructureConfig)
-    """The columns' names, where they are others."""
+    """Column names."""
 
 
 def loads(data: bytes) -> Any:

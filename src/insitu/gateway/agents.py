@@ -46,27 +46,27 @@ Address = Annotated[str, AfterValidator(_address)]
 
 
 class ElsewhereConfig(BaseModel):
-    """An OpenAI-compatible server for requests that do not name a model of this file, and for embeddings."""
+    """An OpenAI-compatible server for unrecognised model names, and for other requests such as embeddings."""
 
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
     base_url: Address
-    """Up to and including `/v1`."""
+    """URL up to and including `/v1`."""
     api_key: SecretStr | None = None
-    """Its API key."""
+    """API key."""
 
 
 class GatewayConfig(BaseModel):
-    """Where the gateway listens; by default on this machine only."""
+    """Bind address and public URL of the gateway; by default, only this machine can reach it."""
 
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Address to bind; `0.0.0.0` for all interfaces."""
+    """Address to bind; `0.0.0.0` binds all interfaces."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port to bind; 0: a free one."""
+    """Port to bind; 0 picks a free one."""
     address: Address | None = None
-    """Public URL given to agents, for those in a container or on another machine; `{port}` is replaced by the port."""
+    """Public URL given to agents in a container or on another machine; `{port}` is replaced by the port."""
 
     @model_validator(mode="after")
     def _is_reachable(self) -> Self:
@@ -81,47 +81,48 @@ class ExternalConfig(FunctionBaseConfig):
     """Settings of both kinds of external agent."""
 
     llm: LLMRef
-    """The agent's model; also used for unrecognised model names."""
+    """Model for the agent's requests; the default for unrecognised model names."""
     models: dict[str, LLMRef] = Field(default_factory=dict)
-    """Other models, by the names that the agent uses."""
+    """Further models, by the names that the agent requests."""
     elsewhere: ElsewhereConfig | None = None
-    """Where requests for unrecognised models go; none: to `llm`."""
+    """Server for unrecognised model names; none: `llm` answers them."""
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
-    """Where agents reach their models."""
+    """The gateway that agents call instead of their model server."""
 
 
 class CommandConfig(ExternalConfig, name="command"):
-    """A program run once per episode; its standard output is the answer."""
+    """A program that runs once per episode and prints the answer."""
 
     command: list[str] = Field(min_length=1)
-    """The program and its arguments; `{input}`, `{row_id}` and `{column}` are replaced by values of the row."""
+    """The program and its arguments; `{input}`, `{row_id}` and `{column}` are replaced by the row's values."""
     stdin: Literal["row", "input", "none"] = "row"
-    """Its standard input: the row as a JSON object (outside a dataset `{"question": ...}`), the input, or nothing."""
+    """What to write to standard input: the row as a JSON object (without a dataset: `{"question": ...}`), the input, or
+    nothing."""
     env: dict[str, str] = Field(default_factory=dict)
     """Additional environment variables."""
     cwd: Path | None = None
-    """Its working directory, relative to the folder of the YAML file; none: that folder."""
+    """Working directory, relative to the folder of the YAML file; none: that folder."""
     timeout: float | None = Field(default=None, gt=0)
-    """Seconds it may take; none: limited by the episode's timeout only."""
+    """Time limit in seconds; none: that of the episode."""
     max_output: int = Field(default=2**20, ge=1)
-    """Maximum size of its standard output, in bytes."""
+    """Maximum size of the standard output, in bytes."""
     answer: Literal["text", "json"] = "text"
-    """How its standard output is parsed."""
+    """How to parse the standard output."""
 
 
 class HttpConfig(ExternalConfig, name="http"):
-    """A service that receives each row in a POST request, with the endpoint of its model for this episode."""
+    """A service that receives each row by POST, with the model's URL for this episode."""
 
     url: Address
     """URL to post to."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Additional headers."""
     timeout: float | None = Field(default=None, gt=0)
-    """Seconds a response may take; none: limited by the episode's timeout only."""
+    """Time limit for a response in seconds; none: that of the episode."""
     max_output: int = Field(default=2**20, ge=1)
     """Maximum size of a response, in bytes."""
     answer_key: str | None = "output"
-    """Key of the response's JSON object that holds the answer; none: the entire object."""
+    """Key of the workflow's answer in the JSON response; none: the response is the answer."""
 
 
 @contextmanager

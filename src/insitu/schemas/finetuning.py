@@ -16,14 +16,14 @@ _DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
 
 class RewardFunctionConfig(BaseModel):
-    """Which evaluator gives the reward, and what an episode that failed is worth."""
+    """The evaluator that provides the reward, and the reward of failed episodes."""
 
     model_config = _DOCUMENTED
 
     name: str
     """A key under `eval.evaluators`."""
     on_failure: float | str = "exclude"
-    """`exclude` leaves failed episodes out of their group; a number is the reward they get instead."""
+    """`exclude` leaves failed episodes out of their group; a number is used as their reward."""
 
     @field_validator("on_failure")
     @classmethod
@@ -60,24 +60,24 @@ TrainerAdapterConfigT = TypeVar("TrainerAdapterConfigT", bound=TrainerAdapterCon
 
 
 class CurriculumLearningConfig(BaseModel):
-    """Train on the easiest share of the examples first and let the rest in step by step."""
+    """Trains on the easiest examples first and adds the others step by step."""
 
     model_config = _DOCUMENTED
 
     enabled: bool = False
-    """Whether epochs are limited to part of the examples."""
+    """Enables the curriculum."""
     initial_percentile: float = Field(default=0.3, gt=0, le=1)
-    """Share of the examples trained on at first."""
+    """Fraction of the examples in the first epoch."""
     increment_percentile: float = Field(default=0.2, gt=0, le=1)
-    """Share added at each expansion."""
+    """Fraction added at each expansion."""
     expansion_interval: int = Field(default=5, ge=1)
-    """Epochs between two expansions."""
+    """Epochs between expansions."""
     min_reward_diff: float = 0.1
-    """Groups whose best and worst reward differ by less than this are left out of the epoch's training."""
+    """Leave out groups whose best and worst reward differ by less than this."""
     sort_ascending: bool = False
-    """false begins with the highest mean reward (easy), true with the lowest."""
+    """false: highest mean reward (easiest) first; true: lowest first."""
     random_subsample: float | None = Field(default=None, gt=0, le=1)
-    """Share of the remaining groups kept at random, seeded; at least one."""
+    """Fraction of the remaining groups to keep, a seeded random sample of at least one."""
 
 
 class FinetuneRunConfig(BaseModel):
@@ -97,18 +97,19 @@ class FinetuneRunConfig(BaseModel):
 
 
 class ValidationConfig(BaseModel):
-    """A held-out dataset and how often it is run."""
+    """A held-out dataset and when to evaluate it."""
 
     model_config = _DOCUMENTED
 
     dataset: str | Path
-    """A file of held-out rows; its format is told by its suffix."""
+    """File of held-out rows; the format follows from the suffix."""
     interval: int = Field(default=5, ge=1)
-    """Validate before the first step, every this many epochs, and after the last."""
+    """Epochs between validations; there is also one before the first and one after the last epoch."""
     config_file: str | Path | None = None
-    """A file of its own for validation: its `eval` and `workflow` sections, with the model under training."""
+    """A configuration file whose `eval` and `workflow` sections are used for validation, with the model under training.
+    """
     reps: int = Field(default=1, ge=1)
-    """Episodes for each row."""
+    """Episodes per row."""
 
 
 def _is_true(value: Any) -> bool:
@@ -125,7 +126,7 @@ class FinetuneConfig(BaseModel):
     model_config = _DOCUMENTED
 
     enabled: bool = False
-    """The command `finetune` refuses a file in which this is false."""
+    """Must be true for `insitu finetune` to run."""
     trainer: str | None = None
     """A key of `trainers`."""
     trajectory_builder: str | None = None
@@ -133,20 +134,20 @@ class FinetuneConfig(BaseModel):
     trainer_adapter: str | None = None
     """A key of `trainer_adapters`."""
     reward_function: RewardFunctionConfig | None = None
-    """Where rewards come from; training needs it."""
+    """The evaluator that provides rewards; required for training."""
     target_functions: list[str] = Field(default_factory=lambda: ["<workflow>"], min_length=1)
-    """Only model calls made inside these functions are trained; `<workflow>` stands for all of them."""
+    """Train only model calls made inside these functions; `<workflow>` selects all calls."""
     target_model: str | None = None
-    """Only calls of this model are trained: its key under `llms`, or its model name, with `@step` or without. None:
-    those of every llm of type `policy`, or of all llms if there is no such one."""
+    """Train only calls to this model: its key under `llms`, or its model name, with or without `@step`. None: all llms
+    of `_type: policy`, or all llms if there is none."""
     curriculum_learning: CurriculumLearningConfig = Field(default_factory=CurriculumLearningConfig)
-    """Which examples an epoch trains on."""
+    """Which examples to train on in each epoch."""
     num_epochs: int = Field(default=1, ge=1)
-    """Times episodes are collected and trained on."""
+    """Number of epochs; each collects episodes and trains on them."""
     output_dir: Path = Path("./.tmp/nat/finetuning/")
-    """The run's directory, from the working directory; an earlier run in it is moved aside."""
+    """Run directory, relative to the working directory; an earlier run in it is renamed."""
     validation: ValidationConfig | None = None
-    """Scores on held-out rows before, during and after training; none: no validation."""
+    """Validation before, during and after training; none: no validation."""
     run_configuration: FinetuneRunConfig | None = None
     """Set from the command line; in the file it is not used, and a warning."""
 

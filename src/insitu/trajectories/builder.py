@@ -36,13 +36,13 @@ _PENALISED = (DropReason.WORKFLOW_ERROR, DropReason.TIMEOUT)
 
 
 class EpisodesBuilderConfig(TrajectoryBuilderConfig, name="insitu_traj_builder"):
-    """Several episodes for each row, grouped by row."""
+    """Runs several episodes per row, grouped by row."""
 
     num_generations: int = Field(default=8, ge=1)
-    """Episodes for each row and epoch: the size of a group."""
+    """Episodes per row and epoch (the group size)."""
     rows_per_epoch: int | None = Field(default=None, ge=1)
-    """Rows gone through in an epoch, in a seeded order over the whole dataset; none: all of them. A curriculum lets in
-    what it has seen: a row that is first seen between two expansions waits for the next."""
+    """Rows per epoch, taken in a seeded order over the dataset; none: all rows. A curriculum can only include rows it
+    has seen: a row first seen between two expansions waits for the next."""
 
 
 class GroupRecord(NamedTuple):

@@ -34,23 +34,23 @@ class SamplingConfig(LLMBaseConfig):
     """How to sample. What is not given is left to the server."""
 
     temperature: float | None = Field(default=None, ge=0)
-    """What logits are divided by; 0 always takes the likeliest token."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Sample among the likeliest tokens that together have this probability."""
+    """Nucleus sampling: sample among the most likely tokens with this total probability."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Longest completion, in tokens."""
+    """Maximum tokens of a completion."""
     stop: str | list[str] | None = None
-    """Text at which the completion ends."""
+    """Stop sequences."""
     seed: int | None = None
-    """Best left empty in training: each episode then has a seed of its own, derived from `general.seed`."""
+    """Leave empty for training: seeds are then derived from `general.seed` for each episode."""
     logprobs: bool | None = None
-    """Only if the workflow itself reads them; training asks for them anyway."""
+    """Request logprobs for the workflow; training requests them in any case."""
     top_logprobs: int | None = Field(default=None, ge=0)
-    """How many of the likeliest tokens are told along with each; only if the workflow reads them."""
+    """Number of most likely alternatives to return per token, if the workflow needs them."""
     timeout: float | None = Field(default=None, gt=0)
-    """Seconds to wait for the server; none: the OpenAI client's own 600."""
+    """Request timeout in seconds; none: the OpenAI client's default of 600."""
     max_retries: int = Field(default=2, ge=0)
-    """How often the client tries again after a passing failure."""
+    """Retries of a request after a transient error."""
 
     def params(self) -> dict[str, Any]:
         """The request's parameters."""
@@ -59,23 +59,23 @@ class SamplingConfig(LLMBaseConfig):
 
 
 class OpenAIConfig(SamplingConfig, name="openai"):
-    """A model behind an OpenAI-compatible address."""
+    """A model served by an OpenAI-compatible API."""
 
     model_name: str
-    """As the server calls it."""
+    """The model's name on the server."""
     base_url: str | None = None
-    """Up to and including `/v1`; none: the environment variable OPENAI_BASE_URL, or OpenAI itself."""
+    """URL up to and including `/v1`; none: the environment variable OPENAI_BASE_URL, or OpenAI's API."""
     api_key: SecretStr | None = None
-    """None: the environment variable OPENAI_API_KEY."""
+    """API key; none: the environment variable OPENAI_API_KEY."""
 
 
 class NIMConfig(OpenAIConfig, name="nim"):
     """A model served by NVIDIA NIM."""
 
     base_url: str | None = "https://integrate.api.nvidia.com/v1"
-    """Up to and including `/v1`."""
+    """URL up to and including `/v1`."""
     api_key: SecretStr | None = None
-    """None: the environment variable NVIDIA_API_KEY."""
+    """API key; none: the environment variable NVIDIA_API_KEY."""
 
 
 class PolicyConfig(SamplingConfig, name="policy"):
