@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from insitu.algorithms.advantages import AdvantageConfig, group_advantages
+from insitu.advantages.credit import AdvantageConfig, group_advantages
 from insitu.backend.training.losses import PolicyBatch, policy_loss, row_weights
 from insitu.schemas.training_jobs import LossSettings
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from insitu.algorithms.advantages import AdvantageConfig, group_advantages
+from insitu.advantages.credit import AdvantageConfig, group_advantages
 from insitu.errors import TrajectoryError
 
 rewards = st.lists(st.floats(-100, 100).map(lambda x: round(x, 3)), min_size=2, max_size=12).filter(

@@ -12,6 +12,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from insitu.training.weighing import weigh
 from pydantic import ValidationError
 from tiny_models import save_tiny_model
 
@@ -24,14 +25,13 @@ from insitu.adapters.art.config import (
 from insitu.adapters.art.conversion import art_trajectory, check_order
 from insitu.adapters.art.remote_backend import _RemoteBackend, mean_metrics
 from insitu.adapters.art.trainer_adapter import known_metrics
-from insitu.algorithms.credit import spread
+from insitu.advantages.credit import credit_by_function, credited_calls
 from insitu.config import Config
 from insitu.errors import BackendUnavailable, RequestRefused, TrajectoryError
 from insitu.plugin_api import Builder
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
-from insitu.training.weighing import weigh
-from insitu.trajectories.groups import dialogue, weighed_calls
+from insitu.trajectories.conversations import main_conversation
 
 BACKEND = {"ip": "localhost", "port": 7623}
 
@@ -109,7 +109,7 @@ def call(index: int, messages: list[dict[str, Any]], answer: str | dict[str, Any
 
 def trajectory(calls: list[ModelCall], trained: list[int] | None = None) -> Trajectory:
     return Trajectory(
-        episode=dialogue(calls),
+        episode=main_conversation(calls),
         reward=0.5,
         id="r/1/7/0/0",
         metadata={"row_id": "7", "deep": [1]},
@@ -274,7 +274,7 @@ def test_which_calls_are_trained_is_known_and_their_advantages_are_the_servers()
     assert weighed == [(t, {1: None}) for t in groups[0][:2]]
     assert collection.trajectories == [groups[0][:2]]
     assert collection.dropped == {"timeout": 1, "episode_order": 1, "no_variance": 2, "single_member": 1}
-    assert spread(weighed_calls(weighed, ["<workflow>"])) == {}
+    assert credit_by_function(credited_calls(weighed, ["<workflow>"])) == {}
     assert [t.rows for t in groups[0]] == [[], [], []]
 
 

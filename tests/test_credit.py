@@ -11,12 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from insitu.algorithms.advantages import AdvantageConfig, group_advantages, member_advantages
-from insitu.algorithms.credit import Weighed, spread, step_returns
+from insitu.advantages.credit import (
+    AdvantageConfig,
+    Credit,
+    CreditedCall,
+    call_advantages,
+    credit_by_function,
+    credited_calls,
+    group_advantages,
+    member_advantages,
+    step_returns,
+)
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.loop import InsituTrainerConfig
-from insitu.trajectories.groups import Credit, call_advantages, weighed_calls
 
 CENTRED = AdvantageConfig(baseline="mean", scale="none")
 LEFT_OUT = AdvantageConfig(baseline="leave_one_out", scale="none")
@@ -158,7 +166,7 @@ def test_members_sum_to_nothing_and_are_moved_by_nothing(returns: list[list[floa
 
 @given(members, st.lists(st.sampled_from("ab"), min_size=6, max_size=6), st.integers(0, 5), value)
 def test_a_baseline_leaves_its_own_member_out(
-    returns: list[list[float]], contexts: list[str], at: int, other: float
+    returns: list[list[float]], situations: list[str], at: int, other: float
 ) -> None:
     """Whatever else the function had got in this episode, what it is compared with is the same: so no bias."""
     at %= len(returns)
@@ -167,7 +175,7 @@ def test_a_baseline_leaves_its_own_member_out(
         for own in ([5.0, -5.0, 7.0], [5.0, other + 100]):
             changed = [*returns[:at], own, *returns[at + 1 :]]
             if sum(map(bool, changed)) > 1:
-                advantages = member_advantages(changed, config, contexts[: len(returns)])[at]
+                advantages = member_advantages(changed, config, situations[: len(returns)])[at]
                 baselines |= {round(g - a, 9) for g, a in zip(own, advantages, strict=True)}
         assert len(baselines) <= 1
 
@@ -237,21 +245,26 @@ def test_the_counterfactual_baseline_is_unbiased_and_varies_less() -> None:
 
 
 def test_the_spread_by_hand() -> None:
-    calls = [Weighed("plan", 2, 0.5), Weighed("plan", 2, -1.0), Weighed("work", 10, 0.1), Weighed("idle", 0, 3.0)]
-    assert spread(calls) == {
+    calls = [
+        CreditedCall("plan", 2, 0.5),
+        CreditedCall("plan", 2, -1.0),
+        CreditedCall("work", 10, 0.1),
+        CreditedCall("idle", 0, 3.0),
+    ]
+    assert credit_by_function(CreditedCall(*call) for call in calls) == {
         "idle": {"calls": 1, "tokens": 0, "mean_abs_advantage": 0.0, "share": 0.0},
         "plan": {"calls": 2, "tokens": 4, "mean_abs_advantage": 0.75, "share": 0.75},
         "work": {"calls": 1, "tokens": 10, "mean_abs_advantage": 0.1, "share": 0.25},
     }
-    assert spread([]) == {}
-    assert spread([Weighed("plan", 2, 0.0)])["plan"]["share"] == 0.0
+    assert credit_by_function([]) == {}
+    assert credit_by_function([CreditedCall("plan", 2, 0.0)])["plan"]["share"] == 0.0
 
 
 @given(st.lists(st.tuples(st.sampled_from("fgh"), st.integers(1, 9), value), min_size=1, max_size=20))
 def test_shares_add_up_and_calls_may_be_cut_anywhere(made: list[tuple[str, int, float]]) -> None:
-    whole = spread(Weighed(*call) for call in made)
+    whole = credit_by_function(CreditedCall(*call) for call in made)
     assert sum(of["share"] for of in whole.values()) == pytest.approx(int(any(a for _, _, a in made)))
-    cut = spread(Weighed(name, 1, a) for name, tokens, a in made for _ in range(tokens))
+    cut = credit_by_function(CreditedCall(name, 1, a) for name, tokens, a in made for _ in range(tokens))
     for name, of in whole.items():
         for key in ("tokens", "mean_abs_advantage", "share"):
             assert cut[name][key] == pytest.approx(of[key])
@@ -259,7 +272,7 @@ def test_shares_add_up_and_calls_may_be_cut_anywhere(made: list[tuple[str, int, 
 
 def test_weighed_calls_are_the_trained_ones() -> None:
     t = episode(1.0, "plan", "work")
-    assert weighed_calls([(t, {1: 0.5})], ["<workflow>"]) == [Weighed("work", 2, 0.5)]
+    assert credited_calls([(t, {1: 0.5})], ["<workflow>"]) == [CreditedCall("work", 2, 0.5)]
 
 
 def test_step_returns() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from insitu.algorithms.curriculum import CurriculumState, percentile, select, subsample
+from insitu.algorithms.curriculum import CurriculumState, apply_curriculum, percentile, select, subsample
 from insitu.config import load_config
 from insitu.errors import ConfigError, TrajectoryError
 from insitu.plugin_api import Builder
 from insitu.registry import TRAINER
 from insitu.schemas.finetuning import CurriculumLearningConfig, Trajectory, TrajectoryCollection
-from insitu.trajectories.curriculum import apply_curriculum, read_curriculum_state
+from insitu.training.store import read_curriculum_state
 
 Rewards = dict[str, list[float]]
 
@@ -231,13 +231,13 @@ def test_a_group_tells_its_example_by_its_metadata(key: str) -> None:
 
 def test_groups_of_no_known_example_are_refused() -> None:
     nameless = TrajectoryCollection(trajectories=[[Trajectory(reward=1)]], run_id="r")
-    with pytest.raises(TrajectoryError, match=r"group 0 does not say which example .* row_id, example_id, id"):
+    with pytest.raises(TrajectoryError, match=r"group 0 does not name its example.* row_id, example_id, id"):
         apply_curriculum(nameless, curriculum(), documented(), 1)
     twice = collection({"a": [0.0, 1.0]})
     twice.trajectories *= 2
-    with pytest.raises(TrajectoryError, match="groups 0 and 1 are both of example 'a'"):
+    with pytest.raises(TrajectoryError, match="groups 0 and 1 both belong to example 'a'"):
         apply_curriculum(twice, curriculum(), documented(), 1)
-    with pytest.raises(TrajectoryError, match="asked for epoch 0; the first epoch is 1"):
+    with pytest.raises(TrajectoryError, match="requested for epoch 0; the first epoch is 1"):
         apply_curriculum(collection({"a": [0.0, 1.0]}), curriculum(), documented(), 0)
 
 
@@ -278,9 +278,9 @@ def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
         (state_of(current_percentile=3), "current_percentile: Input should be less than or equal to 1"),
         (state_of(reward_sums={"a": [1.0, 0]}), "reward_sums.a.1: Input should be greater than or equal to 1"),
         (state_of(included_groups=[0, 1]), "included_groups.0: Input should be a valid string"),
-        (state_of(included_groups=["z"]), "no curriculum to go on with: epoch 3, 2 examples, 2 of them ranked, 1"),
-        (state_of(included_groups=[]), "no curriculum to go on with"),
-        (state_of(epoch=0), "no curriculum to go on with: epoch 0"),
+        (state_of(included_groups=["z"]), "no curriculum to continue: epoch 3, 2 examples, 2 of them ranked, 1"),
+        (state_of(included_groups=[]), "no curriculum to continue"),
+        (state_of(epoch=0), "no curriculum to continue: epoch 0"),
         (json.dumps(DOCUMENTED_STATE | {"total_groups": 2, "included_groups": ["a"]}), "0 of them ranked"),
     ],
 )
@@ -297,7 +297,7 @@ def test_a_state_that_cannot_be_gone_on_with_is_refused(tmp_path: Path, text: st
     ("enabled", "says"),
     [
         (True, "trainers.t.curriculum_state: 'gone.json' does not exist; looked for "),
-        (False, "trainers.t.curriculum_state: there is no curriculum to go on with"),
+        (False, "trainers.t.curriculum_state has no effect"),
     ],
 )
 async def test_a_state_that_nobody_would_read_or_can_find(write: Any, enabled: bool, says: str) -> None:

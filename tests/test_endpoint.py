@@ -24,9 +24,10 @@ from tiny_models import save_tiny_model
 from insitu.config import Config, load_config
 from insitu.errors import BackendUnavailable, ConfigError, RequestRefused
 from insitu.evaluation import service as service_module
+from insitu.evaluation.collector import open_workflow
 from insitu.evaluation.episode_protocol import EPISODES, decode, encode
-from insitu.evaluation.episodes import EpisodeRules, run_episode
-from insitu.evaluation.remote import RemoteWorkflow, open_workflow
+from insitu.evaluation.episodes import EpisodeOptions, run_episode
+from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.run import EvaluationRun
 from insitu.evaluation.service import WorkflowService
 from insitu.plugin_api import Builder, PolicyEndpoint
@@ -34,7 +35,7 @@ from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 
 ROOT = Path(__file__).parent.parent
-RULES = EpisodeRules(seed=7, training=frozenset({"player"}))
+RULES = EpisodeOptions(seed=7, training=frozenset({"player"}))
 
 
 @contextmanager
@@ -113,7 +114,7 @@ def asked(endpoint: str | None, **options: Any) -> EvaluationRunConfig:
 
 
 async def episode(
-    config: Config, endpoint: str | None, question: Any, rules: EpisodeRules = RULES, **options: Any
+    config: Config, endpoint: str | None, question: Any, rules: EpisodeOptions = RULES, **options: Any
 ) -> Episode:
     async with Builder(config) as builder, open_workflow(builder, asked(endpoint, **options)) as attempt:
         return await run_episode(attempt, EvalInputItem(id="x", input_obj=question), key("x"), rules)
@@ -182,7 +183,7 @@ async def test_an_answer_that_is_an_object_arrives_as_json(config: Config, serve
 async def test_what_has_no_form_in_json_fails_the_episode_and_says_so(config: Config, served: str) -> None:
     there = await episode(config, served, {"do": "deep"})
     assert (there.outcome, there.reason) == ("failed", "workflow_error")
-    assert "has no form in JSON" in str(there.error)
+    assert "cannot be serialized as JSON" in str(there.error)
 
 
 # failures
@@ -230,7 +231,7 @@ async def until(address: str, holds: Any) -> None:
 
 async def test_other_servers_are_refused(config: Config) -> None:
     with FakeOpenAI() as other:
-        with pytest.raises(ConfigError, match="is no workflow service"):
+        with pytest.raises(ConfigError, match="is not a workflow service"):
             await episode(config, other.base_url, {"do": "plain"})
         async with RemoteWorkflow(other.base_url.removesuffix("/v1"), 5) as remote:
             lost = await run_episode(remote.attempt, EvalInputItem(id="x"), key("x"), RULES)
@@ -283,7 +284,7 @@ async def test_wrong_requests(config: Config, monkeypatch: pytest.MonkeyPatch) -
             ("/generate", b"{", {}, 400, "Invalid JSON"),
             (EPISODES, {"key": ["r"]}, {}, 400, "key"),
             (EPISODES, {"key": ["r", 1, "2", 0, 0], "polcy": {}}, {}, 400, "polcy: Extra inputs"),
-            (EPISODES, {"key": ["r", 1, "2", 0, 0], "rules": {"sed": 1}}, {}, 400, "rules.sed: Unexpected"),
+            (EPISODES, {"key": ["r", 1, "2", 0, 0], "options": {"sed": 1}}, {}, 400, "options.sed: Unexpected"),
             ("/generate", {"input": 1}, {"Content-Type": "text/plain"}, 415, "text/plain, not application/json"),
             ("/generate", {"input": "x" * 20_000}, {}, 413, "larger than 10000 bytes"),
             ("/nothing", {}, {}, 404, "POST /nothing: "),
@@ -316,7 +317,7 @@ async def test_a_client_that_leaves_ends_what_it_asked_for(config: Config) -> No
 
 async def test_a_silent_workflow_is_no_silent_service(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "HEARTBEAT_SECONDS", 0.02)
-    body = {"input": {"do": "hang"}, "key": ["r", 1, "2", 0, 0], "rules": {"timeout": 0.5}}
+    body = {"input": {"do": "hang"}, "key": ["r", 1, "2", 0, 0], "options": {"timeout": 0.5}}
     async with serving(config) as (_, address), aiohttp.ClientSession() as session:
         async with session.post(address + EPISODES, json=body) as answer:
             lines = (await answer.read()).split(b"\n")

@@ -12,10 +12,10 @@ import pytest
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, WorkflowError
-from insitu.evaluation.episodes import run_limited
+from insitu.evaluation.collector import run_limited
 from insitu.evaluation.evaluators import BaseEvaluator, average, number
 from insitu.evaluation.run import EvaluationRun
-from insitu.interfaces import validation_metrics
+from insitu.evaluation.validation import validation_metrics
 from insitu.schemas.evaluation import (
     EvalInput,
     EvalInputItem,
@@ -302,7 +302,7 @@ async def test_answers_and_steps_under_other_names_and_in_a_table(bench: Bench) 
         ({"result_json_path": "$.a["}, r"result_json_path '\$.a\[' is no JSONPath"),
         ({"result_json_path": ""}, "result_json_path '' is no JSONPath"),
         ({"skip_workflow": True, "reps": 2}, "reps is 2"),
-        ({"skip_workflow": True, "endpoint": "http://127.0.0.1:1"}, "skip_workflow runs nothing"),
+        ({"skip_workflow": True, "endpoint": "http://127.0.0.1:1"}, "have no effect with skip_workflow"),
         ({"endpoint": "127.0.0.1:1"}, "it must begin with http://"),
     ],
 )

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from insitu.algorithms.advantages import AdvantageConfig
+from insitu.advantages.credit import AdvantageConfig, Credit, call_advantages
+from insitu.advantages.estimator import GroupRelativeEstimator, estimate_epoch, training_rows
+from insitu.advantages.targeting import targeted_calls
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItemRole, Trajectory, TrajectoryCollection
-from insitu.training.weighing import CallWeigher, weigh
-from insitu.trajectories.groups import Credit, build_rows, call_advantages, dialogue, targeted_calls, text_of
+from insitu.trajectories.conversations import main_conversation, text_content
 
 CENTRED = AdvantageConfig(baseline="mean", scale="none")
 
@@ -70,7 +71,7 @@ def test_the_dialogue_is_the_last_call_that_continues_the_first() -> None:
         call(1, [user("unrelated")], "judged"),
         call(2, [*start, said("a1"), {"role": "tool", "content": "no", "tool_call_id": "t"}], "b2"),
     ]
-    items = dialogue(calls)
+    items = main_conversation(calls)
     assert [(i.role.value, i.content) for i in items] == [
         ("system", "rules"),
         ("user", "move?"),
@@ -87,13 +88,15 @@ def test_equal_answers_keep_their_own_logprobs() -> None:
     first = [user("go")]
     second = [*first, said("same"), user("invalid, again")]
     third = [*second, said("same"), user("invalid, again")]
-    items = dialogue([call(0, first, "same"), call(1, second, "same"), call(2, third, "other")])
+    items = main_conversation([call(0, first, "same"), call(1, second, "same"), call(2, third, "other")])
     assert [i.logprobs for i in items if i.role is EpisodeItemRole.ASSISTANT] == [[-1.0], [-2.0], [-3.0]]
 
 
 def test_an_answer_that_was_changed_keeps_no_logprobs() -> None:
     first = [user("go")]
-    items = dialogue([call(0, first, "<think>hm</think>yes"), call(1, [*first, said("yes"), user("and?")], "no")])
+    items = main_conversation(
+        [call(0, first, "<think>hm</think>yes"), call(1, [*first, said("yes"), user("and?")], "no")]
+    )
     answers = [(i.content, i.logprobs) for i in items if i.role is EpisodeItemRole.ASSISTANT]
     assert answers == [("yes", []), ("no", [-2.0])]
 
@@ -101,11 +104,13 @@ def test_an_answer_that_was_changed_keeps_no_logprobs() -> None:
 def test_calls_that_failed_and_tool_calls() -> None:
     tools = [{"id": "t1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
     asked = {"role": "assistant", "content": None, "tool_calls": tools}
-    items = dialogue([call(0, answer=None, error="http 500"), call(1, [user("?")], asked, finish_reason="tool_calls")])
+    items = main_conversation(
+        [call(0, answer=None, error="http 500"), call(1, [user("?")], asked, finish_reason="tool_calls")]
+    )
     assert items[-1].content == ""
     assert items[-1].metadata == {"call": 1, "finish_reason": "tool_calls", "tool_calls": tools}
-    assert dialogue([]) == []
-    assert dialogue([call(0, answer=None)]) == []
+    assert main_conversation([]) == []
+    assert main_conversation([call(0, answer=None)]) == []
 
 
 def test_text_of_parts() -> None:
@@ -115,8 +120,8 @@ def test_text_of_parts() -> None:
         "stray",
         {"type": "text", "text": "b"},
     ]
-    assert text_of(parts) == "ab"
-    assert text_of(None) == ""
+    assert text_content(parts) == "ab"
+    assert text_content(None) == ""
 
 
 # credit
@@ -153,23 +158,31 @@ def test_step_rewards_must_be_there_for_each_trained_call() -> None:
 
 
 @pytest.mark.parametrize("credit", ["episode", "step", "function"])
-def test_a_group_of_one_is_left_out_whatever_the_credit(credit: str) -> None:
+def test_a_group_of_one_is_dropped_whatever_the_credit(credit: str) -> None:
     collection = TrajectoryCollection(trajectories=[[trajectory(1.0, [0, 1], [0.0, 1.0])]], run_id="r")
-    assert weigh(collection, CallWeigher(AdvantageConfig(), Credit(credit))) == []
-    assert (collection.trajectories, collection.dropped) == ([], {"single_member": 1})
+    epoch = estimate_epoch(collection, GroupRelativeEstimator(AdvantageConfig(), Credit(credit)))
+    assert epoch.advantages == []
+    assert (epoch.collection.trajectories, epoch.collection.dropped) == ([], {"single_member": 1})
+    assert epoch.collection.drop_reasons == {"e1": "single_member"}
 
 
-def test_text_without_calls_is_left_to_what_trains_it() -> None:
+def test_text_without_calls_is_left_to_the_backend() -> None:
     groups = [[Trajectory(reward=r) for r in rewards] for rewards in ((1.0, 0.0), (1.0, 1.0))]
     collection = TrajectoryCollection(trajectories=groups, run_id="r")
-    weighed = weigh(collection, CallWeigher(AdvantageConfig(), Credit()))
-    assert weighed == [(t, {}) for t in groups[0]]
-    assert (collection.trajectories, collection.dropped) == (groups[:1], {"no_variance": 2})
+    epoch = estimate_epoch(collection, GroupRelativeEstimator(AdvantageConfig(), Credit()))
+    assert epoch.advantages == [(t, {}) for t in groups[0]]
+    assert (epoch.collection.trajectories, epoch.collection.dropped) == (groups[:1], {"no_variance": 2})
 
 
-def test_rows_get_the_weights_of_their_calls() -> None:
+def test_rows_get_the_advantages_of_their_calls_and_nothing_is_changed_in_place() -> None:
     group = [trajectory(1.0, [0, 2]), trajectory(0.0, [0])]
-    build_rows(group, call_advantages(group, CENTRED))
-    assert [[r.advantages for r in t.rows] for t in group] == [[[0, 0.5], [0, 0.5]], [[0, -0.5]]]
-    assert [[r.calls for r in t.rows] for t in group] == [[[0], [2]], [[0]]]
-    assert [r.episode for r in group[0].rows] == ["e1", "e1"]
+    collection = TrajectoryCollection(trajectories=[group], run_id="r")
+    epoch = estimate_epoch(collection, GroupRelativeEstimator(CENTRED, Credit()))
+    assert [[r.advantages for r in t.rows] for t in epoch.collection.trajectories[0]] == [
+        [[0, 0.5], [0, 0.5]],
+        [[0, -0.5]],
+    ]
+    assert collection.trajectories[0][0] is group[0]
+    assert group[0].rows == group[1].rows == []
+    default = training_rows(TrajectoryCollection(trajectories=[group], run_id="r"))
+    assert [row.episode for row in default] == ["e1", "e1", "e0"]

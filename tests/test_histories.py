@@ -21,8 +21,9 @@ import pytest
 from aiohttp import web
 from fake_openai import FakeOpenAI, encode, logprob, texts_of
 
-from insitu.algorithms.rows import rows_of
-from insitu.evaluation.episodes import EpisodeRules, in_process, run_episode, run_limited
+from insitu.advantages.estimator import rows_of
+from insitu.evaluation.collector import run_limited
+from insitu.evaluation.episodes import EpisodeOptions, in_process, run_episode
 from insitu.gateway.server import Gateway
 from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
@@ -369,7 +370,7 @@ async def _play(server: Templated) -> Played:
     llms = [connect(name, config, Endpoint("fake", server.base_url, "none")) for name in ("player", "judge")]
     names = [f"{k} {way}" for k in range(EPISODES) for way in ("ours", "foreign")]
     random.Random(7).shuffle(names)
-    rules = EpisodeRules(training=frozenset(["player"]))
+    rules = EpisodeOptions(training=frozenset(["player"]))
     episodes: dict[str, Episode] = {}
 
     async def run(name: str) -> Episode:

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ ORDER = [
     "errors",
     "schemas",
     "algorithms",
+    "advantages",
     "http_format",
     "registry",
     "config",
@@ -39,7 +41,7 @@ INTEGRATIONS = {
     "backend/art": "backend/server.py",
     "frameworks/*": None,
 }
-BACKEND_MAY = {"errors", "schemas", "algorithms", "http_format", "backend"}
+BACKEND_MAY = {"errors", "schemas", "algorithms", "advantages", "http_format", "backend"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]
 each_module = pytest.mark.parametrize("path", MODULES, ids=NAMES)
@@ -56,16 +58,31 @@ def part_of(path: Path) -> str:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, module) of every static import, those in functions and under TYPE_CHECKING included."""
+    """(line, module) of every import: in functions, under TYPE_CHECKING, and by name.
+
+    Any text that is the dotted name of a module of ours counts as an import by name, wherever it stands; of an
+    f-string, the part before its first value.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: relative import"
-            if node.module == "insitu":
-                yield from ((node.lineno, f"insitu.{alias.name}") for alias in node.names)
-            else:
-                yield node.lineno, node.module or ""
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            modules = [name for name in names if file_of(name) is not None]
+            yield from ((node.lineno, name) for name in modules or [node.module or ""])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value.partition(":")[0].rstrip(".")
+            if re.fullmatch(r"insitu(\.\w+)+", name) and file_of(name) is not None:
+                yield node.lineno, name
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module of ours."""
+    top, *parts = module.split(".")
+    base = PACKAGE.joinpath(*parts)
+    candidates = (base.with_suffix(".py"), base / "__init__.py") if top == "insitu" and parts else ()
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -104,13 +121,53 @@ def test_imports_go_leftwards_only(path: Path) -> None:
 
 
 def test_the_check_of_imports_sees_what_it_must() -> None:
-    text = "if TYPE_CHECKING:\n from insitu.cli import options\ndef f():\n import insitu.training.loop\n"
-    assert [m for _, m in imports(ast.parse(text))] == ["insitu.cli", "insitu.training.loop"]
+    text = (
+        "if TYPE_CHECKING:\n from insitu.cli import options\n"
+        "def f():\n import insitu.training.loop\n"
+        "TABLE = {'x': 'insitu.workflow.functions:as_function', 'y': 'insitu is a name'}\n"
+        "import_module(f'insitu.frameworks.{name}')\n"
+    )
+    found = [m for _, m in imports(ast.parse(text))]
+    assert sorted(found) == [
+        "insitu.cli.options",
+        "insitu.frameworks",
+        "insitu.training.loop",
+        "insitu.workflow.functions",
+    ]
     assert may_import("backend", "schemas")
     assert not may_import("backend", "config")
     assert not may_import("cli", "backend")
     assert not may_import("schemas", "registry")
     assert may_import("training", "training")
+
+
+GRAPH = {path: {file_of(m) for _, m in imports(ast.parse(path.read_text()))} - {None, path} for path in MODULES}
+
+
+def test_there_is_no_import_cycle() -> None:
+    graph = {path: imported for path, imported in GRAPH.items() if part_of(path) != "backend"}
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError with the cycle
+
+
+def reachable(path: Path) -> set[Path]:
+    """All modules that a module imports, directly or not."""
+    seen: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        for imported in GRAPH[waiting.pop()] - seen:
+            seen.add(imported)
+            waiting.append(imported)
+    return seen
+
+
+def test_the_walk_of_a_rollout_is_short_and_in_the_order_of_the_imports() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## The walk of a rollout")[2].partition("\n## ")[0]
+    walk = [PACKAGE / name for name in re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.M)]
+    assert 10 <= len(walk) <= 15
+    assert len(set(walk)) == len(walk)
+    assert all(path.is_file() and part_of(path) != "backend" for path in walk)
+    for index, path in enumerate(walk):
+        assert not reachable(path) & set(walk[index + 1 :]), f"{path.name} imports a later file of the walk"
 
 
 def integration_of(path: Path) -> str:

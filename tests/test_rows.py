@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from insitu.algorithms.rows import rows_of
+from insitu.advantages.estimator import rows_of
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall, TrainingRow
 

@@ -134,7 +134,7 @@ async def test_targets_that_are_never_called_are_told_with_what_was_called(
     with pytest.raises(TrajectoryError) as caught:
         await train(path, ("workflow.functions", functions))
     message = str(caught.value)
-    assert message.startswith(f"epoch 1: no episode can be trained on; left out: 6 {reason}; most often {reason}: ")
+    assert message.startswith(f"epoch 1: no episode can be trained on; dropped: 6 {reason}; most often {reason}: ")
     assert f"the model calls of judge in move are trained; it called {called} (all of them: " in message
 
 
@@ -187,7 +187,7 @@ async def test_a_trainer_that_weighs_calls_is_refused_where_nobody_would_be_told
     write("{}", "run/run.json")
     monkeypatch.setattr(duo_plugin.KeepingAdapter, "computes_advantages", True)
     with pytest.raises(
-        ConfigError, match="insitu_trainer gives each call an advantage, and keeping_adapter sends none"
+        ConfigError, match="insitu_trainer computes the advantages of each call, but the backend of keeping_adapter"
     ):
         await train(path)
     assert (path.parent / "run/run.json").exists(), "an earlier run has been moved"
@@ -231,7 +231,7 @@ async def test_a_curriculum_goes_on_where_an_earlier_run_ended(
     # the file lies in the folder that is about to be moved aside
     go_on = ("trainers.t.curriculum_state", "run/curriculum_state.json")
     await train(path, go_on, ("finetuning.num_epochs", "1"))
-    assert "the curriculum goes on after epoch 2 of run/curriculum_state.json" in capsys.readouterr().out
+    assert "the curriculum continues after epoch 2 of run/curriculum_state.json" in capsys.readouterr().out
     (third,) = metrics_of(path)
     assert (third["epoch"], third["curriculum_percentile"]) == (1, 0.9)
     assert set(third["curriculum_state"]["included_groups"]) == {f"r{i}" for i in range(6)}
@@ -239,9 +239,7 @@ async def test_a_curriculum_goes_on_where_an_earlier_run_ended(
     assert {count for _, count in sums.values()} == {3}
 
     write('{"current_percentile": 0.3, "total_groups": 6, "included_groups": ["r1"]}', "old.json")
-    with pytest.raises(
-        ConfigError, match=r"^trainers.t.curriculum_state: .*old.json holds no curriculum to go on with"
-    ):
+    with pytest.raises(ConfigError, match=r"^trainers.t.curriculum_state: .*old.json holds no curriculum to continue"):
         await train(path, ("trainers.t.curriculum_state", "old.json"))
     assert len(metrics_of(path)) == 1  # nothing has been moved
 
@@ -253,7 +251,7 @@ async def test_an_epoch_that_the_curriculum_leaves_empty_is_no_failure_unless_al
     easy = ("eval.evaluators.score.fixed", "{r0: 9e9}")  # the easiest has no variance
     (status,) = await train(path, easy)
     assert status.status == "completed"
-    assert "epoch 1 trains nothing: all of it is left out" in capsys.readouterr().out
+    assert "epoch 1 trains nothing: every episode was dropped" in capsys.readouterr().out
     first, second = metrics_of(path)
     assert (first["dropped"], first["filtered_groups"]) == ({"curriculum": GENERATIONS, "no_variance": GENERATIONS}, 0)
     assert (second["dropped"], second["filtered_groups"]) == ({"no_variance": GENERATIONS}, 1)

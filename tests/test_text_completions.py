@@ -17,7 +17,7 @@ from test_finetune import CONFIG, ROOT, lines, run, write_rows
 from test_inspection import show
 from tiny_models import save_tiny_model
 
-from insitu.algorithms.rows import rows_of
+from insitu.advantages.estimator import rows_of
 from insitu.capture.recorder import Recorder
 from insitu.errors import CaptureError
 from insitu.frameworks import async_client

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
-from insitu.config import WORKFLOW, Config
+from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, PluginError, describe_error
 from insitu.registry import (
     EVALUATOR,
@@ -24,31 +24,38 @@ from insitu.registry import (
     not_found,
     registry,
 )
-from insitu.schemas.components import LLMFrameworkEnum, TTCStrategyBaseConfig, TypedBaseModel
+from insitu.schemas.components import WORKFLOW, LLMFrameworkEnum, TTCStrategyBaseConfig, TypedBaseModel
 from insitu.schemas.evaluation import EvaluatorInfo
 from insitu.schemas.finetuning import PolicyEndpoint
 
 logger = logging.getLogger(__name__)
 
 
+class GenerationCounter:
+    """Numbers the generations of a row: no two collections for training sample it with the same seed."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def take(self, count: int) -> int:
+        """Reserves `count` numbers and returns the first."""
+        first, self._taken = self._taken, self._taken + count
+        return first
+
+
 @dataclass
 class RunState:
     """What all evaluations of one finetuning run share, whether the trainer or a plugin starts them.
 
-    `episode_slots` limits the episodes in flight. `generations` counts those handed out: no two collections for
-    training sample a row with the same seed. `validations` counts held-out evaluations, and `failed_validations`
+    `episode_slots` limits the episodes in flight. `validations` counts held-out evaluations; `failed_validations`
     describes those without a score.
     """
 
     episode_slots: asyncio.Semaphore
-    generations: int = 0
+    loop: asyncio.AbstractEventLoop
+    generations: GenerationCounter = field(default_factory=GenerationCounter)
     validations: int = 0
     failed_validations: list[str] = field(default_factory=list)
-
-    def take_generations(self, count: int) -> int:
-        """Reserves `count` generation numbers and returns the first."""
-        first, self.generations = self.generations, self.generations + count
-        return first
 
 
 def _adder(kind: Kind) -> Callable[["Builder", str, TypedBaseModel], Awaitable[Any]]:
@@ -188,7 +195,7 @@ class Builder:
         framework = str(wrapper_type).lower()
 
         async def wrap() -> Any:
-            supported = entry_points(group="insitu.frameworks")
+            supported = entry_points(group="insitu.llm_wrappers")
             if framework not in supported.names:
                 raise ConfigError(not_found(f"llms.{name}: the framework", framework, sorted(supported.names)))
             point = supported[framework]

@@ -1,16 +1,14 @@
-"""The three parts of the loop that a plugin may replace: what gathers episodes, what trains, what drives both."""
+"""The parts of the loop that a plugin may replace: trajectory builder, trainer adapter and trainer."""
 
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
 from typing import Any
 
-from insitu.algorithms.statistics import mean_ci95
 from insitu.errors import ConfigError
-from insitu.evaluation.evaluators import number, scores_by_row
 from insitu.evaluation.run import EvaluationRun
-from insitu.evaluation.shared import current_run
-from insitu.schemas.evaluation import EvalOutputItem, EvaluationRunConfig, EvaluationRunOutput
+from insitu.evaluation.shared_run import current_builder, evaluation_request
+from insitu.evaluation.validation import validate
+from insitu.schemas.evaluation import EvalOutputItem, EvaluationRunOutput
 from insitu.schemas.finetuning import (
     CurriculumLearningConfig,
     FinetuneConfig,
@@ -27,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrajectoryBuilder(ABC):
-    """Runs the workflow and makes what it did into trajectories, grouped by example."""
+    """Runs the workflow and turns its episodes into trajectories, grouped by example."""
 
     def __init__(self, trajectory_builder_config: TrajectoryBuilderConfig) -> None:
         self.trajectory_builder_config = trajectory_builder_config
@@ -43,41 +41,34 @@ class TrajectoryBuilder(ABC):
         return None
 
     async def run_eval(self) -> EvaluationRunOutput:
-        """The workflow once on each row of the run's dataset, scored: another generation with each call.
+        """Runs and scores the workflow once on each row of the run's dataset; each call samples another generation.
 
-        May be called several times at once: the calls share the run's components and its limit on episodes, and each
-        writes into a folder of its own, `generation_<n>` in `eval.general.output_dir`.
+        Concurrent calls share the run's components and its limit on episodes in flight, and each writes into its own
+        folder `generation_<n>` of `eval.general.output_dir`.
         """
-        asked = self.run_config.run_configuration
-        if asked is None:
+        run = self.run_config.run_configuration
+        if run is None:
             raise ConfigError("run_eval() needs finetuning.run_configuration, which the finetune command sets")
-        config = EvaluationRunConfig(
-            config_file=asked.config_file,
-            dataset=asked.dataset,
-            result_json_path=asked.result_json_path,
-            endpoint=asked.endpoint,
-            endpoint_timeout=asked.endpoint_timeout,
-            override=asked.override,
-        )
-        output = await EvaluationRun(config, training=True).run_and_evaluate()
+        request = evaluation_request(run, config_file=run.config_file, dataset=run.dataset, override=run.override)
+        output = await EvaluationRun(request, training=True).run_and_evaluate()
         _warn_of_failures(output)
         return output
 
     @abstractmethod
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
-        """Begin to collect; returns at once."""
+        """Starts collecting and returns immediately."""
 
     @abstractmethod
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
-        """Wait for what was begun, and give its trajectories."""
+        """Waits for the collection to finish and returns its trajectories."""
 
     async def compute_reward(self, output_item: EvalOutputItem, meta: dict[str, Any] | None = None) -> float:
-        """The reward of a scored item; 0.0 without a score, but unscored items are left out before this is asked."""
+        """The reward of a scored item; 0.0 without a score, though unscored items are dropped before this is called."""
         return float(output_item.score) if output_item.score is not None else 0.0
 
     @abstractmethod
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Tell how collecting went."""
+        """Reports how collecting went."""
 
 
 class TrainerAdapter(ABC):
@@ -108,19 +99,19 @@ class TrainerAdapter(ABC):
 
     @abstractmethod
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        """Begin a training job on these trajectories."""
+        """Starts a training job on these trajectories."""
 
     @abstractmethod
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        """How the job stands; also after it has ended."""
+        """The status of the job, also after it has ended."""
 
     @abstractmethod
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
-        """The job's final status; `poll_interval` in seconds, where polling is needed."""
+        """The job's final status; `poll_interval` in seconds, if polling is needed."""
 
     @abstractmethod
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Tell how the job went."""
+        """Reports how the job went."""
 
 
 class Trainer(ABC):
@@ -152,50 +143,34 @@ class Trainer(ABC):
 
     @abstractmethod
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
-        """Collect and submit one epoch; None when it trained nothing."""
+        """Collects and submits one epoch; None if it trained nothing."""
 
     @abstractmethod
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """The whole run: a final status for each epoch."""
+        """Runs all epochs; returns a final status for each."""
 
     @abstractmethod
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
-        """What is known of a run."""
+        """The metrics of a run."""
 
     @abstractmethod
     async def cleanup(self) -> None:
-        """Release what the run holds; also called when `initialize` failed."""
+        """Releases the run's resources; also called if `initialize` failed."""
 
     @abstractmethod
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Record an epoch."""
+        """Records an epoch."""
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
-        """Score the held-out dataset with the model as it is; a failure is told under `error`, never as a reward.
+        """Scores the held-out dataset with the current model; a failure is reported under `error`, never as a reward.
 
-        Each call samples the same answers, as far as the model is the same. A finetune run in which one failed fails.
+        Every call samples the same episodes as far as the model is the same. A run with a failed validation fails.
         """
-        asked, reps = self.run_config.run_configuration, 1
-        if asked is None or asked.validation_dataset is None:
-            raise ConfigError("validation needs a dataset: finetuning.validation.dataset or --validation_dataset")
-        if self.run_config.validation is not None:
-            reps = self.run_config.validation.reps
-        config = EvaluationRunConfig(
-            config_file=asked.validation_config_file or asked.config_file,
-            dataset=asked.validation_dataset,
-            result_json_path=asked.result_json_path,
-            endpoint=asked.endpoint,
-            endpoint_timeout=asked.endpoint_timeout,
-            reps=reps,
-            override=() if asked.validation_config_file else asked.override,
-            write_output=False,
-        )
-        run = current_run()
-        failed = [] if run is None else run.failed_validations
+        builder = current_builder()
+        failed = [] if builder is None or builder.run is None else builder.run.failed_validations
         try:
-            output = await EvaluationRun(config, training=False).run_and_evaluate()
-            metrics = validation_metrics(output, self.run_config, epoch)
-        except Exception as error:  # whatever it is: a trainer that takes no notice has not validated all the same
+            metrics = await validate(self.run_config, epoch)
+        except Exception as error:  # also recorded, in case the trainer ignores it
             failed.append(f"at epoch {epoch}: {error}")
             raise
         if "error" in metrics:
@@ -205,50 +180,19 @@ class Trainer(ABC):
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
-        """The part of the collection this epoch trains on."""
+        """The groups that this epoch trains on."""
         raise NotImplementedError("a trainer that uses curriculum learning overrides apply_curriculum_learning")
 
     def get_curriculum_state(self) -> dict[str, Any]:
-        """A copy of the state that JSON can hold."""
+        """A JSON-serializable copy of the state."""
         return {k: sorted(v) if isinstance(v, set) else v for k, v in self._curriculum_state.items()}
 
 
 def _warn_of_failures(output: EvaluationRunOutput) -> None:
-    """A plugin sees failed episodes in the items, and may leave them out without a word: say it here."""
+    """A plugin may drop failed items silently."""
     items = output.eval_input.eval_input_items
     failed = [item for item in items if item.error is not None]
     if failed:
         logger.warning(
             "%d of %d episodes failed; the first, of row %r: %s", len(failed), len(items), failed[0].id, failed[0].error
         )
-
-
-def validation_metrics(output: EvaluationRunOutput, run_config: FinetuneConfig, epoch: int) -> dict[str, Any]:
-    """One line of `validation_history.json` from an evaluation's output."""
-    reward = run_config.reward_function
-    results = dict(output.evaluation_results)
-    if reward is None or reward.name not in results:
-        raise ConfigError(
-            f"validation has no evaluator called {reward.name if reward else None!r}; it has: {[*results]}"
-        )
-    dropped: Counter[str] = Counter()
-    for failed in (item for item in output.eval_input.eval_input_items if item.error is not None):
-        dropped[failed.reason or "workflow_error"] += 1
-    for item in results[reward.name].eval_output_items:
-        _, reason, _ = number(item)
-        if reason is not None:
-            dropped[str(reason)] += 1
-    scores = scores_by_row(results[reward.name])
-    if not scores:
-        return {"epoch": epoch, "error": f"no example could be scored: {dict(dropped)}", "dropped": dict(dropped)}
-    means = [sum(of_row) / len(of_row) for of_row in scores.values()]
-    estimate = mean_ci95(means)
-    return {
-        "epoch": epoch,
-        "avg_reward": estimate.mean,
-        "min_reward": min(min(s) for s in scores.values()),
-        "max_reward": max(max(s) for s in scores.values()),
-        "num_examples": sum(len(s) for s in scores.values()),
-        "ci95": [estimate.low, estimate.high],
-        "dropped": dict(dropped),
-    }

@@ -12,7 +12,7 @@ import orjson
 from pydantic import Field, SecretStr, model_validator
 
 from insitu.adapters.backend_process import BackendProcess
-from insitu.algorithms.advantages import AdvantageConfig
+from insitu.advantages.estimator import training_rows
 from insitu.builder import Builder
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
 from insitu.http_format import error_message, event_data
@@ -28,7 +28,6 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.schemas.training_jobs import JobState, TrainingOptions, TrainingSettings
-from insitu.trajectories.groups import build_rows, call_advantages
 
 logger = logging.getLogger(__name__)
 
@@ -159,10 +158,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         Groups without rows get the default advantages. Without an epoch, which plugins may leave unset, each submission
         is a job.
         """
-        for group in trajectories.trajectories:
-            if not any(t.rows for t in group):
-                build_rows(group, call_advantages(group, AdvantageConfig()))
-        rows = [row for group in trajectories.trajectories for t in group for row in t.rows]
+        rows = training_rows(trajectories)
         if not rows:
             raise JobFailed(
                 f"run {trajectories.run_id}: none of {sum(map(len, trajectories.trajectories))} trajectories has rows "

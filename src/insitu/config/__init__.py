@@ -4,7 +4,7 @@ import importlib
 import logging
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu import registry as reg
+from insitu.advantages.targeting import models_named
 from insitu.config.keys import holds_secret, references, unknown_keys
 from insitu.config.yaml_loader import expand, override, parse_yaml, type_name
 from insitu.errors import ConfigError, PluginError
 from insitu.registry import Kind, not_found, registry
-from insitu.schemas.components import FunctionBaseConfig, TypedBaseModel
+from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, TypedBaseModel
 from insitu.schemas.finetuning import FinetuneConfig, RewardFunctionConfig
 
 logger = logging.getLogger(__name__)
-
-WORKFLOW = "<workflow>"
-"""The name under which the block `workflow` is built and targeted."""
 
 _STRICT = ConfigDict(extra="ignore", use_attribute_docstrings=True, arbitrary_types_allowed=True)
 _COMPONENT_SECTIONS = (
@@ -133,35 +131,6 @@ class Config:
             if candidate.exists():
                 return candidate
         raise ConfigError(f"{key}: {str(path)!r} does not exist; looked for {' and '.join(map(str, candidates))}")
-
-
-def is_targeted(functions: Collection[str], targets: Collection[str]) -> bool:
-    """Whether a call made in `functions` was made in one of `targets` (`<workflow>`: anywhere)."""
-    return WORKFLOW in targets or not set(targets).isdisjoint(functions)
-
-
-def credited_function(functions: Sequence[str], targets: Collection[str]) -> str:
-    """The function that a call made in `functions` (outermost first) is credited to.
-
-    It is the innermost; where `targets` name functions, the innermost of these.
-    """
-    named = [name for name in functions if name in targets] if WORKFLOW not in targets else []
-    return (named or functions or (WORKFLOW,))[-1]
-
-
-def models_named(target: str, models: Mapping[str, str | None]) -> list[str]:
-    """The keys of `models` (key -> model name) that `target` means: a key, or else a model name, its `@step` or not.
-
-    A name that is exactly none of theirs may be that of the models whose names are not known yet.
-    """
-    same_name = [key for key, model in models.items() if model == target]
-    near = [k for k, model in models.items() if model is None or _without_step(model) == _without_step(target)]
-    return [target] if target in models else same_name or near
-
-
-def _without_step(model: str) -> str:
-    name, _, step = model.rpartition("@")
-    return name if name and step.isdecimal() else model
 
 
 def load_config(source: Any, overrides: Iterable[tuple[str, str]] = ()) -> Config:

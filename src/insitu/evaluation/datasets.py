@@ -139,7 +139,7 @@ def load_dataset(config: Config, path: str | Path | None = None, answered: bool 
         raise ConfigError(registry.unknown(DATASET, "eval.general.dataset: _type", kind))
     file = config.find_path(file, where)
     try:
-        items = _items(shape_of(config), file, registration.factory(file), answered)
+        items = _items(dataset_config(config), file, registration.factory(file), answered)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
         raise ConfigError(f"dataset {file} cannot be read: {error}") from error
     if not items:
@@ -147,8 +147,8 @@ def load_dataset(config: Config, path: str | Path | None = None, answered: bool 
     return items
 
 
-def shape_of(config: Config) -> FileDatasetConfig:
-    """Which columns mean what: as the configured dataset says, which may be of another file."""
+def dataset_config(config: Config) -> FileDatasetConfig:
+    """The configured dataset, whose column names apply to other files too; the defaults without one."""
     return FileDatasetConfig(file_path=Path()) if config.eval.dataset is None else config.eval.dataset
 
 

@@ -1,17 +1,17 @@
-"""Episodes as JSON: between a trainer and a service that runs the workflow, and in `workflow_output.json`.
+"""Episodes as JSON: between a trainer and a workflow service, and in `workflow_output.json`.
 
-A trainer asks `POST /v1/episodes` for one attempt, and is answered in JSON lines while it goes on:
+A trainer requests one attempt with `POST /v1/episodes`; the response is JSON lines, streamed as things happen:
 
     {"input": "2 + 2", "row": {"id": 17, ...}, "key": ["r1", 3, "17", 2, 0],
-     "rules": {"seed": 7, "timeout": null, "training": ["player"], ...},
+     "options": {"seed": 7, "timeout": null, "training": ["player"], ...},
      "policy": {"base_url": "http://127.0.0.1:8700/v1", "model": "policy", "api_key": "none"}}
 
     {"step": {"parent_id": "root", "function_ancestry": {...}, "payload": {"event_type": "FUNCTION_START", ...}}}
-                                                an empty line: the service is alive
+                                                an empty line: a heartbeat
     {"call": {"index": 0, "token_ids": [7, 2], "logprobs": [-0.1, -0.7], ...}}
     {"end": {"outcome": "ok", "output": "4", "seconds": 0.3, ...}}
 
-Without `end` the attempt was lost.
+A stream without `end` is a lost attempt.
 """
 
 import json
@@ -20,24 +20,24 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticSerializationError, from_json, to_json, to_jsonable_python
 
-from insitu.evaluation.episodes import EpisodeRules
+from insitu.evaluation.episodes import EpisodeOptions
 from insitu.schemas.episodes import DropReason, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.schemas.steps import IntermediateStep, StreamEventData, TraceMetadata, TTCEventData
 from insitu.workflow.conversion import json_form
 
-PROTOCOL = 2
+PROTOCOL = 3
 EPISODES = "/v1/episodes"
 HEARTBEAT_SECONDS = 5.0
-"""A service that has nothing to say sends an empty line this often."""
+"""An idle stream carries an empty line this often."""
 TOKEN_VARIABLE = "INSITU_SERVE_TOKEN"
-"""The environment variable from which both sides take the bearer token."""
+"""The environment variable with the bearer token, on both sides."""
 
 
 class ServedPolicy(BaseModel):
-    """Where the trainer's model is served: what llms of _type policy are, for this episode.
+    """Where the trainer's model is served, for the llms of `_type: policy` in this episode.
 
-    `renamed`: `model` is another one with each version of the weights.
+    `renamed`: the model's name changes with every version of the weights.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -55,25 +55,25 @@ class ServedPolicy(BaseModel):
 
 
 class EpisodeRequest(BaseModel):
-    """One attempt at an episode; `policy` none: the service's own."""
+    """One attempt at an episode; without `policy` the service serves its own model."""
 
     model_config = ConfigDict(extra="forbid")
 
     input: Any = None
     row: Any = None
     key: EpisodeKey
-    rules: EpisodeRules = EpisodeRules()
+    options: EpisodeOptions = EpisodeOptions()
     policy: ServedPolicy | None = None
 
 
 class EpisodeEnd(BaseModel):
-    """What there is to tell when an attempt has ended, beside its steps and calls."""
+    """The outcome of an attempt; its steps and calls have their own lines."""
 
     outcome: Outcome
     output: Any = None
     reason: DropReason | None = None
     error: str | None = None
-    passing: bool = False
+    transient: bool = False
     seconds: float = 0.0
     step_rewards: list[float] | None = None
     rewarded_functions: list[str] = []
@@ -81,7 +81,7 @@ class EpisodeEnd(BaseModel):
 
 
 class Description(BaseModel):
-    """What `GET /v1/episodes` answers."""
+    """The response to `GET /v1/episodes`."""
 
     protocol: int
     source: str
@@ -89,11 +89,11 @@ class Description(BaseModel):
 
 
 _WHOLE: dict[str, Any] = {"fallback": json_form, "bytes_mode": "base64", "serialize_as_any": True}
-"""The last one: also what a subclass adds to the model that is declared, such as the tool calls of LangChain."""
+"""serialize_as_any keeps fields that a subclass adds to the declared model, such as LangChain's tool calls."""
 
 
 def encode(value: Any) -> bytes:
-    """JSON of whatever a workflow may have put there; ValueError if it cannot be told (nested too deeply)."""
+    """JSON of any value a workflow may return; raises ValueError if it is nested too deeply."""
     try:
         return to_json(value, inf_nan_mode="constants", **_WHOLE)
     except PydanticSerializationError:  # lone surrogates are escaped
@@ -101,14 +101,14 @@ def encode(value: Any) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """What `value` would be after it was written as JSON and read again."""
+    """The value after a round trip through JSON."""
     return to_jsonable_python(value, **_WHOLE)
 
 
 def decode(text: bytes) -> Any:
     try:
         return from_json(text)
-    except ValueError:  # lone surrogates again, or no JSON
+    except ValueError:  # lone surrogates again, or not JSON
         return json.loads(text)
 
 
@@ -117,7 +117,7 @@ def read_call(record: dict[str, Any]) -> ModelCall:
 
 
 def read_step(record: Any) -> IntermediateStep:
-    """A step from its JSON. What has all fields of TraceMetadata, or of TTCEventData, was one."""
+    """A step from its JSON; the fields tell TraceMetadata and TTCEventData from plain dictionaries."""
     if isinstance(record, dict) and isinstance(payload := record.get("payload"), dict):
         metadata, data = payload.get("metadata"), payload.get("data")
         if isinstance(metadata, dict) and metadata.keys() >= TraceMetadata.model_fields.keys():

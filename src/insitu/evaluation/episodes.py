@@ -1,21 +1,22 @@
-"""Running episodes: one episode with its attempts, and many under one concurrency limit.
+"""One episode: attempts at a row until one succeeds or the retries are used up.
 
-Who makes an attempt is replaceable: an `Attempt` is a function of (row, key, rules) that gives plain data.
-`in_process` runs the workflow here, `insitu.evaluation.remote` has a service run it.
+An `Attempt` is a function of (row, key, options) that returns plain data: `in_process` runs the workflow here,
+`RemoteWorkflow.attempt` in a workflow service.
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pydantic import ConfigDict
 
-from insitu.config import WORKFLOW, credited_function
+from insitu.advantages.targeting import credited_function
+from insitu.config import Config
 from insitu.errors import (
     BackendUnavailable,
     CaptureError,
@@ -27,6 +28,7 @@ from insitu.errors import (
     format_error,
 )
 from insitu.evaluation.result_path import ResultPath
+from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.workflow.context import EpisodeScope
@@ -34,20 +36,16 @@ from insitu.workflow.steps import OnStep
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-R = TypeVar("R")
-
-_PASSING_OPENAI_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError")
+_TRANSIENT_OPENAI_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError")
 
 
 @dataclass(frozen=True)
-class EpisodeRules:
-    """How an episode is run: `timeout` in seconds for each attempt, `retries` after passing failures.
+class EpisodeOptions:
+    """How an episode is run: `timeout` in seconds per attempt, `retries` after transient failures.
 
-    `seed` is the configured one. `training` names the llms (True: all) whose servers are asked for logprobs and token
-    ids; an answer without logprobs is an error, one without token ids only with `needs_token_ids`.
-    `target_functions` are those whose calls are trained. `result` takes the output from the workflow's answer; none:
-    the answer is the output.
+    `seed` is the configured one. `training` names the llms (True: all) whose calls need logprobs, and with
+    `needs_token_ids` token ids too. `target_functions` are those whose calls are trained. `result` extracts the output
+    from the workflow's result; None: the whole result.
     """
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -60,30 +58,44 @@ class EpisodeRules:
     needs_token_ids: bool = True
     target_functions: tuple[str, ...] = (WORKFLOW,)
 
+    @classmethod
+    def of(
+        cls, config: Config, training: frozenset[str], result: ResultPath | None, needs_token_ids: bool
+    ) -> "EpisodeOptions":
+        return cls(
+            config.general.seed,
+            config.eval.episode_timeout,
+            config.eval.retries,
+            training,
+            result,
+            needs_token_ids,
+            tuple(config.finetuning.target_functions),
+        )
 
-class Attempted(NamedTuple):
-    """An attempt that has ended; `passing`: it failed for a reason that another attempt may not meet."""
+
+class AttemptResult(NamedTuple):
+    """The episode of one attempt; `transient`: it failed, but another attempt may succeed."""
 
     episode: Episode
-    passing: bool = False
+    transient: bool = False
 
 
-Attempt = Callable[[EvalInputItem, EpisodeKey, EpisodeRules], Awaitable[Attempted]]
+Attempt = Callable[[EvalInputItem, EpisodeKey, EpisodeOptions], Awaitable[AttemptResult]]
 
 
-async def run_episode(attempt: Attempt, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules) -> Episode:
-    """Run the workflow on one row; what goes wrong inside it is told by the episode, never raised."""
+async def run_episode(attempt: Attempt, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> Episode:
+    """Runs the workflow on one row. Failures inside it are recorded in the episode, never raised."""
     failed_requests: Counter[str] = Counter()
-    for number in range(rules.retries + 1):
-        episode, passing = await attempt(item, key._replace(attempt=key.attempt + number), rules)
+    for number in range(options.retries + 1):
+        episode, transient = await attempt(item, key._replace(attempt=key.attempt + number), options)
         failed_requests.update(episode.failed_requests)
-        if episode.outcome is Outcome.OK or not passing:
+        if episode.outcome is Outcome.OK or not transient:
             break
         logger.info("episode %s failed (%s), attempt %d", episode.key.text(), episode.error, number + 1)
     episode.failed_requests = dict(failed_requests)
-    if episode.outcome is Outcome.OK and rules.result is not None:
+    if episode.outcome is Outcome.OK and options.result is not None:
         try:
-            episode.output = rules.result.take(episode.output)
+            episode.output = options.result.take(episode.output)
         except WorkflowError as error:
             episode.output = None
             fail(episode, DropReason.WORKFLOW_ERROR, error)
@@ -91,74 +103,74 @@ async def run_episode(attempt: Attempt, item: EvalInputItem, key: EpisodeKey, ru
 
 
 def fail(episode: Episode, reason: DropReason, error: BaseException) -> None:
-    """Mark an episode as failed, `error` told by its name, message and cause."""
+    """Marks an episode as failed."""
     episode.outcome = Outcome.FAILED
     episode.reason = reason
     episode.error = format_error(error)
 
 
 def in_process(workflow: Any, on_step: OnStep | None = None) -> Attempt:
-    """Attempts that run `workflow` in this event loop; `on_step` gets each step as it happens."""
+    """Attempts that run `workflow` in this event loop; `on_step` receives each step as it happens."""
     return partial(_attempt, workflow, on_step)
 
 
 async def _attempt(
-    workflow: Any, on_step: OnStep | None, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules
-) -> Attempted:
+    workflow: Any, on_step: OnStep | None, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions
+) -> AttemptResult:
     scope = EpisodeScope(
         key=key,
-        seed=key.seed(rules.seed),
+        seed=key.seed(options.seed),
         input_message=item.input_obj,
         row=item.full_dataset_entry,
         is_evaluating=True,
-        training=rules.training,
-        needs_token_ids=rules.needs_token_ids,
-        target_functions=rules.target_functions,
+        training=options.training,
+        needs_token_ids=options.needs_token_ids,
+        target_functions=options.target_functions,
         on_step=on_step,
     )
     episode = Episode(key, Outcome.OK, calls=scope.calls, steps=scope.steps)
-    passing = False
+    transient = False
     started = time.perf_counter()
     try:
         with scope.activate():
-            async with asyncio.timeout(rules.timeout) as limit:
+            async with asyncio.timeout(options.timeout) as limit:
                 output = await workflow.ainvoke(item.input_obj)
             if limit.expired():
-                raise TimeoutError  # the workflow caught its cancellation and went on
+                raise TimeoutError  # the workflow swallowed its cancellation
         if scope.ledger.capture_error is not None:
             raise scope.ledger.capture_error
         episode.output = output
-    except (Exception, BaseExceptionGroup, SystemExit, asyncio.CancelledError) as error:  # user code: its failure
-        if being_cancelled(error):
+    except (Exception, BaseExceptionGroup, SystemExit, asyncio.CancelledError) as error:  # user code may raise anything
+        if is_own_cancellation(error):
             raise
         if isinstance(error, TimeoutError) and limit.expired():
-            error = EpisodeTimeout(f"no answer within episode_timeout: {rules.timeout:g} s")
+            error = EpisodeTimeout(f"no answer within episode_timeout: {options.timeout:g} s")
         elif scope.ledger.capture_error is not None:
             error = scope.ledger.capture_error
-        reason, passing = classify(error)
+        reason, transient = classify(error)
         fail(episode, reason, error)
         if reason is DropReason.WORKFLOW_ERROR and not isinstance(error, InsituError):
             episode.error = describe_error(error)
         logger.debug("episode %s", key.text(), exc_info=error)
     episode.seconds = time.perf_counter() - started
     episode.failed_requests = dict(scope.ledger.failed_attempts)
-    episode.calls.sort(key=lambda call: call.index)  # recorded in the order of their ends
+    episode.calls.sort(key=lambda call: call.index)  # recorded in order of completion
     if scope.rewards.by_call:
         episode.step_rewards = [scope.rewards.by_call.get(call.index, 0.0) for call in episode.calls]
         rewarded = [call.functions for call in episode.calls if call.index in scope.rewards.by_call]
-        names = {credited_function(functions, rules.target_functions) for functions in rewarded}
+        names = {credited_function(functions, options.target_functions) for functions in rewarded}
         episode.rewarded_functions = sorted(names)
-    return Attempted(episode, passing)
+    return AttemptResult(episode, transient)
 
 
-def being_cancelled(error: BaseException) -> bool:
-    """Whether `error` comes of someone cancelling this task, and not of a cancelled task that user code waited for."""
+def is_own_cancellation(error: BaseException) -> bool:
+    """Whether this task is being cancelled, rather than a task that user code waited for."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def classify(error: BaseException) -> tuple[DropReason, bool]:
-    """The reason code of a failed episode, and whether another attempt may help."""
+    """The reason code of a failed episode, and whether the failure is transient."""
     for cause in exception_chain(error):
         if isinstance(cause, EpisodeTimeout):
             return DropReason.TIMEOUT, True
@@ -169,53 +181,5 @@ def classify(error: BaseException) -> tuple[DropReason, bool]:
         kind = type(cause)
         if kind.__module__.partition(".")[0] == "openai":
             names = {base.__name__ for base in kind.__mro__}
-            return DropReason.BACKEND_ERROR, not names.isdisjoint(_PASSING_OPENAI_ERRORS)
+            return DropReason.BACKEND_ERROR, not names.isdisjoint(_TRANSIENT_OPENAI_ERRORS)
     return DropReason.WORKFLOW_ERROR, False
-
-
-class _End:
-    """Comes after the last result."""
-
-
-_END = _End()
-
-
-async def run_limited(tasks: Iterable[T], run: Callable[[T], Awaitable[R]], limit: int) -> AsyncGenerator[R, None]:
-    """The results of `run(task)` for all tasks, as they come, at most `limit` of them in flight.
-
-    Consumes `tasks` lazily, waits for whichever task ends first, and stops when `2 * limit` results wait to be taken.
-    An exception of `run`, or closing the iterator (`aclosing`), cancels what is in flight.
-    """
-    results: asyncio.Queue[R | _End] = asyncio.Queue(maxsize=limit)
-    source = iter(tasks)
-
-    async def work() -> None:
-        for task in source:
-            try:
-                result = await run(task)
-            except asyncio.CancelledError as error:
-                if being_cancelled(error):
-                    raise
-                raise WorkflowError(f"{task!r:.200} was cancelled from inside") from error  # else it would just vanish
-            await results.put(result)
-
-    async def supervise() -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(limit):
-                    group.create_task(work())
-        finally:
-            await results.put(_END)
-
-    supervisor = asyncio.create_task(supervise(), name="episodes")
-    try:
-        while not isinstance(result := await results.get(), _End):
-            yield result
-        await supervisor
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
-    finally:
-        supervisor.cancel()
-        while not results.empty():
-            results.get_nowait()
-        await asyncio.gather(supervisor, return_exceptions=True)

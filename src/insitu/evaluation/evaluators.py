@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from statistics import fmean
 
-from insitu.evaluation.episodes import being_cancelled
+from insitu.evaluation.episodes import is_own_cancellation
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
 
@@ -30,7 +30,7 @@ class BaseEvaluator(ABC):
                 try:
                     return await self.evaluate_item(item)
                 except (Exception, asyncio.CancelledError) as error:  # user code: what it raises belongs to the item
-                    if being_cancelled(error):
+                    if is_own_cancellation(error):
                         raise
                     return EvalOutputItem(id=item.id, rep=item.rep, error=f"{type(error).__name__}: {error}")
 
@@ -43,7 +43,7 @@ async def score(info: EvaluatorInfo, name: str, items: Sequence[EvalInputItem]) 
     try:
         output = await info.evaluate_fn(EvalInput(eval_input_items=list(items)))
     except (Exception, asyncio.CancelledError) as error:  # user code: what it raises belongs to its items
-        if being_cancelled(error):
+        if is_own_cancellation(error):
             raise
         return _failed(f"evaluator {name} raised {type(error).__name__}: {error}", items)
     if not isinstance(output, EvalOutput):

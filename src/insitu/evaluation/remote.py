@@ -1,18 +1,16 @@
-"""Attempts that a workflow service makes: `insitu serve` runs the workflow, its steps and calls come back here."""
+"""Attempts made by a workflow service (`insitu serve`), which streams their steps and calls back."""
 
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 from pydantic import ValidationError
 
-from insitu.builder import Builder
-from insitu.config import WORKFLOW
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, EpisodeTimeout, RequestRefused
 from insitu.evaluation.episode_protocol import (
     EPISODES,
@@ -27,9 +25,7 @@ from insitu.evaluation.episode_protocol import (
     read_call,
     read_step,
 )
-from insitu.evaluation.episodes import Attempt, Attempted, EpisodeRules, fail, in_process
-from insitu.evaluation.shared import current_run
-from insitu.registry import FUNCTION, LLM
+from insitu.evaluation.episodes import AttemptResult, EpisodeOptions, fail
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
@@ -37,38 +33,11 @@ from insitu.schemas.finetuning import PolicyEndpoint
 _CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS
 _JSON_LINES = "application/x-ndjson"
-_RULES_OF_OURS = ("retries", "result")  # what happens before and after an attempt
-
-
-class Asked(Protocol):
-    """Who runs the workflow, as the command line says."""
-
-    endpoint: str | None
-    endpoint_timeout: int
-
-
-@asynccontextmanager
-async def open_workflow(builder: Builder, asked: Asked | None, trained: Collection[str] = ()) -> AsyncIterator[Attempt]:
-    """What makes attempts: the workflow in this process or, with an `endpoint`, the service there.
-
-    Raises BackendUnavailable if nothing answers there, ConfigError if it is another service, or has not the llms that
-    are to be trained.
-    """
-    config = builder.config
-    run = current_run()
-    own_workflow = run is not None and run.builder is not builder and WORKFLOW in config.names(FUNCTION)
-    if asked is None or asked.endpoint is None or own_workflow:  # the service has the run's workflow, not validation's
-        yield in_process(await builder.get_workflow())
-        return
-    async with RemoteWorkflow(asked.endpoint, asked.endpoint_timeout) as remote:
-        await remote.check(trained)
-        if any(config.block(LLM, name).type == "policy" for name in config.names(LLM)):
-            remote.policy = await builder.policy_endpoint()
-        yield remote.attempt
+_NOT_SENT = ("retries", "result")  # applied on this side, between and after attempts
 
 
 class RemoteWorkflow:
-    """A workflow service: `timeout` in seconds for each attempt, `policy` is what its llms of _type policy are here."""
+    """A workflow service. `timeout` in seconds per attempt; `policy` replaces the service's llms of `_type: policy`."""
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url = url.rstrip("/").removesuffix(EPISODES)
@@ -92,11 +61,11 @@ class RemoteWorkflow:
             await self._session.close()
 
     async def check(self, trained: Collection[str] = ()) -> None:
-        """Raise unless the service answers, speaks our protocol, and has the llms `trained`."""
+        """Raises unless the service responds, speaks this protocol, and has the llms in `trained`."""
         try:
             async with asyncio.timeout(_CONNECT_SECONDS), self._open("GET") as response:
                 if response.status in (404, 405):
-                    raise self._not_ours(f"GET {EPISODES} is answered with {response.status}")
+                    raise self._not_ours(f"GET {EPISODES} returned {response.status}")
                 if response.status >= 400:
                     raise await self._refusal(response)
                 body = await response.read()
@@ -107,10 +76,10 @@ class RemoteWorkflow:
         try:
             about = Description.model_validate_json(body)
         except ValidationError as error:
-            raise self._not_ours(f"GET {EPISODES} is answered with {body!r:.100}") from error
+            raise self._not_ours(f"GET {EPISODES} returned {body!r:.100}") from error
         if about.protocol != PROTOCOL:
             raise ConfigError(
-                f"endpoint {self.url} speaks protocol {about.protocol}, this is {PROTOCOL}: use one release for both"
+                f"endpoint {self.url} speaks protocol {about.protocol}, not {PROTOCOL}: use one release on both sides"
             )
         if missing := sorted(set(trained) - set(about.llms)):
             raise ConfigError(
@@ -118,54 +87,54 @@ class RemoteWorkflow:
                 f"available: {', '.join(about.llms) or 'none'} (start the service with the file that is trained)"
             )
 
-    async def attempt(self, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules) -> Attempted:
-        """One attempt. A service that fails is the reason `backend_error`, whatever it was that failed."""
+    async def attempt(self, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> AttemptResult:
+        """One attempt; every failure of the service itself is a `backend_error`."""
         episode = Episode(key, Outcome.OK)
         heard = started = time.monotonic()
         limit = asyncio.timeout(self._timeout)
-        passing = True
+        transient = True
         try:
-            request = self._request(item, key, rules)
+            request = self._request(item, key, options)
             async with limit, aclosing(self._lines(request)) as lines:
                 async for line in lines:
                     heard = time.monotonic()
                     if line and (end := _take(episode, decode(line))) is not None:
-                        return Attempted(episode, end.passing)
-            raise BackendUnavailable(f"the workflow service at {self.url} broke off before the episode's end")
+                        return AttemptResult(episode, end.transient)
+            raise BackendUnavailable(f"the workflow service at {self.url} ended the stream before the episode")
         except (aiohttp.ClientError, OSError, BackendUnavailable) as error:  # TimeoutError is an OSError
             if not limit.expired():
-                told = error if isinstance(error, BackendError) else self._lost(error)
-                fail(episode, DropReason.BACKEND_ERROR, told)
+                lost = error if isinstance(error, BackendError) else self._lost(error)
+                fail(episode, DropReason.BACKEND_ERROR, lost)
             elif heard > started and time.monotonic() - heard < _SILENCE_SECONDS:
                 late = EpisodeTimeout(f"no answer within endpoint_timeout: {self._timeout:g} s")
                 fail(episode, DropReason.TIMEOUT, late)
             else:
                 silent = BackendUnavailable(f"the workflow service at {self.url} is silent ({self._timeout:g} s)")
                 fail(episode, DropReason.BACKEND_ERROR, silent)
-        except (RequestRefused, ValueError) as error:  # what it says, or cannot be told, is so the next time too
+        except (RequestRefused, ValueError) as error:  # would fail again
             fail(episode, DropReason.BACKEND_ERROR, error)
-            passing = False
+            transient = False
         episode.seconds = time.monotonic() - started
-        return Attempted(episode, passing)
+        return AttemptResult(episode, transient)
 
     def _lost(self, error: Exception) -> BackendUnavailable:
         return BackendUnavailable(
             f"the connection to the workflow service at {self.url} is lost: {type(error).__name__}: {error}"
         )
 
-    def _request(self, item: EvalInputItem, key: EpisodeKey, rules: EpisodeRules) -> bytes:
-        told = {f.name: getattr(rules, f.name) for f in fields(rules) if f.name not in _RULES_OF_OURS}
+    def _request(self, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> bytes:
+        sent = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _NOT_SENT}
         policy = ServedPolicy.of(self.policy) if self.policy else None
-        asked = {"input": item.input_obj, "row": item.full_dataset_entry, "key": key}
-        return encode({**asked, "rules": told, "policy": policy})
+        row = item.full_dataset_entry
+        return encode({"input": item.input_obj, "row": row, "key": key, "options": sent, "policy": policy})
 
     async def _lines(self, request: bytes) -> AsyncGenerator[bytes, None]:
-        """The lines of the answer, each whole, however long."""
+        """The complete lines of the response."""
         async with self._open("POST", data=request, headers={"Content-Type": "application/json"}) as response:
             if response.status >= 400:
                 raise await self._refusal(response)
             if response.content_type != _JSON_LINES:
-                raise self._not_ours(f"it answered with {response.content_type}")
+                raise self._not_ours(f"it returned {response.content_type}")
             parts: list[bytes] = []
             async for chunk in response.content.iter_any():
                 first, *others = chunk.split(b"\n")
@@ -180,7 +149,7 @@ class RemoteWorkflow:
         return self._session.request(method, self.url + EPISODES, allow_redirects=False, **options)
 
     def _not_ours(self, what: str) -> ConfigError:
-        return ConfigError(f"endpoint {self.url} is no workflow service (insitu serve): {what}")
+        return ConfigError(f"endpoint {self.url} is not a workflow service (insitu serve): {what}")
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> Exception:
         body = await response.read()
@@ -195,7 +164,7 @@ class RemoteWorkflow:
 
 
 def _take(episode: Episode, line: dict[str, Any]) -> EpisodeEnd | None:
-    """Put what a line tells into the episode; gives the end, if it is that."""
+    """Adds a line to the episode; returns the end if the line is one."""
     if "step" in line:
         episode.steps.append(read_step(line["step"]))
     elif "call" in line:
@@ -203,9 +172,9 @@ def _take(episode: Episode, line: dict[str, Any]) -> EpisodeEnd | None:
     elif "end" in line:
         end = EpisodeEnd.model_validate(line["end"])
         for name in EpisodeEnd.model_fields:
-            if name != "passing":
+            if name != "transient":
                 setattr(episode, name, getattr(end, name))
         return end
     else:
-        raise ValueError(f"a line of the workflow service is none of step, call and end: {line!r:.200}")
+        raise ValueError(f"a line of the workflow service is not a step, call or end: {line!r:.200}")
     return None

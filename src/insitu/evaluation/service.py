@@ -1,11 +1,11 @@
-"""A workflow as a service: episodes for trainers in other processes, and plain answers for everybody else.
+"""The workflow as a service: episodes for trainers in other processes, and plain requests.
 
     POST /v1/episodes   one attempt at an episode, streamed as JSON lines (see `episode_protocol`)
     GET  /v1/episodes   what is served here
     POST /generate      {"input": ...} -> {"value": ...}
     GET  /health
 
-A client that goes away ends what it has asked for.
+A request is cancelled when its client disconnects.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from insitu.evaluation.episode_protocol import (
     ServedPolicy,
     encode,
 )
-from insitu.evaluation.episodes import Attempted, being_cancelled, classify, fail, in_process
+from insitu.evaluation.episodes import AttemptResult, classify, fail, in_process, is_own_cancellation
 from insitu.http_format import error_body, http_url
 from insitu.registry import LLM
 from insitu.schemas.episodes import DropReason, Episode, Outcome
@@ -49,12 +49,12 @@ logger = logging.getLogger(__name__)
 ServePolicy = Callable[[Builder], AbstractAsyncContextManager[None]]
 _BODY_LIMIT = 64 * 2**20
 _IDLE_KEPT = 4
-"""Built workflows that are kept although no episode runs in them, so that a trainer finds its own again."""
+"""Idle built workflows that are kept for the next episode of their trainer."""
 _STATUS = {DropReason.BACKEND_ERROR: 502, DropReason.TIMEOUT: 504}
 
 
 class GenerateRequest(BaseModel):
-    """The workflow's input, in the form it declares."""
+    """The workflow's input."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -62,11 +62,11 @@ class GenerateRequest(BaseModel):
 
 
 _model_now: ContextVar[str] = ContextVar("insitu_model_now")
-"""The name of the trainer's model in the episode that is going on, where it changes with each version."""
+"""The current name of the trainer's model, for servers where it changes with every version."""
 
 
 class _Served(Builder):
-    """A builder whose llms of _type policy are those of one trainer."""
+    """A builder whose llms of `_type: policy` are one trainer's model."""
 
     def __init__(self, config: Config, policy: ServedPolicy) -> None:
         super().__init__(config)
@@ -79,55 +79,55 @@ class _Served(Builder):
 
 
 class _Deployment:
-    """The workflow, built for one policy; `users` counts who runs it just now.
+    """The workflow built for one policy; `users` counts its running episodes.
 
-    One task opens it, waits until nobody wants it any more, and closes it, whoever comes and goes meanwhile.
+    One task opens the workflow, waits for `close`, and closes it.
     """
 
     def __init__(self, opened: AbstractAsyncContextManager[Any]) -> None:
         self.users = 0
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._unwanted = asyncio.Event()
+        self._closed = asyncio.Event()
         self.task = asyncio.create_task(self._live(opened), name="workflow")
 
     async def _live(self, opened: AbstractAsyncContextManager[Any]) -> None:
         try:
             async with opened as workflow:
                 self.ready.set_result(workflow)
-                await self._unwanted.wait()
-        except Exception as error:  # building and closing are user code; whoever waits for the workflow is told
+                await self._closed.wait()
+        except Exception as error:  # building and closing run user code
             if self.ready.done():
-                logger.warning("a workflow could not be taken down: %s", describe_error(error))
+                logger.warning("a workflow could not be closed: %s", describe_error(error))
             else:
                 self.ready.set_exception(error)
-                self.ready.exception()  # nobody waiting is no reason for a warning
+                self.ready.exception()  # marks it as retrieved: without waiters asyncio would log a warning
 
     @property
     def failed(self) -> bool:
         return self.ready.done() and self.ready.exception() is not None
 
     def close(self) -> None:
-        self._unwanted.set()
+        self._closed.set()
         if not self.ready.done():
             self.task.cancel()
 
 
 class WorkflowService:
-    """Serves the workflow of `config`, built once for each policy it is asked to run with.
+    """Serves the workflow of `config`, built once per policy.
 
-    `serve_policy(builder)` starts the model of a file with llms of _type policy, for requests that name no trainer's.
+    `serve_policy(builder)` starts the file's own policy model, for requests without a trainer's.
     """
 
     def __init__(self, config: Config, serve_policy: ServePolicy, token: str | None = None) -> None:
         self.config = config
         self._serve_policy = serve_policy
         self._expected = f"Bearer {token}".encode() if token else None
-        self._deployments: OrderedDict[ServedPolicy | None, _Deployment] = OrderedDict()  # the latest used last
+        self._deployments: OrderedDict[ServedPolicy | None, _Deployment] = OrderedDict()  # most recently used last
         self._closing: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[str]:
-        """Serve on this address (port 0: any that is free) while the context is open; gives the URL."""
+        """Serves on this address (port 0: a free one) while the context is open; yields the URL."""
         app = web.Application(middlewares=[self._guard], client_max_size=_BODY_LIMIT)
         app.router.add_get("/health", self._health)
         app.router.add_get(EPISODES, self._describe)
@@ -148,7 +148,7 @@ class WorkflowService:
 
     @asynccontextmanager
     async def workflow(self, policy: ServedPolicy | None = None) -> AsyncIterator[Any]:
-        """The workflow with this policy behind it; built by whoever asks first, and shared."""
+        """The workflow with this policy, built on first use and shared."""
         key = policy
         if policy is not None and policy.renamed:
             key = policy.model_copy(update={"model": ""})
@@ -159,11 +159,11 @@ class WorkflowService:
         self._deployments.move_to_end(key)
         deployment.users += 1
         try:
-            yield await asyncio.shield(deployment.ready)  # who leaves does not take it from those who wait
+            yield await asyncio.shield(deployment.ready)  # a cancelled request must not cancel the others
         finally:
             deployment.users -= 1
             if deployment.failed and self._deployments.get(key) is deployment:
-                self._close(key)  # the next one tries again
+                self._close(key)  # the next request tries again
             idle = [name for name, of_name in self._deployments.items() if not of_name.users]
             for name in idle[: max(0, len(idle) - _IDLE_KEPT)]:
                 self._close(name)
@@ -187,7 +187,7 @@ class WorkflowService:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """The bearer token, and every error in the shape that all servers of ours have."""
+        """Checks the bearer token, and turns errors into OpenAI-shaped bodies."""
         if self._expected is not None and request.path != "/health":
             given = request.headers.get("Authorization", "").encode()
             if not hmac.compare_digest(given, self._expected):
@@ -218,8 +218,8 @@ class WorkflowService:
                 with EpisodeScope(seed=secrets.randbits(63), input_message=asked.input).activate():
                     value = await workflow.ainvoke(asked.input)
             return _json({"value": value})
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # user code: what it raises is this answer's
-            if being_cancelled(error):
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # user code may raise anything
+            if is_own_cancellation(error):
                 raise
             logger.debug("the workflow failed", exc_info=error)
             reason, _ = classify(error)
@@ -231,43 +231,45 @@ class WorkflowService:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         await response.write(b"\n")
-        steps: asyncio.Queue[IntermediateStep | None] = asyncio.Queue()  # None: the attempt has ended
+        steps: asyncio.Queue[IntermediateStep | None] = asyncio.Queue()  # None: end of the attempt
         attempt = asyncio.create_task(self._attempt(asked, steps.put_nowait), name=asked.key.text())
         attempt.add_done_callback(lambda _: steps.put_nowait(None))
         try:
-            untold = await _tell(response, steps)
-            await _conclude(response, *await attempt, untold)
+            unserializable = await _stream_steps(response, steps)
+            await _write_end(response, *await attempt, unserializable)
         except ConnectionResetError:
-            logger.info("the client of episode %s has left", asked.key.text())
+            logger.info("the client of episode %s disconnected", asked.key.text())
         finally:
             attempt.cancel()
             await asyncio.gather(attempt, return_exceptions=True)
         return response
 
-    async def _attempt(self, asked: EpisodeRequest, on_step: Callable[[IntermediateStep], None]) -> Attempted:
+    async def _attempt(self, asked: EpisodeRequest, on_step: Callable[[IntermediateStep], None]) -> AttemptResult:
         item = EvalInputItem(id=asked.key.row_id, input_obj=asked.input, full_dataset_entry=asked.row)
         async with AsyncExitStack() as stack:
             try:
                 workflow = await stack.enter_async_context(self.workflow(asked.policy))
-            except Exception as error:  # it cannot be built: whatever the reason, it is no episode's own
+            except Exception as error:  # a workflow that cannot be built is not the episode's fault
                 episode = Episode(asked.key, Outcome.FAILED)
                 fail(episode, DropReason.BACKEND_ERROR, error)
-                return Attempted(episode)
-            return await in_process(workflow, on_step)(item, asked.key, asked.rules)
+                return AttemptResult(episode)
+            return await in_process(workflow, on_step)(item, asked.key, asked.options)
 
 
 async def _read(request: web.Request, model: type[BaseModel]) -> Any:
-    if request.content_type != "application/json":  # which a web page of another origin cannot send unasked
+    if request.content_type != "application/json":  # a web page of another origin cannot send it unasked
         raise web.HTTPUnsupportedMediaType(text=f"the content type is {request.content_type}, not application/json")
     return model.model_validate_json(await request.read())
 
 
-async def _tell(response: web.StreamResponse, steps: "asyncio.Queue[IntermediateStep | None]") -> ValueError | None:
-    """Write each step as it happens, and an empty line where nothing does; until the attempt has ended.
+async def _stream_steps(
+    response: web.StreamResponse, steps: "asyncio.Queue[IntermediateStep | None]"
+) -> ValueError | None:
+    """Writes each step as it happens, and heartbeats in between, until the attempt has ended.
 
-    Gives the reason if one of them has no form in JSON.
+    Returns the error if a step cannot be serialized.
     """
-    untold = None
+    unserializable = None
     while True:
         try:
             async with asyncio.timeout(HEARTBEAT_SECONDS):
@@ -276,25 +278,27 @@ async def _tell(response: web.StreamResponse, steps: "asyncio.Queue[Intermediate
             await response.write(b"\n")
             continue
         if step is None:
-            return untold
+            return unserializable
         try:
             line = _line(step=step)
         except ValueError as error:
-            untold = error
+            unserializable = error
         else:
             await response.write(line)
 
 
-async def _conclude(response: web.StreamResponse, episode: Episode, passing: bool, untold: ValueError | None) -> None:
+async def _write_end(
+    response: web.StreamResponse, episode: Episode, transient: bool, unserializable: ValueError | None
+) -> None:
     for call in episode.calls:
         await response.write(_line(call=call))
-    end = {name: getattr(episode, name) for name in EpisodeEnd.model_fields if name != "passing"}
+    end = {name: getattr(episode, name) for name in EpisodeEnd.model_fields if name != "transient"}
     try:
-        if untold is not None:
-            raise untold
-        line = _line(end={**end, "passing": passing})
+        if unserializable is not None:
+            raise unserializable
+        line = _line(end={**end, "transient": transient})
     except ValueError as error:
-        message = f"WorkflowError: the answer or a step of it has no form in JSON: {error}"
+        message = f"WorkflowError: the result or a step cannot be serialized as JSON: {error}"
         failed = {"outcome": Outcome.FAILED, "output": None, "reason": DropReason.WORKFLOW_ERROR, "error": message}
         line = _line(end=end | failed)
     await response.write(line)

@@ -14,6 +14,9 @@ from typing import Any, ClassVar, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import core_schema
 
+WORKFLOW = "<workflow>"
+"""The name under which the block `workflow` is built and targeted."""
+
 
 class TypedBaseModel(BaseModel):
     """A configuration block; `_type` in YAML, `type` in Python, both the name given to the class.

@@ -276,6 +276,8 @@ class TrajectoryCollection(BaseModel):
     epoch: int | None = None
     """The epoch they were collected in (1 first)."""
     dropped: dict[str, int] = Field(default_factory=dict)
-    """How many episodes were left out, by reason code."""
+    """How many episodes were dropped, by reason code."""
+    drop_reasons: dict[str, str] = Field(default_factory=dict)
+    """By id of trajectory, why it was dropped after it was collected."""
     mean_reward: float | None = None
     """Of all trajectories that were collected, those included that were left out since."""

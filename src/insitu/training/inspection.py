@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from insitu.algorithms.rows import rows_of
+from insitu.advantages.estimator import rows_of
 from insitu.errors import ConfigError, InsituError
 from insitu.evaluation.datasets import loads
 from insitu.schemas.episodes import FORMAT_VERSION, ModelCall, TrainingRow

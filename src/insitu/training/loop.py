@@ -5,7 +5,8 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,9 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from insitu import __version__
-from insitu.algorithms.advantages import AdvantageConfig
-from insitu.algorithms.credit import spread
-from insitu.algorithms.curriculum import CurriculumState
+from insitu.advantages.credit import AdvantageConfig, Credit, credit_by_function, credited_calls
+from insitu.advantages.estimator import AdvantageEstimator, GroupRelativeEstimator, estimate_epoch
+from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
 from insitu.builder import Builder, name_being_built
 from insitu.errors import BackendError, ConfigError, InsituError, JobFailed, TrajectoryError
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
@@ -31,12 +32,9 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.training.report import Report, counts, plot
-from insitu.training.store import RunStore, set_aside
+from insitu.training.store import RunStore, read_curriculum_state, set_aside
 from insitu.training.validation import Validation
-from insitu.training.weighing import CallWeigher, Weigher, weigh
 from insitu.trajectories.builder import GroupRecord
-from insitu.trajectories.curriculum import apply_curriculum, read_curriculum_state
-from insitu.trajectories.groups import Credit, weighed_calls
 
 logger = logging.getLogger(__name__)
 
@@ -61,19 +59,50 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
     advantages: AdvantageConfig = Field(default_factory=AdvantageConfig)
     """How a group's rewards become advantages."""
     credit: Literal["episode", "step", "function"] = "episode"
-    """`episode`: every call gets its episode's advantage. `step`: each call that of its own return. `function`: each
-    call that of its function, compared with the same function in the group's other episodes."""
+    """`episode`: every call gets its episode's advantage. `step`: the advantage of its own return. `function`: each
+    call is compared with those of the same function in the group's other episodes."""
     discount: float = Field(default=1.0, ge=0, le=1)
     """With credit: step or function, how much a later step's reward counts for an earlier call."""
     curriculum_state: Path | None = None
-    """The `curriculum_state.json` of an earlier run, whose curriculum goes on where that run ended: with its included
-    examples, ranks and place in the schedule."""
+    """The `curriculum_state.json` of an earlier run: its curriculum continues where that run ended, with its included
+    examples, ranks and position in the schedule."""
 
     @model_validator(mode="after")
-    def _functions_to_leave_out(self) -> "InsituTrainerConfig":
+    def _baseline_matches_credit(self) -> "InsituTrainerConfig":
         if self.advantages.baseline == "leave_one_function_out" and self.credit != "function":
             raise ValueError(f"advantages.baseline leave_one_function_out needs credit: function, not {self.credit}")
         return self
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """What one epoch collected, trained and cost: a line of `training_metrics.jsonl`.
+
+    `collected` holds the statistics of all scored episodes, `trained` those of what was submitted, `backend` the
+    metrics of the training job. `job` is None until it has ended; `seconds` has the keys collect, train and validate.
+    """
+
+    collected: Mapping[str, Any]
+    trained: Mapping[str, Any]
+    dropped: Mapping[str, int]
+    policy_version: int | None
+    seconds: Mapping[str, float]
+    job: TrainingStatusEnum | None = None
+    backend: Mapping[str, Any] | None = None
+
+    def timed(self, phase: str, seconds: float) -> "EpochResult":
+        return replace(self, seconds={**self.seconds, phase: seconds})
+
+    def metrics(self) -> dict[str, Any]:
+        return {
+            **self.collected,
+            **self.trained,
+            "dropped": dict(sorted(self.dropped.items())),
+            "policy_version": self.policy_version,
+            "job": self.job and self.job.value,
+            "seconds": dict(self.seconds),
+            **(self.backend or {}),
+        }
 
 
 class InsituTrainer(Trainer):
@@ -86,40 +115,39 @@ class InsituTrainer(Trainer):
         super().__init__(trainer_config)
         self.config = trainer_config
         self._builder = builder
-        self._loaded = builder.config
+        self._file = builder.config
         self.run_id = f"insitu_run_{uuid.uuid4().hex[:8]}"
         self.report = Report()
         self.rewards: list[dict[str, Any]] = []
+        self.results: dict[int, EpochResult] = {}
         self.validation: Validation | None = None
         self._store: RunStore | None = None
-        self._metrics: dict[str, Any] = {}
-        self._dropped: Counter[str] = Counter()  # of the epochs that trained nothing
         self._earlier_curriculum = self._read_curriculum()
 
     def _read_curriculum(self) -> dict[str, Any] | None:
-        """Before `initialize`: the file may lie in an `output_dir` that is moved aside then."""
+        """Runs before `initialize`, which may move the `output_dir` that holds the file."""
         path = self.config.curriculum_state
         if path is None:
             return None
         key = f"trainers.{name_being_built()}.curriculum_state"
-        if not self._loaded.finetuning.curriculum_learning.enabled:
-            raise ConfigError(f"{key}: there is no curriculum to go on with: curriculum_learning.enabled is false")
-        return read_curriculum_state(self._loaded.find_path(path, key), key)
+        if not self._file.finetuning.curriculum_learning.enabled:
+            raise ConfigError(f"{key} has no effect: curriculum_learning.enabled is false")
+        return read_curriculum_state(self._file.find_path(path, key), key)
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
         if self.computes_advantages and trainer_adapter.computes_advantages:
             adapter = trainer_adapter.adapter_config.type
             raise ConfigError(
-                f"trainers: {self.trainer_config.type} gives each call an advantage, and {adapter} sends none: its "
-                "server makes them from the episodes' rewards; use the trainer that belongs to it"
+                f"trainers: {self.trainer_config.type} computes the advantages of each call, but the backend of "
+                f"{adapter} computes its own from the episodes' rewards: use the trainer made for {adapter}"
             )
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
         moved = await asyncio.to_thread(set_aside, folder)
         if moved is not None:
-            self.report.note(f"{folder} held an earlier run: it is now {moved}")
+            self.report.note(f"{folder} held an earlier run, which is now {moved}")
         self._store = RunStore(folder)
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
@@ -127,7 +155,7 @@ class InsituTrainer(Trainer):
         self._curriculum_state = dict(self._earlier_curriculum or fresh)
         if self._earlier_curriculum is not None:
             epochs, path = self._earlier_curriculum["epoch"], self.config.curriculum_state
-            self.report.note(f"the curriculum goes on after epoch {epochs} of {path}")
+            self.report.note(f"the curriculum continues after epoch {epochs} of {path}")
         if run_config.validation is not None:
             self.validation = Validation(run_config, self._builder, self.trainer_adapter, self.report, self.store)
 
@@ -138,7 +166,7 @@ class InsituTrainer(Trainer):
         return self._store
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """A status for each epoch that trained. Raises when a job fails, or when no epoch could train anything."""
+        """A status for each epoch that trained. Raises if a job fails or no epoch could train anything."""
         self._write_header(num_epochs)
         statuses: list[TrainingJobStatus] = []
         if self.validation is not None:
@@ -146,7 +174,7 @@ class InsituTrainer(Trainer):
         for epoch in range(1, num_epochs + 1):
             try:
                 status = await self._run_epoch(epoch, num_epochs)
-            except BaseException:  # whatever ended it is told, and raised again
+            except BaseException:  # reported, then re-raised
                 self.report.end()
                 self.report.note(f"epoch {epoch}/{num_epochs} was not completed; the run so far: {self.store.folder}/")
                 raise
@@ -156,44 +184,44 @@ class InsituTrainer(Trainer):
         return statuses
 
     async def _run_epoch(self, epoch: int, last: int) -> TrainingJobStatus | None:
-        """One epoch and, when it is due, its validation; recorded and reported."""
+        """One epoch and, if it is due, its validation; recorded and reported."""
         ref = await self.run_epoch(epoch, self.run_id)
         status = await self._wait(epoch, ref) if ref is not None else None
         try:
             if self.validation is not None and (epoch % self.validation.config.interval == 0 or epoch == last):
-                self._metrics["seconds"]["validate"] = (await self.validation.run(epoch))["seconds"]
-        finally:  # what has been trained is recorded, whatever becomes of its validation
-            self.log_progress(epoch, self._metrics)
-        self.report.epoch(epoch, last, self._metrics)
+                record = await self.validation.run(epoch)
+                self.results[epoch] = self.results[epoch].timed("validate", record["seconds"])
+        finally:  # what has been trained is recorded even if its validation fails
+            self.log_progress(epoch, self.results[epoch].metrics())
+        self.report.epoch(epoch, last, self.results[epoch].metrics())
         return status
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
-        """Collect the epoch's groups and submit what can be trained; None when that is nothing."""
+        """Collects the epoch's groups and submits what can be trained; None if nothing can."""
         started = time.perf_counter()
         served = await self.trainer_adapter.policy_endpoint()
-        version = served.version if served is not None else None
         collection = await self._collect(epoch, run_id)
-        self._metrics = self._epoch_metrics(epoch, run_id, collection)
-        _check_versions(collection, served)
         collected = [t for group in collection.trajectories for t in group]
-        collection = self.apply_curriculum_learning(collection, epoch)
-        weighed = weigh(collection, self._weigher())
-        self.store.append_advantages(epoch, collected, weighed)
+        statistics = self._reward_statistics(epoch, run_id, collection)
+        _check_versions(collection, served)
+        collection, advantages = estimate_epoch(self.apply_curriculum_learning(collection, epoch), self._estimator())
+        self.store.append_advantages(epoch, collected, collection.drop_reasons, advantages)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
-        self._metrics |= {
-            "curriculum_percentile": state and state["current_percentile"],
-            "curriculum_state": state and {k: v for k, v in state.items() if k != "reward_sums"},
-            "dropped": dict(sorted(collection.dropped.items())),
-            "filtered_trajectories": sum(map(len, collection.trajectories)),
-            "filtered_groups": len(collection.trajectories),
-            "credit_by_function": spread(weighed_calls(weighed, self.run_config.target_functions)),
-            "policy_version": version,
-            "job": None,
-            "seconds": {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
-        }
+        self.results[epoch] = EpochResult(
+            collected=statistics,
+            trained={
+                "curriculum_percentile": state and state["current_percentile"],
+                "curriculum_state": state and {k: v for k, v in state.items() if k != "reward_sums"},
+                "filtered_trajectories": sum(map(len, collection.trajectories)),
+                "filtered_groups": len(collection.trajectories),
+                "credit_by_function": credit_by_function(credited_calls(advantages, self.run_config.target_functions)),
+            },
+            dropped=collection.dropped,
+            policy_version=served.version if served is not None else None,
+            seconds={"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
+        )
         if not any(collection.trajectories):
-            self._dropped.update(collection.dropped)
-            self.report.note(f"epoch {epoch} trains nothing: all of it is left out")
+            self.report.note(f"epoch {epoch} trains nothing: every episode was dropped")
             return None
         return await self.trainer_adapter.submit(collection)
 
@@ -214,28 +242,28 @@ class InsituTrainer(Trainer):
             collection = await self.trajectory_builder.finalize(run_id, meta)
         finally:
             self.report.end()
-        collection.epoch = epoch
         for error, count in errors.most_common(3):
             self.report.note(f"epoch {epoch}: {count} x {error}")
         if not any(collection.trajectories):
             first = errors.most_common(1)
             raise TrajectoryError(
-                f"epoch {epoch}: no episode can be trained on; left out: {counts(collection.dropped)}"
+                f"epoch {epoch}: no episode can be trained on; dropped: {counts(collection.dropped)}"
                 + (f"; most often {first[0][0]}" if first else "")
                 + f" (all of them: {self.store.folder / 'episodes.jsonl'})"
             )
-        return collection
+        return collection.model_copy(update={"epoch": epoch})
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
         earlier = self._earlier_curriculum["epoch"] if self._earlier_curriculum is not None else 0
-        seed = self._loaded.general.seed
+        seed = self._file.general.seed
         return apply_curriculum(
             trajectory_collection, self.curriculum_config, self._curriculum_state, earlier + epoch, seed
         )
 
     async def _wait(self, epoch: int, ref: TrainingJobRef) -> TrainingJobStatus:
+        """Waits for the epoch's job, and verifies that the backend serves a new version of the weights."""
         started = time.perf_counter()
         self.report.begin(f"epoch {epoch}: training", None)
         try:
@@ -243,30 +271,30 @@ class InsituTrainer(Trainer):
         finally:
             self.report.end()
         metadata = status.metadata or {}
-        self._metrics |= {name: metadata[name] for name in _BACKEND_METRICS if name in metadata}
-        self._metrics |= {"job": status.status.value}
-        self._metrics["seconds"]["train"] = time.perf_counter() - started
+        backend = {name: metadata[name] for name in _BACKEND_METRICS if name in metadata}
+        result = replace(self.results[epoch], job=status.status, backend=backend)
+        result = self.results[epoch] = result.timed("train", time.perf_counter() - started)
         if status.status is not TrainingStatusEnum.COMPLETED:
-            self.log_progress(epoch, self._metrics)
+            self.log_progress(epoch, result.metrics())
             job = (ref.metadata or {}).get("job_id", ref.run_id)
             raise JobFailed(
                 f"epoch {epoch}: training job {job} is {status.status.value}: {status.message or 'no reason given'}"
             )
         served = await self.trainer_adapter.policy_endpoint()
-        before, after = self._metrics["policy_version"], served.version if served is not None else None
-        if before is not None and after == before:
+        version = served.version if served is not None else None
+        if result.policy_version is not None and version == result.policy_version:
             raise BackendError(
-                f"epoch {epoch}: the job is completed, but the backend still serves policy version {after}: "
-                "what is sampled would not be what is trained"
+                f"epoch {epoch}: the job is completed, but the backend still serves policy version {version}: "
+                "the next epoch would not sample from the trained weights"
             )
-        self._metrics["policy_version"] = after
+        self.results[epoch] = replace(result, policy_version=version)
         if self.validation is not None:
-            self.validation.checkpoints[after] = metadata.get("checkpoint")
+            self.validation.checkpoints[version] = metadata.get("checkpoint")
         return status
 
-    def _epoch_metrics(self, epoch: int, run_id: str, collection: TrajectoryCollection) -> dict[str, Any]:
+    def _reward_statistics(self, epoch: int, run_id: str, collection: TrajectoryCollection) -> dict[str, Any]:
         rewards = [t.reward for group in collection.trajectories for t in group]
-        metrics = {
+        statistics = {
             "epoch": epoch,
             "timestamp": datetime.now(UTC).isoformat(),
             "run_id": run_id,
@@ -277,9 +305,9 @@ class InsituTrainer(Trainer):
             "num_groups": len(collection.trajectories),
         }
         self.rewards.append(
-            {k: metrics[k] for k in ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")}
+            {k: statistics[k] for k in ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")}
         )
-        return metrics
+        return statistics
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         self.store.append("training_metrics.jsonl", [metrics])
@@ -288,7 +316,8 @@ class InsituTrainer(Trainer):
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
         validations = self.validation.history if self.validation else []
-        return {"run_id": run_id, "rewards": self.rewards, "validations": validations, "last": self._metrics}
+        last = self.results[max(self.results)].metrics() if self.results else {}
+        return {"run_id": run_id, "rewards": self.rewards, "validations": validations, "last": last}
 
     async def cleanup(self) -> None:
         self.report.end()
@@ -298,30 +327,30 @@ class InsituTrainer(Trainer):
     def _write_header(self, num_epochs: int) -> None:
         settings = {
             "epochs": num_epochs,
-            "seed": self._loaded.general.seed,
-            **self._weigher().conventions(),
+            "seed": self._file.general.seed,
+            **self._estimator().settings(),
             "on_failure": self.run_config.reward_function.on_failure if self.run_config.reward_function else None,
         }
         if training := self.trainer_adapter.training_settings():
             settings["training"] = training
         self.store.write(
-            "run.json", {"run_id": self.run_id, "insitu": __version__, "source": self._loaded.source, **settings}
+            "run.json", {"run_id": self.run_id, "insitu": __version__, "source": self._file.source, **settings}
         )
         self.report.header(self.run_id, settings)
 
-    def _weigher(self) -> Weigher:
-        """How the calls of this run get their advantages."""
+    def _estimator(self) -> AdvantageEstimator:
         config, targets = self.config, self.run_config.target_functions
-        return CallWeigher(config.advantages, Credit(config.credit, config.discount, targets))
+        return GroupRelativeEstimator(config.advantages, Credit(config.credit, config.discount, targets))
 
     async def _conclude(self, statuses: list[TrainingJobStatus]) -> None:
-        """The picture and the table; raises if the run did not do what was asked."""
+        """Draws the plot and prints the table; raises if the run did not do what was asked."""
         history = self.validation.history if self.validation else []
         await plot(self.store.folder / "reward_plot.png", self.rewards, history)
         self.report.summary(history, self.validation.best if self.validation else None, self.store.folder)
         if not statuses:
+            dropped = sum((Counter(result.dropped) for result in self.results.values()), Counter[str]())
             raise TrajectoryError(
-                f"no epoch trained anything: every group was left out: {counts(self._dropped)} "
+                f"no epoch trained anything: every group was dropped: {counts(dropped)} "
                 f"(epoch by epoch: {self.store.folder / 'training_metrics.jsonl'})"
             )
         failed = [v for v in history if "error" in v]
@@ -332,21 +361,22 @@ class InsituTrainer(Trainer):
 
 
 def _check_versions(collection: TrajectoryCollection, served: PolicyEndpoint | None) -> None:
-    """Raise if a trained call was sampled from other weights than those about to be trained.
+    """Raises BackendError if a trained call was sampled from other weights than those about to be trained.
 
-    Servers that do not say which weights have answered are judged by the name that was asked for.
+    Calls to servers that report no version are judged by the requested model name.
     """
     if served is None or served.version is None:
         return
     name = served.model.removesuffix(f"@{served.version}")
     for trajectory in (t for group in collection.trajectories for t in group):
-        for call in (trajectory.calls[place] for place in trajectory.trained_calls):
-            told = call.policy_version
-            if told != served.version and not (told is None and call.model in (name, f"{name}@{served.version}")):
+        for call in (trajectory.calls[index] for index in trajectory.trained_calls):
+            version = call.policy_version
+            unreported = version is None and call.model in (name, f"{name}@{served.version}")
+            if version != served.version and not unreported:
                 raise BackendError(
                     f"episode {trajectory.id}: a call to be trained was answered by {call.model!r} at policy version "
-                    f"{told}, but the trainer's model, {name!r}, is at version {served.version}: is the llm the model "
-                    "that the trainer adapter trains? (_type: policy always is)"
+                    f"{version}, but the trainer's model, {name!r}, is at version {served.version}: is the llm the "
+                    "model that the trainer adapter trains? (_type: policy always is)"
                 )
 
 

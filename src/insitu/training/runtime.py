@@ -14,18 +14,18 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, TypeVar
 
-from insitu.builder import Builder
+from insitu.builder import Builder, RunState
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError, describe_error
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.result_path import ResultPath
-from insitu.evaluation.shared import SharedRun, share
+from insitu.evaluation.shared_run import share
+from insitu.evaluation.validation import held_out_config
 from insitu.gateway.programs import kill_programs
 from insitu.interfaces import Trainer
 from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, not_found
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus, TrainingStatusEnum, ValidationConfig
-from insitu.training.validation import held_out_config
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +71,14 @@ async def finetuning_main(run_config: FinetuneRunConfig) -> list[TrainingJobStat
     finetuning.run_configuration = _run_configuration(config, run_config)
     await _check_inputs(config, run_config)
     async with Builder(config) as builder:
-        with share(config, builder) as run:
+        with share(builder) as run:
             trajectory_builder = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
             adapter = await builder.get_trainer_adapter(str(finetuning.trainer_adapter))
             trainer = await builder.get_trainer(str(finetuning.trainer), trajectory_builder, adapter)
             async with _cleaned_up(trainer, f"trainers.{finetuning.trainer}"):
                 await trainer.initialize(finetuning)
                 statuses = await run_finetuning(trainer)
-    _check_validations(run)
+    _check_validations(run, config)
     return statuses
 
 
@@ -112,14 +112,15 @@ def _told(where: str) -> Iterator[None]:
         raise PluginError(f"{where}: {describe_error(error)}") from error
 
 
-def _check_validations(run: SharedRun) -> None:
-    """Raise if the trainer went on without a validation that could not be run; warn if it never validated."""
+def _check_validations(run: RunState, config: Config) -> None:
+    """Raises if a validation failed and the trainer ignored it; warns if the trainer never validated."""
     if failed := run.failed_validations:
         raise InsituError(f"{len(failed)} validation(s) failed; the first, {failed[0]}")
-    validation, finetuning = run.config.finetuning.validation, run.config.finetuning
+    finetuning = config.finetuning
+    validation = finetuning.validation
     if validation is not None and not run.validations:
         logger.warning(
-            "validation on %s was asked for, but trainers.%s has not run it", validation.dataset, finetuning.trainer
+            "validation on %s is configured, but trainers.%s never ran it", validation.dataset, finetuning.trainer
         )
 
 

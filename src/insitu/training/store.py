@@ -1,13 +1,13 @@
 """A run's directory: plain files from which everything (resume, report, tables) is read.
 
-run.json                 what was asked: run id, conventions, settings, versions
+run.json                 run id, settings, versions
 episodes.jsonl           a line per episode as its group completes: outcome, reward, cost, drop reason, policy version
-calls.jsonl              a line per model call; a call that continues an earlier one holds only what it adds
+calls.jsonl              a line per model call; a call that extends an earlier one holds only what it adds
 groups.jsonl             a line per group: rewards of its members, drops
-advantages.jsonl         a line per episode that has a reward: the advantages of its calls, or why it was left out
+advantages.jsonl         a line per scored episode: the advantages of its calls, or why it was dropped
 training_metrics.jsonl   a line per epoch
 reward_history.json      validation_history.json   curriculum_state.json   best.json   reward_plot.png
-backend/                 what the embedded backend wrote: its log and checkpoints
+backend/                 the embedded backend's log and checkpoints
 
 The first line of episodes, calls and groups names the format: {"format": 1}.
 """
@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import orjson
+from pydantic import ValidationError
 
+from insitu.advantages.credit import CallAdvantages
+from insitu.algorithms.curriculum import CurriculumState
 from insitu.errors import ConfigError, InsituError
 from insitu.evaluation.run import dump_json, writable_folder, write_json
 from insitu.schemas.episodes import FORMAT_VERSION, Episode, ModelCall
@@ -33,13 +36,13 @@ RUN_FILES = ("run.json", "episodes.jsonl", "training_metrics.jsonl", "reward_his
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move a run that lies in `folder` to `<folder>.1` (or .2, ...); where it went, or None if there was none."""
+    """Moves an earlier run in `folder` to `<folder>.1` (or .2, ...) and returns the new path; None if there is none."""
     folder = folder.resolve()
     if not any((folder / name).exists() for name in RUN_FILES):
         return None
     if Path.cwd().is_relative_to(folder):
         raise ConfigError(
-            f"output_dir: {folder} holds an earlier run, and the working directory: it cannot be moved aside"
+            f"output_dir: {folder} holds an earlier run and the working directory, so it cannot be moved aside"
         )
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():
@@ -52,7 +55,7 @@ def set_aside(folder: Path) -> Path | None:
 
 
 class RunStore:
-    """Appends to and replaces files of one run's directory; the only writer of them."""
+    """The only writer of the files in a run's directory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,11 +69,11 @@ class RunStore:
                 with file:
                     file.flush()
                     os.fsync(file.fileno())
-            except OSError as error:  # the others are closed all the same, and whatever ended the run is told
-                logger.error("%s could not be written to its end: %s", self.folder / name, error)
+            except OSError as error:  # keep closing the others, and do not mask what ended the run
+                logger.error("%s could not be written completely: %s", self.folder / name, error)
 
     def append(self, name: str, records: Iterable[Any]) -> None:
-        """Add lines to a file of records, opened with the format's version; whole lines reach the file at once."""
+        """Appends whole lines to a file, after a first line with the format's version."""
         file = self._files.get(name)
         if file is None:
             path = self.folder / name
@@ -85,7 +88,7 @@ class RunStore:
             raise InsituError(f"{self.folder / name} cannot be written: {error.strerror}") from error
 
     def write(self, name: str, data: Any) -> Path:
-        """Replace a whole JSON file."""
+        """Replaces a JSON file atomically."""
         return write_json(self.folder / name, data)
 
     def append_group(self, record: GroupRecord, epoch: int) -> None:
@@ -104,16 +107,26 @@ class RunStore:
         self,
         epoch: int,
         collected: Iterable[Trajectory],
-        weighed: Iterable[tuple[Trajectory, Mapping[int, float | None]]],
+        drop_reasons: Mapping[str, str],
+        advantages: Iterable[tuple[Trajectory, CallAdvantages]],
     ) -> None:
-        """What became of an epoch's trajectories: the advantages of their calls, or why they are not trained.
+        """For each collected trajectory the advantages of its calls, or why it is not trained.
 
-        None stands for the advantage of a call that is trained with one that nobody tells here.
+        None: computed by the backend, unknown here.
         """
-        given = {t.id: {str(t.calls[k].index): a for k, a in sorted(of_calls.items())} for t, of_calls in weighed}
-        reasons = [(t, (t.metadata or {}).get("dropped")) for t in collected]
-        lines = [{"epoch": epoch, "episode": t.id, "dropped": r, "advantages": given.get(t.id, {})} for t, r in reasons]
-        self.append("advantages.jsonl", lines)
+        known = {t.id: {str(t.calls[k].index): a for k, a in sorted(of_calls.items())} for t, of_calls in advantages}
+        self.append(
+            "advantages.jsonl",
+            [
+                {
+                    "epoch": epoch,
+                    "episode": t.id,
+                    "dropped": drop_reasons.get(str(t.id)),
+                    "advantages": known.get(t.id, {}),
+                }
+                for t in collected
+            ],
+        )
 
 
 def _line(record: Any) -> bytes:
@@ -121,7 +134,7 @@ def _line(record: Any) -> bytes:
 
 
 def episode_record(episode: Episode) -> dict[str, Any]:
-    """The accounting of one episode, from which every table, plot and total is derived."""
+    """The record of one episode, from which every table, plot and total is derived."""
     calls = episode.calls
     versions = {call.policy_version for call in calls if call.policy_version is not None}
     return {
@@ -151,18 +164,18 @@ _CALL_FIELDS = tuple(f.name for f in fields(ModelCall))
 
 
 def call_records(episode: str, calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
-    """Calls as stored: `continues` names an earlier call (its place) whose messages and tokens this one begins with.
+    """Calls as stored: `continues` is the index of an earlier call whose messages and tokens are a prefix of this.
 
-    Then `messages` and `prompt_token_ids` hold only what comes after them, so that a long dialogue takes space in
-    proportion to its length and not to its square. `restore_calls` is the inverse.
+    `messages` and `prompt_token_ids` then hold only the rest, so a long conversation takes space in proportion to its
+    length rather than its square. `restore_calls` is the inverse.
     """
     records = []
-    for place, call in enumerate(calls):
+    for index, call in enumerate(calls):
         record = {"episode": episode, **{name: getattr(call, name) for name in _CALL_FIELDS}}
-        earlier = _continued(calls, place)
-        if earlier is not None:
-            before = calls[earlier]
-            record["continues"] = earlier
+        prefix = _prefix_of(calls, index)
+        if prefix is not None:
+            before = calls[prefix]
+            record["continues"] = prefix
             record["messages"] = call.messages[len(before.messages) :]
             record["prompt_token_ids"] = (call.prompt_token_ids or [])[len(_tokens(before)) :]
         records.append(record)
@@ -187,10 +200,10 @@ def _tokens(call: ModelCall) -> list[int]:
     return (call.prompt_token_ids or []) + (call.token_ids or [])
 
 
-def _continued(calls: Sequence[ModelCall], place: int) -> int | None:
-    """The latest earlier call whose messages and tokens the call at `place` begins with."""
-    call = calls[place]
-    for earlier in range(place - 1, -1, -1):
+def _prefix_of(calls: Sequence[ModelCall], index: int) -> int | None:
+    """The latest earlier call whose messages and tokens are a prefix of those of call `index`."""
+    call = calls[index]
+    for earlier in range(index - 1, -1, -1):
         before = calls[earlier]
         n, tokens = len(before.messages), _tokens(before)
         if (
@@ -202,3 +215,25 @@ def _continued(calls: Sequence[ModelCall], place: int) -> int | None:
         ):
             return earlier
     return None
+
+
+def read_curriculum_state(path: Path, key: str) -> dict[str, Any]:
+    """The `_curriculum_state` in which an earlier run ended, from its `curriculum_state.json`.
+
+    Raises ConfigError naming `key`, the configuration key of the path, if the file cannot be used.
+    """
+    try:
+        state = CurriculumState.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{key}: {path} is not a curriculum state: {field and field + ': '}{first['msg']}") from None
+    ranked, included = len(state.reward_sums), len(state.included_groups & state.reward_sums.keys())
+    if state.epoch < 1 or state.total_groups != ranked or len(state.included_groups) not in range(1, included + 1):
+        raise ConfigError(
+            f"{key}: {path} holds no curriculum to continue: epoch {state.epoch}, {state.total_groups} examples, "
+            f"{ranked} of them ranked, {len(state.included_groups)} included, {included} of these ranked"
+        )
+    return dict(state)

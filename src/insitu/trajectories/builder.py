@@ -1,4 +1,4 @@
-"""The built-in trajectory builder: rows x generations in one scheduler, each group given on as it completes."""
+"""The built-in trajectory builder: collects rows x generations and passes each group on as it completes."""
 
 import asyncio
 import logging
@@ -8,31 +8,29 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from insitu.advantages.targeting import credited_function, targeted_calls
 from insitu.builder import Builder
-from insitu.config import credited_function
 from insitu.errors import ConfigError, TrajectoryError
+from insitu.evaluation.collector import Task, collect
 from insitu.evaluation.datasets import load_dataset
-from insitu.evaluation.episodes import Attempt, EpisodeRules, run_episode, run_limited
+from insitu.evaluation.episodes import EpisodeOptions
 from insitu.evaluation.evaluators import number, score
-from insitu.evaluation.remote import open_workflow
 from insitu.evaluation.result_path import ResultPath
-from insitu.evaluation.shared import episode_slot
 from insitu.interfaces import TrajectoryBuilder
 from insitu.registry import LLM, register_trajectory_builder
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
 from insitu.schemas.finetuning import FinetuneConfig, Trajectory, TrajectoryBuilderConfig, TrajectoryCollection
-from insitu.trajectories.groups import dialogue, targeted_calls
+from insitu.trajectories.conversations import main_conversation
 
 logger = logging.getLogger(__name__)
 
-_PENALISED = (DropReason.WORKFLOW_ERROR, DropReason.TIMEOUT)
-"""Failures that are the episode's own: these get `reward_function.on_failure` where it is a number."""
+_PENALIZED = (DropReason.WORKFLOW_ERROR, DropReason.TIMEOUT)
+"""Failures caused by the episode itself: these get `reward_function.on_failure` if it is a number."""
 
 
 class EpisodesBuilderConfig(TrajectoryBuilderConfig, name="insitu_traj_builder"):
@@ -46,7 +44,7 @@ class EpisodesBuilderConfig(TrajectoryBuilderConfig, name="insitu_traj_builder")
 
 
 class GroupRecord(NamedTuple):
-    """A completed group: all its episodes, and the trajectories of those that can be trained on."""
+    """A completed group: all its episodes, and the trajectories of those that can be trained."""
 
     row_id: str
     episodes: list[Episode]
@@ -56,7 +54,7 @@ class GroupRecord(NamedTuple):
 
 @dataclass
 class _Collection:
-    """One epoch being collected."""
+    """An epoch being collected."""
 
     epoch: int
     on_episode: Callable[[Episode], None]
@@ -69,39 +67,38 @@ class _Collection:
 class EpisodesBuilder(TrajectoryBuilder):
     """Runs the workflow `num_generations` times on each row and groups the episodes by row.
 
-    `start_run(run_id, meta)` takes from `meta`: `epoch` (1 first; else the one after the last), `on_episode(episode)`
-    and `on_group(record)`, called as each ends. Failed and unscored episodes are counted by reason and are not in the
-    collection.
+    `start_run(run_id, meta)` reads from `meta`: `epoch` (default: the next one; the first is 1), and the callbacks
+    `on_episode(episode)` and `on_group(record)`. Failed and unscored episodes are counted by reason and not returned.
     """
 
     needs_token_ids = True
-    """Whether what is trained are rows of tokens, so that a call without its prompt's ids is a failure."""
+    """Whether training needs the token ids of prompts, so that a call without them is a failure."""
 
     def __init__(self, trajectory_builder_config: EpisodesBuilderConfig, builder: Builder) -> None:
         super().__init__(trajectory_builder_config)
         self.config = trajectory_builder_config
         self._builder = builder
-        self._loaded = builder.config
+        self._file = builder.config
         self._rows: list[EvalInputItem] = []
         self._runs: dict[str, _Collection] = {}
         self._last_epoch = 0
         self._check()
 
     def _check(self) -> None:
-        """ConfigError for what cannot be trained, before an earlier run is moved aside and a backend started."""
-        if self._loaded.finetuning.reward_function is None:
+        """Raises ConfigError before an earlier run is moved aside and a backend is started."""
+        if self._file.finetuning.reward_function is None:
             raise ConfigError("finetuning.reward_function is missing: training needs the name of an evaluator")
-        for llm in sorted(self._loaded.trained_llms()):
-            if getattr(self._loaded.block(LLM, llm), "seed", None) is not None:
+        for llm in sorted(self._file.trained_llms()):
+            if getattr(self._file.block(LLM, llm), "seed", None) is not None:
                 raise ConfigError(
                     f"llms.{llm}.seed: with a fixed seed all episodes of a group would sample the same; leave it out "
-                    "(each episode gets a seed of its own, derived from general.seed)"
+                    "(each episode gets its own seed, derived from general.seed)"
                 )
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
         asked = run_config.run_configuration
-        self._rows = await asyncio.to_thread(load_dataset, self._loaded, asked.dataset if asked else None)
+        self._rows = await asyncio.to_thread(load_dataset, self._file, asked.dataset if asked else None)
 
     @property
     def episodes_per_epoch(self) -> int:
@@ -110,7 +107,7 @@ class EpisodesBuilder(TrajectoryBuilder):
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
         meta = meta or {}
         if run_id in self._runs:
-            raise TrajectoryError(f"run {run_id} is being collected already: finalize it first")
+            raise TrajectoryError(f"run {run_id} is already being collected: finalize it first")
         ignore: Callable[[Any], None] = lambda _: None  # noqa: E731
         self._last_epoch = meta.get("epoch", self._last_epoch + 1)
         collection = _Collection(self._last_epoch, meta.get("on_episode") or ignore, meta.get("on_group") or ignore)
@@ -127,14 +124,14 @@ class EpisodesBuilder(TrajectoryBuilder):
             collection.task.cancel()
             await asyncio.gather(collection.task, return_exceptions=True)
             del self._runs[run_id]
-        order = sorted(collection.groups)  # completion order differs from run to run; training must not
+        order = sorted(collection.groups)  # the order of completion differs between runs; training must not
         dropped: Counter[str] = Counter()
         for record in collection.groups.values():
             dropped.update(record.dropped)
         trajectories = [t for row_id in order if (t := collection.groups[row_id].trajectories)]
         rewards = [t.reward for group in trajectories for t in group]
-        if not trajectories:  # a plugin's trainer may take no notice
-            logger.warning("run %s: no episode can be trained on; the first: %s", run_id, collection.first_error)
+        if not trajectories:  # a plugin's trainer may ignore an empty collection
+            logger.warning("run %s: no episode can be trained on; the first error: %s", run_id, collection.first_error)
         return TrajectoryCollection(
             trajectories=trajectories,
             run_id=run_id,
@@ -144,7 +141,7 @@ class EpisodesBuilder(TrajectoryBuilder):
         )
 
     async def stop(self) -> None:
-        """Give up what is still being collected."""
+        """Cancels running collections."""
         for collection in self._runs.values():
             if collection.task is not None:
                 collection.task.cancel()
@@ -154,47 +151,34 @@ class EpisodesBuilder(TrajectoryBuilder):
         logger.info("run %s: collected %s", run_id, metrics)
 
     def rows_of_epoch(self, epoch: int) -> list[EvalInputItem]:
-        """The rows of an epoch in the order they are run: pass after pass over the dataset, each shuffled anew."""
-        total, seed = len(self._rows), self._loaded.general.seed
+        """The rows of an epoch in the order they are run: shuffled passes over the dataset."""
+        total, seed = len(self._rows), self._file.general.seed
         size = min(self.config.rows_per_epoch or total, total)
-        places = range((epoch - 1) * size, epoch * size)
-        passes = {p // total for p in (places[0], places[-1])}
+        positions = range((epoch - 1) * size, epoch * size)
+        passes = {p // total for p in (positions[0], positions[-1])}
         orders = {p: random.Random(f"{seed}|dataset|{p}").sample(self._rows, total) for p in passes}
-        chosen = (orders[place // total][place % total] for place in places)
-        return list({str(row.id): row for row in chosen}.values())  # a row at the end of one pass may begin the next
+        rows = (orders[p // total][p % total] for p in positions)
+        return list({str(row.id): row for row in rows}.values())  # the last row of a pass may be the first of the next
 
     async def _collect(self, run_id: str, collection: _Collection) -> None:
-        """Consumes the epoch's rows x generations; waits for episodes; a group is given on with its last one."""
-        name = self.run_config.reward_function.name  # type: ignore[union-attr]
+        """Runs the epoch's rows x generations, waits for episodes, and passes each group on with its last episode."""
+        name = self.run_config.reward_function.name  # type: ignore[union-attr]  # checked when the builder was made
         evaluator = await self._builder.get_evaluator(name)
-        limits, asked, trained = self._loaded.eval, self.run_config.run_configuration, self._loaded.trained_llms()
-        result = ResultPath.parse(asked.result_json_path) if asked else None
-        rules = EpisodeRules(
-            self._loaded.general.seed,
-            limits.episode_timeout,
-            limits.retries,
-            trained,
-            result,
-            needs_token_ids=self.needs_token_ids,
-            target_functions=tuple(self.run_config.target_functions),
-        )
+        service = self.run_config.run_configuration
+        result = ResultPath.parse(service.result_json_path) if service else None
+        options = EpisodeOptions.of(self._file, self._file.trained_llms(), result, self.needs_token_ids)
 
-        def tasks() -> Iterator[tuple[EvalInputItem, EpisodeKey]]:
+        def tasks() -> Iterator[Task]:
             for row in self.rows_of_epoch(collection.epoch):
                 for generation in range(self.config.num_generations):
                     yield row, EpisodeKey(run_id, collection.epoch, str(row.id), generation)
 
-        async def run(attempt: Attempt, task: tuple[EvalInputItem, EpisodeKey]) -> Episode:
-            row, key = task
-            async with episode_slot():
-                episode = await run_episode(attempt, row, key, rules)
+        async def finish(row: EvalInputItem, episode: Episode) -> None:
             await self._reward(episode, row, evaluator, name)
-            episode.steps = []  # read by the evaluator; a whole epoch of them would not stay small
-            return episode
+            episode.steps = []  # only the evaluator needs them; an epoch of steps would not fit into memory
 
-        async with open_workflow(self._builder, asked, trained) as attempt:
-            async with aclosing(run_limited(tasks(), partial(run, attempt), limits.max_concurrency)) as episodes:
-                await self._gather(episodes, collection)
+        async with aclosing(collect(self._builder, tasks(), options, service, finish)) as episodes:
+            await self._gather(episodes, collection)
 
     async def _gather(self, episodes: AsyncIterator[Episode], collection: _Collection) -> None:
         waiting: dict[str, list[Episode]] = {}
@@ -211,9 +195,9 @@ class EpisodesBuilder(TrajectoryBuilder):
     async def _reward(self, episode: Episode, row: EvalInputItem, evaluator: EvaluatorInfo, name: str) -> None:
         if episode.outcome is Outcome.FAILED:
             on_failure = self.run_config.reward_function.on_failure  # type: ignore[union-attr]
-            if isinstance(on_failure, float) and episode.reason in _PENALISED:
+            if isinstance(on_failure, float) and episode.reason in _PENALIZED:
                 episode.reward = on_failure
-                if trained := self._trained(episode):  # the last of them pays, on top of what the steps have earned
+                if trained := self._trained(episode):  # charged to the last trained call, on top of the step rewards
                     episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
                     episode.step_rewards[trained[-1]] += on_failure
             return
@@ -247,19 +231,19 @@ class EpisodesBuilder(TrajectoryBuilder):
 
     def _trained(self, episode: Episode) -> list[int]:
         run = self.run_config
-        return targeted_calls(episode.calls, run.target_functions, run.target_model, self._loaded.trained_llms())
+        return targeted_calls(episode.calls, run.target_functions, run.target_model, self._file.trained_llms())
 
     def _untrained(self, episode: Episode) -> str:
-        """What was called instead of what is trained, or what those calls lack."""
-        trained = self._loaded.trained_llms()
+        """Why an episode has no trained call."""
+        trained = self._file.trained_llms()
         if any(call.llm in trained and call.token_ids is None and call.error is None for call in episode.calls):
-            return "its model calls have no token ids: their server tells none"
-        places = {f"{call.llm or call.model} in {' > '.join(call.functions)}" for call in episode.calls}
+            return "its model calls have no token ids: their server sends none"
+        called = {f"{call.llm or call.model} in {' > '.join(call.functions)}" for call in episode.calls}
         target = f"{' or '.join(sorted(trained))} in {' or '.join(self.run_config.target_functions)}"
-        return f"the model calls of {target} are trained; it called {', '.join(sorted(places)) or 'none'}"
+        return f"the model calls of {target} are trained; it called {', '.join(sorted(called)) or 'none'}"
 
     def _trajectory(self, episode: Episode) -> Trajectory | None:
-        """The episode as a trajectory; None, with the reason set, when it has no call to train on."""
+        """The episode as a trajectory; None, with the reason set, if it has no trained call."""
         trained = self._trained(episode)
         if not trained:
             if episode.reason is None:
@@ -268,9 +252,9 @@ class EpisodesBuilder(TrajectoryBuilder):
             return None
         steps = episode.step_rewards
         if steps is not None and len(steps) == len(episode.calls):
-            steps = [steps[place] for place in trained]
+            steps = [steps[index] for index in trained]
         return Trajectory.model_construct(
-            episode=dialogue(episode.calls),
+            episode=main_conversation(episode.calls),
             reward=episode.reward,
             shaped_rewards=steps,
             metadata={
@@ -287,8 +271,8 @@ class EpisodesBuilder(TrajectoryBuilder):
 
 @register_trajectory_builder(config_type=EpisodesBuilderConfig)
 async def episodes_builder(config: EpisodesBuilderConfig, builder: Builder) -> AsyncIterator[EpisodesBuilder]:
-    made = EpisodesBuilder(config, builder)
+    episodes = EpisodesBuilder(config, builder)
     try:
-        yield made
+        yield episodes
     finally:
-        await made.stop()
+        await episodes.stop()

@@ -1,4 +1,4 @@
-"""The conversations of an episode: prompts that continue one another, with each answer where it was given."""
+"""The conversations of an episode: chains of prompts that extend one another, each answer with its call."""
 
 import json
 from collections.abc import Sequence
@@ -6,94 +6,125 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from insitu.schemas.episodes import ModelCall
+from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole
+
+_ROLES = {role.value: role for role in EpisodeItemRole} | {"developer": EpisodeItemRole.SYSTEM}
 
 
 class Turn(NamedTuple):
-    """A message of a dialogue, and the call that sampled it, if it is unchanged since."""
+    """A message of a conversation, and the call that sampled it if it was not changed afterwards."""
 
     message: dict[str, Any]
     call: ModelCall | None = None
 
 
-def conversations(calls: Sequence[ModelCall]) -> list[list[Turn]]:
-    """All conversations of an episode. The first is that of the last call that continues the first call.
+def main_conversation(calls: Sequence[ModelCall]) -> list[EpisodeItem]:
+    """The readable form of the conversation that extends the first call."""
+    found = conversations(calls)
+    return [_item(turn) for turn in found[0]] if found else []
 
-    A dialogue is the prompt and the answer of one call. An assistant's message in the prompt was sampled by the call
-    whose whole prompt is what stands before it and whose answer it repeats; any other is context. Each answer has its
-    call in exactly one dialogue: one that was changed before it was sent again (stripped thinking, a trimmed history)
-    or that was never sent again ends a dialogue of its own. Calls without an answer are in none.
+
+def _item(turn: Turn) -> EpisodeItem:
+    message, call = turn
+    role = _ROLES.get(str(message.get("role")), EpisodeItemRole.OTHER)
+    metadata = {key: value for key, value in message.items() if key not in ("role", "content")}
+    if call is not None:
+        metadata |= {"call": call.index, "finish_reason": call.finish_reason}
+    logprobs = None
+    if role is EpisodeItemRole.ASSISTANT:
+        logprobs = (call.logprobs if call is not None else None) or []
+    return EpisodeItem(
+        role=role, content=text_content(message.get("content")), logprobs=logprobs, metadata=metadata or None
+    )
+
+
+def text_content(content: Any) -> str:
+    """A message's content as text; the text parts of a list of parts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return "" if content is None else str(content)
+
+
+def conversations(calls: Sequence[ModelCall]) -> list[list[Turn]]:
+    """All conversations of an episode; the first is that of the last call that extends the first call.
+
+    A conversation is the prompt and the completion of one call. An assistant message in the prompt was sampled by the
+    call whose whole prompt precedes it and whose completion it repeats; any other is context. Every completion has its
+    call in exactly one conversation: one that was edited before it was sent again (stripped thinking, a trimmed
+    history), or never sent again, ends its own conversation. Calls without a completion are in none.
     """
-    answered = [call for call in calls if call.message is not None]
-    paths = _paths(answered)
+    completed = [call for call in calls if call.message is not None]
+    paths = _prefix_ids(completed)
     by_prompt: dict[int, list[int]] = {}
-    for place, path in enumerate(paths):
-        by_prompt.setdefault(path[-1], []).append(place)
+    for index, path in enumerate(paths):
+        by_prompt.setdefault(path[-1], []).append(index)
     claimed: set[int] = set()
 
     def ending_with(end: int) -> list[Turn]:
         claimed.add(end)
         turns = []
-        for message, before in zip(answered[end].messages, paths[end], strict=False):
+        for message, before in zip(completed[end].messages, paths[end], strict=False):
             candidates = by_prompt.get(before, ()) if message.get("role") == "assistant" else ()
-            free = (k for k in candidates if k not in claimed and _said(answered[k].message) == _said(message))
+            free = (
+                k for k in candidates if k not in claimed and _normalized(completed[k].message) == _normalized(message)
+            )
             sampler = next(free, None)
             if sampler is None:
                 turns.append(Turn(message))
             else:
                 claimed.add(sampler)
-                turns.append(_answer(answered[sampler]))
-        return [*turns, _answer(answered[end])]
+                turns.append(_completion(completed[sampler]))
+        return [*turns, _completion(completed[end])]
 
-    if not answered:
+    if not completed:
         return []
-    main = _end_of_main(paths)
-    found = {-1: ending_with(main)}
-    for end in sorted(range(len(answered)), key=lambda k: -len(paths[k])):  # what repeats an answer is longer
+    found = {-1: ending_with(_end_of_main(paths))}
+    for end in sorted(range(len(completed)), key=lambda k: -len(paths[k])):  # what repeats a completion is longer
         if end not in claimed:
             found[end] = ending_with(end)
     return [found[end] for end in sorted(found)]
 
 
-def _paths(calls: Sequence[ModelCall]) -> list[list[int]]:
-    """For each prompt a number for each of its beginnings, the empty one first: equal if and only if they are."""
-    numbers: dict[tuple[int, str], int] = {}
+def _prefix_ids(calls: Sequence[ModelCall]) -> list[list[int]]:
+    """For each prompt an id per prefix, the empty one first: ids are equal if and only if the prefixes are."""
+    ids: dict[tuple[int, str], int] = {}
     paths = []
     for call in calls:
         path = [0]
         for message in call.messages:
             longer = (path[-1], json.dumps(message, sort_keys=True))
-            path.append(numbers.setdefault(longer, len(numbers) + 1))
+            path.append(ids.setdefault(longer, len(ids) + 1))
         paths.append(path)
     return paths
 
 
 def _end_of_main(paths: Sequence[list[int]]) -> int:
     end = 0
-    for place, path in enumerate(paths):
+    for index, path in enumerate(paths):
         n = len(paths[end])
         if len(path) > n and path[n - 1] == paths[end][-1]:
-            end = place
+            end = index
     return end
 
 
-def _answer(call: ModelCall) -> Turn:
-    """Without the fields that a server names only to say that there is nothing in them."""
+def _completion(call: ModelCall) -> Turn:
+    """Drops the fields that a server sends as null."""
     message = call.message or {}
     return Turn({key: value for key, value in message.items() if value is not None or key == "content"}, call)
 
 
-def _said(message: dict[str, Any] | None) -> tuple[Any, ...]:
-    """What a message says, however the frameworks between answer and next prompt have spelt it."""
+def _normalized(message: dict[str, Any] | None) -> tuple[Any, ...]:
+    """A message in a form that does not depend on how frameworks rewrite it between completion and next prompt."""
     message = message or {}
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
         content = "".join(str(p.get("text")) for p in content)
-    called = [_called(call) for call in message.get("tool_calls") or ()]
+    tool_calls = [_normalized_tool_call(call) for call in message.get("tool_calls") or ()]
     others = (message.get(key) for key in ("function_call", "refusal", "audio"))
-    return (content or "", called, message.get("reasoning_content") or message.get("reasoning"), *others)
+    return (content or "", tool_calls, message.get("reasoning_content") or message.get("reasoning"), *others)
 
 
-def _called(call: dict[str, Any]) -> tuple[Any, ...]:
+def _normalized_tool_call(call: dict[str, Any]) -> tuple[Any, ...]:
     function = call.get("function") or {}
     arguments = function.get("arguments")
     with suppress(json.JSONDecodeError):  # a model may write anything

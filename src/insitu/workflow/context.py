@@ -13,8 +13,9 @@ from collections.abc import Collection
 from contextvars import ContextVar, Token
 from typing import Any, Self
 
+from insitu.advantages.targeting import is_targeted
 from insitu.capture.ledger import OUTSIDE, CallLedger, CallSite, Invocation, current_call_site
-from insitu.config import WORKFLOW, is_targeted
+from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import EpisodeKey, ModelCall
 from insitu.schemas.steps import IntermediateStep, IntermediateStepCategory, IntermediateStepType, InvocationNode
 from insitu.workflow.rewards import StepRewards

@@ -9,12 +9,13 @@ from insitu.adapters.art.config import ARTTrainerAdapterConfig, ARTTrainerConfig
 from insitu.adapters.art.conversion import check_order
 from insitu.adapters.art.library import load_art
 from insitu.adapters.art.trainer_adapter import ARTTrainerAdapter
+from insitu.advantages.credit import CallAdvantages
+from insitu.advantages.estimator import AdvantageEstimator, estimated_by_backend
 from insitu.builder import Builder
 from insitu.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.loop import InsituTrainer, InsituTrainerConfig
-from insitu.training.weighing import CallAdvantages, Weigher, weighed_by_server
 from insitu.trajectories.builder import EpisodesBuilder
 
 
@@ -48,25 +49,25 @@ class ARTTrainer(InsituTrainer):
         self.trainer_config = trainer_config
         self.run_id = f"art_run_{uuid.uuid4().hex[:8]}"
 
-    def _weigher(self) -> Weigher:
-        return _ServersWeigher()
+    def _estimator(self) -> AdvantageEstimator:
+        return _ServerEstimator()
 
 
-class _ServersWeigher:
-    """Sees to it that the server can weigh what it is sent."""
+class _ServerEstimator:
+    """Drops what the ART server cannot train; it computes the advantages of the rest."""
 
-    def conventions(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         return {"advantages": "the ART server's"}
 
-    def unfit(self, trajectory: Trajectory) -> DropReason | None:
+    def drop_reason(self, trajectory: Trajectory) -> DropReason | None:
         try:
             check_order(trajectory.episode, trajectory.id)
         except ValueError:
             return DropReason.EPISODE_ORDER
         return None
 
-    def weigh(self, group: Sequence[Trajectory]) -> list[CallAdvantages] | None:
-        return weighed_by_server(group)
+    def estimate(self, group: Sequence[Trajectory]) -> list[CallAdvantages] | None:
+        return estimated_by_backend(group)
 
 
 @register_trajectory_builder(config_type=ARTTrajectoryBuilderConfig)

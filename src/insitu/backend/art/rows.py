@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from insitu.algorithms.advantages import AdvantageConfig, group_advantages
-from insitu.algorithms.rows import rows_of
+from insitu.advantages.credit import AdvantageConfig, group_advantages
+from insitu.advantages.estimator import rows_of
 from insitu.backend.art.messages import Group, History, Trajectory
 from insitu.backend.training.batches import Row
 from insitu.backend.training.uploads import Limits

@@ -1,0 +1,220 @@
+"""Advantages of calls: which reward each call is judged by, and how rewards are compared within a group."""
+
+import json
+import math
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from insitu.advantages.targeting import credited_function
+from insitu.errors import TrajectoryError
+from insitu.schemas.components import WORKFLOW
+from insitu.schemas.episodes import ModelCall
+from insitu.schemas.finetuning import Trajectory
+
+
+class AdvantageConfig(BaseModel):
+    """How a group's rewards become advantages."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    baseline: Literal["mean", "leave_one_out", "leave_one_function_out"] = "mean"
+    """What is subtracted: the mean of the group; the mean of the other members (RLOO, arXiv:2402.14740); or, with
+    credit: function, the mean of the other members that differ in that function's part only."""
+    scale: Literal["none", "sample_std", "population_std"] = "sample_std"
+    """What the difference is divided by: nothing (Dr. GRPO, arXiv:2503.20783), or the standard deviation of the
+    group's rewards with denominator n - 1 or n."""
+    epsilon: float = Field(default=1e-6, ge=0)
+    """Added to the standard deviation."""
+
+
+def group_advantages(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
+    """One advantage per reward; all 0 for a group of one member or without variance."""
+    return [a for (a,) in member_advantages([[reward] for reward in rewards], config)]
+
+
+def member_advantages(
+    returns: Sequence[Sequence[float]], config: AdvantageConfig, situations: Sequence[Hashable] | None = None
+) -> list[list[float]]:
+    """One advantage for each return of each member of a group; members without returns are left out.
+
+    A member counts once, however many returns it has: means are taken over the members' means, and the variance is
+    the mean over members of their mean squared deviation from the group's mean. So only the baseline `mean` depends on
+    the member itself. For `leave_one_function_out`, members in the same of `situations` are compared with one another,
+    and one that is alone in its situation with all the others.
+    """
+    for index, member in enumerate(returns):
+        for value in member:
+            if not math.isfinite(value):
+                raise TrajectoryError(f"reward {index} of the group is {value}; allowed: finite numbers")
+    members = [index for index, member in enumerate(returns) if member]
+    if len(members) < 2 or len({value for member in returns for value in member}) < 2:
+        return [[0.0] * len(member) for member in returns]
+    means = {index: fmean(returns[index]) for index in members}
+    mean = math.fsum(means.values()) / len(means)
+    baselines = dict.fromkeys(members, mean)
+    if config.baseline != "mean":
+        if situations is None or config.baseline == "leave_one_out":
+            situations = [None] * len(returns)
+        baselines = {index: _mean_of_others(index, means, situations) for index in members}
+    divisor = 1.0 if config.scale == "none" else _deviation(returns, mean, config) + config.epsilon
+    return [[(value - baselines[index]) / divisor for value in member] for index, member in enumerate(returns)]
+
+
+def _mean_of_others(index: int, means: Mapping[int, float], situations: Sequence[Hashable]) -> float:
+    others = [other for other in means if other != index]
+    alike = [other for other in others if situations[other] == situations[index]]
+    return fmean(means[other] for other in alike or others)
+
+
+def _deviation(returns: Sequence[Sequence[float]], mean: float, config: AdvantageConfig) -> float:
+    squares = [fmean((value - mean) ** 2 for value in member) for member in returns if member]
+    freedom = len(squares) - 1 if config.scale == "sample_std" else len(squares)
+    return math.sqrt(math.fsum(squares) / freedom)
+
+
+CallAdvantages = Mapping[int, float | None]
+"""The advantage of each trained call by its index in `Trajectory.calls`; None if the backend computes it."""
+
+
+class Credit(NamedTuple):
+    """The unit of credit (`episode`, `step` or `function`), the discount of later steps, the targeted functions."""
+
+    unit: str = "episode"
+    discount: float = 1.0
+    targets: Collection[str] = (WORKFLOW,)
+
+
+BY_EPISODE = Credit()
+
+
+def call_advantages(
+    group: Sequence[Trajectory], config: AdvantageConfig, credit: Credit = BY_EPISODE
+) -> list[dict[int, float]]:
+    """For each trajectory of a group, the advantage of each trained call by its index in `calls`.
+
+    `episode`: every call gets the advantage of its episode's reward within the group. `step`: the discounted returns
+    of all trained calls of the group are compared. `function`: each call is compared with those of the same function
+    in the group's other episodes, by the returns of that function's step rewards, or by the episodes' rewards if it
+    received none.
+    """
+    if credit.unit == "episode":
+        advantages = group_advantages([t.reward for t in group], config)
+        return [dict.fromkeys(t.trained_calls, a) for t, a in zip(group, advantages, strict=True)]
+    if credit.unit == "function":
+        return _by_function(group, config, credit)
+    returns = [step_returns(_step_rewards(t), credit.discount) for t in group]
+    flat = iter(group_advantages([g for member in returns for g in member], config))
+    return [{index: next(flat) for index in t.trained_calls} for t in group]
+
+
+def step_returns(rewards: Sequence[float], discount: float) -> list[float]:
+    """G_k = sum over j >= k of discount^(j-k) r_j, for the steps of one episode."""
+    returns: list[float] = []
+    following = 0.0
+    for reward in reversed(rewards):
+        following = reward + discount * following
+        returns.append(following)
+    return returns[::-1]
+
+
+def _by_function(group: Sequence[Trajectory], config: AdvantageConfig, credit: Credit) -> list[dict[int, float]]:
+    result: list[dict[int, float]] = [{} for _ in group]
+    steps: dict[str, list[list[int]]] = {}  # by function, for each trajectory the positions among its trained calls
+    for number, t in enumerate(group):
+        for k, index in enumerate(t.trained_calls):
+            name = credited_function(t.calls[index].functions, credit.targets)
+            steps.setdefault(name, [[] for _ in group])[number].append(k)
+    for name, members in steps.items():
+        rewarded = any(name in _rewarded_functions(t, credit.targets) for t in group)
+        returns = [
+            step_returns([_step_reward(t, k) for k in ks], credit.discount) if rewarded else [t.reward] * len(ks)
+            for t, ks in zip(group, members, strict=True)
+        ]
+        firsts = [t.calls[t.trained_calls[ks[0]]] if ks else None for t, ks in zip(group, members, strict=True)]
+        situations = [first and _situation(first) for first in firsts]
+        advantages = member_advantages(returns, config, situations)
+        for number, (t, ks) in enumerate(zip(group, members, strict=True)):
+            result[number] |= {t.trained_calls[k]: a for k, a in zip(ks, advantages[number], strict=True)}
+    return result
+
+
+def _rewarded_functions(trajectory: Trajectory, targets: Collection[str]) -> Collection[str]:
+    """The functions with step rewards: those recorded, or all functions if only the rewards are known."""
+    if trajectory.shaped_rewards is None:
+        return ()
+    recorded: Collection[str] | None = (trajectory.metadata or {}).get("rewarded_functions")
+    if recorded is not None:
+        return recorded
+    return {credited_function(call.functions, targets) for call in trajectory.calls}
+
+
+def _step_reward(trajectory: Trajectory, k: int) -> float:
+    """The reward of the k-th trained call; 0 in an episode without step rewards."""
+    return 0.0 if trajectory.shaped_rewards is None else _step_rewards(trajectory)[k]
+
+
+def _situation(call: ModelCall) -> str:
+    """Key for "same situation": the function's first prompt."""
+    return json.dumps([call.messages, call.tools], sort_keys=True)
+
+
+def has_step_rewards(trajectory: Trajectory) -> bool:
+    """Whether every trained call has a step reward, as `credit: step` requires."""
+    return trajectory.shaped_rewards is not None and len(trajectory.shaped_rewards) == len(trajectory.trained_calls)
+
+
+def _step_rewards(trajectory: Trajectory) -> list[float]:
+    if trajectory.shaped_rewards is None:
+        raise TrajectoryError(
+            f"credit: step needs a reward for each model call; episode {trajectory.id} has none: use "
+            "Context.get().reward(value), custom steps with a `reward`, or step_scores of the evaluator"
+        )
+    if len(trajectory.shaped_rewards) != len(trajectory.trained_calls):
+        raise TrajectoryError(
+            f"episode {trajectory.id} has {len(trajectory.trained_calls)} trained calls "
+            f"and {len(trajectory.shaped_rewards)} step rewards"
+        )
+    return trajectory.shaped_rewards
+
+
+class CreditedCall(NamedTuple):
+    """A trained call: the function it is credited to, its number of sampled tokens, and its advantage."""
+
+    function: str
+    tokens: int
+    advantage: float
+
+
+def credited_calls(
+    estimated: Iterable[tuple[Trajectory, CallAdvantages]], targets: Collection[str]
+) -> list[CreditedCall]:
+    """The trained calls whose advantages are known."""
+    calls = [(t.calls[index], advantage) for t, of_calls in estimated for index, advantage in of_calls.items()]
+    return [
+        CreditedCall(credited_function(call.functions, targets), len(call.token_ids or ()), advantage)
+        for call, advantage in calls
+        if advantage is not None
+    ]
+
+
+def credit_by_function(calls: Iterable[CreditedCall]) -> dict[str, dict[str, float]]:
+    """For each function its `calls` and `tokens`, the mean |advantage| per token, and its share of their sum.
+
+    The shares sum to 1, or are all 0 if every advantage is. They are weighted by tokens, the unit of the loss, so
+    they do not depend on how an episode is cut into rows.
+    """
+    shares: dict[str, dict[str, float]] = {}
+    weights: dict[str, float] = {}
+    for call in calls:
+        share = shares.setdefault(call.function, {"calls": 0, "tokens": 0})
+        share["calls"] += 1
+        share["tokens"] += call.tokens
+        weights[call.function] = weights.get(call.function, 0.0) + abs(call.advantage) * call.tokens
+    total = sum(weights.values())
+    for name, share in shares.items():
+        share["mean_abs_advantage"] = weights[name] / share["tokens"] if share["tokens"] else 0.0
+        share["share"] = weights[name] / total if total else 0.0
+    return dict(sorted(shares.items()))

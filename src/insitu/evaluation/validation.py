@@ -1,0 +1,80 @@
+"""Validation: the held-out dataset scored with the current model, the same episodes each time."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from insitu.algorithms.statistics import mean_ci95
+from insitu.builder import Builder
+from insitu.config import Config, load_config
+from insitu.errors import ConfigError
+from insitu.evaluation.evaluators import number, scores_by_row
+from insitu.evaluation.run import EvaluationRun
+from insitu.evaluation.shared_run import current_builder, evaluation_request
+from insitu.schemas.episodes import Episode
+from insitu.schemas.evaluation import EvaluationRunOutput
+from insitu.schemas.finetuning import FinetuneConfig
+
+
+def held_out_config(config: Config) -> Config:
+    """The file that validation runs: `finetuning.validation.config_file`, or the run's own."""
+    validation = config.finetuning.validation
+    if validation is None or validation.config_file is None:
+        return config
+    return load_config(config.find_path(validation.config_file, "finetuning.validation.config_file"))
+
+
+async def validate(
+    run_config: FinetuneConfig,
+    epoch: int,
+    builder: Builder | None = None,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> dict[str, Any]:
+    """Scores the held-out dataset on the components of `builder`, or of the current finetuning run.
+
+    Returns a record of `validation_history.json`, with `error` and no reward if nothing could be scored.
+    """
+    run, validation = run_config.run_configuration, run_config.validation
+    dataset = validation.dataset if validation is not None else run and run.validation_dataset
+    if dataset is None:
+        raise ConfigError("validation needs a dataset: finetuning.validation.dataset or --validation_dataset")
+    base = builder or current_builder()
+    options: dict[str, Any] = {}
+    if base is not None:
+        options["config_file"] = held_out_config(base.config)
+    elif run is not None:
+        options["config_file"] = run.validation_config_file or run.config_file
+        options["override"] = () if run.validation_config_file else run.override
+    reps = validation.reps if validation is not None else 1
+    request = evaluation_request(run, dataset=dataset, reps=reps, write_output=False, **options)
+    output = await EvaluationRun(request, builder, on_episode, training=False).run_and_evaluate()
+    return validation_metrics(output, run_config, epoch)
+
+
+def validation_metrics(output: EvaluationRunOutput, run_config: FinetuneConfig, epoch: int) -> dict[str, Any]:
+    """A record of `validation_history.json` from an evaluation's output."""
+    reward = run_config.reward_function
+    results = dict(output.evaluation_results)
+    if reward is None or reward.name not in results:
+        raise ConfigError(f"validation has no evaluator {reward.name if reward else None!r}; it has: {[*results]}")
+    dropped: Counter[str] = Counter()
+    for failed in (item for item in output.eval_input.eval_input_items if item.error is not None):
+        dropped[failed.reason or "workflow_error"] += 1
+    for item in results[reward.name].eval_output_items:
+        _, reason, _ = number(item)
+        if reason is not None:
+            dropped[str(reason)] += 1
+    scores = scores_by_row(results[reward.name])
+    if not scores:
+        return {"epoch": epoch, "error": f"no example could be scored: {dict(dropped)}", "dropped": dict(dropped)}
+    means = [sum(of_row) / len(of_row) for of_row in scores.values()]
+    estimate = mean_ci95(means)
+    return {
+        "epoch": epoch,
+        "avg_reward": estimate.mean,
+        "min_reward": min(min(s) for s in scores.values()),
+        "max_reward": max(max(s) for s in scores.values()),
+        "num_examples": sum(len(s) for s in scores.values()),
+        "ci95": [estimate.low, estimate.high],
+        "dropped": dict(dropped),
+    }
