@@ -1,4 +1,4 @@
-"""Reads an uploaded job, line by line in bounded memory, and refuses what cannot be trained on."""
+"""Reads an uploaded job line by line, in bounded memory, and validates it."""
 
 import asyncio
 import zlib
@@ -7,32 +7,31 @@ from collections.abc import AsyncIterator
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from insitu.backend.http import MAX_JOB_BYTES
 from insitu.backend.training.batches import Row
 from insitu.errors import RequestRefused
 from insitu.schemas.training_jobs import TrainingSettings
 
-MAX_JOB_BYTES = 1 << 30
-"""Of a job's JSON lines, decompressed."""
-PIECE = 1 << 18
-"""Bytes decompressed before the event loop gets a turn."""
-_LARGEST = float(np.finfo(np.float32).max)
+CHUNK_BYTES = 1 << 18
+"""Bytes decompressed before other tasks of the event loop run."""
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 class Limits(BaseModel):
-    """What the model under training can take."""
+    """Limits of an uploaded job."""
 
-    vocabulary: int
+    vocab_size: int
     max_length: int
     max_bytes: int = MAX_JOB_BYTES
 
     @property
     def line(self) -> int:
-        """Bytes of the longest line: some 100 for a token (id, mask, logprob, advantage), and the rest of a row."""
+        """Maximum bytes of a line: about 100 per token (id, mask, logprob, advantage) and 1 MiB for the rest."""
         return 100 * self.max_length + (1 << 20)
 
 
 class JobHeader(BaseModel):
-    """The first line."""
+    """The first line of a job."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -41,7 +40,7 @@ class JobHeader(BaseModel):
 
 
 class _RowLine(BaseModel):
-    """A TrainingRow as it may come over the wire: null, which JSON writers make of NaN, is taken for it."""
+    """A TrainingRow as uploaded; null is allowed where JSON writers emit it for NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -54,7 +53,7 @@ class _RowLine(BaseModel):
 
 
 async def read_job(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) -> tuple[TrainingSettings, list[Row]]:
-    """Settings, and the rows that have trained tokens. Raises RequestRefused with the line's number and the field."""
+    """Returns the settings and the rows with trained tokens. Raises RequestRefused naming line and field."""
     header: JobHeader | None = None
     rows: list[Row] = []
     number = 0
@@ -64,7 +63,7 @@ async def read_job(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) 
             continue
         number += 1
         if number > header.num_rows:
-            raise _refused(f"the first line says num_rows {header.num_rows}, but there are more rows", "num_rows")
+            raise _refused(f"num_rows is {header.num_rows}, but there are more rows", "num_rows")
         row = _row(line, number, limits)
         if row is not None:
             rows.append(row)
@@ -78,7 +77,7 @@ async def read_job(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) 
 
 
 async def _decoded(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) -> AsyncIterator[bytes]:
-    """The body in pieces of bounded size, whatever it was compressed to."""
+    """The decompressed body in chunks of bounded size."""
     if encoding not in ("", "identity", "gzip"):
         raise _refused(f"Content-Encoding is {encoding!r}; allowed: gzip, identity", "Content-Encoding", status=415)
     total = 0
@@ -87,29 +86,29 @@ async def _decoded(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) 
         while chunk:
             if encoding == "gzip":
                 try:
-                    piece = unzip.decompress(chunk, PIECE)
+                    part = unzip.decompress(chunk, CHUNK_BYTES)
                 except zlib.error as error:
                     raise _refused(
-                        f"the body is not gzip, as Content-Encoding says: {error}", "Content-Encoding"
+                        f"Content-Encoding is gzip, but the body is not: {error}", "Content-Encoding"
                     ) from None
                 chunk = unzip.unconsumed_tail
                 if unzip.unused_data:
-                    raise _refused("there is something behind the end of the gzip stream", "Content-Encoding")
+                    raise _refused("there is data after the end of the gzip stream", "Content-Encoding")
             else:
-                piece, chunk = chunk[:PIECE], chunk[PIECE:]
-            total += len(piece)
+                part, chunk = chunk[:CHUNK_BYTES], chunk[CHUNK_BYTES:]
+            total += len(part)
             if total > limits.max_bytes:
                 raise _refused(f"the job is longer than {limits.max_bytes} bytes; send fewer rows", status=413)
-            yield piece
+            yield part
             await asyncio.sleep(0)
     if encoding == "gzip" and not unzip.eof:
         raise _refused("the gzip stream ends early; the upload was cut off", code="truncated")
 
 
-async def _lines(pieces: AsyncIterator[bytes], limits: Limits) -> AsyncIterator[bytes]:
+async def _lines(chunks: AsyncIterator[bytes], limits: Limits) -> AsyncIterator[bytes]:
     rest = b""
-    async for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
         if len(rest) > limits.line:
             raise _refused(f"a line is longer than {limits.line} bytes", status=413)
         for line in lines:
@@ -127,7 +126,7 @@ def _header(line: bytes) -> JobHeader:
 
 
 def _row(line: bytes, number: int, limits: Limits) -> Row | None:
-    """None for a row without a trained token."""
+    """Returns None for a row without trained tokens."""
     where = f"row {number}"
     try:
         sent = _RowLine.model_validate_json(line)
@@ -140,19 +139,19 @@ def _row(line: bytes, number: int, limits: Limits) -> Row | None:
             raise _refused(f"{where}: {name} has {len(values)} entries, token_ids has {length}", name)
     if length > limits.max_length:
         raise _refused(f"{where}: token_ids has {length} entries; the model takes {limits.max_length}", "token_ids")
-    for place, token in enumerate(sent.token_ids):
-        if not 0 <= token < limits.vocabulary:
+    for index, token in enumerate(sent.token_ids):
+        if not 0 <= token < limits.vocab_size:
             raise _refused(
-                f"{where}: token_ids[{place}] is {token}; the vocabulary ends at {limits.vocabulary - 1}", "token_ids"
+                f"{where}: token_ids[{index}] is {token}; the vocabulary ends at {limits.vocab_size - 1}", "token_ids"
             )
-    for place, bit in enumerate(sent.loss_mask):
+    for index, bit in enumerate(sent.loss_mask):
         if bit not in (0, 1):
-            raise _refused(f"{where}: loss_mask[{place}] is {bit}; allowed: 0, 1", "loss_mask")
+            raise _refused(f"{where}: loss_mask[{index}] is {bit}; allowed: 0, 1", "loss_mask")
     if sent.loss_mask and sent.loss_mask[0]:
         raise _refused(
-            f"{where}: loss_mask[0] is 1, but nothing stands before the first token to predict it", "loss_mask"
+            f"{where}: loss_mask[0] is 1, but the first token has no context to predict it from", "loss_mask"
         )
-    positions = [place for place, bit in enumerate(sent.loss_mask) if bit]
+    positions = [index for index, bit in enumerate(sent.loss_mask) if bit]
     if not positions:
         return None
     weights = sent.advantages if isinstance(sent.advantages, list) else [sent.advantages] * length
@@ -166,28 +165,28 @@ def _row(line: bytes, number: int, limits: Limits) -> Row | None:
 
 
 def _finite(where: str, name: str, values: list[float | None], positions: list[int]) -> np.ndarray:
-    """The values at the trained tokens, each of them a number that float32 can hold."""
-    for place in positions:
-        value = values[place]
-        if value is None or not abs(value) <= _LARGEST:
-            raise _refused(f"{where}: {name}[{place}] is {value}, but that token is trained (loss_mask 1)", name)
-    return np.array([values[place] for place in positions], dtype=np.float32)
+    """Values of the trained tokens. Raises RequestRefused unless each is finite in float32."""
+    for index in positions:
+        value = values[index]
+        if value is None or not abs(value) <= _MAX_FLOAT32:
+            raise _refused(f"{where}: {name}[{index}] is {value}, but that token is trained (loss_mask 1)", name)
+    return np.array([values[index] for index in positions], dtype=np.float32)
 
 
 def _invalid(where: str, error: ValidationError) -> RequestRefused:
-    """The first complaint of many, naming the key, its value where it is short, and the keys there are."""
+    """pydantic's first error, with the key and its value, or the existing keys."""
     first = error.errors(include_url=False)[0]
     key = ".".join(map(str, first["loc"]))
-    what = first["msg"]
+    problem = first["msg"]
     if first["type"] == "extra_forbidden":
         model = TrainingSettings if first["loc"][0] == "settings" else None
         known = sorted(model.model_fields) if model and len(first["loc"]) == 2 else []
-        what = "there is no such key" + (f"; there are {', '.join(known)}" if known else "")
+        problem = "there is no such key" + (f"; there are {', '.join(known)}" if known else "")
     elif first["type"] == "json_invalid":
-        what = f"not JSON: {first['ctx']['error']}"
+        problem = f"not JSON: {first['ctx']['error']}"
     elif isinstance(first["input"], str | int | float | bool | None):
-        what += f", not {first['input']!r}"
-    return _refused(f"{where}: {key + ': ' if key else ''}{what}", key or None, "invalid_job")
+        problem += f", not {first['input']!r}"
+    return _refused(f"{where}: {key + ': ' if key else ''}{problem}", key or None, "invalid_job")
 
 
 def _refused(message: str, param: str | None = None, code: str = "invalid_job", *, status: int = 400) -> RequestRefused:

@@ -1,4 +1,4 @@
-"""What is known of a model's steps: means of what clients logged, which decide the checkpoint that is best."""
+"""Metrics that clients logged per step; they determine the best checkpoint."""
 
 import json
 import math
@@ -8,39 +8,39 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from insitu.backend.art.messages import Group
+from insitu.backend.protocols.art.trajectories import ArtGroup
 
 
-class History:
-    """`history.jsonl` in the model's folder: a line for each logging, its metrics named `SPLIT/METRIC`."""
+class MetricsLog:
+    """`history.jsonl` in the model's folder: a line per log request, with metrics named `SPLIT/METRIC`."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "history.jsonl"
         lines = self._path.read_text().splitlines() if self._path.exists() else []
-        self._lines: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self._records: list[dict[str, Any]] = [json.loads(record) for record in lines]
 
-    def log(self, step: int, split: str, groups: Sequence[Group]) -> None:
-        """The means over all trajectories of `groups`."""
-        line = {"step": step, **{f"{split}/{name}": value for name, value in _means(groups).items()}}
-        self._lines.append(line)
+    def log(self, step: int, split: str, groups: Sequence[ArtGroup]) -> None:
+        """Logs the means over all trajectories of `groups`."""
+        record = {"step": step, **{f"{split}/{name}": value for name, value in _means(groups).items()}}
+        self._records.append(record)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(record) + "\n")
 
     def metrics(self, step: int) -> dict[str, float]:
-        """The means of what was logged at this step."""
+        """Means of the metrics logged at this step."""
         values: dict[str, list[float]] = defaultdict(list)
-        for line in self._lines:
-            if line["step"] == step:
-                for name, value in line.items():
+        for record in self._records:
+            if record["step"] == step:
+                for name, value in record.items():
                     if name != "step":
                         values[name].append(value)
         return {name: fmean(each) for name, each in values.items()}
 
     def best(self, metric: str, smoothing: float, steps: Iterable[int]) -> int | None:
-        """Of these, the step whose metric is highest, the later of equals; none where none has it.
+        """Returns the step with the highest metric, the later one of equals; None if the metric was never logged.
 
-        `smoothing` is the weight of each step against the average of those before it: 1 for none.
+        `smoothing` is the weight of each step relative to the average of earlier steps; 1 disables smoothing.
         """
         weighted = total = 0.0
         best: tuple[float, int] | None = None
@@ -53,10 +53,10 @@ class History:
         return best[1] if best else None
 
 
-def _means(groups: Sequence[Group]) -> dict[str, float]:
-    """As ART has them: reward, exception_rate, each metric of the trajectories, reward_std_dev within groups."""
+def _means(groups: Sequence[ArtGroup]) -> dict[str, float]:
+    """ART's metrics: reward, exception_rate, the trajectories' own metrics, reward_std_dev within groups."""
     values: dict[str, list[float]] = defaultdict(list)
-    spreads = []
+    deviations = []
     for group in groups:
         values["exception_rate"] += [0.0] * len(group.trajectories) + [1.0] * group.exceptions
         for trajectory in group.trajectories:
@@ -64,6 +64,6 @@ def _means(groups: Sequence[Group]) -> dict[str, float]:
             for name, value in trajectory.metrics.items():
                 values[name].append(value)
         if len(group.trajectories) > 1:
-            spreads.append(pstdev([trajectory.reward for trajectory in group.trajectories]))
+            deviations.append(pstdev([trajectory.reward for trajectory in group.trajectories]))
     means = {name: fmean(each) for name, each in values.items() if each}
-    return means | ({"reward_std_dev": fmean(spreads)} if spreads else {})
+    return means | ({"reward_std_dev": fmean(deviations)} if deviations else {})
