@@ -13,7 +13,7 @@ import pytest
 from factories import MODEL, digits_project, read_lines, write_rows
 from processes import HANGS, Process, run_project, start_project
 
-from insitu.training.inspection import Fate, RunFiles
+from insitu.training.inspection import RunFiles, TrainingStatus
 
 
 @pytest.fixture
@@ -178,12 +178,19 @@ def test_what_cannot_be_trained_is_refused_before_the_earlier_run_is_moved(proje
 def test_a_job_that_fails_ends_the_run_and_is_told_with_its_epoch_and_reason(project: Path) -> None:
     code, out, err = run_project(project, "-o", "trainer_adapters.backend.training.learning_rate", "1e30")
     assert code == 1
-    assert re.search(r"^failed: epoch 1: training job job-\w+ is failed: .*the job is undone", err, re.MULTILINE), err
+    assert re.search(
+        r"^failed: epoch 1: training job job-\w+ is failed: .*the weights from before the job were restored",
+        err,
+        re.MULTILINE,
+    ), err
     assert "epoch 1/2 was not completed; the run so far: run/" in out
     (metrics,) = read_lines(project / "run/training_metrics.jsonl")  # what was gathered is recorded all the same
     assert (metrics["num_groups"], metrics["policy_version"], metrics["job"]) == (6, 0, "failed")
     files = RunFiles(project / "run")
-    assert {read.fate for read in files.outlines(files.episodes())} <= {Fate.JOB_FAILED, Fate.LEFT_OUT}
+    assert {read.status for read in files.summaries(files.find())} <= {
+        TrainingStatus.JOB_FAILED,
+        TrainingStatus.LEFT_OUT,
+    }
 
 
 def test_a_model_that_cannot_be_loaded_shows_the_end_of_the_log(project: Path) -> None:
@@ -225,9 +232,9 @@ def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signal
         assert process.wait() == code
     backend.wait(HANGS)
     files = RunFiles(project / "run")  # what has been cut off anywhere is read
-    fates = Counter(files.read(record).fate for record in files.episodes())
-    assert fates.keys() <= {Fate.TRAINED, Fate.LEFT_OUT, Fate.WAITING}
-    assert fates[Fate.TRAINED] >= 4
+    statuses = Counter(files.load(record).status for record in files.find())
+    assert statuses.keys() <= {TrainingStatus.TRAINED, TrainingStatus.LEFT_OUT, TrainingStatus.PENDING}
+    assert statuses[TrainingStatus.TRAINED] >= 4
 
 
 def test_a_second_interrupt_ends_a_run_whose_workflow_blocks_the_event_loop(project: Path) -> None:

@@ -1,7 +1,7 @@
-"""LangChain: a `ChatOpenAI` on the recording transport, and its callbacks as intermediate steps.
+"""LangChain: a `ChatOpenAI` on the recording transport, and callbacks that report runs as intermediate steps.
 
-Importing this module makes LangChain report every model and tool run inside an episode, LangGraph's included; outside
-an episode the reports go nowhere.
+Importing this module makes LangChain and LangGraph report every model and tool run inside an episode; outside one, the
+reports are discarded.
 """
 
 from contextvars import ContextVar
@@ -15,19 +15,19 @@ from langchain_core.outputs import LLMResult
 from langchain_core.tracers.context import register_configure_hook
 from langchain_openai import ChatOpenAI
 
+from insitu.capture.transport import recording_transport
 from insitu.frameworks import ToolSteps, push
 from insitu.schemas.steps import IntermediateStepType, StreamEventData, TraceMetadata, UsageInfo
 from insitu.workflow.context import current_scope
-from insitu.workflow.llms import PlainLLM, http_library
-from insitu.workflow.transport import for_library
+from insitu.workflow.llms import ModelClient, http_library
 
 _OWN_ARGUMENTS = {"stop": "stop_sequences"}  # what ChatOpenAI calls a parameter by another name
 
 
-def make_llm(plain: PlainLLM) -> ChatOpenAI:
+def make_llm(plain: ModelClient) -> ChatOpenAI:
     """The same model with the same parameters; its asynchronous calls share `plain`'s connections."""
     http = http_library()
-    sync_client = http.Client(transport=for_library(http).synchronous(plain.recorder), follow_redirects=True)
+    sync_client = http.Client(transport=recording_transport(http)(plain.recorder), follow_redirects=True)
     plain.closers.append(sync_client.close)
     params = {_OWN_ARGUMENTS.get(name, name): value for name, value in plain.params.items()}
     return ChatOpenAI(

@@ -1,22 +1,22 @@
-"""The official OpenAI SDK, Chat Completions and Responses: its client, and steps for the tools that an agent runs.
+"""The official OpenAI SDK, Chat Completions and Responses: its client, and steps for the agent's tool runs.
 
 client = await builder.get_llm("player", wrapper_type="openai")
 with tool_step("look", arguments) as returned:
     returned(look(**arguments))
 
-An agent that blocks takes `sync_client(await builder.get_llm("player"))`.
+Blocking agents use `sync_client(await builder.get_llm("player"))`.
 """
 
 from openai import AsyncOpenAI
 
 from insitu.frameworks import ToolSteps, async_client, sync_client
-from insitu.workflow.llms import PlainLLM
+from insitu.workflow.llms import ModelClient
 
 __all__ = ["make_llm", "sync_client", "tool_step"]
 
 tool_step = ToolSteps("openai").around
 
 
-def make_llm(plain: PlainLLM) -> AsyncOpenAI:
+def make_llm(plain: ModelClient) -> AsyncOpenAI:
     """A client that asks the model under this key of `llms`, whatever the name in a request."""
     return async_client(plain)

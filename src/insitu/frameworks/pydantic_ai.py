@@ -1,4 +1,4 @@
-"""Pydantic AI: a chat model, and a capability that tells an agent's tool runs as steps.
+"""Pydantic AI: a chat model, and a capability that reports the agent's tool runs as steps.
 
 model = await builder.get_llm("player", wrapper_type="pydantic_ai")
 agent = Agent(model, capabilities=[ToolReports()])
@@ -13,12 +13,12 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from insitu.frameworks import ToolSteps, async_client
-from insitu.workflow.llms import PlainLLM
+from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("pydantic_ai")
 
 
-def make_llm(plain: PlainLLM) -> OpenAIChatModel:
+def make_llm(plain: ModelClient) -> OpenAIChatModel:
     """For `Agent(model, ...)`."""
     return OpenAIChatModel(plain.model, provider=OpenAIProvider(openai_client=async_client(plain)))
 
