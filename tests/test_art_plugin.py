@@ -10,8 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from insitu.training.weighing import weigh
 from pydantic import ValidationError
 from tiny_models import save_tiny_model
