@@ -37,8 +37,9 @@ install: $(VENV)/.installed
 quickstart: $(VENV)/.installed
 	$(BIN)/insitu finetune --config_file examples/tic_tac_toe/grpo.yml
 
+# Many processes import the same sources, which bytecode saves them compiling. A file's tests share its fixtures.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
 # An environment for each release of the client; wandb is what its serverless backend cannot do without.
 ART_RELEASES := 0.5.4 0.5.18

@@ -1,12 +1,22 @@
 """Fixtures that several test files use."""
 
+import contextlib
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from processes import fork_server
+
+# Before any test imports transformers: for the docstrings of its fields each class of the configuration has all loaded
+# modules inspected, and those of transformers take seconds.
+import insitu.training.runtime  # noqa: F401
+
+# One thread each: the models are tiny, and several processes share the cores. Child processes inherit it.
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 
 Write = Callable[..., Path]
 
@@ -27,3 +37,10 @@ def write(tmp_path: Path) -> Write:
         return path
 
     return to_file
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_cmdline_main(config: pytest.Config) -> Iterator[None]:
+    """One fork server for all workers."""
+    with contextlib.nullcontext() if hasattr(config, "workerinput") else fork_server():
+        return (yield)

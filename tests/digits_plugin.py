@@ -1,7 +1,8 @@
 """A small workflow for tests of whole runs: the model answers, the evaluator likes large digits.
 
 A row's question says what happens: {"say": text} asks the model; "earn" is its step reward; "raise", "hang" and
-"block" fail each in its way; "score" is what the evaluator gives, "nan" and "none" among it.
+"block" fail each in its way; "mark" is a file that gets a character for each episode; "score" is what the evaluator
+gives, "nan" and "none" among it.
 """
 
 import asyncio
@@ -29,6 +30,9 @@ async def ask(config: AskConfig, builder: Builder):
             Context.get().reward(question["earn"])
         if "raise" in question:
             raise RuntimeError(question["raise"])
+        if "mark" in question:
+            with open(question["mark"], "a") as marks:  # noqa: ASYNC230 (a byte)
+                marks.write(".")
         if "block" in question:
             time.sleep(600)  # noqa: ASYNC251 (it is the mistake to be made)
         if "hang" in question:

@@ -2,16 +2,15 @@
 
 import asyncio
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, settings, strategies as st
-from insitu.training.weighing import weigh
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import run, serving
 from pydantic import ValidationError
 from tiny_models import save_tiny_model
 
@@ -25,6 +24,7 @@ from insitu.adapters.art.conversion import art_trajectory, check_order
 from insitu.adapters.art.remote_backend import _RemoteBackend, mean_metrics
 from insitu.adapters.art.trainer_adapter import known_metrics
 from insitu.advantages.credit import credit_by_function, credited_calls
+from insitu.advantages.estimator import estimate_epoch
 from insitu.config import Config
 from insitu.errors import BackendUnavailable, RequestRefused, TrajectoryError
 from insitu.plugin_api import Builder
@@ -87,8 +87,7 @@ def test_bounds_of_the_builder() -> None:
 
 def test_without_the_library_the_command_says_what_to_install() -> None:
     file = Path(__file__).parent.parent / "examples/tic_tac_toe/art.yml"
-    nat = Path(sys.executable).with_name("nat")
-    done = subprocess.run([nat, "finetune", "--config_file", file], capture_output=True, text=True, timeout=60)
+    done = run("finetune", "--config_file", file)
     assert done.returncode == 2
     assert "pip install 'insitu[art]'" in done.stderr
     assert "Traceback" not in done.stderr
@@ -269,11 +268,11 @@ def test_which_calls_are_trained_is_known_and_their_advantages_are_the_servers()
     groups = [group(0.0, 1.0, 1.0), group(0.5, 0.5), group(1.0)]
     groups[0][2].episode = groups[0][2].episode[:1]  # no answer
     collection = TrajectoryCollection(trajectories=groups, run_id="r", dropped={"timeout": 1})
-    weighed = weigh(collection, ARTTrainer(ARTTrainerConfig(), Builder(Config()))._weigher())
-    assert weighed == [(t, {1: None}) for t in groups[0][:2]]
+    collection, advantages = estimate_epoch(collection, ARTTrainer(ARTTrainerConfig(), Builder(Config()))._estimator())
+    assert advantages == [(t, {1: None}) for t in groups[0][:2]]
     assert collection.trajectories == [groups[0][:2]]
     assert collection.dropped == {"timeout": 1, "episode_order": 1, "no_variance": 2, "single_member": 1}
-    assert credit_by_function(credited_calls(weighed, ["<workflow>"])) == {}
+    assert credit_by_function(credited_calls(advantages, ["<workflow>"])) == {}
     assert [t.rows for t in groups[0]] == [[], [], []]
 
 
@@ -293,16 +292,8 @@ class Sent:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model = save_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-    insitu = Path(sys.executable).with_name("insitu")
-    command = [insitu, "backend", "--model", model, "--port", "0", "--threads", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            ready = re.search(r"ready at (\S+)", process.stdout.readline())
-            assert ready
-            yield ready[1]
-        finally:
-            process.terminate()
+    with serving("backend", "--model", model, "--port", "0", "--threads", "1") as (_, address):
+        yield address
 
 
 async def test_the_remote_backend_trains_and_is_told_why_not(address: str) -> None:

@@ -3,12 +3,10 @@
 import asyncio
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
+from processes import HANGS, Process, serving
+from processes import run as run_command
 from tiny_models import byte_tokenizer, save_tiny_model
 from tokenizers.processors import TemplateProcessing
 
@@ -36,29 +37,12 @@ from insitu.errors import BackendError
 
 TOKEN = "s3cret"
 HELLO = [{"role": "user", "content": "hello"}]
-START = """
-import sys
-from pathlib import *
-from insitu.backend.options import BackendOptions
-from insitu.cli.backend import serve
-sys.exit(serve(BackendOptions(**eval(sys.argv[1]))))
-"""
 
 
-@contextlib.contextmanager
-def backend(model: Path, **options: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def backend(model: Path, **options: Any) -> contextlib.AbstractContextManager[tuple[Process, str]]:
     """A running server process and its address."""
-    told = {"model": str(model), "port": 0, "threads": 1} | options
-    command = [sys.executable, "-W", "ignore", "-c", START, repr(told)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("insitu backend ready at http://127.0.0.1:")
-        try:
-            yield process, line.split()[-1]
-        finally:
-            if process.poll() is None:
-                process.kill()
+    given = {"model": model, "port": 0, "threads": 1} | options
+    return serving("backend", *(part for name, value in given.items() for part in (f"--{name}", value)))
 
 
 @pytest.fixture(scope="module")
@@ -417,40 +401,28 @@ def test_it_stops_when_asked_to_even_while_it_streams(tmp_path, name):
         with urllib.request.urlopen(request) as stream:
             stream.readline()
             process.send_signal(getattr(signal, name))
-            assert process.wait(timeout=15) == 0
+            assert process.wait(HANGS) == 0
 
 
 def test_it_ends_when_its_parent_has_been_killed(tmp_path):
+    """Not forked: the backend has to be a child of the process that is killed."""
     save_tiny_model(tmp_path)
-    told = {"model": str(tmp_path), "port": 0, "threads": 1}
     parent = (
         "import os, subprocess, sys;"
-        f"p = subprocess.Popen([sys.executable, '-W', 'ignore', '-c', {START!r},"
-        f" repr({told!r} | {{'parent_pid': os.getpid()}})], stdout=subprocess.PIPE, text=True);"
+        "command = [sys.executable, '-m', 'insitu', 'backend', '--port', '0', '--parent_pid', str(os.getpid())];"
+        f"p = subprocess.Popen([*command, '--model', {str(tmp_path)!r}], stdout=subprocess.PIPE, text=True);"
         "print(p.pid, p.stdout.readline(), flush=True); p.wait()"
     )
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        pid = int(process.stdout.readline().split()[0])
+        backend = psutil.Process(int(process.stdout.readline().split()[0]))
         process.kill()
         process.wait()
-    deadline = time.monotonic() + 15
-    while _runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _runs(pid)
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process exists and is not merely waiting to be buried."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    backend.wait(HANGS)
 
 
 def test_a_model_that_cannot_be_served_is_one_sentence_and_exit_code_1(tmp_path):
-    told = repr({"model": str(tmp_path / "missing"), "port": 0})
-    done = subprocess.run([sys.executable, "-c", START, told], capture_output=True, text=True, env=os.environ)
+    done = run_command("backend", "--model", tmp_path / "missing", "--port", "0")
     assert done.returncode == 1
     assert done.stderr.startswith("insitu backend: there is no folder")
     assert "Traceback" not in done.stderr

@@ -7,7 +7,8 @@ from statistics import fmean, pvariance
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from insitu.advantages.credit import (

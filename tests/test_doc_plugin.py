@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+from processes import run
 from training_service import TrainingService
 
 ROOT = Path(__file__).parent.parent
@@ -58,21 +58,8 @@ class Project:
         (self.folder / "data" / f"{name}.json").write_text(json.dumps(rows))
 
     def finetune(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        known = {k: v for k, v in os.environ.items() if k != "TRAINING_API_KEY"}
-        others = {
-            "PYTHONPATH": str(self.site),
-            "PYTHONWARNINGS": "error",
-            "TRAINING_API_KEY": KEY,
-        }
-        program = Path(sys.executable).with_name("nat")
-        return subprocess.run(
-            [program, "finetune", "--config_file", "config.yml", *arguments],
-            cwd=self.folder,
-            env={**known, **others, **variables},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        others = {"PYTHONPATH": str(self.site), "PYTHONWARNINGS": "error", "TRAINING_API_KEY": KEY}
+        return run("finetune", "--config_file", "config.yml", *arguments, folder=self.folder, **(others | variables))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

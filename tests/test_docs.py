@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from typing import Any
 import click
 import pytest
 import yaml
+from processes import HANGS, install_forked_command, serving
 
 from insitu.config import load_config
 from insitu.config.yaml_loader import parse_yaml
@@ -78,9 +78,12 @@ class Desk:
     seen: set[str]
     """Commands that a page has run already: starting one costs seconds."""
     exported: Path = field(init=False)
+    programs: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        self.exported = self.folder / ".exported"
+        self.exported, self.programs = self.folder / ".exported", self.folder / ".programs"
+        self.programs.mkdir()
+        install_forked_command(self.programs / "insitu")
         (self.folder / "runs").mkdir()
         shutil.copytree(ROOT / EXAMPLE, self.folder / EXAMPLE, ignore=shutil.ignore_patterns("__pycache__"))
         for rows in (self.folder / EXAMPLE).glob("*.jsonl"):
@@ -92,10 +95,10 @@ class Desk:
         if curl_fails:
             script = re.sub(r"\bcurl ", "curl --fail-with-body ", script)
         self.exported.touch()
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        path = f"{self.programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1"}
         return subprocess.run(
-            ["bash", "-c", script], cwd=self.folder, env=environment, capture_output=True, text=True, timeout=90
+            ["bash", "-c", script], cwd=self.folder, env=environment, capture_output=True, text=True, timeout=HANGS
         )
 
     def made_small(self, text: str) -> str:
@@ -149,28 +152,12 @@ def command(name: str) -> click.Command:
     return found
 
 
-@contextmanager
-def serving(*asked: str) -> Iterator[str]:
-    """The address of a server of ours that is started with these arguments."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "insitu", *asked], stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        try:
-            assert process.stdout is not None
-            ready = process.stdout.readline()
-            assert " ready at " in ready, ready
-            yield ready.split()[-1]
-        finally:
-            process.terminate()
-
-
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a backend on the example's model."""
     folder = str(tmp_path_factory.mktemp("backend"))
     model = ("--model", str(ROOT / EXAMPLE / "model"))
-    with serving("backend", *model, "--port", "0", "--output_dir", folder, "--parent_pid", str(os.getpid())) as address:
+    with serving("backend", *model, "--port", "0", "--output_dir", folder) as (_, address):
         yield address
 
 
@@ -178,7 +165,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def service(backend: str) -> Iterator[str]:
     """The address of a service that runs the example's workflow."""
     model = ("-o", "trainer_adapters.backend.model", "null", "-o", "trainer_adapters.backend.url", backend)
-    with serving("serve", "--config_file", str(ROOT / EXAMPLE / "grpo.yml"), "--port", "0", *model) as address:
+    with serving("serve", "--config_file", str(ROOT / EXAMPLE / "grpo.yml"), "--port", "0", *model) as (_, address):
         yield address
 
 

@@ -2,18 +2,17 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import processes
 import psutil
 import pytest
 import served_plugin
@@ -35,29 +34,13 @@ from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 
 ROOT = Path(__file__).parent.parent
+STRICT = {"PYTHONPATH": str(ROOT / "tests"), "PYTHONWARNINGS": "error"}
 RULES = EpisodeOptions(seed=7, training=frozenset({"player"}))
 
 
-@contextmanager
-def process(*arguments: str, folder: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A command of insitu that serves, and its address."""
-    others = {"PYTHONPATH": str(ROOT / "tests"), "PYTHONWARNINGS": "error", **environment}
-    with subprocess.Popen(
-        [sys.executable, "-m", "insitu", *arguments],
-        cwd=folder,
-        env=os.environ | others,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as running:
-        try:
-            assert running.stdout is not None
-            line = running.stdout.readline()
-            assert "ready at http://" in line, running.communicate()
-            yield running, line.split()[-1]
-        finally:
-            running.terminate()
-            running.communicate(timeout=10)
+def serve(file: str, folder: Path) -> AbstractContextManager[tuple[processes.Process, str]]:
+    """A service of the workflow of a file, and its address."""
+    return processes.serving("serve", "--config_file", file, "--port", "0", folder=folder, **STRICT)
 
 
 def content(llm: dict[str, Any], **sections: Any) -> dict[str, Any]:
@@ -87,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def backend(folder: Path) -> Iterator[str]:
     """The address of a real model."""
     model = save_tiny_model(folder / "model")
-    with process("backend", "--model", str(model), "--port", "0", "--threads", "1", folder=folder) as (_, address):
+    with processes.serving("backend", "--model", model, "--port", "0", "--threads", "1") as (_, address):
         yield f"{address}/v1"
 
 
@@ -101,7 +84,10 @@ def config(folder: Path, backend: str) -> Config:
 
 @pytest.fixture(scope="module")
 def served(folder: Path, config: Config) -> Iterator[str]:
-    with process("serve", "--config_file", "config.yml", "--port", "0", folder=folder) as (_, address):
+    with serve("config.yml", folder) as (
+        _,
+        address,
+    ):
         yield address
 
 
@@ -202,7 +188,10 @@ async def test_a_service_that_is_blocked_or_killed_fails_the_episodes_it_has(
     folder: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("insitu.evaluation.remote._SILENCE_SECONDS", 0.5)
-    with process("serve", "--config_file", "config.yml", "--port", "0", folder=folder) as (running, address):
+    with serve("config.yml", folder) as (
+        running,
+        address,
+    ):
         blocked = await episode(config, address, {"do": "block"}, endpoint_timeout=1)
         assert (blocked.reason, "is silent" in str(blocked.error)) == ("backend_error", True)
         async with Builder(config) as builder, open_workflow(builder, asked(address)) as attempt:
@@ -369,18 +358,6 @@ async def test_a_workflow_that_cannot_be_built_is_told_and_tried_again(folder: P
 # whole runs
 
 
-def finetune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    others = {"PYTHONPATH": str(ROOT / "tests"), "PYTHONWARNINGS": "error", "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", "insitu", "finetune", "--config_file", "train.yml", *arguments],
-        cwd=folder,
-        env=os.environ | others,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def recorded(folder: Path) -> list[Any]:
     """What was sampled, in the order of the episodes."""
     calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()[1:]]
@@ -406,13 +383,19 @@ def test_training_and_validation_through_a_service(tmp_path: Path, backend: str)
     (tmp_path / "train.yml").write_text(yaml.safe_dump(content({"_type": "policy"}, **training)))
     rows = [{"id": i, "question": {"do": do, "say": "Row"}} for i, do in enumerate(("plain", "steps", "raise"))]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    refused = finetune(tmp_path, "--endpoint", "http://127.0.0.1:9")
+    finetune = partial(
+        processes.run, "finetune", "--config_file", "train.yml", folder=tmp_path, COLUMNS="200", **STRICT
+    )
+    refused = finetune("--endpoint", "http://127.0.0.1:9")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "failed: no answer from the workflow service at http://127.0.0.1:9" in refused.stderr
-    with process("serve", "--config_file", "train.yml", "--port", "0", folder=tmp_path) as (running, address):
+    with serve("train.yml", tmp_path) as (
+        running,
+        address,
+    ):
         for options in ([], ["--endpoint", address]):
             output = ["-o", "finetuning.output_dir", f"run{len(options)}"]
-            done = finetune(tmp_path, *output, *options)
+            done = finetune(*output, *options)
             assert done.returncode == 0, done.stderr
             assert not psutil.Process(running.pid).children()  # the trainer's model it is, not one of the service's own
     here, there = [recorded(tmp_path / name) for name in ("run0", "run2")]

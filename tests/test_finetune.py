@@ -1,18 +1,17 @@
 """Whole runs by the command line: real processes, the real backend, a real model; and what goes wrong in them."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import processes
 import psutil
 import pytest
+from processes import HANGS, Process
 
 from insitu.training.inspection import Fate, RunFiles
 
@@ -65,23 +64,15 @@ def write_rows(folder: Path, questions: list[dict[str, Any]], name: str = "rows.
     (folder / name).write_text("\n".join(rows))
 
 
-def start(folder: Path, *arguments: str, command: str = "finetune") -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, command: str = "finetune") -> Process:
     others = {"PYTHONWARNINGS": "error", "COLUMNS": "200", "INSITU_BACKEND_TOKEN": "of another backend"}
-    environment = {**os.environ, **others}
-    return subprocess.Popen(
-        [sys.executable, "-m", "insitu", command, "--config_file", "config.yml", *arguments],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return processes.start(command, "--config_file", "config.yml", *arguments, folder=folder, **others)
 
 
 def run(folder: Path, *arguments: str, command: str = "finetune") -> tuple[int, str, str]:
-    process = start(folder, *arguments, command=command)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+    with start(folder, *arguments, command=command) as process:
+        out, err = process.communicate(HANGS)
+        return process.wait(), out, err
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -270,33 +261,24 @@ def test_a_failed_validation_fails_the_run_and_is_no_reward(project: Path) -> No
     assert "failed: 2 validation(s) failed; the first, at epoch 0: no example could be scored: " in err
 
 
-def backend_of(process: subprocess.Popen[str]) -> psutil.Process:
+def backend_of(process: Process) -> psutil.Process:
     """The backend process a run has started, once it is there."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        children = psutil.Process(process.pid).children()
-        if children:
-            return children[0]
-        time.sleep(0.1)
-    raise AssertionError("no backend was started")
+    process.wait_until(psutil.Process(process.pid).children)
+    return psutil.Process(process.pid).children()[0]
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signals, code: int) -> None:
-    process = start(project, "-o", "finetuning.num_epochs", "500")
-    backend = backend_of(process)
-    deadline = time.monotonic() + 60
     metrics = project / "run/training_metrics.jsonl"
-    while not (metrics.exists() and metrics.stat().st_size):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(number)
-    process.communicate(timeout=30)
-    assert process.returncode == code
-    backend.wait(timeout=15)
+    with start(project, "-o", "finetuning.num_epochs", "500") as process:
+        backend = backend_of(process)
+        process.wait_until(lambda: metrics.exists() and metrics.stat().st_size)
+        process.send_signal(number)
+        process.communicate(HANGS)
+        assert process.wait() == code
+    backend.wait(HANGS)
     files = RunFiles(project / "run")  # what has been cut off anywhere is read
     fates = Counter(files.read(record).fate for record in files.episodes())
     assert fates.keys() <= {Fate.TRAINED, Fate.LEFT_OUT, Fate.WAITING}
@@ -304,47 +286,38 @@ def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signal
 
 
 def test_a_second_interrupt_ends_a_run_whose_workflow_blocks_the_event_loop(project: Path) -> None:
-    write_rows(project, [{"say": "a", "block": True}])
-    process = start(project)
-    backend = backend_of(process)
-    deadline = time.monotonic() + 60
-    while not (project / "run/run.json").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    time.sleep(1.5)  # the first answer has come, and the workflow blocks
-    for _ in range(2):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-    _, err = process.communicate(timeout=10)
-    assert (process.returncode, err) == (130, "interrupted\n")
-    backend.wait(timeout=15)
+    write_rows(project, [{"say": "a", "block": True, "mark": "blocked"}])
+    with start(project) as process:
+        backend = backend_of(process)
+        process.wait_until((project / "blocked").exists)
+        for _ in range(2):
+            time.sleep(1)  # it blocks, and two signals sent together would be one
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(HANGS)
+        assert (process.wait(), err) == (130, "interrupted\n")
+    backend.wait(HANGS)
 
 
 def test_an_epoch_that_trained_is_recorded_even_if_its_validation_is_interrupted(project: Path) -> None:
-    validation = "{dataset: rows.jsonl, reps: 100}"
-    process = start(project, "-o", "finetuning.num_epochs", "1", "-o", "finetuning.validation", validation)
-    deadline = time.monotonic() + 60
-    while not (project / "run/backend/checkpoints/step_000001").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == 130
+    write_rows(project, [{"say": "a", "mark": "validated"}], "validation.jsonl")
+    validation = "{dataset: validation.jsonl, reps: 600}"
+    validated = project / "validated"
+    with start(project, "-o", "finetuning.num_epochs", "1", "-o", "finetuning.validation", validation) as process:
+        process.wait_until(lambda: validated.exists() and validated.stat().st_size > 600)  # 600 before training
+        process.send_signal(signal.SIGINT)
+        process.communicate(HANGS)
+        assert process.wait() == 130
     assert [m["policy_version"] for m in lines(project / "run/training_metrics.jsonl")] == [1]
     assert [v["epoch"] for v in json.loads((project / "run/validation_history.json").read_text())] == [0]
 
 
 def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
-    process = start(project, "-o", "finetuning.num_epochs", "500")
-    backend = backend_of(process)
-    deadline = time.monotonic() + 60
-    while not (project / "run/training_metrics.jsonl").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    backend.kill()
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    with start(project, "-o", "finetuning.num_epochs", "500") as process:
+        backend = backend_of(process)
+        process.wait_until((project / "run/training_metrics.jsonl").exists)
+        backend.kill()
+        out, err = process.communicate(HANGS)
+        assert process.wait() == 1
     assert "backend" in err
     assert "/500 was not completed; the run so far: run/" in out
 

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from processes import HANGS, wait_until
 from test_external import project, running
 from test_finetune import lines, run, start, write_rows
 
@@ -122,16 +123,13 @@ def test_an_interrupted_run_leaves_no_program(tmp_path: Path, signals: int) -> N
     project(tmp_path, {"_type": "command", "command": [sys.executable, "agent.py"]})
     (tmp_path / "agent.py").write_text(SLEEPER)
     (tmp_path / "pids").mkdir()
-    process = start(tmp_path)
-    deadline = time.monotonic() + 60
-    while len(list((tmp_path / "pids").iterdir())) < 16 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for _ in range(signals):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-    process.communicate(timeout=30)
-    assert process.returncode == 130
-    time.sleep(0.2)
-    programs = list((tmp_path / "pids").iterdir())
-    assert len(programs) == 16
-    assert not [p for p in programs if running(p)]
+    programs = tmp_path / "pids"
+    with start(tmp_path) as process:
+        process.wait_until(lambda: len(list(programs.iterdir())) == 16)
+        for _ in range(signals):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        process.communicate(HANGS)
+        assert process.wait() == 130
+    wait_until(lambda: not any(running(pid) for pid in programs.iterdir()))
+    assert len(list(programs.iterdir())) == 16

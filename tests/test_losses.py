@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from insitu.backend.training.losses import PolicyBatch, policy_loss, row_weights
 from insitu.schemas.training_jobs import LossSettings

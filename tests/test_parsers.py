@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from fake_openai import FakeOpenAI, encode, logprob
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from langchain_core.load import dumpd
 from langchain_core.messages import (
     AIMessage,
@@ -26,7 +27,8 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
 from insitu.errors import TrajectoryError
-from insitu.evaluation.episode_protocol import decode, encode as as_json, read_step
+from insitu.evaluation.episode_protocol import decode, read_step
+from insitu.evaluation.episode_protocol import encode as as_json
 from insitu.frameworks.langchain import make_llm
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, StreamEventData, TraceMetadata
 from insitu.toolkit.parsers import adk_parser, langchain_parser, llama_index_parser

@@ -1,7 +1,8 @@
 """Model calls to rows: exact prefixes merge, everything else stands alone, each sampled token is trained once."""
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from insitu.advantages.estimator import rows_of
 from insitu.errors import TrajectoryError

@@ -7,7 +7,8 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from insitu.errors import InsituError
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome

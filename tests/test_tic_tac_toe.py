@@ -14,11 +14,8 @@ from insitu.schemas.evaluation import EvalInput, EvalInputItem
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tic_tac_toe"
 sys.path.insert(0, str(EXAMPLE))
 
-from tic_tac_toe import (  # noqa: E402
-    board as rules,
-    prompts,
-    solver,
-)
+from tic_tac_toe import board as rules  # noqa: E402
+from tic_tac_toe import prompts, solver  # noqa: E402
 from tic_tac_toe.board import EMPTY  # noqa: E402
 from tic_tac_toe.evaluators import ScoreConfig, ValueLostConfig, score, value_lost_per_move  # noqa: E402
 from tic_tac_toe.game import GameResult, Start, play_game  # noqa: E402

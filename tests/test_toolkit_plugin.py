@@ -7,17 +7,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_openai import FakeOpenAI
+from processes import run, serving
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(__file__).parent / "toolkit_plugin"
 MODEL = str(ROOT / "examples/tic_tac_toe/model")
-NAT = Path(sys.executable).with_name("nat")
 
 DESK = {
     "functions": {
@@ -61,14 +61,7 @@ def clerk(server: FakeOpenAI) -> dict[str, Any]:
 
 def nat(folder: Path, *arguments: str, sites: tuple[Path, ...]) -> tuple[int, str, str]:
     path = os.pathsep.join(map(str, sites))
-    done = subprocess.run(
-        [str(NAT), *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run(*arguments, folder=folder, PYTHONPATH=path, PYTHONWARNINGS="error", COLUMNS="200")
     return done.returncode, done.stdout, done.stderr
 
 
@@ -162,18 +155,6 @@ def test_an_agent_with_a_tool(installed: Path, server: FakeOpenAI, write: Any, t
     assert [m["role"] for m in server.requests[-1]["messages"]] == ["user", "assistant", "tool"]
 
 
-@contextmanager
-def backend() -> Iterator[str]:
-    """A backend of the user's own: its address."""
-    command = [str(NAT.with_name("insitu")), "backend", "--model", MODEL, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().removeprefix("insitu backend ready at ").strip()
-        finally:
-            process.terminate()
-
-
 def training_file(clerk: dict[str, Any], adapter: dict[str, Any]) -> dict[str, Any]:
     return {
         **DESK,
@@ -199,7 +180,8 @@ def training_file(clerk: dict[str, Any], adapter: dict[str, Any]) -> dict[str, A
 
 @pytest.mark.parametrize("llm", ["policy", "openai"])
 def test_finetune(installed: Path, write: Any, tmp_path: Path, llm: str) -> None:
-    with backend() if llm == "openai" else nullcontext("") as address:
+    backend = serving("backend", "--model", MODEL, "--port", "0")
+    with backend if llm == "openai" else nullcontext((None, "")) as (_, address):
         served = {"model_name": "policy", "base_url": f"{address}/v1", "api_key": "none"} if address else {}
         adapter = {"url": address} if address else {"model": MODEL}
         write(training_file({"_type": llm, "max_tokens": 6, **served}, adapter))

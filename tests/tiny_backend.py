@@ -1,13 +1,12 @@
 """A running `insitu backend` with a tiny model, for tests of whole runs: `with tiny_backend(folder) as served`."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from processes import serving
 from tiny_models import save_tiny_model
 
 
@@ -29,10 +28,5 @@ def tiny_backend(folder: Path) -> Iterator[Served]:
     model = save_tiny_model(folder / "model")
     log = folder / "log"
     options = {"model": model, "port": 0, "token": Served.token, "output_dir": folder / "out", "log_samples": log}
-    command = [sys.executable, "-m", "insitu", "backend", *(t for k, v in options.items() for t in (f"--{k}", str(v)))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield Served(process.stdout.readline().split()[-1], log)
-        finally:
-            process.kill()
+    with serving("backend", *(t for k, v in options.items() for t in (f"--{k}", v))) as (_, address):
+        yield Served(address, log)

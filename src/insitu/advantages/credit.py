@@ -21,11 +21,12 @@ class AdvantageConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     baseline: Literal["mean", "leave_one_out", "leave_one_function_out"] = "mean"
-    """What is subtracted: the mean of the group; the mean of the other members (RLOO, arXiv:2402.14740); or, with
-    credit: function, the mean of the other members that differ in that function's part only."""
+    """Subtracted from each reward. `mean`: the mean of the group. `leave_one_out`: the mean of the other members (RLOO,
+    arXiv:2402.14740). `leave_one_function_out`, with `credit: function`: the mean of the other members in which the
+    function's first call had the same messages and tools."""
     scale: Literal["none", "sample_std", "population_std"] = "sample_std"
-    """What the difference is divided by: nothing (Dr. GRPO, arXiv:2503.20783), or the standard deviation of the
-    group's rewards with denominator n - 1 or n."""
+    """Divisor of the difference. `none`: 1 (Dr. GRPO, arXiv:2503.20783). `sample_std`, `population_std`: the standard
+    deviation of the group's rewards, with n - 1 or n in the denominator of the variance."""
     epsilon: float = Field(default=1e-6, ge=0)
     """Added to the standard deviation."""
 

@@ -27,8 +27,10 @@ from insitu.schemas.episodes import DropReason, Episode, EpisodeKey
 from insitu.schemas.evaluation import (
     EvalInput,
     EvalInputItem,
-    EvaluationRunConfig as EvaluationRunConfig,  # documented under this path too
     EvaluationRunOutput,
+)
+from insitu.schemas.evaluation import (
+    EvaluationRunConfig as EvaluationRunConfig,  # documented under this path too
 )
 from insitu.workflow.conversion import json_form
 

@@ -1,4 +1,4 @@
-"""Google ADK: a `LiteLlm` over our client that reports its calls, and a plugin that tells tool runs as steps.
+"""Google ADK: a `LiteLlm` that records its calls, and a plugin that reports tool runs as steps.
 
 model = await builder.get_llm("player", wrapper_type="adk")
 runner = InMemoryRunner(LlmAgent(name="looker", model=model, tools=[look]), plugins=[ToolReports()])

@@ -1,4 +1,4 @@
-"""Agno: an `OpenAILike` over our clients, and hooks that tell tool runs as steps.
+"""Agno: an `OpenAILike` on recording clients, and hooks that report tool runs as steps.
 
 model = await builder.get_llm("player", wrapper_type="agno")
 agent = Agent(model=model, tools=[look], tool_hooks=[tool_hook])

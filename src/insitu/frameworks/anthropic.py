@@ -1,10 +1,10 @@
-"""The official Anthropic SDK: its client before any model of `llms`, and steps for the tools that an agent runs.
+"""The official Anthropic SDK: its client in front of any model of `llms`, and steps for the agent's tool runs.
 
 client = await builder.get_llm("player", wrapper_type="anthropic")
 with tool_step("look", block.input) as returned:
     returned(look(**block.input))
 
-An agent that blocks takes `sync_client(await builder.get_llm("player"))`.
+Blocking agents use `sync_client(await builder.get_llm("player"))`.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""AutoGen AgentChat: an `OpenAIChatCompletionClient` over ours, and a workbench that tells its tool runs as steps.
+"""AutoGen AgentChat: an `OpenAIChatCompletionClient` that records, and a workbench that reports tool runs as steps.
 
 client = await builder.get_llm("player", wrapper_type="autogen")
 agent = AssistantAgent("looker", client, workbench=ReportingWorkbench([FunctionTool(look, "Looks.")]))

@@ -1,7 +1,7 @@
-"""CrewAI: its OpenAI model over our clients, and its hooks around tool calls as steps.
+"""CrewAI: its OpenAI model on recording clients, and hooks that report tool runs as steps.
 
-Importing this module registers the hooks; outside an episode they do nothing. CrewAI's events are not used: its bus
-hands them to a pool of threads, in which the end of a run may come before its start.
+Importing this module registers the hooks; outside an episode they do nothing. CrewAI's events are not used, because its
+event bus dispatches them on a thread pool, where the end of a run can arrive before its start.
 """
 
 import uuid

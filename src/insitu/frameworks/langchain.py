@@ -1,7 +1,7 @@
-"""LangChain: a `ChatOpenAI` on the recording transport, and its callbacks as intermediate steps.
+"""LangChain: a `ChatOpenAI` on the recording transport, and callbacks that report runs as intermediate steps.
 
-Importing this module makes LangChain report every model and tool run inside an episode, LangGraph's included; outside
-an episode the reports go nowhere.
+Importing this module makes LangChain and LangGraph report every model and tool run inside an episode; outside one, the
+reports are discarded.
 """
 
 from contextvars import ContextVar

@@ -1,4 +1,4 @@
-"""LangGraph: the models of LangChain (`langchain` is the same), whose callbacks tell of its nodes' tool runs too."""
+"""LangGraph: LangChain's models (`langchain` is an alias), whose callbacks also report the tool runs of nodes."""
 
 from insitu.frameworks.langchain import make_llm
 

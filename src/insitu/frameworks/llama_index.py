@@ -1,4 +1,4 @@
-"""LlamaIndex: an `OpenAILike` over our clients, and its instrumentation as steps of model calls and tool runs.
+"""LlamaIndex: an `OpenAILike` on recording clients, and instrumentation that reports calls and tool runs as steps.
 
 Importing this module adds handlers to LlamaIndex's root dispatcher; outside an episode they do nothing.
 """

@@ -1,10 +1,10 @@
-"""The official OpenAI SDK, Chat Completions and Responses: its client, and steps for the tools that an agent runs.
+"""The official OpenAI SDK, Chat Completions and Responses: its client, and steps for the agent's tool runs.
 
 client = await builder.get_llm("player", wrapper_type="openai")
 with tool_step("look", arguments) as returned:
     returned(look(**arguments))
 
-An agent that blocks takes `sync_client(await builder.get_llm("player"))`.
+Blocking agents use `sync_client(await builder.get_llm("player"))`.
 """
 
 from openai import AsyncOpenAI

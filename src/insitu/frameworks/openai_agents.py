@@ -1,8 +1,9 @@
-"""OpenAI Agents SDK: a model over Chat Completions, and its traces of tool runs as steps.
+"""OpenAI Agents SDK: a Chat Completions model, and a trace processor that reports tool runs as steps.
 
-Importing this module adds a trace processor; where tracing is disabled, or told to leave inputs and outputs out, the
-steps lack as much. A TOOL_START has no arguments yet, the TOOL_END has arguments and result. What a tool has raised is
-told in full where it has a `failure_error_function` of its own; the SDK's default one hides it from model and traces.
+Importing this module adds a trace processor. If tracing is disabled there are no steps; if it is configured to omit
+inputs and outputs, the steps lack them. A TOOL_START has no arguments; the TOOL_END has arguments and result. A tool's
+exception is reported in full only if the tool has a custom `failure_error_function`: the SDK's default hides it from
+model and traces.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Pydantic AI: a chat model, and a capability that tells an agent's tool runs as steps.
+"""Pydantic AI: a chat model, and a capability that reports the agent's tool runs as steps.
 
 model = await builder.get_llm("player", wrapper_type="pydantic_ai")
 agent = Agent(model, capabilities=[ToolReports()])

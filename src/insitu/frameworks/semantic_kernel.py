@@ -1,4 +1,4 @@
-"""Semantic Kernel: an `OpenAIChatCompletion` over our client, and a filter that tells tool runs as steps.
+"""Semantic Kernel: an `OpenAIChatCompletion` on a recording client, and a filter that reports tool runs as steps.
 
 service = await builder.get_llm("player", wrapper_type="semantic_kernel")
 kernel = Kernel(services=service)

@@ -1,10 +1,10 @@
-"""smolagents: an `OpenAIModel` over our client, and a tool around a tool that tells its runs as steps.
+"""smolagents: an `OpenAIModel` on a recording client, and a tool wrapper that reports tool runs as steps.
 
 model = await builder.get_llm("player", wrapper_type="smolagents")
 agent = ToolCallingAgent([ReportingTool(look)], model)
 answer = await asyncio.to_thread(agent.run, question)
 
-Its agents run in threads: `asyncio.to_thread` takes the episode along.
+Its agents block: run them with `asyncio.to_thread`, which keeps the episode.
 """
 
 from typing import Any

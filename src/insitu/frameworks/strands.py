@@ -1,4 +1,4 @@
-"""Strands Agents: an `OpenAIModel` over our client, and a hook provider that tells tool runs as steps.
+"""Strands Agents: an `OpenAIModel` on a recording client, and a hook provider that reports tool runs as steps.
 
 model = await builder.get_llm("player", wrapper_type="strands")
 agent = Agent(model, tools=[look], hooks=[ToolReports()])

@@ -54,15 +54,15 @@ _BACKEND_METRICS = (
 
 
 class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
-    """Collects, trains and validates, one epoch after the other."""
+    """Collects, trains and validates, one epoch at a time."""
 
     advantages: AdvantageConfig = Field(default_factory=AdvantageConfig)
-    """How a group's rewards become advantages."""
+    """How rewards of a group become advantages."""
     credit: Literal["episode", "step", "function"] = "episode"
     """`episode`: every call gets its episode's advantage. `step`: the advantage of its own return. `function`: each
     call is compared with those of the same function in the group's other episodes."""
     discount: float = Field(default=1.0, ge=0, le=1)
-    """With credit: step or function, how much a later step's reward counts for an earlier call."""
+    """Discount factor for the rewards of later steps, with `credit: step` or `function`."""
     curriculum_state: Path | None = None
     """The `curriculum_state.json` of an earlier run: its curriculum continues where that run ended, with its included
     examples, ranks and position in the schedule."""

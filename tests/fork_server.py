@@ -1,0 +1,160 @@
+"""Forks commands of insitu from one process that has imported everything: `python fork_server.py SOCKET PYTHON`.
+
+Importing torch, transformers and the control plane takes several seconds of CPU, and a training run needs two processes
+that do. A forked command is still a real process, with its own pid, signals, folder, environment, output and exit code.
+The server imports nothing before the first command. It kills a command whose client is gone, and ends when its standard
+input does. PYTHON replaces `sys.executable` in the commands, so that what they start is forked as well. The clients are
+in `processes.py`.
+"""
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import selectors
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+LIBRARIES = [
+    "PIL.PngImagePlugin",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "openai.resources",
+    "peft",
+    "rich.table",
+    "torch._dynamo",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "uvicorn.protocols.http.httptools_impl",
+    "uvicorn.protocols.websockets.auto",
+    "uvloop",
+]
+"""What commands import when they run; a command can import more."""
+OPTIONAL = ("insitu.__main__", "insitu.adapters.art", "insitu.frameworks")
+"""Parts of insitu that import a library of an extra."""
+
+
+def main(address: str, python: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which closes our standard input
+    woken, wakes = socket.socketpair()
+    wakes.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    running: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
+        listener.bind(address)
+        listener.listen(64)
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            ready = [key.fileobj for key, _ in selector.select()]
+            if sys.stdin in ready:
+                break
+            if woken in ready:
+                woken.recv(4096)
+                for client in report_ended(running):
+                    selector.unregister(client)
+                    client.close()
+            elif listener in ready:
+                client, _ = listener.accept()
+                request, descriptors = receive(client)
+                preload()
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    run(request, descriptors, python)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                running[pid] = client
+                selector.register(client, selectors.EVENT_READ)
+                client.sendall(f"{pid}\n".encode())
+            else:
+                for pid, client in running.items():
+                    if client in ready and not client.recv(1):
+                        os.kill(pid, signal.SIGKILL)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+
+
+@functools.cache
+def preload() -> None:
+    import insitu
+
+    modules = [found.name for found in pkgutil.walk_packages(insitu.__path__, "insitu.")]
+    modules.sort(key=lambda name: name.startswith("insitu.backend"))  # see conftest.py
+    for name in [*(name for name in modules if not name.startswith(OPTIONAL)), *LIBRARIES]:
+        importlib.import_module(name)
+    gc.freeze()  # what no collection visits stays shared with the commands
+
+
+def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """A command as a line of JSON, with the descriptors of its stdout and stderr."""
+    data, descriptors, _, _ = socket.recv_fds(client, 2**20, 2)
+    while not data.endswith(b"\n"):
+        data += client.recv(2**20)
+    return json.loads(data), descriptors
+
+
+def report_ended(running: dict[int, socket.socket]) -> Iterator[socket.socket]:
+    """Sends their exit codes to the clients of the processes that have ended, and forgets these."""
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        client = running.pop(pid)
+        with contextlib.suppress(OSError):  # it is gone
+            client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        yield client
+
+
+def run(request: dict[str, Any], descriptors: list[int], python: str) -> NoReturn:
+    """Run the command in this process, as `python -m insitu` would in a fresh one."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, descriptor in enumerate([os.open(os.devnull, os.O_RDONLY), *descriptors]):
+            os.dup2(descriptor, number)
+        os.closerange(3, 1024)
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+        os.chdir(request["folder"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        path = os.environ.get("PYTHONPATH")
+        sys.path[:1] = [request["folder"], *(path.split(os.pathsep) if path else ())]
+        if action := os.environ.get("PYTHONWARNINGS"):
+            warnings.simplefilter(action)  # type: ignore[arg-type]
+        sys.argv, sys.executable = ["insitu", *request["arguments"]], python
+        code = exit_code()
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except BaseException:  # whatever it is, it ends this process, and is not for the loop of the server
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def exit_code() -> int:
+    try:
+        importlib.import_module("insitu.cli").main()
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 0
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,190 @@
+"""Commands of insitu in processes of their own: `start` for any, `run` for those that end, `serving` for servers.
+
+They are forked by `fork_server.py`, which has imported everything once for all pytest workers. A test that is about
+starting up (what is imported, warnings at import, the installed script) runs a fresh interpreter instead.
+"""
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent
+_ADDRESS = "INSITU_TEST_FORK_SERVER"
+"""The environment variable by which the pytest workers find the fork server of their controller."""
+HANGS = 600
+"""Seconds after which a command counts as hanging, on a machine however busy."""
+
+
+@contextlib.contextmanager
+def fork_server() -> Iterator[None]:
+    """A fork server for this process and all that it starts; what it has forked ends with it."""
+    with tempfile.TemporaryDirectory(prefix="insitu-tests-") as folder:
+        address, python = f"{folder}/socket", Path(folder) / "python"
+        python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {shlex.quote(__file__)} "$@"\n')
+        python.chmod(0o755)
+        command = [sys.executable, TESTS / "fork_server.py", address, python]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+            while not os.path.exists(address):
+                assert process.poll() is None
+                time.sleep(0.01)
+            os.environ[_ADDRESS] = address
+            try:
+                yield
+            finally:
+                del os.environ[_ADDRESS]
+                process.communicate()
+
+
+def install_forked_command(path: Path) -> None:
+    """Writes `insitu` as a program for tests that run it from a shell; it is forked as well."""
+    path.write_text(f'#!/bin/sh\nexec {Path(os.environ[_ADDRESS]).with_name("python")} -m insitu "$@"\n')
+    path.chmod(0o755)
+
+
+def wait_until(holds: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + HANGS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class Command:
+    """A command that the fork server runs."""
+
+    def __init__(self, arguments: list[str], folder: str, environment: dict[str, str], outputs: list[int]) -> None:
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.connect(os.environ[_ADDRESS])
+        request = {"arguments": arguments, "folder": folder, "environment": environment}
+        socket.send_fds(self._server, [json.dumps(request).encode() + b"\n"], outputs)
+        self.returncode: int | None = None
+        self.pid = self._answer()
+
+    def _answer(self) -> int:
+        """The next number of the fork server: first the pid, then the exit code."""
+        line = b""
+        while not line.endswith(b"\n"):
+            line += self._server.recv(1)
+        return int(line)
+
+    def wait_until(self, holds: Callable[[], Any]) -> None:
+        """Waits for something that the command does; fails if it has ended instead."""
+        wait_until(lambda: holds() or self.poll() is not None)
+        assert holds(), "the command has ended"
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._server], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("insitu", timeout or 0)
+            self.returncode = self._answer()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill it if it still runs."""
+        self.kill()
+        self.wait()
+        self._server.close()
+
+
+class Process(Command):
+    """A running command with pipes, and with the methods of `subprocess.Popen` that the tests use."""
+
+    def __init__(self, arguments: list[str], folder: str, environment: dict[str, str]) -> None:
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        try:
+            super().__init__(arguments, folder, environment, [out_end, err_end])
+        finally:
+            os.close(out_end)
+            os.close(err_end)
+        self.stdout, self.stderr = (os.fdopen(pipe, encoding="utf-8") for pipe in (out, err))
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it prints until it ends, on stdout and on stderr."""
+        texts = {}
+
+        def read(stream: Any) -> None:
+            texts[stream] = stream.read()
+
+        readers = [threading.Thread(target=read, args=(stream,), daemon=True) for stream in (self.stdout, self.stderr)]
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(None if deadline is None else max(0, deadline - time.monotonic()))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired("insitu", timeout or 0)
+        self.wait(None if deadline is None else max(0.1, deadline - time.monotonic()))
+        return texts[self.stdout], texts[self.stderr]
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+        self.stdout.close()
+        self.stderr.close()
+
+
+def start(*arguments: Any, folder: Path | None = None, **variables: str) -> Process:
+    """`insitu` with these arguments, in `folder`, with these environment variables besides ours."""
+    return Process([*map(str, arguments)], str(folder or Path.cwd()), {**os.environ, **variables})
+
+
+def run(*arguments: Any, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What `insitu` with these arguments has printed when it has ended."""
+    with start(*arguments, folder=folder, **variables) as process:
+        out, err = process.communicate(HANGS)
+        return subprocess.CompletedProcess(["insitu", *arguments], process.wait(), out, err)
+
+
+@contextlib.contextmanager
+def serving(*arguments: Any, folder: Path | None = None, **variables: str) -> Iterator[tuple[Process, str]]:
+    """A command that serves (`backend`, `serve`), and its address."""
+    with start(*arguments, folder=folder, **variables) as process:
+        line = process.stdout.readline()
+        assert " ready at http://" in line, (line, *process.communicate(HANGS))
+        yield process, line.split()[-1]
+
+
+def main(arguments: list[str]) -> None:
+    """Runs `-m insitu ...` as this process: its output is ours, our signals and our death are its, its end is ours."""
+    if arguments[:2] != ["-m", "insitu"]:
+        os.execv(sys.executable, [sys.executable, *arguments])
+    command = Command(arguments[2:], os.getcwd(), dict(os.environ), [1, 2])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: command.send_signal(number))
+    code = command.wait()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
