@@ -22,8 +22,8 @@ import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from insitu.backend import BackendOptions
 from insitu.backend.model import LoadedModel, load_model
-from insitu.backend.options import BackendOptions
 from insitu.backend.server import create_backend
 
 CONCURRENCY = 64

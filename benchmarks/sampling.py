@@ -165,7 +165,7 @@ def _messages(job: Job) -> list[dict[str, str]]:
 
 @contextlib.contextmanager
 def _server(model: Path) -> Iterator[str]:
-    start = "import sys; from insitu.backend.options import BackendOptions; from insitu.cli.backend import serve;"
+    start = "import sys; from insitu.backend import BackendOptions; from insitu.cli.backend import serve;"
     start += f"sys.exit(serve(BackendOptions(model={str(model)!r}, port=0, parent_pid={os.getpid()})))"
     with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

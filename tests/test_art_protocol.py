@@ -13,8 +13,8 @@ import torch
 import uvicorn
 from tiny_models import save_tiny_model
 
+from insitu.backend import BackendOptions
 from insitu.backend.model import load_model
-from insitu.backend.options import BackendOptions
 from insitu.backend.server import create_backend
 
 DATA = Path(__file__).parent / "data/art"
@@ -263,7 +263,7 @@ async def test_failures_can_be_read(loaded, tmp_path):
         assert refused.json()["detail"] == refused.json()["error"]["message"]
         state = (await client.get("/art/jobs")).json()
         assert [(job["status"], job["model"]) for job in state["jobs"]] == [("failed", "insitu/games/agent")] * 2
-        assert "the weights are those before it" in state["jobs"][0]["message"]
+        assert "the weights from before the job were restored" in state["jobs"][0]["message"]
         assert state["refused"][0]["param"] == "kimi_k2_tau"
         assert (await client.get(f"/art/jobs/{state['jobs'][1]['id']}")).json() == state["jobs"][1]
         assert await step(client) == 0
@@ -285,7 +285,7 @@ async def test_failures_can_be_read(loaded, tmp_path):
         ("/_train_model", {"model": MODEL, "trajectory_groups": {}}, 422, "trajectory_groups is"),
         ("/_train_model", {"model": MODEL, "trajectory_groups": [], "config": 3}, 422, "config is '3'; expected dict"),
         ("/_delete_checkpoints?benchmark_smoothing=2", MODEL, 422, "benchmark_smoothing is '2'"),
-        ("/_experimental_push_to_s3", {"model": MODEL}, 400, "the checkpoints of insitu/games/agent lie in"),
+        ("/_experimental_push_to_s3", {"model": MODEL}, 400, "the checkpoints of insitu/games/agent are in"),
         ("/v1/preview/training-jobs", {"model_id": "x", "trajectory_groups": []}, 404, "there is no model 'x'"),
         ("/v1/preview/sft-training-jobs", {}, 501, "not supported"),
     ],
@@ -334,7 +334,9 @@ async def test_settings_without_effect_are_named_once(loaded, tmp_path, caplog):
         for _ in range(2):
             await train(client, training(told, trained=groups()[2:], plot_tensors=True))
     named = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
-    assert named == ["model insitu/games/agent: without effect here: engine_args.tensor_parallel_size, plot_tensors"]
+    assert named == [
+        "model insitu/games/agent: settings without effect here: engine_args.tensor_parallel_size, plot_tensors"
+    ]
 
 
 async def test_what_art_asks_of_a_server_besides(loaded, tmp_path):

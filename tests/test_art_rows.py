@@ -8,17 +8,15 @@ import pytest
 import torch
 from tiny_models import byte_tokenizer
 
-from insitu.backend.art.messages import ArtModel, read_groups, read_model
-from insitu.backend.art.rows import Batch, RowOptions, make_batch
-from insitu.backend.art.settings import read_plan
-from insitu.backend.inference.tokens import ChatTokenizer
+from insitu.backend.inference.tokenizer import ChatTokenizer
+from insitu.backend.protocols.art.rows import ArtBatch, BatchOptions, build_batch
+from insitu.backend.protocols.art.settings import parse_plan
+from insitu.backend.protocols.art.trajectories import ArtModel, parse_groups, parse_model
 from insitu.backend.training.losses import PolicyBatch, policy_loss, row_weights
-from insitu.backend.training.uploads import Limits
 from insitu.errors import RequestRefused
 
 DATA = Path(__file__).parent / "data/art"
 VECTORS = json.loads((DATA / "vectors.json").read_text())
-LIMITS = Limits(vocabulary=320, max_length=4096)
 RELEASES = {"0.5.4": "A", "0.5.18": "B"}
 CASES = [
     pytest.param(release, case, id=f"{release}-{number}")
@@ -27,10 +25,10 @@ CASES = [
 ]
 
 
-def batch_of(data: list, **changes) -> Batch:
+def batch_of(data: list, **changes) -> ArtBatch:
     options = {"scale_rewards": True, "advantage_balance": 0.0, "max_length": 4096}
     tokens = ChatTokenizer(byte_tokenizer())
-    return make_batch(read_groups(data), RowOptions(**options | changes), tokens.prompt, LIMITS)
+    return build_batch(parse_groups(data), BatchOptions(**options | changes), tokens.render_prompt, 320)
 
 
 def recorded(release: str) -> list:
@@ -40,7 +38,7 @@ def recorded(release: str) -> list:
 
 
 def plan_of(generation: str = "B", config=None, dev_config=None, internal=None):
-    return read_plan(ArtModel("m", "p", config=internal or {}, generation=generation), config or {}, dev_config or {})
+    return parse_plan(ArtModel("m", "p", config=internal or {}, generation=generation), config or {}, dev_config or {})
 
 
 @pytest.mark.parametrize(("release", "case"), CASES)
@@ -147,7 +145,7 @@ def test_plain_assistant_messages_are_context():
     [
         (lambda t: t.update(reward="high"), "trajectory_groups.0.trajectories.0.reward is 'high'"),
         (lambda t: t["messages_and_choices"].append("hi"), "messages_and_choices.3 is 'hi'; expected dict"),
-        (lambda t: t["messages_and_choices"].append({"content": "hi"}), "3 is no message: role: Field required"),
+        (lambda t: t["messages_and_choices"].append({"content": "hi"}), "3 is not a message: role: Field required"),
         (
             lambda t: t["messages_and_choices"][1].update(content=[{"type": "image_url"}]),
             "choices.1 cannot be rendered: .* part of type 'image_url'",
@@ -158,7 +156,7 @@ def test_plain_assistant_messages_are_context():
             "messages_and_choices.2 has no logprob",
         ),
         (lambda t: t["messages_and_choices"][2].update(prompt_token_ids=[999]), "id 999; the vocabulary ends at 319"),
-        (lambda t: t["messages_and_choices"][2].update(prompt_token_ids=[]), "nothing stands before its choice 2"),
+        (lambda t: t["messages_and_choices"][2].update(prompt_token_ids=[]), "there is no prompt before choice 2"),
     ],
     ids=["reward", "no-object", "no-role", "image", "lengths", "no-logprob", "vocabulary", "no-prompt"],
 )  # fmt: skip
@@ -216,8 +214,8 @@ def test_what_is_asked_arrives():
     assert settings.lora.model_dump() == {"rank": 4, "alpha": 12, "dropout": 0.0, "target_modules": ["q_proj"]}
     assert settings.seed == 7
     assert (plan.scale_rewards, plan.advantage_balance, plan.max_length, plan.packed_length) == (False, -0.5, 900, 512)
-    assert plan.template == {"enable_thinking": False}
-    assert plan.without_effect == ("engine_args.tensor_parallel_size", "init_args.load_in_4bit", "plot_tensors")
+    assert plan.template_kwargs == {"enable_thinking": False}
+    assert plan.ignored == ("engine_args.tensor_parallel_size", "init_args.load_in_4bit", "plot_tensors")
 
 
 def test_a_null_bound_is_the_other_one():
@@ -228,8 +226,8 @@ def test_a_null_bound_is_the_other_one():
 @pytest.mark.parametrize(
     ("config", "dev", "internal", "named"),
     [
-        ({"kl_penalty_coef": 0.1}, {}, {}, "kl_penalty_coef is 0.1; allowed here: 0"),
-        ({"learning_rat": 1}, {}, {}, "learning_rat is no training setting"),
+        ({"kl_penalty_coef": 0.1}, {}, {}, "kl_penalty_coef is 0.1; allowed: 0"),
+        ({"learning_rat": 1}, {}, {}, "learning_rat is not a training setting"),
         ({"learning_rate": "fast"}, {}, {}, "learning_rate is 'fast'"),
         ({"learning_rate": True}, {}, {}, "learning_rate is True"),
         ({"beta": -1.0}, {}, {}, "beta is -1.0"),
@@ -240,8 +238,8 @@ def test_a_null_bound_is_the_other_one():
         ({}, {"num_trajectories_learning_rate_multiplier_power": 0.5}, {}, "multiplier_power"),
         ({}, {"scale_learning_rate_by_reward_std_dev": True}, {}, "scale_learning_rate_by_reward_std_dev"),
         ({}, {"allow_training_without_logprobs": True}, {}, "allow_training_without_logprobs"),
-        ({}, {"truncated_importance_sampling": 2.0}, {}, "precalculate_logprobs is true"),
-        ({}, {"advantage_balance": 2.0}, {}, "advantage_balance is 2.0; allowed here: from -1 to 1"),
+        ({}, {"truncated_importance_sampling": 2.0}, {}, "precalculate_logprobs: true"),
+        ({}, {"advantage_balance": 2.0}, {}, "advantage_balance is 2.0; allowed: from -1 to 1"),
         ({}, {"ppo": True, "epsilon": 1.5}, {}, "epsilon is 1.5"),
         ({}, {"moe_routing_replay_path": "x"}, {}, "moe_routing_replay_path"),
         ({}, {}, {"trainer_args": {"gradient_accumulation_steps": 4}}, "trainer_args.gradient_accumulation_steps is 4"),
@@ -260,7 +258,7 @@ def test_what_cannot_be_done_as_asked_is_refused_by_name(config, dev, internal, 
 def test_models_of_the_generations():
     """Clients from 0.5.9 on send a base_path; nulls are absent."""
     sent = {"name": "a", "project": "p", "base_model": "b", "entity": None, "_internal_config": {"peft_args": None}}
-    assert read_model(sent) == ArtModel("a", "p", base_model="b", generation="A")
-    assert read_model(sent | {"base_path": ".art"}).generation == "B"
+    assert parse_model(sent) == ArtModel("a", "p", base_model="b", generation="A")
+    assert parse_model(sent | {"base_path": ".art"}).generation == "B"
     with pytest.raises(RequestRefused, match="model has no name"):
-        read_model({"project": "p"})
+        parse_model({"project": "p"})

@@ -22,16 +22,22 @@ from processes import run as run_command
 from tiny_models import byte_tokenizer, save_tiny_model
 from tokenizers.processors import TemplateProcessing
 
-from insitu.backend.compute import Compute
-from insitu.backend.inference.chat import ChatCompletion, ChatCompletionChunk, ChatRequest, Message, template_messages
+from insitu.backend import BackendOptions
+from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.engine import Engine
-from insitu.backend.inference.lane import Piece
-from insitu.backend.inference.sampling import Ask, SamplingParams
-from insitu.backend.inference.text import TextCompletion
-from insitu.backend.inference.tokens import ChatTokenizer, StopFinder, TextStream
-from insitu.backend.inference.toolcalls import split_tool_calls
+from insitu.backend.inference.sampling import GenerationRequest, SamplingParams
+from insitu.backend.inference.scheduler import OutputDelta
+from insitu.backend.inference.tokenizer import ChatTokenizer, IncrementalDetokenizer, StopChecker
 from insitu.backend.model import load_model
-from insitu.backend.options import BackendOptions
+from insitu.backend.protocols.openai.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatRequest,
+    Message,
+    split_tool_calls,
+    template_messages,
+)
+from insitu.backend.protocols.openai.text import TextCompletion
 from insitu.backend.server import run
 from insitu.errors import BackendError
 
@@ -79,7 +85,7 @@ def test_a_completion_has_everything_training_needs(served):
     checked = ChatCompletion.model_validate(answer)
     assert headers["x-policy-version"] == "0"
     assert checked.policy_version == 0
-    assert checked.prompt_token_ids == ChatTokenizer(byte_tokenizer()).prompt(HELLO)
+    assert checked.prompt_token_ids == ChatTokenizer(byte_tokenizer()).render_prompt(HELLO)
     assert [choice.index for choice in checked.choices] == [0, 1]
     assert checked.choices[0].token_ids != checked.choices[1].token_ids
     for choice in checked.choices:
@@ -155,7 +161,7 @@ def test_tools_and_past_tool_calls_reach_the_template(served):
 
 
 TEXT = "Once upon <|im_start|>a ti"
-TEXT_IDS = ChatTokenizer(byte_tokenizer()).text(TEXT, special=True)
+TEXT_IDS = ChatTokenizer(byte_tokenizer()).encode(TEXT, add_special_tokens=True)
 
 
 def test_a_text_is_continued_without_a_chat_template(served):
@@ -222,10 +228,10 @@ def test_the_tokenizer_may_put_special_tokens_around_a_text():
     )
     tokens = ChatTokenizer(tokenizer)
     for text in ("hi", "x" * 20_000):
-        plain = tokens.text(text, special=False)
-        assert tokens.text(text, special=True) == [beginning, *plain]
+        plain = tokens.encode(text, add_special_tokens=False)
+        assert tokens.encode(text, add_special_tokens=True) == [beginning, *plain]
         assert len(plain) == len(text)
-    assert tokens.prompt(HELLO)[:2] != [beginning, beginning]
+    assert tokens.render_prompt(HELLO)[:2] != [beginning, beginning]
 
 
 DEEP = b'{"model":"policy","messages":[{"role":"user","content":"x"}],"tools":[{"a":%s}]}' % (b"[" * 900 + b"]" * 900)
@@ -340,10 +346,10 @@ def test_the_openapi_document_covers_every_route(served):
     status, document, _ = post(served[0], None, path="/openapi.json", method="GET")
     assert status == 200
     assert document["openapi"].startswith("3.1")
-    from insitu.backend.openapi import OPERATIONS
-
-    served_operations = {(m.upper(), path) for path, methods in document["paths"].items() for m in methods}
-    assert served_operations == set(OPERATIONS)
+    operations = {(m.upper(), path): o for path, methods in document["paths"].items() for m, o in methods.items()}
+    assert {("GET", "/health"), ("POST", "/v1/train/jobs"), ("POST", "/_train_model")} <= set(operations)
+    assert len(operations) == 34
+    assert all(operation["summary"] for operation in operations.values())
     schemas = document["components"]["schemas"]
     referred = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
     assert referred <= set(schemas)
@@ -458,9 +464,9 @@ def test_a_stream_with_tools_gives_the_text_of_the_whole():
     call = '<tool_call>{"name": "look"}</tool_call>'
     for text in (f"Let me see. \n {call}", "a \n <tool> b ", f" {call}", "open <tool_call>{", "  \n"):
         tokens = ChatTokenizer(byte_tokenizer())
-        whole = request.answer([[1]], tokens).whole([Piece(0, text, [], "stop")])["choices"][0]["message"]
-        stream = request.answer([[1]], tokens)
-        parts = [Piece(0, letter, []) for letter in text] + [Piece(0, "", [], "stop")]
+        whole = request.formatter([[1]], tokens).response([OutputDelta(0, text, [], "stop")])["choices"][0]["message"]
+        stream = request.formatter([[1]], tokens)
+        parts = [OutputDelta(0, letter, []) for letter in text] + [OutputDelta(0, "", [], "stop")]
         deltas = [stream.chunk(0, part)["choices"][0]["delta"] for part in parts]
         assert "".join(delta["content"] or "" for delta in deltas) == (whole["content"] or "")
         calls = [[call["function"] for call in each.get("tool_calls", [])] for each in (whole, deltas[-1])]
@@ -470,18 +476,18 @@ def test_a_stream_with_tools_gives_the_text_of_the_whole():
 async def test_the_end_of_a_turn_is_no_text_even_if_it_is_no_special_token(tmp_path):
     loaded = load_model(str(save_tiny_model(tmp_path / "model")))
     loaded.module.generation_config.eos_token_id = list(range(200))
-    compute = Compute()
+    compute = ComputeThread()
     compute.start()
     engine = Engine(loaded, compute, lambda weights: loaded.module)
     try:
         await engine.start()
-        asks = [Ask([1, 2, 3], SamplingParams(seed=1, max_tokens=50))]
+        asks = [GenerationRequest([1, 2, 3], SamplingParams(seed=1, max_tokens=50))]
         whole = (await engine.complete(asks))[0]
         streamed = "".join([piece.text async for _, piece in engine.stream(asks)])
     finally:
         compute.close()
     assert whole.finish_reason == "stop"
-    assert engine.tokens.decode([whole.tokens[-1].id])
+    assert engine.tokenizer.decode([whole.tokens[-1].id])
     assert whole.text == streamed
 
 
@@ -498,30 +504,30 @@ def test_prompts_are_those_of_apply_chat_template():
         expected = tokenizer.apply_chat_template(
             messages, tools=given, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        assert tokens.prompt(messages, given) == expected
+        assert tokens.render_prompt(messages, given) == expected
 
 
 def test_streamed_text_never_splits_a_character():
     tokenizer = byte_tokenizer()
     tokens = ChatTokenizer(tokenizer)
     text = "naïve 🙂 日本 end"
-    stream = TextStream(tokens)
+    stream = IncrementalDetokenizer(tokens)
     parts = [stream.add(token) for token in tokenizer.encode(text, add_special_tokens=False)]
     assert "".join(parts) == text
     assert "�" not in "".join(parts)
-    assert stream.finish() == ""
-    half = TextStream(tokens)
+    assert stream.flush() == ""
+    half = IncrementalDetokenizer(tokens)
     assert half.add(tokenizer.encode("🙂", add_special_tokens=False)[0]) == ""
-    assert half.finish() == "�"
-    assert tokens.piece(tokenizer.encode("é", add_special_tokens=False)[0]) == ("�", [0xC3])
+    assert half.flush() == "�"
+    assert tokens.decode_token(tokenizer.encode("é", add_special_tokens=False)[0]) == ("�", [0xC3])
 
 
 def test_stop_strings_are_found_across_parts():
-    finder = StopFinder(["END", "\n\n"])
+    finder = StopChecker(["END", "\n\n"])
     assert [finder.add(part) for part in ["abc E", "N", "x\n", "y E", "ND more"]] == ["abc ", "", "ENx", "\ny ", ""]
-    assert finder.found
-    unfinished = StopFinder(["END"])
-    assert (unfinished.add("the EN"), unfinished.finish()) == ("the ", "EN")
+    assert finder.matched
+    unfinished = StopChecker(["END"])
+    assert (unfinished.add("the EN"), unfinished.flush()) == ("the ", "EN")
 
 
 def test_tool_calls_are_read_from_text():

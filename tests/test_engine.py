@@ -15,11 +15,18 @@ import torch
 from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM, T5Config
 
-from insitu.backend.compute import Compute
+from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.cache import Chunk, PrefixCache
-from insitu.backend.inference.engine import Engine, Weights
-from insitu.backend.inference.lane import EngineOptions, Piece
-from insitu.backend.inference.sampling import Ask, Draws, SamplingParams, choice_seed, sample, uniforms
+from insitu.backend.inference.engine import Engine, WeightVersion
+from insitu.backend.inference.sampling import (
+    GenerationRequest,
+    SamplingMetadata,
+    SamplingParams,
+    choice_seed,
+    sample,
+    uniforms,
+)
+from insitu.backend.inference.scheduler import EngineOptions, OutputDelta
 from insitu.backend.model import load_model
 from insitu.errors import BackendError, RequestRefused
 
@@ -37,15 +44,15 @@ def folders(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, dtype: str = "auto", module_at=None, **options):
+async def running(folder: Path, dtype: str = "auto", load_version=None, **options):
     """A started engine over the model in `folder`."""
     loaded = load_model(str(folder), "cpu", dtype)
-    compute = Compute()
+    compute = ComputeThread()
     compute.start()
     engine = Engine(
         loaded,
         compute,
-        module_at or (lambda weights: loaded.module),
+        load_version or (lambda weights: loaded.module),
         EngineOptions(**({"max_length": loaded.max_length, "max_batch": 16, "threads": 1} | options)),
     )
     try:
@@ -59,11 +66,11 @@ def params(seed: int, tokens: int, **more) -> SamplingParams:
     return SamplingParams(seed=seed, max_tokens=tokens, **({"ignore_eos": True} | more))
 
 
-def asks(prompt: list[int], each: list[SamplingParams]) -> list[Ask]:
-    return [Ask(prompt, one) for one in each]
+def asks(prompt: list[int], each: list[SamplingParams]) -> list[GenerationRequest]:
+    return [GenerationRequest(prompt, one) for one in each]
 
 
-def pairs(piece: Piece) -> Sampled:
+def pairs(piece: OutputDelta) -> Sampled:
     return [(token.id, token.logprob) for token in piece.tokens]
 
 
@@ -101,8 +108,8 @@ async def sampled_in_order(engine: Engine, load, order: list[int], gap: float, s
 async def test_what_is_sampled_depends_on_the_request_alone(folders, name):
     load = mixed_load(seed=1, count=40, longest=150)
     results = []
-    for trial, (gap, prefix_bytes, lanes) in enumerate([(0, 2**28, 1), (0.2, 2**28, 2), (0.05, 1, 3)]):
-        async with running(folders[name], prefix_bytes=prefix_bytes, lanes=lanes) as engine:
+    for trial, (gap, prefix_bytes, schedulers) in enumerate([(0, 2**28, 1), (0.2, 2**28, 2), (0.05, 1, 3)]):
+        async with running(folders[name], prefix_bytes=prefix_bytes, schedulers=schedulers) as engine:
             order = list(range(len(load)))
             random.Random(trial).shuffle(order)
             results.append(await sampled_in_order(engine, load, order, gap, trial))
@@ -193,7 +200,9 @@ async def test_cancelled_requests_free_their_slots(folders):
         await stream.aclose()
         piece = (await asyncio.wait_for(engine.complete(asks([1], [params(8, 3)])), 5))[0]
         assert len(piece.tokens) == 3
-        assert sum(len(lane.requests) for lanes in engine._lanes.values() for lane in lanes) == 0
+        assert (
+            sum(len(scheduler.sequences) for schedulers in engine._schedulers.values() for scheduler in schedulers) == 0
+        )
 
 
 async def test_requests_under_way_finish_with_the_weights_they_began_with(folders):
@@ -210,64 +219,66 @@ async def test_requests_under_way_finish_with_the_weights_they_began_with(folder
         await engine._compute.call(engine.publish, changed, 1)
         after = (await engine.complete(asks([5, 6, 7], [params(1, 200)])))[0]
         before = (await under_way)[0]
-        again = (await engine.complete(asks([5, 6, 7], [params(1, 200)]), Weights(0)))[0]
+        again = (await engine.complete(asks([5, 6, 7], [params(1, 200)]), WeightVersion(0)))[0]
     assert (before.version, after.version, again.version) == (0, 1, 0)
     assert pairs(before) == reference == pairs(again)
     assert pairs(after) != reference
 
 
 async def test_lanes_of_old_weights_are_dropped(folders):
-    def module_at(weights: Weights):
+    def load_version(weights: WeightVersion):
         if weights.version > 4:
             raise RequestRefused(f"there is no version {weights.version}", status=404)
         return load_model(str(folders["llama"])).module
 
-    async with running(folders["llama"], module_at=module_at, kept_versions=2) as engine:
+    async with running(folders["llama"], load_version=load_version, kept_versions=2) as engine:
         for version in (1, 2, 3, 4):
             await engine._compute.call(engine.publish, engine._loaded.module, version)
         for version in (0, 1, 2, 3):
-            assert (await engine.complete(asks([1], [params(0, 2)]), Weights(version)))[0].version == version
+            assert (await engine.complete(asks([1], [params(0, 2)]), WeightVersion(version)))[0].version == version
         await engine.complete(asks([1], [params(0, 2)]))
-        assert {weights.version for weights in engine._lanes} == {2, 3, 4}
+        assert {weights.version for weights in engine._schedulers} == {2, 3, 4}
         with pytest.raises(RequestRefused, match="no version 9"):
-            await engine.complete(asks([1], [params(0, 2)]), Weights(9))
+            await engine.complete(asks([1], [params(0, 2)]), WeightVersion(9))
 
 
 async def test_lineages_share_the_start_and_nothing_else(folders):
-    def module_at(weights: Weights):
-        assert weights == Weights(0)
+    def load_version(weights: WeightVersion):
+        assert weights == WeightVersion(0)
         return engine._loaded.module
 
-    async with running(folders["llama"], module_at=module_at, kept_versions=1) as engine:
+    async with running(folders["llama"], load_version=load_version, kept_versions=1) as engine:
         changed = copy.deepcopy(engine._loaded.module)
         with torch.no_grad():
             for parameter in changed.parameters():
                 parameter.mul_(1.3)
         asked = asks([5, 6, 7], [params(1, 20)])
         start = pairs((await engine.complete(asked))[0])
-        assert pairs((await engine.complete(asked, Weights(None, "a")))[0]) == start
-        assert len(engine._lanes) == 1
+        assert pairs((await engine.complete(asked, WeightVersion(None, "a")))[0]) == start
+        assert len(engine._schedulers) == 1
         await engine._compute.call(engine.publish, changed, 1, "a")
         await engine._compute.call(engine.publish, engine._loaded.module, 1, "b")
-        newest = (await engine.complete(asked, Weights(None, "a")))[0]
+        newest = (await engine.complete(asked, WeightVersion(None, "a")))[0]
         assert (newest.version, engine.version) == (1, 0)
-        assert pairs(newest) == pairs((await engine.complete(asked, Weights(1, "a")))[0]) != start
-        for weights in (Weights(0, "a"), Weights(None, "b"), Weights()):
+        assert pairs(newest) == pairs((await engine.complete(asked, WeightVersion(1, "a")))[0]) != start
+        for weights in (WeightVersion(0, "a"), WeightVersion(None, "b"), WeightVersion()):
             assert pairs((await engine.complete(asked, weights))[0]) == start
         await engine._compute.call(engine.publish, changed, 1)
-        assert set(engine._lanes) == {Weights(1), Weights(1, "a"), Weights(1, "b")}
-        assert pairs((await engine.complete(asked, Weights(None, "c")))[0]) == start  # from the loaded model again
-        await engine._compute.call(engine.withdraw, Weights(None, "a"))
-        assert set(engine._lanes) == {Weights(0), Weights(1), Weights(1, "b")}
+        assert set(engine._schedulers) == {WeightVersion(1), WeightVersion(1, "a"), WeightVersion(1, "b")}
+        assert (
+            pairs((await engine.complete(asked, WeightVersion(None, "c")))[0]) == start
+        )  # from the loaded model again
+        await engine._compute.call(engine.retire, WeightVersion(None, "a"))
+        assert set(engine._schedulers) == {WeightVersion(0), WeightVersion(1), WeightVersion(1, "b")}
 
 
 async def test_old_weights_that_cannot_be_read_fail_only_who_asks_for_them(folders):
-    def module_at(weights: Weights):
+    def load_version(weights: WeightVersion):
         raise FileNotFoundError("step_000001 is gone")
 
-    async with running(folders["llama"], module_at=module_at) as engine:
+    async with running(folders["llama"], load_version=load_version) as engine:
         with pytest.raises(FileNotFoundError):
-            await asyncio.wait_for(engine.complete(asks([1], [params(0, 2)]), Weights(1)), 10)
+            await asyncio.wait_for(engine.complete(asks([1], [params(0, 2)]), WeightVersion(1)), 10)
         assert (await engine.complete(asks([1], [params(0, 2)])))[0].version == 0
 
 
@@ -325,7 +336,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_computed_frees_its_slot(
             await engine._compute.call(lambda: None)
             left.clear()
         await asyncio.wait_for(engine.complete(asks([1, 2], [params(0, 2)])), 10)
-        assert len(engine._lanes[Weights(0)][0]._free) == 4
+        assert len(engine._schedulers[WeightVersion(0)][0]._free_slots) == 4
 
 
 def _fail(module, args):
@@ -334,7 +345,7 @@ def _fail(module, args):
 
 async def test_min_tokens_bars_the_end_of_turn(folders):
     async with running(folders["llama"]) as engine:
-        end = next(iter(engine.tokens.eos_token_ids))
+        end = next(iter(engine.tokenizer.eos_token_ids))
         each = [params(seed, 300, ignore_eos=False, min_tokens=20) for seed in range(30)]
         pieces = await engine.complete(asks([1, 2, 3], each))
     assert all(len(piece.tokens) > 20 for piece in pieces)
@@ -353,9 +364,9 @@ async def test_prompt_and_completion_end_at_the_maximum_length(folders):
 # --- drawing -------------------------------------------------------------------------------------------------------
 
 
-def draws(count: int, temperature=1.0, top_p=1.0, seeds=None, index: int = 0) -> Draws:
+def draws(count: int, temperature=1.0, top_p=1.0, seeds=None, index: int = 0) -> SamplingMetadata:
     seeds = np.arange(count, dtype=np.uint64) if seeds is None else seeds
-    return Draws(np.full(count, temperature), np.full(count, top_p), seeds, np.full(count, index))
+    return SamplingMetadata(np.full(count, temperature), np.full(count, top_p), seeds, np.full(count, index))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
@@ -379,7 +390,7 @@ def test_the_nucleus_is_the_smallest_set_that_holds_top_p():
 
 def test_rows_of_a_batch_do_not_change_each_other():
     logits_BV = torch.randn(16, 300, generator=torch.Generator().manual_seed(0))
-    mixed = Draws(
+    mixed = SamplingMetadata(
         np.tile([0.0, 0.7, 1.0, 1.3], 4),
         np.tile([1.0, 0.9, 1.0, 0.5], 4),
         np.arange(16, dtype=np.uint64),
@@ -387,7 +398,7 @@ def test_rows_of_a_batch_do_not_change_each_other():
     )
     together = sample(logits_BV, mixed)
     for row in range(16):
-        one = Draws(*(array[row : row + 1] for array in mixed[:4]))
+        one = SamplingMetadata(*(array[row : row + 1] for array in mixed[:4]))
         alone = sample(logits_BV[row : row + 1], one)
         assert (alone.tokens, alone.logprobs) == ([together.tokens[row]], [together.logprobs[row]])
 
@@ -429,7 +440,7 @@ def test_the_prefix_cache_stays_within_its_limit():
 
 @contextlib.contextmanager
 def computing():
-    compute = Compute()
+    compute = ComputeThread()
     compute.start()
     try:
         yield compute

@@ -233,7 +233,11 @@ def test_what_cannot_be_trained_is_refused_before_the_earlier_run_is_moved(proje
 def test_a_job_that_fails_ends_the_run_and_is_told_with_its_epoch_and_reason(project: Path) -> None:
     code, out, err = run(project, "-o", "trainer_adapters.backend.training.learning_rate", "1e30")
     assert code == 1
-    assert re.search(r"^failed: epoch 1: training job job-\w+ is failed: .*the job is undone", err, re.MULTILINE), err
+    assert re.search(
+        r"^failed: epoch 1: training job job-\w+ is failed: .*the weights from before the job were restored",
+        err,
+        re.MULTILINE,
+    ), err
     assert "epoch 1/2 was not completed; the run so far: run/" in out
     (metrics,) = lines(project / "run/training_metrics.jsonl")  # what was gathered is recorded all the same
     assert (metrics["num_groups"], metrics["policy_version"], metrics["job"]) == (6, 0, "failed")

@@ -14,12 +14,13 @@ import uvicorn
 from starlette.applications import Starlette
 from tiny_models import save_tiny_model
 
-from insitu.backend.compute import Compute
+from insitu.backend.compute import ComputeThread
 from insitu.backend.http import EXCEPTION_HANDLERS
 from insitu.backend.model import load_model
-from insitu.backend.training.jobs import Jobs, training_routes
+from insitu.backend.protocols.native import job_routes
+from insitu.backend.protocols.native.uploads import Limits, read_job
+from insitu.backend.training.jobs import Jobs
 from insitu.backend.training.learner import Learner
-from insitu.backend.training.uploads import Limits, read_job
 from insitu.errors import RequestRefused
 
 SETTINGS = {"learning_rate": 0.01, "mini_batch_size": 4}
@@ -37,12 +38,15 @@ def loaded(tmp_path_factory):
 @contextlib.asynccontextmanager
 async def serving(loaded, folder):
     """The routes on a port; `post` and `get` give (status, JSON), `published` are the versions that were served."""
-    compute = Compute()
+    compute = ComputeThread()
     compute.start()
     learner = Learner(loaded, folder)
     published: list[int] = []
-    jobs = Jobs(learner, compute, lambda module, version, lineage: published.append(version), folder)
-    app = Starlette(routes=training_routes(jobs), exception_handlers=EXCEPTION_HANDLERS)
+    jobs = Jobs(learner, compute, lambda module, version, policy: published.append(version), folder)
+    app = Starlette(
+        routes=job_routes(jobs, Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length)),
+        exception_handlers=EXCEPTION_HANDLERS,
+    )
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
     task = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
@@ -157,7 +161,7 @@ async def test_a_failed_job_says_why_and_the_next_one_runs(loaded, tmp_path):
             failed = (await backend.events(state["id"]))[-1]
             assert failed["status"] == "failed"
             assert told in failed["message"]
-            assert "the job is undone" in failed["message"]
+            assert "were restored" in failed["message"]
         assert backend.learner.version == 0
         _, state = await backend.post(lines(MANY))
         assert (await backend.events(state["id"]))[-1]["policy_version"] == 1
@@ -208,7 +212,7 @@ async def read(body: bytes, encoding: str = "", piece: int = 1000, **limits):
         for start in range(0, len(body), piece):
             yield body[start : start + piece]
 
-    return await read_job(chunks(), encoding, Limits(**({"vocabulary": 320, "max_length": 256} | limits)))
+    return await read_job(chunks(), encoding, Limits(**({"vocab_size": 320, "max_length": 256} | limits)))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +226,7 @@ async def read(body: bytes, encoding: str = "", piece: int = 1000, **limits):
         (lines([], {"kl": {"betta": 1}}), r"settings\.kl\.betta: there is no such key"),
         (lines([], {"learning_rate": "fast"}), r"settings\.learning_rate: .*not 'fast'"),
         (lines([row()], num_rows=2), "ends after 1 of 2 rows"),
-        (lines([row()], num_rows=0), "num_rows 0, but there are more"),
+        (lines([row()], num_rows=0), "num_rows is 0, but there are more"),
         (lines([row(), 1]), "row 2"),
         (lines([row()]) + b"x", "row 1: not JSON"),
         (lines([row(advantage=1)]), "row 1: advantage: there is no such key"),
@@ -270,7 +274,7 @@ async def test_what_is_masked_may_be_anything():
 async def test_bad_compression():
     packed = gzip.compress(lines(MANY))
     assert len((await read(packed, "gzip", piece=7))[1]) == 60
-    for body, told in ((lines(MANY), "not gzip"), (packed[:-20], "cut off"), (packed + b"more", "behind the end")):
+    for body, told in ((lines(MANY), "is gzip, but"), (packed[:-20], "cut off"), (packed + b"more", "after the end")):
         with pytest.raises(RequestRefused, match=told):
             await read(body, "gzip")
     with pytest.raises(RequestRefused, match="allowed: gzip, identity") as refused:

@@ -1,16 +1,22 @@
 """The house rules that a machine can hold: who may import whom, lengths, docstrings, errors, printing."""
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from tiny_models import save_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "insitu"
+PROTOCOLS = PACKAGE / "backend" / "protocols"
 ORDER = [
     "errors",
     "schemas",
@@ -20,7 +26,9 @@ ORDER = [
     "registry",
     "config",
     "builder",
+    "capture",
     "workflow",
+    "gateway",
     "frameworks",
     "evaluation",
     "interfaces",
@@ -36,7 +44,8 @@ INTEGRATIONS = {
     "toolkit": "plugin_api.py",
     "adapters/art": None,
     "adapters/insitu_backend": None,
-    "backend/art": "backend/server.py",
+    "backend/protocols/art": None,
+    "backend/protocols/native": None,
     "frameworks/*": None,
 }
 BACKEND_MAY = {"errors", "schemas", "algorithms", "advantages", "http_format", "backend"}
@@ -184,8 +193,42 @@ def test_the_core_imports_no_integration(path: Path) -> None:
 
 
 def test_folders_are_at_most_two_deep() -> None:
-    deep = [name for name in NAMES if name.count("/") > 2]
+    """Except for the protocols of the backend, a package each."""
+    deep = [name for name in NAMES if name.removeprefix("backend/protocols/").count("/") > 2]
     assert not deep
+    assert not [folder for folder in PROTOCOLS.glob("*/*") if folder.is_dir() and folder.name != "__pycache__"]
+
+
+def test_the_backend_works_without_a_protocol(tmp_path: Path) -> None:
+    """A copy of the package without backend/protocols/art samples and lists its own model."""
+    shutil.copytree(PACKAGE, tmp_path / "insitu", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(tmp_path / "insitu" / "backend" / "protocols" / "art")
+    model = save_tiny_model(tmp_path / "model")
+    code = f"""if True:
+        import asyncio, httpx, sys
+        from pathlib import Path
+        from insitu.backend import BackendOptions
+        from insitu.backend.model import load_model
+        from insitu.backend.server import create_backend
+
+        async def main():
+            backend = create_backend(load_model({str(model)!r}), BackendOptions(model="m", threads=1), Path("out"))
+            await backend.start()
+            transport = httpx.ASGITransport(backend.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://backend") as client:
+                body = {{"model": "policy", "prompt": "Hello", "max_tokens": 3, "ignore_eos": True}}
+                answer = (await client.post("/v1/completions", json=body)).json()
+                assert answer["usage"]["completion_tokens"] == 3, answer
+                assert (await client.get("/v1/train/jobs/x")).status_code == 404
+                paths = (await client.get("/openapi.json")).json()["paths"]
+                assert "/v1/train/jobs" in paths and "/_train_model" not in paths, paths
+            await backend.close()
+            assert not any("protocols.art" in name for name in sys.modules)
+
+        asyncio.run(main())"""
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @each_module

@@ -13,10 +13,10 @@ import torch
 from tiny_models import save_tiny_model
 
 from insitu.backend.model import LoadedModel, load_model
-from insitu.backend.training.batches import Row, lay_out, micro_batches, optimiser_steps
+from insitu.backend.training.batches import Row, collate, micro_batches, optimizer_steps
 from insitu.backend.training.learner import Learner
+from insitu.backend.training.optimizer_loop import learning_rate
 from insitu.backend.training.scoring import Scorer
-from insitu.backend.training.updates import learning_rate
 from insitu.errors import BackendError, JobFailed, RequestRefused
 from insitu.schemas.training_jobs import TrainingSettings
 
@@ -89,18 +89,18 @@ def test_scores_are_those_of_a_plain_forward_pass(models, kind, projection):
     loaded = models[kind]
     rows = make_rows(loaded.module, 8)
     rows += [rows[3], rows[3], rows[0]]
-    batch = lay_out(rows, loaded.device)
+    batch = collate(rows, loaded.device)
     assert len(batch.tokens_ST) == 8
     scorer = Scorer(loaded)
     assert scorer._ends_in_projection
     scorer._ends_in_projection = projection
     scores = scorer(loaded.module, batch)
     expected = torch.cat([torch.from_numpy(row.rollout) for row in rows])
-    assert torch.allclose(batch.spread(scores.logprobs_N)[batch.mask_BK], expected, atol=1e-5)
+    assert torch.allclose(batch.scatter(scores.logprobs_N)[batch.mask_BK], expected, atol=1e-5)
     row = rows[0]
     logits = loaded.module(input_ids=torch.from_numpy(row.token_ids.astype(np.int64))[None]).logits[0]
     entropy = torch.distributions.Categorical(logits=logits[row.positions - 1]).entropy()
-    assert torch.allclose(batch.spread(scores.entropy_N)[0, : len(entropy)], entropy, atol=1e-5)
+    assert torch.allclose(batch.scatter(scores.entropy_N)[0, : len(entropy)], entropy, atol=1e-5)
 
 
 def test_a_model_that_does_more_than_project_is_scored_in_full(tmp_path):
@@ -121,13 +121,13 @@ def test_a_model_that_does_more_than_project_is_scored_in_full(tmp_path):
     scorer = Scorer(LoadedModel(module, None, torch.device("cpu"), torch.float32, 64, "none"))
     assert not scorer._ends_in_projection
     row = Row(np.arange(9, dtype=np.int32), np.array([2, 7]), np.zeros(2), np.zeros(2))
-    scored = scorer(module, lay_out([row], torch.device("cpu"))).logprobs_N
+    scored = scorer(module, collate([row], torch.device("cpu"))).logprobs_N
     assert torch.allclose(scored, reference_logprobs(module, list(range(9)))[[1, 6]], atol=1e-6)
 
 
 def test_many_logits_are_computed_in_chunks(llama, monkeypatch):
     rows = make_rows(llama.module)
-    batch = lay_out(rows, llama.device)
+    batch = collate(rows, llama.device)
 
     def gradients() -> tuple[torch.Tensor, ...]:
         module = copy.deepcopy(llama.module).requires_grad_(True)
@@ -263,11 +263,11 @@ def test_earlier_versions_come_from_their_checkpoints(llama, tmp_path):
         learner = Learner(llama, tmp_path / str(lora is None))
         rows = make_rows(llama.module)
         made = [train(learner, rows, lora=lora)[0] for _ in range(3)]
-        assert learner.module_at(0) is llama.module
+        assert learner.load_version(0) is llama.module
         for result in made:
-            assert same(weights(learner.module_at(result.version)), weights(result.module))
+            assert same(weights(learner.load_version(result.version)), weights(result.module))
         with pytest.raises(RequestRefused, match="no version 7; there are 0, 1, 2, 3") as refused:
-            learner.module_at(7)
+            learner.load_version(7)
         assert refused.value.status == 404
         kept = [(result.checkpoint / "optimizer.safetensors").exists() for result in made]
         assert kept == [False, True, True]
@@ -344,7 +344,7 @@ def test_bfloat16_is_served_and_float32_trained(tmp_path, lora):
     assert {p.dtype for p in first.module.parameters()} == {torch.bfloat16}
     assert first.metrics["logprob_gap"] < 0.1
     # Steps far below bfloat16's resolution add up in the float32 weights, across a restart too.
-    masters = weights(learner._trainer.policy.module)
+    masters = weights(learner._state.policy.module)
     assert {value.dtype for name, value in masters.items() if lora is None or "lora_" in name} == {torch.float32}
     restored = Learner(load_model(str(first.checkpoint), "cpu", "bfloat16"), tmp_path / "b")
     assert same(weights(restored._restore(TrainingSettings(lora=lora)).policy.module), masters)
@@ -353,7 +353,7 @@ def test_bfloat16_is_served_and_float32_trained(tmp_path, lora):
 def test_steps_hold_whole_episodes_and_cover_each_pass():
     row = lambda episode: Row(np.zeros(3, np.int32), np.array([1]), np.zeros(1), np.zeros(1), episode)  # noqa: E731
     rows = [row(f"e{index // 3}") for index in range(60)] + [row("") for _ in range(10)]
-    steps = optimiser_steps(rows, TrainingSettings(mini_batch_size=20, num_iterations=3))
+    steps = optimizer_steps(rows, TrainingSettings(mini_batch_size=20, num_iterations=3))
     assert len(steps) == 12
     assert all(14 <= len(step) <= 21 for step in steps)
     for first in (0, 4, 8):
@@ -362,9 +362,9 @@ def test_steps_hold_whole_episodes_and_cover_each_pass():
         for episode in {rows[index].episode for index in step} - {""}:
             assert sum(rows[index].episode == episode for index in step) == 3
     assert steps[:4] != steps[4:8]
-    assert steps == optimiser_steps(rows, TrainingSettings(mini_batch_size=20, num_iterations=3))
-    assert len(optimiser_steps(rows, TrainingSettings())) == 1
-    assert len(optimiser_steps(rows, TrainingSettings(mini_batch_size=20, steps_per_iteration=7))) == 7
+    assert steps == optimizer_steps(rows, TrainingSettings(mini_batch_size=20, num_iterations=3))
+    assert len(optimizer_steps(rows, TrainingSettings())) == 1
+    assert len(optimizer_steps(rows, TrainingSettings(mini_batch_size=20, steps_per_iteration=7))) == 7
 
 
 def test_micro_batches_stay_within_their_budget():
@@ -393,14 +393,14 @@ def test_the_learning_rate_over_a_run():
 
 
 def test_folders_are_replaced_whole(tmp_path):
-    from insitu.backend.training.checkpoints import atomically
+    from insitu.backend.training.checkpoints import atomic_folder
 
     target = tmp_path / "step_000001"
     for content in ("old", "new"):
-        with atomically(target) as draft:
+        with atomic_folder(target) as draft:
             (draft / content).write_text(content)
     assert [path.name for path in target.iterdir()] == ["new"]
-    with contextlib.suppress(InterruptedError), atomically(target) as draft:
+    with contextlib.suppress(InterruptedError), atomic_folder(target) as draft:
         (draft / "half").write_text("x")
         raise InterruptedError
     assert [path.name for path in Path(tmp_path).rglob("*")] == ["step_000001", "new"]

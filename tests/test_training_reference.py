@@ -9,7 +9,7 @@ import torch
 from tiny_models import save_tiny_model
 
 from insitu.backend.model import load_model
-from insitu.backend.training.batches import Row, optimiser_steps
+from insitu.backend.training.batches import Row, optimizer_steps
 from insitu.backend.training.learner import Learner
 from insitu.schemas.training_jobs import TrainingSettings
 
@@ -86,7 +86,7 @@ def plain_training(module, parameters, reference, rows: list[Row], s: TrainingSe
     matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=s.betas)
-    plan = optimiser_steps(rows, s)
+    plan = optimizer_steps(rows, s)
     for number, chosen in enumerate(plan):
         factor = (1 + math.cos(math.pi * number / len(plan))) / 2 if s.schedule == "cosine" else 1.0
         for group in optimizer.param_groups:

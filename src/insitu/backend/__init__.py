@@ -1,9 +1,38 @@
-"""One process that serves a model over an OpenAI-compatible endpoint and trains it.
+"""One process that serves a model over an OpenAI-compatible endpoint and trains it; start reading at server.
 
-server       puts the parts together and listens; http, openapi and options belong to it
-compute      the one thread that touches the weights: sampling and training take turns in it
-model        loads any Hugging Face causal language model
-inference/   sampling, from a chat request to tokens and back
-training/    jobs, from uploaded rows to new weights
-art/         the protocols of OpenPipe ART, on the same port
+server       creates the parts, listens and stops; http and openapi belong to it
+protocols/   the HTTP interfaces, one package each: openai, native (training jobs), art (OpenPipe ART)
+inference/   sampling: from token ids to completions
+training/    training: from rows to new weights
+compute      the thread that touches the weights, shared by inference and training
+model        loads Hugging Face causal language models
 """
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """The options of `insitu backend`; importing them does not import torch.
+
+    `port` 0 picks a free port. `token` is required of every request. `output_dir` receives checkpoints (None: a
+    temporary folder). `max_length`, `max_batch` and `threads` default to values that suit the model. `log_samples` is a
+    file that gets a JSON line per completion. The process stops when `parent_pid` ends. With `lora_rank`, jobs without
+    a `lora` block train adapters of that rank instead of all weights.
+    """
+
+    model: str
+    name: str = "policy"
+    host: str = "127.0.0.1"
+    port: int = 8700
+    device: str = "auto"
+    dtype: str = "auto"
+    output_dir: Path | None = None
+    token: str | None = None
+    max_length: int | None = None
+    max_batch: int | None = None
+    threads: int | None = None
+    log_samples: Path | None = None
+    lora_rank: int | None = None
+    parent_pid: int | None = None

@@ -1,4 +1,4 @@
-"""The one thread that touches the model's weights: sampling steps and training micro-batches take turns in it."""
+"""The single thread that touches the weights: sampling steps and training micro-batches alternate in it."""
 
 import asyncio
 import logging
@@ -15,41 +15,41 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 
-class Compute:
-    """Runs everything that reads or writes weights, one thing at a time, so that neither side needs a lock.
+class ComputeThread:
+    """Runs everything that reads or writes weights sequentially, so that no locks are needed.
 
-    Three kinds of work share the thread: single calls come first, then one sampling step while there is something to
-    sample, then one step of a driven generator. So a long training step delays sampling by one micro-batch at most.
+    Each round runs all pending calls, then one sampling step, then one step of a driven generator (training). So a
+    training job delays sampling by one micro-batch at most. `sampler` returns whether it has more to sample.
     """
 
     def __init__(self) -> None:
         self.sampler: Callable[[], bool] | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._driven: deque[_Drive] = deque()
+        self._driven: deque[_DrivenGenerator] = deque()
         self._thread = threading.Thread(target=self._run, name="insitu-compute", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self, timeout: float | None = None) -> None:
-        """Stop after what is being computed now, waiting `timeout` seconds for it; driven generators are closed."""
+        """Stops after the current step, waiting up to `timeout` seconds; closes driven generators."""
         self._inbox.put(_stop)
         if self._thread.is_alive():
             self._thread.join(timeout)
 
     def wake(self) -> None:
-        """There may be something to sample; callable from any thread."""
-        self._inbox.put(_nothing)
+        """Signals that there may be something to sample; thread-safe."""
+        self._inbox.put(_wake)
 
     async def call(self, fn: Callable[..., T], *args: Any) -> T:
-        """`fn(*args)`, computed in the thread."""
+        """Runs `fn(*args)` in the thread and returns its result."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
         def run() -> None:
             try:
                 value = fn(*args)
-            except BaseException as error:  # belongs to whoever awaits the call
+            except BaseException as error:  # raised in the awaiting caller
                 _post(loop, _fail, done, error)
             else:
                 _post(loop, _resolve, done, value)
@@ -58,11 +58,11 @@ class Compute:
         return await done
 
     async def drive(self, steps: Generator[E, None, R], on_event: Callable[[E], None]) -> R:
-        """Advance `steps` to its end, other work in between; each thing it yields goes to `on_event` on the event loop.
+        """Runs `steps` to its end, interleaved with other work; passes what it yields to `on_event` on the event loop.
 
-        A cancelled caller is released only when the generator has been closed, in the thread.
+        If the caller is cancelled, returns only after the generator has been closed in the thread.
         """
-        drive = _Drive(asyncio.get_running_loop(), steps, on_event)
+        drive = _DrivenGenerator(asyncio.get_running_loop(), steps, on_event)
         self._inbox.put(lambda: self._driven.append(drive))
         try:
             return await asyncio.shield(drive.done)
@@ -75,7 +75,7 @@ class Compute:
             raise
 
     def _run(self) -> None:
-        """Consumes the inbox; waits for it only when there is nothing to sample and nothing to drive."""
+        """Consumes the inbox; blocks on it only if there is nothing to sample or drive."""
         busy = False
         while True:
             task = self._next(block=not busy)
@@ -106,8 +106,8 @@ class Compute:
             drive.advance()
 
 
-class _Drive:
-    """A generator under way, and the future that its end resolves."""
+class _DrivenGenerator:
+    """A running generator and the future of its result."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, steps: Generator[Any, None, Any], on_event: Callable) -> None:
         self.loop = loop
@@ -117,7 +117,7 @@ class _Drive:
         self.cancelled = False
 
     def advance(self) -> bool:
-        """One step; whether there is another."""
+        """Runs one step; returns whether the generator continues."""
         try:
             if self.cancelled:
                 self.steps.close()
@@ -127,7 +127,7 @@ class _Drive:
         except StopIteration as end:
             _post(self.loop, _resolve, self.done, end.value)
             return False
-        except BaseException as error:  # belongs to whoever awaits the drive
+        except BaseException as error:  # raised in the awaiting caller
             _post(self.loop, _fail, self.done, error)
             return False
         _post(self.loop, self.on_event, event)
@@ -135,7 +135,7 @@ class _Drive:
 
 
 def _post(loop: asyncio.AbstractEventLoop, fn: Callable[..., Any], *args: Any) -> None:
-    """Run `fn` on the event loop, unless the loop has closed and nobody waits any longer."""
+    """Runs `fn` on the event loop; does nothing if the loop has closed."""
     try:
         loop.call_soon_threadsafe(fn, *args)
     except RuntimeError:
@@ -152,9 +152,9 @@ def _fail(future: asyncio.Future, error: BaseException) -> None:
         future.set_exception(error)
 
 
-def _nothing() -> None:
-    """Wakes the thread."""
+def _wake() -> None:
+    """Inbox entry that wakes the thread."""
 
 
 def _stop() -> None:
-    """Ends the thread."""
+    """Inbox entry that ends the thread."""

@@ -1,52 +1,34 @@
-"""What every route shares: JSON answers, errors in OpenAI's shape, body limits and the bearer token."""
+"""What all routes share: JSON responses, error handlers, body limits, disconnects and the bearer token."""
 
+import asyncio
 import base64
 import hmac
-import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from insitu.errors import BackendError, RequestRefused
+from insitu.http_format import error_body
 
-logger = logging.getLogger(__name__)
+MAX_JOB_BYTES = 1 << 30
+"""Limit for the body of a training request, decompressed."""
+THREAD_PARSE_BYTES = 1 << 16
+"""Bodies from this size on are parsed in a thread, so that they do not hold up other responses."""
 
-OPEN_PATHS = ("/health", "/healthcheck")
-"""Which tell whether the server is up, and nothing else."""
-_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
-
-
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorBody(BaseModel):
-    """Every answer from 400 on."""
-
-    error: ErrorDetail
+T = TypeVar("T")
 
 
 class JSON(Response):
-    """A JSON answer."""
-
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         return orjson.dumps(content)
-
-
-def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_response(
@@ -70,8 +52,8 @@ async def _on_refused(request: Request, error: Exception) -> Response:
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}: {error.detail}"
-    return error_response(what, error.status_code, headers=error.headers)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return error_response(message, error.status_code, headers=error.headers)
 
 
 async def _on_backend(request: Request, error: Exception) -> Response:
@@ -91,13 +73,13 @@ EXCEPTION_HANDLERS: dict[Any, Any] = {
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:
-    """The request's body. Raises RequestRefused (413) as soon as it is larger than `limit` bytes."""
+    """The request's body. Raises RequestRefused (413) as soon as it exceeds `limit` bytes."""
     parts: list[bytes] = []
     size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise RequestRefused("the client left before its request was complete", status=400)
+            raise RequestRefused("the client disconnected before its request was complete", status=400)
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
@@ -107,27 +89,56 @@ async def read_body(receive: Receive, limit: int) -> bytes:
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-class TokenGate:
-    """Lets only requests with `Authorization: Bearer TOKEN` through; the health checks are open.
+async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
+    """Runs `parse`, for large bodies in a thread."""
+    return parse(body) if len(body) < THREAD_PARSE_BYTES else await asyncio.to_thread(parse, body)
 
-    Or with the token as the password of basic authentication, which is what clients that know no tokens make of
+
+def parse_json(body: bytes) -> Any:
+    """Raises RequestRefused (400) if the body is not JSON."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestRefused(f"the body is not JSON: {error}", code="malformed_json") from error
+
+
+def validation_refusal(error: ValidationError) -> RequestRefused:
+    """pydantic's first error, with field and value."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    field = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-")))
+    value = "" if first["type"] == "missing" else f" (it is {str(first['input'])[:80]!r})"
+    return RequestRefused(f"{field or 'the body'}: {first['msg']}{value}", param=field or None, code=first["type"])
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Returns when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class TokenGate:
+    """Requires `Authorization: Bearer TOKEN` except for `public_paths`.
+
+    Basic authentication with the token as password is accepted too: that is what clients without token support send for
     `http://user:TOKEN@host:port`.
     """
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: str, public_paths: Collection[str]) -> None:
         self._app = app
         self._token = token.encode()
+        self._public_paths = public_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._admits(scope):
-            answer = error_response("the bearer token is missing or wrong", 401, headers={"www-authenticate": "Bearer"})
-            await answer(scope, receive, send)
+        if scope["type"] == "http" and scope["path"] not in self._public_paths and not self._authorized(scope):
+            headers = {"www-authenticate": "Bearer"}
+            response = error_response("the bearer token is missing or wrong", 401, headers=headers)
+            await response(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _admits(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, credentials = given.partition(b" ")
+    def _authorized(self, scope: Scope) -> bool:
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, credentials = header.partition(b" ")
         if scheme.lower() == b"basic":
             try:
                 credentials = base64.b64decode(credentials, validate=True).partition(b":")[2]

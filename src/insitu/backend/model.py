@@ -21,10 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to sample: in eval mode, nothing in it asking for gradients.
-
-    `max_length` is the most positions a prompt and its completion may take together.
-    """
+    """A frozen model in eval mode; `max_length` bounds prompt and completion together."""
 
     module: nn.Module
     tokenizer: "PreTrainedTokenizerBase"
@@ -34,43 +31,43 @@ class LoadedModel:
     source: str
 
     @property
-    def vocabulary(self) -> int:
-        """Token ids lie below this."""
+    def vocab_size(self) -> int:
+        """Upper bound of the token ids."""
         return self.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
 
 
 def load_model(source: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
-    """The model in a folder or of a hub name; a folder with a PEFT adapter is loaded over the base it names.
+    """Loads a folder or hub name; a folder with a PEFT adapter is loaded on top of its base model.
 
-    `dtype: auto` is float32 on a CPU and the checkpoint's own type elsewhere. Raises BackendError where the source
-    is missing, is not a decoder-only language model, or has no chat template.
+    `dtype: auto` is float32 on a CPU and the checkpoint's dtype elsewhere. Raises BackendError if the source is
+    missing, is not a decoder-only language model, or has no chat template.
     """
-    where = _device(device)
+    torch_device = _device(device)
     base, adapter = _base_and_adapter(source)
-    base = str(Path(base).resolve()) if Path(base).exists() else base  # checkpoints of adapters name it
+    base = str(Path(base).resolve()) if Path(base).exists() else base  # stored in adapter checkpoints
     config = _config(base)
     tokenizer = _tokenizer(source if adapter and _has_tokenizer(source) else base)
-    kind = _dtype(dtype, where, config)
-    module = _weights(base, kind)
+    torch_dtype = _dtype(dtype, torch_device, config)
+    module = _weights(base, torch_dtype)
     if adapter:
         from peft import PeftModel
 
-        with _explained(f"the adapter in {source} cannot be put on {base}"), quiet_peft():
+        with _wrap_errors(f"the adapter in {source} cannot be put on {base}"), quiet_peft():
             module = PeftModel.from_pretrained(module, source)
-    module.to(where).eval().requires_grad_(False)
-    return LoadedModel(module, tokenizer, where, kind, _max_length(config, tokenizer), source)
+    module.to(torch_device).eval().requires_grad_(False)
+    return LoadedModel(module, tokenizer, torch_device, torch_dtype, _max_length(config, tokenizer), source)
 
 
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        where = torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise BackendError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N") from error
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise BackendError(f"device is {name!r}, but torch sees no CUDA device here")
-    return where
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BackendError(f"device is {name!r}, but torch finds no CUDA device")
+    return device
 
 
 def _dtype(name: str, device: torch.device, config: "PreTrainedConfig") -> torch.dtype:
@@ -83,7 +80,7 @@ def _dtype(name: str, device: torch.device, config: "PreTrainedConfig") -> torch
 
 
 def _base_and_adapter(source: str) -> tuple[str, bool]:
-    """Where the full weights lie, and whether `source` is an adapter on top of them."""
+    """Source of the full weights, and whether `source` is an adapter for them."""
     folder = Path(source)
     if not folder.exists():
         if source.startswith((".", "/", "~")) or source.count("/") > 1:
@@ -96,19 +93,19 @@ def _base_and_adapter(source: str) -> tuple[str, bool]:
             found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
             raise BackendError(f"{source} holds neither config.json nor adapter_config.json, but {found}")
         return source, False
-    with _explained(f"{folder / 'adapter_config.json'} cannot be read"):
+    with _wrap_errors(f"{folder / 'adapter_config.json'} cannot be read"):
         base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
     if not base:
         raise BackendError(f"{folder / 'adapter_config.json'} names no base model (base_model_name_or_path)")
-    beside = folder / base
-    return (str(beside) if not Path(base).exists() and beside.exists() else base), True
+    relative = folder / base
+    return (str(relative) if not Path(base).exists() and relative.exists() else base), True
 
 
 def _config(base: str) -> "PreTrainedConfig":
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    with _explained(f"no model could be read from {base}"):
+    with _wrap_errors(f"no model could be read from {base}"):
         config = AutoConfig.from_pretrained(base)
     if getattr(config, "is_encoder_decoder", False) or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise BackendError(
@@ -120,7 +117,7 @@ def _config(base: str) -> "PreTrainedConfig":
 def _tokenizer(source: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
-    with _explained(f"no tokenizer could be read from {source}"):
+    with _wrap_errors(f"no tokenizer could be read from {source}"):
         tokenizer = AutoTokenizer.from_pretrained(source)
     if not tokenizer.chat_template:
         raise BackendError(
@@ -143,7 +140,7 @@ def _weights(base: str, dtype: torch.dtype) -> nn.Module:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    with _explained(f"the weights of {base} could not be read"):
+    with _wrap_errors(f"the weights of {base} could not be read"):
         try:
             return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation="sdpa")
         except ValueError:
@@ -151,7 +148,7 @@ def _weights(base: str, dtype: torch.dtype) -> nn.Module:
 
 
 def _max_length(config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> int:
-    """The smallest limit anything states: positions, the tokenizer, and a window that attention would slide over."""
+    """The smallest stated limit: position embeddings, tokenizer, or sliding window."""
     limits = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
     kinds = getattr(config, "layer_types", None)
     if getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds):
@@ -162,7 +159,7 @@ def _max_length(config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase"
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Without what peft says of itself: GPT-2's transposed projections found, transformers asked by a name of old."""
+    """Suppresses peft's warnings about GPT-2's transposed projections and a deprecated transformers attribute."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
@@ -170,11 +167,11 @@ def quiet_peft() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Whatever a library raises while it reads what the user named, as one sentence."""
+def _wrap_errors(message: str) -> Iterator[None]:
+    """Turns any exception of a third-party loader into a BackendError with `message`."""
     try:
         yield
     except BackendError:
         raise
     except Exception as error:  # third-party loaders raise anything on files they cannot read
-        raise BackendError(f"{what}: {error}") from error
+        raise BackendError(f"{message}: {error}") from error

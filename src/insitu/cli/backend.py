@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from insitu.backend.options import BackendOptions
+from insitu.backend import BackendOptions
 from insitu.errors import BackendError
 
 

@@ -22,6 +22,7 @@ from insitu.evaluation.episodes import ResultPath
 from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.shared_run import share
 from insitu.evaluation.validation import held_out_config
+from insitu.gateway.programs import kill_programs
 from insitu.interfaces import Trainer
 from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, not_found
 from insitu.schemas.finetuning import (
@@ -31,7 +32,6 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     ValidationConfig,
 )
-from insitu.workflow.programs import kill_programs
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ import aiohttp
 import orjson
 
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
-from insitu.http_format import error_message, url_host
-from insitu.schemas.bulk import collection_paused
+from insitu.http_format import error_message, gc_paused, url_host
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +212,7 @@ def serialize_group(group: Any) -> orjson.Fragment:
     """
     if isinstance(group, orjson.Fragment):
         return group
-    with collection_paused():
+    with gc_paused():
         verbatim = {"messages_and_choices", "tools", "additional_histories"}
         record = group.model_dump(exclude={"trajectories": {"__all__": verbatim}})
         for trajectory, data in zip(group.trajectories, record["trajectories"], strict=True):

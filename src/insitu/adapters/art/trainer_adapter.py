@@ -16,9 +16,8 @@ from insitu.adapters.art.conversion import art_trajectory, check_order, episode_
 from insitu.adapters.art.library import internal_config, load_art, server_config, train_config
 from insitu.adapters.art.remote_backend import mean_metrics, remote_backend, serialize_group
 from insitu.errors import BackendUnavailable, InsituError, JobFailed, TrajectoryError
-from insitu.http_format import http_url
+from insitu.http_format import gc_paused, http_url
 from insitu.interfaces import TrainerAdapter
-from insitu.schemas.bulk import collection_paused
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     PolicyEndpoint,
@@ -158,7 +157,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         return await asyncio.to_thread(self._art_groups, trajectory_lists)
 
     def _art_groups(self, trajectory_lists: list[list[Trajectory]]) -> "list[art.TrajectoryGroup]":
-        with collection_paused():
+        with gc_paused():
             return [self._art.TrajectoryGroup([self._art_trajectory(t) for t in group]) for group in trajectory_lists]
 
     def _art_trajectory(self, trajectory: Trajectory) -> "art.Trajectory":

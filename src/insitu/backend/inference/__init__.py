@@ -1,8 +1,9 @@
-"""Sampling: from a request to tokens and back.
+"""Sampling: from prompt token ids to completions; start reading at engine.
 
-completions  the endpoint of chat completions and of text completions; tokens is text <-> ids
-chat, text   the two kinds: what a request means, how its answer is spelt; requests, answers: what they share
-engine       continuous batching over versions of the weights; lane: the requests that share one of them
-runner       the model's forward pass in shapes whose rows do not depend on each other; cache: its keys and values
-sampling     from logits to tokens, reproducibly
+engine         continuous batching over every weight version in use
+scheduler      the slots of one weight version: waiting -> prefilling -> running -> finished
+runner         the model's forward pass, in batch shapes whose rows do not affect each other; cache: keys and values
+sampling       from logits to tokens, reproducibly
+tokenizer      chat template, encoding, incremental detokenization, stop strings
+served_models  the model names this server answers to
 """

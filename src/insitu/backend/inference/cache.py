@@ -1,6 +1,6 @@
-"""Key and value storage: one slot a request, each row with a write position of its own; and prompts kept for reuse.
+"""Key-value cache with one slot per sequence, and a prefix cache.
 
-Shapes: S slots, R rows of a forward pass, C columns (tokens a row), H heads, T positions, D head size.
+Shapes: S slots, R rows of a forward pass, C columns (tokens per row), H heads, T positions, D head size.
 """
 
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values for all slots, (S, H, T + 1, D); the last position takes what is never read."""
+    """One layer's keys and values for all slots, (S, H, T + 1, D); padding is written to the last position."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -27,7 +27,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def resize(self) -> None:
-        """Grow to the cache's size, keeping what is there."""
+        """Grows to the cache's size, keeping the contents."""
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = old.new_zeros(self.cache.slots, old.shape[1], self.cache.length + 1, old.shape[3])
@@ -35,20 +35,20 @@ class SlotLayer(CacheLayerMixin):
             setattr(self, name, new)
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Store (R, H, C, D) where `cache.plan` says, and return all that the rows may look at."""
+        """Writes (R, H, C, D) according to `cache.mapping`; returns the keys and values the rows attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        plan = self.cache.plan
-        self.keys[plan.rows_R1, :, plan.write_RC] = key_states.transpose(1, 2)
-        self.values[plan.rows_R1, :, plan.write_RC] = value_states.transpose(1, 2)
-        if plan.fresh is not None:
-            plan.fresh.append((key_states, value_states))
-            if plan.width == key_states.shape[2]:
+        mapping = self.cache.mapping
+        self.keys[mapping.rows_R1, :, mapping.write_RC] = key_states.transpose(1, 2)
+        self.values[mapping.rows_R1, :, mapping.write_RC] = value_states.transpose(1, 2)
+        if mapping.fresh is not None:
+            mapping.fresh.append((key_states, value_states))
+            if mapping.width == key_states.shape[2]:
                 return key_states, value_states
-        return self.keys[plan.read, :, : plan.width], self.values[plan.read, :, : plan.width]
+        return self.keys[mapping.read, :, : mapping.width], self.values[mapping.read, :, : mapping.width]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.plan.width, 0
+        return self.cache.mapping.width, 0
 
     def get_seq_length(self) -> int:
         return 0
@@ -58,10 +58,10 @@ class SlotLayer(CacheLayerMixin):
 
 
 @dataclass(slots=True)
-class Plan:
+class SlotMapping:
     """Where the rows of one forward pass write, and what they read.
 
-    `fresh` collects each layer's new keys and values of a prefill, whose rows need not be in slot order.
+    `fresh` collects each layer's new keys and values during a prefill, whose rows need not be in slot order.
     """
 
     rows_R1: torch.Tensor
@@ -72,16 +72,16 @@ class Plan:
 
 
 class SlotCache(Cache):
-    """The cache handed to the model; it starts small and doubles when more or longer requests need it."""
+    """The cache passed to the model; starts small and grows with the number and length of sequences."""
 
     def __init__(self, num_layers: int, slots: int = 4, length: int = 64) -> None:
         self.slots, self.length = slots, length
-        self.plan: Plan = Plan(torch.empty(0), torch.empty(0), slice(0), 0)
+        self.mapping: SlotMapping = SlotMapping(torch.empty(0), torch.empty(0), slice(0), 0)
         self.slot_layers = [SlotLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.slot_layers))
 
     def ensure(self, slots: int, length: int) -> None:
-        """Hold at least `slots` requests of `length` positions."""
+        """Makes room for at least `slots` sequences of `length` positions."""
         if slots <= self.slots and length <= self.length:
             return
         self.slots, self.length = max(self.slots, slots), max(self.length, length)
@@ -90,7 +90,7 @@ class SlotCache(Cache):
                 layer.resize()
 
     def load(self, slot: int, start: int, chunk: "Chunk") -> None:
-        """Copy a chunk that another request's prefill computed into `slot`."""
+        """Copies a chunk computed by another sequence's prefill into `slot`."""
         end = start + chunk.length
         for layer, (keys, values) in zip(self.slot_layers, chunk.layers, strict=True):
             layer.keys[slot, :, start:end] = keys[chunk.row, :, -chunk.length :]
@@ -99,9 +99,9 @@ class SlotCache(Cache):
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Keys and values of some prompt tokens given those before them, and the logits that follow the last of them.
+    """Keys and values of a span of prompt tokens, and the logits after the last of them.
 
-    `layers` is shared by all rows of the forward pass that made it; the chunk is row `row`, its last `length` columns.
+    `layers` is shared by all rows of the forward pass; the chunk is the last `length` columns of `row`.
     """
 
     layers: list[tuple[torch.Tensor, torch.Tensor]]
@@ -116,7 +116,7 @@ class Chunk:
 
 
 class PrefixCache:
-    """Chunks by all prompt tokens up to their end; the longest unused go when they outgrow `limit` bytes."""
+    """LRU cache of at most `limit` bytes: chunks by all prompt tokens up to the chunk's end."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -1,18 +1,18 @@
-"""Continuous batching over every version of the weights that somebody asks for.
+"""Continuous batching over every weight version in use.
 
-    await engine.complete(asks)  ->  inbox  ->  step(): admit, prefill, decode  ->  Piece, on the event loop
+    await engine.complete(requests)  ->  inbox  ->  step(): admit, prefill, decode  ->  OutputDelta on the event loop
 
-Weights are known by lineage and version: "" is the backend's own lineage, others go their own way from the same start,
-so that version 0 of each is the loaded model. Each version has its lanes, one for each core that samples. Published
-weights open new ones; lanes whose requests have all finished are dropped with their weights, unless these are the
-newest of their lineage, or of the few older ones kept because they were asked for by number.
+Weights are identified by policy and version. The policy "" is the backend's own; version 0 of every policy is the
+loaded model. Each version has one or more schedulers, which sample in parallel. Publishing weights opens schedulers for
+them; idle ones are dropped with their weights unless the version is the latest of its policy or among the few older
+ones that were requested recently.
 """
 
 import asyncio
 import logging
 import os
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,63 +20,66 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from insitu.backend.compute import Compute
-from insitu.backend.inference.lane import EngineOptions, Lane, Piece, Request
-from insitu.backend.inference.runner import Shapes, check_fits
-from insitu.backend.inference.sampling import Ask
-from insitu.backend.inference.tokens import ChatTokenizer, StopFinder, TextStream
+from insitu.backend.compute import ComputeThread
+from insitu.backend.inference.runner import BatchShapes, check_supported
+from insitu.backend.inference.sampling import GenerationRequest
+from insitu.backend.inference.scheduler import EngineOptions, OutputDelta, Scheduler, SequenceState
+from insitu.backend.inference.tokenizer import ChatTokenizer, IncrementalDetokenizer, StopChecker
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendError
 
+Result = tuple[SequenceState, OutputDelta | BaseException]
+
 logger = logging.getLogger(__name__)
 
-ONE_LANE = 5_000_000
-"""Parameters below which one core samples: a step is so short that a second core would mostly wait for the first."""
-ONE_THREAD = 100_000_000
-"""Parameters below which a CPU computes each lane with one thread, and uses its cores by several lanes: products split
-over threads made a row depend on its place in the batch."""
-MOST_LANES = 4
-"""More than these would wait for the interpreter's lock."""
-SAME_PROMPT = 8
-"""A lane that has computed a prompt already may be this much fuller than another and still gets the request."""
+SINGLE_SCHEDULER_BELOW = 5_000_000
+"""Parameters below which one core samples: steps are so short that a second core would mostly wait for the first."""
+SINGLE_THREAD_BELOW = 100_000_000
+"""Parameters below which a CPU runs each scheduler on one thread and uses its cores for several schedulers: matrix
+products split over threads would make a row depend on its position in the batch."""
+MAX_SCHEDULERS = 4
+"""Per weight version; more would wait for the interpreter's lock."""
+PREFIX_AFFINITY = 8
+"""A scheduler that holds a request's prompt prefix is preferred while it has at most this many more requests."""
 
 
-class Weights(NamedTuple):
-    """Those of a version; none: the newest of the lineage."""
+class WeightVersion(NamedTuple):
+    """A version of a policy's weights; None is the latest."""
 
     version: int | None = None
-    lineage: str = ""
+    policy: str = ""
 
 
-NEWEST = Weights()
+LATEST = WeightVersion()
 
 
 class Engine:
-    """Samples completions. `module_at(weights)` gives older ones, or raises RequestRefused where there are none."""
+    """Samples completions. `load_version` returns the module of an older version or raises RequestRefused."""
 
     def __init__(
         self,
         loaded: LoadedModel,
-        compute: Compute,
-        module_at: Callable[[Weights], nn.Module],
+        compute: ComputeThread,
+        load_version: Callable[[WeightVersion], nn.Module],
         options: EngineOptions | None = None,
     ) -> None:
         self.options = options or EngineOptions(max_length=loaded.max_length)
-        self.tokens = ChatTokenizer(loaded.tokenizer, eos_token_ids(loaded.module))
-        self.vocabulary = loaded.vocabulary
-        self._newest: dict[str, int] = {"": 0}
+        self.tokenizer = ChatTokenizer(loaded.tokenizer, eos_token_ids(loaded.module))
+        self.vocab_size = loaded.vocab_size
+        self._latest: dict[str, int] = {"": 0}
         self._loaded = loaded
         self._compute = compute
-        self._module_at = module_at
-        self._inbox: deque[tuple[asyncio.AbstractEventLoop, list[Request], Weights]] = deque()
-        self._lanes: dict[Weights, list[Lane]] = {}
-        self._lane_count = 1
+        self._load_version = load_version
+        self._inbox: deque[tuple[asyncio.AbstractEventLoop, list[SequenceState], WeightVersion]] = deque()
+        self._schedulers: dict[WeightVersion, list[Scheduler]] = {}
+        self._schedulers_per_version = 1
         self._pool: ThreadPoolExecutor | None = None
-        self._asked: OrderedDict[Weights, None] = OrderedDict()
-        self._shapes: Shapes | None = None
+        self._recent: OrderedDict[WeightVersion, None] = OrderedDict()
+        """Older versions that stay loaded, least recently requested first."""
+        self._shapes: BatchShapes | None = None
 
     async def start(self) -> None:
-        """Check that the model can be served, find its batch sizes, and begin. `compute` must have been started."""
+        """Checks the model, probes its batch shapes and starts sampling; `compute` must be running."""
         await self._compute.call(self._prepare)
         self._compute.sampler = self.step
 
@@ -85,194 +88,214 @@ class Engine:
         count = sum(parameter.numel() for parameter in module.parameters())
         cores = os.cpu_count() or 1
         options = self.options
-        torch.set_num_threads(options.threads or (1 if count < ONE_THREAD else cores))
-        if options.lanes is not None:
-            self._lane_count = options.lanes
-        elif self._loaded.device.type == "cpu" and options.threads is None and ONE_LANE <= count < ONE_THREAD:
-            self._lane_count = min(cores, MOST_LANES)
-        if self._lane_count > 1:
-            self._pool = ThreadPoolExecutor(self._lane_count, "insitu-sampling", torch.set_num_threads, (1,))
-        check_fits(module)
-        self._shapes = Shapes(module, options.max_batch, options.prefill_tokens, options.max_length)
+        torch.set_num_threads(options.threads or (1 if count < SINGLE_THREAD_BELOW else cores))
+        if options.schedulers is not None:
+            self._schedulers_per_version = options.schedulers
+        elif (
+            self._loaded.device.type == "cpu"
+            and options.threads is None
+            and SINGLE_SCHEDULER_BELOW <= count < SINGLE_THREAD_BELOW
+        ):
+            self._schedulers_per_version = min(cores, MAX_SCHEDULERS)
+        if self._schedulers_per_version > 1:
+            self._pool = ThreadPoolExecutor(
+                self._schedulers_per_version, "insitu-sampling", torch.set_num_threads, (1,)
+            )
+        check_supported(module)
+        self._shapes = BatchShapes(module, options.max_batch, options.prefill_tokens, options.max_length)
         self.publish(module, 0)
 
     @property
     def version(self) -> int:
-        """The newest of the backend's own lineage."""
-        return self._newest[""]
+        """Latest version of the backend's own policy."""
+        return self._latest[""]
 
     @property
-    def load(self) -> tuple[int, int]:
-        """Completions under way and those not yet begun; roughly, as other threads go on."""
-        waiting = sum(len(requests) for _, requests, _ in tuple(self._inbox))
-        return sum(len(lane.requests) for lanes in tuple(self._lanes.values()) for lane in lanes), waiting
+    def num_requests(self) -> tuple[int, int]:
+        """Running and waiting completions; approximate, because the compute thread keeps working."""
+        waiting = sum(len(sequences) for _, sequences, _ in tuple(self._inbox))
+        running = sum(len(scheduler.sequences) for group in tuple(self._schedulers.values()) for scheduler in group)
+        return running, waiting
 
-    def publish(self, module: nn.Module, version: int, lineage: str = "") -> None:
-        """Serve these weights from the next request on; for the compute thread. Requests under way keep theirs."""
-        self._open(module, _known(version, lineage))
-        self._newest[lineage] = version
+    def publish(self, module: nn.Module, version: int, policy: str = "") -> None:
+        """Serves these weights from the next request on; in-flight requests keep theirs. Runs in the compute thread."""
+        self._open(module, _canonical(version, policy))
+        self._latest[policy] = version
         self._drop_idle()
 
-    def withdraw(self, weights: Weights) -> None:
-        """Keep these no longer (no version: the whole lineage), because nobody can ask for them; as `publish`."""
-        gone = [
-            each for each in self._asked if each.lineage == weights.lineage and weights.version in (None, each.version)
+    def retire(self, weights: WeightVersion) -> None:
+        """Stops serving a version (None: the whole policy) that was deleted. Runs in the compute thread."""
+        retired = [
+            each for each in self._recent if each.policy == weights.policy and weights.version in (None, each.version)
         ]
-        for each in gone:
-            del self._asked[each]
+        for each in retired:
+            del self._recent[each]
         if weights.version is None:
-            self._newest.pop(weights.lineage, None)
+            self._latest.pop(weights.policy, None)
         self._drop_idle()
 
-    async def complete(self, asks: Sequence[Ask], weights: Weights = NEWEST) -> list[Piece]:
-        """One completion for each of `asks`, all by the same weights."""
+    async def complete(
+        self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
+    ) -> list[OutputDelta]:
+        """One completion per request, all by the same weights."""
         loop = asyncio.get_running_loop()
-        done: list[asyncio.Future[Piece]] = [loop.create_future() for _ in asks]
-        requests = [Request(*ask, _resolver(future), False) for ask, future in zip(asks, done, strict=True)]
-        with self._submitted(loop, requests, weights):
-            pieces = await asyncio.gather(*done)
-        for piece, request in zip(pieces, requests, strict=True):
-            if request.text is None:
-                ids = [token.id for token in piece.tokens]
-                ended = piece.finish_reason == "stop"  # by a token which, special or not, is no text
-                piece.text = self.tokens.decode(ids[:-1] if ended else ids)
-        return pieces
+        futures: list[asyncio.Future[OutputDelta]] = [loop.create_future() for _ in requests]
+        sequences = [
+            SequenceState(*request, _resolver(future), False) for request, future in zip(requests, futures, strict=True)
+        ]
+        with self._submitted(loop, sequences, weights):
+            outputs = await asyncio.gather(*futures)
+        for output, sequence in zip(outputs, sequences, strict=True):
+            if sequence.detokenizer is None:
+                ids = [token.id for token in output.tokens]
+                # The token that ended the turn is not part of the text, whether it is a special token or not.
+                output.text = self.tokenizer.decode(ids[:-1] if output.finish_reason == "stop" else ids)
+        return outputs
 
-    async def stream(self, asks: Sequence[Ask], weights: Weights = NEWEST) -> AsyncIterator[tuple[int, Piece]]:
-        """The same, as (number of the choice, what it grew by) while they are sampled."""
+    async def stream(
+        self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
+    ) -> AsyncIterator[tuple[int, OutputDelta]]:
+        """Like `complete`, but yields (choice index, delta) as tokens are sampled."""
         loop = asyncio.get_running_loop()
-        arrivals: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
-        requests = [Request(*ask, _forwarder(arrivals, number), True) for number, ask in enumerate(asks)]
-        with self._submitted(loop, requests, weights):
-            unfinished = len(requests)
+        queue: asyncio.Queue[tuple[int, OutputDelta | BaseException]] = asyncio.Queue()
+        sequences = [SequenceState(*request, _forwarder(queue, index), True) for index, request in enumerate(requests)]
+        with self._submitted(loop, sequences, weights):
+            unfinished = len(sequences)
             while unfinished:
-                number, piece = await arrivals.get()
-                if isinstance(piece, BaseException):
-                    raise piece
-                unfinished -= piece.finish_reason is not None
-                yield number, piece
+                index, output = await queue.get()
+                if isinstance(output, BaseException):
+                    raise output
+                unfinished -= output.finish_reason is not None
+                yield index, output
 
     @contextmanager
-    def _submitted(self, loop: asyncio.AbstractEventLoop, requests: list[Request], weights: Weights):
-        """Hand requests to the compute thread; whoever leaves early, by an error or cancelled, frees their slots."""
-        for request in requests:
-            if request.streamed or request.params.stop:
-                request.text, request.stops = TextStream(self.tokens), StopFinder(request.params.stop)
-        self._inbox.append((loop, requests, weights))
+    def _submitted(
+        self, loop: asyncio.AbstractEventLoop, sequences: list[SequenceState], weights: WeightVersion
+    ) -> Iterator[None]:
+        """Hands sequences to the compute thread; leaving the block early aborts them and frees their slots."""
+        for sequence in sequences:
+            if sequence.streamed or sequence.params.stop:
+                sequence.detokenizer = IncrementalDetokenizer(self.tokenizer)
+                sequence.stop_checker = StopChecker(sequence.params.stop)
+        self._inbox.append((loop, sequences, weights))
         self._compute.wake()
         try:
             yield
         finally:
-            for request in requests:
-                request.cancelled = True
+            for sequence in sequences:
+                sequence.aborted = True
 
     def step(self) -> bool:
-        """One turn of the compute thread: admit, advance every lane, tell; whether there is more to do."""
+        """Admits new sequences, advances every scheduler, delivers the outputs; returns whether work remains."""
         self._admit()
-        busy = [lane for lanes in self._lanes.values() for lane in lanes if lane.requests]
+        busy = [scheduler for group in self._schedulers.values() for scheduler in group if scheduler.sequences]
         if self._pool is None or len(busy) < 2:
-            told = [each for lane in busy for each in self._advance(lane)]
+            results = [each for scheduler in busy for each in self._advance(scheduler)]
         else:
-            told = [each for of_lane in self._pool.map(self._advance, busy) for each in of_lane]
-        self._deliver(told)
+            results = [each for advanced in self._pool.map(self._advance, busy) for each in advanced]
+        self._deliver(results)
         self._drop_idle()
-        return bool(self._inbox) or any(lane.requests for lanes in self._lanes.values() for lane in lanes)
+        return bool(self._inbox) or any(
+            scheduler.sequences for group in self._schedulers.values() for scheduler in group
+        )
 
     def _admit(self) -> None:
         while self._inbox:
-            loop, requests, weights = self._inbox.popleft()
-            for request in requests:
-                request.loop = loop
+            loop, sequences, weights = self._inbox.popleft()
+            for sequence in sequences:
+                sequence.loop = loop
             try:
-                lanes = self._lanes_of(weights)
-            except Exception as error:  # a checkpoint that has gone or changed must not end the thread either
-                self._deliver([(request, error) for request in requests])
+                group = self._schedulers_for(weights)
+            except Exception as error:  # a missing or changed checkpoint must not end the compute thread
+                self._deliver([(sequence, error) for sequence in sequences])
                 continue
-            for request in requests:
-                lane = min(lanes, key=lambda lane: lane.load(request, SAME_PROMPT)) if len(lanes) > 1 else lanes[0]
-                lane.waiting.append(request)
+            for sequence in sequences:
+                scheduler = group[0]
+                if len(group) > 1:
+                    scheduler = min(group, key=lambda scheduler: scheduler.load(sequence, PREFIX_AFFINITY))
+                scheduler.waiting.append(sequence)
 
-    def _lanes_of(self, weights: Weights) -> list[Lane]:
-        version = self._newest.get(weights.lineage, 0) if weights.version is None else weights.version
-        weights = _known(version, weights.lineage)
-        if not self._is_newest(weights):
-            self._asked[weights] = None
-            self._asked.move_to_end(weights)
-            while len(self._asked) > self.options.kept_versions:
-                self._asked.popitem(last=False)
-        if weights not in self._lanes:
-            self._open(self._module_at(weights), weights)
-        return self._lanes[weights]
+    def _schedulers_for(self, weights: WeightVersion) -> list[Scheduler]:
+        version = self._latest.get(weights.policy, 0) if weights.version is None else weights.version
+        weights = _canonical(version, weights.policy)
+        if not self._is_latest(weights):
+            self._recent[weights] = None
+            self._recent.move_to_end(weights)
+            while len(self._recent) > self.options.kept_versions:
+                self._recent.popitem(last=False)
+        if weights not in self._schedulers:
+            self._open(self._load_version(weights), weights)
+        return self._schedulers[weights]
 
-    def _is_newest(self, weights: Weights) -> bool:
-        return self._newest.get(weights.lineage) == weights.version
+    def _is_latest(self, weights: WeightVersion) -> bool:
+        return self._latest.get(weights.policy) == weights.version
 
-    def _open(self, module: nn.Module, weights: Weights) -> None:
+    def _open(self, module: nn.Module, weights: WeightVersion) -> None:
         if self._shapes is None:
             raise BackendError("weights were published before the engine was started")
-        assert weights.version is not None  # see _known
-        parts = module, weights.version, self._shapes, self.tokens, self.options
-        self._lanes[weights] = [Lane(*parts) for _ in range(self._lane_count)]
+        assert weights.version is not None  # see _canonical
+        parts = module, weights.version, self._shapes, self.tokenizer, self.options
+        self._schedulers[weights] = [Scheduler(*parts) for _ in range(self._schedulers_per_version)]
 
-    def _advance(self, lane: Lane) -> Sequence[tuple[Request, Piece | BaseException]]:
-        """One step of a lane; when it fails, its requests get the error and the lane begins anew."""
-        told: list[tuple[Request, Piece | BaseException]] = []
+    def _advance(self, scheduler: Scheduler) -> Sequence[Result]:
+        """One step of a scheduler; if it fails, its sequences get the error and the scheduler is reset."""
+        results: list[Result] = []
         try:
             with torch.inference_mode():
-                lane.step(told)
-        except Exception as error:  # whatever a forward pass raises must not end the thread that serves the others
-            logger.exception("version %d: a sampling step failed", lane.version)
-            told += [(request, error) for request in lane.requests]
-            lane.reset()
-        return told
+                scheduler.step(results)
+        except Exception as error:  # no error of a forward pass may end the thread that serves the other requests
+            logger.exception("version %d: a sampling step failed", scheduler.version)
+            results += [(sequence, error) for sequence in scheduler.sequences]
+            scheduler.reset()
+        return results
 
     def _drop_idle(self) -> None:
-        for weights, lanes in list(self._lanes.items()):
-            idle = not any(lane.requests for lane in lanes)
-            if idle and not self._is_newest(weights) and weights not in self._asked:
-                del self._lanes[weights]
+        for weights, group in list(self._schedulers.items()):
+            idle = not any(scheduler.sequences for scheduler in group)
+            if idle and not self._is_latest(weights) and weights not in self._recent:
+                del self._schedulers[weights]
 
-    def _deliver(self, told: Sequence[tuple[Request, Piece | BaseException]]) -> None:
-        """Everything one step has to tell crosses to the event loop at once."""
-        for loop in {request.loop for request, _ in told}:
-            assert loop is not None  # set when it was admitted
-            batch = [(request.notify, what) for request, what in told if request.loop is loop]
+    def _deliver(self, results: Sequence[Result]) -> None:
+        """Passes all outputs of a step to the event loop in one call."""
+        for loop in {sequence.loop for sequence, _ in results}:
+            assert loop is not None  # set on admission
+            batch = [(sequence.notify, output) for sequence, output in results if sequence.loop is loop]
             try:
                 loop.call_soon_threadsafe(_notify_all, batch)
             except RuntimeError:
                 logger.debug("the event loop closed before %d results reached it", len(batch))
 
 
-def _known(version: int, lineage: str) -> Weights:
-    """What they are known by: every lineage begins with the loaded model."""
-    return Weights(version, lineage if version else "")
+def _canonical(version: int, policy: str) -> WeightVersion:
+    """Version 0 of every policy is the loaded model."""
+    return WeightVersion(version, policy if version else "")
 
 
 def eos_token_ids(module: nn.Module) -> set[int]:
-    """The tokens that end a turn, as the model's own files state them."""
-    stated: set[int] = set()
+    """End-of-turn token ids from the model's config and generation config."""
+    ids: set[int] = set()
     for source in (getattr(module, "generation_config", None), module.config):
         value = getattr(source, "eos_token_id", None)
-        stated.update(value if isinstance(value, list) else [] if value is None else [value])
-    return stated
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return ids
 
 
 def _notify_all(batch: list[tuple[Callable[[Any], None], Any]]) -> None:
-    for notify, what in batch:
-        notify(what)
+    for notify, output in batch:
+        notify(output)
 
 
-def _resolver(future: asyncio.Future[Piece]) -> Callable[[Piece | BaseException], None]:
-    def notify(what: Piece | BaseException) -> None:
+def _resolver(future: asyncio.Future[OutputDelta]) -> Callable[[OutputDelta | BaseException], None]:
+    def notify(output: OutputDelta | BaseException) -> None:
         if future.done():
             return
-        if isinstance(what, BaseException):
-            future.set_exception(what)
+        if isinstance(output, BaseException):
+            future.set_exception(output)
         else:
-            future.set_result(what)
+            future.set_result(output)
 
     return notify
 
 
-def _forwarder(queue: asyncio.Queue, number: int) -> Callable[[Piece | BaseException], None]:
-    return lambda what: queue.put_nowait((number, what))
+def _forwarder(queue: asyncio.Queue, index: int) -> Callable[[OutputDelta | BaseException], None]:
+    return lambda output: queue.put_nowait((index, output))

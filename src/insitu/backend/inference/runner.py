@@ -1,10 +1,10 @@
-"""Runs the model's own forward pass on prompts and on next tokens, in shapes whose rows do not depend on each other.
+"""Runs the model's forward pass for prefill and decoding, in batch shapes whose rows do not affect each other.
 
-Matrix kernels choose their blocking by the number of rows, so the same row can come out different in its last bits in
-a batch of another size. In float32 on a CPU `Shapes` finds out on the model itself which batch sizes agree bit for bit,
-and only these are used; so what a request samples does not depend on the company it happens to be in.
+Matrix kernels choose their blocking by the number of rows, so a row's last bits can depend on the batch size. In
+float32 on a CPU `BatchShapes` probes which batch sizes give bit-identical results, and only those are used: what a
+request samples does not depend on the other requests in its batch.
 
-Shapes: R rows, C columns (tokens a row), T positions looked at, V vocabulary.
+Notation: R rows, C columns (tokens per row), T positions attended to, V vocabulary.
 """
 
 import functools
@@ -17,19 +17,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from insitu.backend.inference.cache import Chunk, Plan, SlotCache
+from insitu.backend.inference.cache import Chunk, SlotCache, SlotMapping
 from insitu.errors import BackendError
 
 logger = logging.getLogger(__name__)
 
 MAX_COLUMNS = 256
 COLUMNS = (16, 32, 48, 64, 96, 128, 192, MAX_COLUMNS)
-"""A prompt is computed 256 tokens at a time, its rest in the narrowest of these that holds it."""
+"""A prompt is computed 256 tokens at a time, the remainder in the narrowest of these that fits."""
 MIN_WIDTH = 64
 
 
 class Span(NamedTuple):
-    """The part of a prompt that one forward pass computes: tokens [start, end) in `columns` columns."""
+    """Part of a prompt computed by one forward pass: tokens [start, end), padded to `columns` columns."""
 
     start: int
     end: int
@@ -37,13 +37,13 @@ class Span(NamedTuple):
 
 
 def next_span(prompt_length: int, done: int) -> Span:
-    """The part after the first `done` tokens; fixed by the prompt alone, so every request computes it alike."""
+    """The span after the first `done` tokens; depends on the prompt length only, so equal prompts share spans."""
     end = min(prompt_length, done + MAX_COLUMNS)
     return Span(done, end, next(c for c in COLUMNS if c >= end - done))
 
 
 def width_for(length: int) -> int:
-    """Positions to look at for a longest row of `length`: few different values, so that shapes recur."""
+    """Positions attended to for a longest row of `length`; rounded so that few different shapes occur."""
     width = MIN_WIDTH
     while width < length:
         width *= 2
@@ -51,7 +51,7 @@ def width_for(length: int) -> int:
 
 
 class Runner:
-    """One version of the weights and its key-value storage."""
+    """A model and its key-value cache."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -64,10 +64,9 @@ class Runner:
     def prefill(
         self, prompts: Sequence[Sequence[int]], slots: Sequence[int], spans: Sequence[Span], rows: int
     ) -> list[Chunk]:
-        """Compute a span of each prompt into its slot, in a batch filled up to `rows`; one chunk for each prompt.
+        """Computes a span of each prompt into its slot, in a batch padded to `rows`; returns a chunk per prompt.
 
-        The spans agree in `start` and `columns`. Tokens stand at the right of their row, so that the last one is
-        always in the last column; the columns before them are filling.
+        All spans have the same `start` and `columns`. Rows are left-padded: the last token is in the last column.
         """
         start, columns = spans[0].start, spans[0].columns
         self.cache.ensure(max(slots) + 1, width_for(start + columns))
@@ -76,38 +75,38 @@ class Runner:
         write_RC = np.full((rows, columns), self.cache.length, dtype=np.int64)
         slot_R = np.full(rows, slots[0], dtype=np.int64)
         slot_R[: len(slots)] = slots
-        filling_R = np.full(rows, columns - 1, dtype=np.int64)
+        padding_R = np.full(rows, columns - 1, dtype=np.int64)
         for row, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
-            filling_R[row] = first = columns - (span.end - start)
+            padding_R[row] = first = columns - (span.end - start)
             tokens_RC[row, first:] = prompt[start : span.end]
             position_RC[row, first:] = write_RC[row, first:] = range(start, span.end)
         positions = self._tensor(position_RC)
         if start == 0:
-            hidden = self._hidden_at_first(self._tensor(filling_R), columns)
+            masked = self._prompt_mask(self._tensor(padding_R), columns)
         else:
-            hidden = torch.arange(start + columns, device=self.device) > positions[..., None]
+            masked = torch.arange(start + columns, device=self.device) > positions[..., None]
         fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
         rows_R = self._tensor(slot_R)
-        self.cache.plan = Plan(rows_R[:, None], self._tensor(write_RC), rows_R, start + columns, fresh)
-        logits_RV = self._forward(self._tensor(tokens_RC), positions, hidden)
+        self.cache.mapping = SlotMapping(rows_R[:, None], self._tensor(write_RC), rows_R, start + columns, fresh)
+        logits_RV = self._forward(self._tensor(tokens_RC), positions, masked)
         return [Chunk(fresh, row, span.end - start, logits_RV[row]) for row, span in enumerate(spans)]
 
     def decode(
-        self, token_B: np.ndarray, position_B: np.ndarray, live_B: np.ndarray, least_width: int = MIN_WIDTH
+        self, token_B: np.ndarray, position_B: np.ndarray, live_B: np.ndarray, min_width: int = MIN_WIDTH
     ) -> torch.Tensor:
-        """The logits (B, V) after one more token in each of the first B slots; rows that are not live are filling."""
-        width = max(least_width, width_for(int(position_B.max()) + 1))
+        """Logits (B, V) after one more token in each of the first B slots; rows that are not live are padding."""
+        width = max(min_width, width_for(int(position_B.max()) + 1))
         self.cache.ensure(len(token_B), width)
         write_B = np.where(live_B, position_B, self.cache.length)
         positions = self._tensor(position_B)[:, None]
         rows = torch.arange(len(token_B), device=self.device)[:, None]
-        self.cache.plan = Plan(rows, self._tensor(write_B)[:, None], slice(len(token_B)), width)
-        hidden = torch.arange(width, device=self.device) > positions[..., None]
-        return self._forward(self._tensor(token_B)[:, None], positions, hidden)
+        self.cache.mapping = SlotMapping(rows, self._tensor(write_B)[:, None], slice(len(token_B)), width)
+        masked = torch.arange(width, device=self.device) > positions[..., None]
+        return self._forward(self._tensor(token_B)[:, None], positions, masked)
 
-    def _forward(self, tokens_RC: torch.Tensor, position_RC: torch.Tensor, hidden_RCT: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(hidden_RCT.shape, device=self.device, dtype=self._dtype)
-        mask.masked_fill_(hidden_RCT, torch.finfo(self._dtype).min)
+    def _forward(self, tokens_RC: torch.Tensor, position_RC: torch.Tensor, masked_RCT: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(masked_RCT.shape, device=self.device, dtype=self._dtype)
+        mask.masked_fill_(masked_RCT, torch.finfo(self._dtype).min)
         output = self.module(
             input_ids=tokens_RC,
             position_ids=position_RC,
@@ -118,42 +117,44 @@ class Runner:
         )
         return output.logits[:, -1]
 
-    def _hidden_at_first(self, filling_R: torch.Tensor, columns: int) -> torch.Tensor:
-        """(R, C, C): at a prompt's start a row sees its own columns only; a filling column sees itself."""
+    def _prompt_mask(self, padding_R: torch.Tensor, columns: int) -> torch.Tensor:
+        """(R, C, C), for spans at a prompt's start: causal and without padding; padding attends to itself only."""
         column = torch.arange(columns, device=self.device)
-        seen_RCT = (column <= column[:, None]) & (column >= filling_R[:, None, None])
-        return ~(seen_RCT | (column == column[:, None]))
+        visible_RCT = (column <= column[:, None]) & (column >= padding_R[:, None, None])
+        return ~(visible_RCT | (column == column[:, None]))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
 
-class Shapes:
-    """The batch sizes in use: found out once for a model, valid for all versions of its weights."""
+class BatchShapes:
+    """The batch sizes in use; probed once per model, valid for all versions of its weights."""
 
     def __init__(self, module: nn.Module, max_rows: int, prefill_tokens: int, max_length: int) -> None:
         self._module = module
-        # Elsewhere kernels promise nothing, and in bfloat16 rounding hides the differences from a probe.
+        # Kernels of other devices guarantee nothing, and bfloat16 rounding would hide differences from the probe.
         self._exact = _device_of(module).type == "cpu" and _dtype_of(module) == torch.float32
         self._prefill_tokens = prefill_tokens
         self._prefill_rows: dict[int, tuple[int, ...]] = {}
         self._vocabulary = text_config(module).vocab_size
-        self.decode_rows = self._agreeing("decode", self._probe_decode, max_rows, least=4)
-        self.least_width = self._least_width(width_for(max_length))
+        self.decode_rows = self._matching_sizes("decode", self._probe_decode, max_rows, least=4)
+        self.min_width = self._probe_min_width(width_for(max_length))
 
     def prefill_rows(self, columns: int) -> tuple[int, ...]:
-        """Allowed numbers of prompts computed together, ascending."""
+        """Allowed numbers of prompts per prefill batch, ascending."""
         if columns not in self._prefill_rows:
             most = max(1, self._prefill_tokens // columns)
             probe = functools.partial(self._probe_prefill, columns)
-            self._prefill_rows[columns] = self._agreeing(f"prefill of {columns}", probe, most, least=1)
+            self._prefill_rows[columns] = self._matching_sizes(f"prefill of {columns}", probe, most, least=1)
         return self._prefill_rows[columns]
 
-    def _agreeing(self, what: str, probe: Callable[[int], torch.Tensor], most: int, least: int) -> tuple[int, ...]:
-        """Of `most` and the powers of two from `least` up, the largest set that agrees, preferring larger sizes.
+    def _matching_sizes(
+        self, what: str, probe: Callable[[int], torch.Tensor], most: int, least: int
+    ) -> tuple[int, ...]:
+        """Of `most` and the powers of two from `least`, the largest set with identical results; prefers large sizes.
 
-        `probe` computes the same requests in batches of a size. Fewer than four rows of one token take another kernel
-        on every CPU seen so far, so they are not tried.
+        `probe` computes the same requests in batches of a given size. Fewer than four rows of one token use another
+        kernel on every CPU tested so far, so they are not probed.
         """
         sizes = [*(1 << power for power in range(most.bit_length()) if least <= 1 << power < most), most]
         if not self._exact:
@@ -166,14 +167,14 @@ class Shapes:
                 if members is None:
                     classes.append((outcome, members := []))
                 members.append(size)
-        outcome, agreeing = max(classes, key=lambda each: (len(each[1]), each[1][-1]))
+        outcome, matching = max(classes, key=lambda each: (len(each[1]), each[1][-1]))
         if outcome.isnan().any():
-            logger.warning("%s: a row depends on its place in the batch here; sampling is not reproducible", what)
-        logger.debug("%s: batch sizes %s of %s agree bit for bit", what, agreeing, sizes)
-        return tuple(agreeing)
+            logger.warning("%s: a row depends on its position in the batch; sampling is not reproducible", what)
+        logger.debug("%s: batch sizes %s of %s agree bit for bit", what, matching, sizes)
+        return tuple(matching)
 
-    def _least_width(self, most: int) -> int:
-        """Positions that every step looks at: few, where more of them, all hidden, change nothing; else all."""
+    def _probe_min_width(self, most: int) -> int:
+        """Minimum attention width: small if additional masked positions leave results unchanged, else the maximum."""
         if not self._exact or most == MIN_WIDTH:
             return MIN_WIDTH
         widths = {width_for(length) for length in (MIN_WIDTH + 1, 3 * MIN_WIDTH, 9 * MIN_WIDTH, most)}
@@ -181,11 +182,11 @@ class Shapes:
         with torch.inference_mode():
             narrow = self._probe_decode(size)
             same = all(torch.equal(self._probe_decode(size, width), narrow) for width in widths if width <= most)
-        logger.debug("decode: hidden positions %s", "change nothing" if same else f"count; always {most}")
+        logger.debug("decode: masked positions %s", "change nothing" if same else f"matter; width is always {most}")
         return MIN_WIDTH if same else most
 
     def _probe_decode(self, size: int, width: int = MIN_WIDTH) -> torch.Tensor:
-        """The next logits of sixteen requests of different lengths, computed in batches of `size`."""
+        """Next logits of sixteen sequences of different lengths, decoded in batches of `size`."""
         prompts = self._probe_prompts(16, longest=48)
         filled = Runner(self._module)
         filled.prefill(prompts, range(16), [Span(0, len(prompt), 48) for prompt in prompts], 16)
@@ -221,20 +222,20 @@ class Shapes:
 
 
 def _batches(count: int, size: int) -> list[list[int]]:
-    """Requests 0 to count - 1 in batches of `size`, the last one filled up from the beginning."""
+    """Requests 0 to count - 1 in batches of `size`, the last one padded from the beginning."""
     return [[row % count for row in range(start, start + size)] for start in range(0, count, size)]
 
 
 def _by_request(outcome: torch.Tensor, count: int) -> torch.Tensor:
-    """The first `count` rows; a request whose repetitions differ from each other becomes NaN, equal to nothing."""
+    """The first `count` rows; a request whose repetitions differ becomes NaN, which equals nothing."""
     for row in range(count):
         same = (outcome[row::count] == outcome[row]).all()
         outcome[row] = torch.where(same, outcome[row], torch.nan)
     return outcome[:count]
 
 
-def check_fits(module: nn.Module) -> None:
-    """Raise BackendError where prompts and steps computed over this cache are not what the plain model computes."""
+def check_supported(module: nn.Module) -> None:
+    """Raises BackendError if the model computes other logits over this cache than without one."""
     name = text_config(module).model_type
     prompt = np.random.default_rng(0).integers(0, text_config(module).vocab_size, 21).tolist()
     device = _device_of(module)
@@ -247,13 +248,13 @@ def check_fits(module: nn.Module) -> None:
             step_V = runner.decode(token, position, np.array([False, True]))[1]
             served_2V = torch.stack([chunk.logits_V, step_V]).float()
             error = (served_2V - plain_TV[-2:]).abs().max() / plain_TV[-2:].abs().max().clamp_min(1e-6)
-    except Exception as failure:  # a model that is not built for this can fail in any way
+    except Exception as failure:  # an unsupported model can fail in any way
         raise BackendError(f"{name} models cannot be served here: {failure}") from failure
     allowed = 1e-3 if _dtype_of(module) == torch.float32 else 0.1
     if not error < allowed:
         raise BackendError(
             f"{name} models cannot be served here: with cached keys and values the logits are off by {error:.2g} "
-            f"(allowed {allowed:g}), so the model keeps a state of another kind"
+            f"(allowed {allowed:g}), so the model keeps state that this cache does not hold"
         )
 
 
@@ -266,10 +267,10 @@ def _dtype_of(module: nn.Module) -> torch.dtype:
 
 
 def text_config(module: Any) -> Any:
-    """The configuration of the language model, where it is part of something larger too."""
+    """Configuration of the language model, also if it is part of a larger model."""
     return module.config.get_text_config()
 
 
 def _innermost(module: Any) -> nn.Module:
-    """The transformers model itself, below a PEFT wrapper."""
+    """The transformers model inside a PEFT wrapper."""
     return module.get_base_model() if hasattr(module, "get_base_model") else module

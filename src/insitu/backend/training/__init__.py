@@ -1,8 +1,10 @@
-"""Training: from an uploaded job to new weights.
+"""Training: from rows to new weights; start reading at jobs, then learner.
 
-jobs         submit, watch, cancel; uploads reads and checks what is sent
-lineages     the lines of weights that one loaded model begins, a learner for each
-learner      weights from job to job; policy: what of them is trained; checkpoints: how they lie on disk
-updates      the optimiser steps of one job; batches: rows into micro-batches; workers: micro-batches over cores
-losses       the loss family as pure functions; scoring: log-probabilities of trained tokens
+jobs            the queue of training jobs: submit, follow, cancel
+learner         the weights of a policy from job to job, and one learner per policy
+optimizer_loop  the optimizer steps of one job
+batches         rows to optimizer steps, micro-batches and tensors
+losses          the loss family as pure functions
+scoring         log-probabilities of trained tokens
+policy          the trainable weights: all of them, or LoRA adapters; checkpoints: their files
 """

@@ -1,9 +1,9 @@
-"""Cuts a job's rows into optimiser steps and micro-batches, and lays a micro-batch out as tensors.
+"""Splits a job's rows into optimizer steps and micro-batches, and collates a micro-batch into tensors.
 
-Rows that hold the same tokens (short answers to the same prompt often do) are computed once.
+Rows with identical tokens (common for short completions of the same prompt) are computed once.
 
-Shapes: B rows, S different sequences among them, T tokens of the longest, K trained tokens of the one that has most,
-N trained tokens of all sequences.
+Shapes: B rows, S distinct sequences, T tokens of the longest one, K maximum trained tokens per sequence, N trained
+tokens of all sequences.
 """
 
 import random
@@ -20,10 +20,10 @@ from insitu.schemas.training_jobs import TrainingSettings
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A training row as the learner keeps it: what is not trained is context only, its logprobs are gone.
+    """A training row without the logprobs and advantages of untrained tokens.
 
-    `token_ids` (T); `positions` (K) of the trained tokens in it, ascending, the first above 0; `rollout` and
-    `advantages` (K) of those.
+    `token_ids` (T); `positions` (K) of the trained tokens, ascending and above 0; `rollout` logprobs and `advantages`
+    (K) of the trained tokens.
     """
 
     token_ids: np.ndarray
@@ -34,18 +34,18 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Tokens the model must see: all before the last trained one."""
+        """Length of the model's input: the tokens before the last trained one."""
         return int(self.positions[-1])
 
     @property
     def sequence(self) -> bytes:
-        """The same for rows whose trained tokens get the same log-probabilities from any model."""
+        """Key of rows whose trained tokens have the same log-probabilities under any model."""
         return self.token_ids[: self.length + 1].tobytes() + self.positions.tobytes()
 
 
 class MicroBatch(NamedTuple):
-    """Rows computed at once. `predecessors_N` are positions in the flattened (S x T) whose output predicts
-    `targets_N`; `filled_SK` says which of the K places a sequence fills, in the order of N."""
+    """Rows of one forward pass. `predecessors_N` are the positions in the flattened (S x T) that predict `targets_N`;
+    `filled_SK` marks the trained tokens of each sequence, in the order of N."""
 
     tokens_ST: Tensor
     predecessors_N: Tensor
@@ -56,46 +56,46 @@ class MicroBatch(NamedTuple):
     rollout_BK: Tensor
     advantage_BK: Tensor
 
-    def spread(self, values_N: Tensor) -> Tensor:
-        """(N) to (B, K), zeros where a row has no more trained tokens."""
+    def scatter(self, values_N: Tensor) -> Tensor:
+        """(N) to (B, K), padded with zeros."""
         values_SK = values_N.new_zeros(self.filled_SK.shape).masked_scatter(self.filled_SK, values_N)
         return values_SK.index_select(0, self.sequence_B)
 
 
-def optimiser_steps(rows: Sequence[Row], settings: TrainingSettings) -> list[list[int]]:
-    """The indices of the rows of each optimiser step, in the order of training.
+def optimizer_steps(rows: Sequence[Row], settings: TrainingSettings) -> list[list[int]]:
+    """The row indices of each optimizer step, in training order.
 
-    Each pass shuffles the episodes and cuts them into steps of about the same number of rows, an episode always
-    whole: as many steps as batches of `mini_batch_size` would fill, or `steps`.
+    Each pass shuffles the episodes and splits them into steps of about equal size without splitting an episode: as many
+    steps as batches of `mini_batch_size` rows would take, or `steps_per_iteration`.
     """
     episodes: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         episodes.setdefault(row.episode or f"\0{index}", []).append(index)
     steps = []
-    for number in range(settings.num_iterations):
+    for iteration in range(settings.num_iterations):
         order = list(episodes.values())
-        random.Random(f"{settings.seed}|{number}").shuffle(order)
+        random.Random(f"{settings.seed}|{iteration}").shuffle(order)
         parts = settings.steps_per_iteration or -(-len(rows) // (settings.mini_batch_size or len(rows)))
-        steps += _cut(order, parts, len(rows))
+        steps += _split(order, parts, len(rows))
     return steps
 
 
-def _cut(episodes: list[list[int]], parts: int, total: int) -> list[list[int]]:
+def _split(episodes: list[list[int]], parts: int, total: int) -> list[list[int]]:
     steps: list[list[int]] = [[] for _ in range(parts)]
-    seen = 0
+    start = 0
     for members in episodes:
-        middle = seen + len(members) / 2  # an episode on a boundary goes where most of it lies
+        middle = start + len(members) / 2  # an episode on a boundary belongs to the step with most of it
         steps[min(int(middle * parts / total), parts - 1)] += members
-        seen += len(members)
+        start += len(members)
     return [step for step in steps if step]
 
 
-def micro_batches(rows: Sequence[Row], chosen: Iterable[int], budget: int) -> Iterator[list[int]]:
-    """Splits the chosen rows, shortest first, into parts of at most `budget` padded tokens, or of one sequence."""
+def micro_batches(rows: Sequence[Row], indices: Iterable[int], budget: int) -> Iterator[list[int]]:
+    """Splits the rows, shortest first, into parts of at most `budget` padded tokens or one sequence."""
     part: list[int] = []
     sequences = 0
     latest = b""
-    for length, sequence, index in sorted((rows[index].length, rows[index].sequence, index) for index in chosen):
+    for length, sequence, index in sorted((rows[index].length, rows[index].sequence, index) for index in indices):
         if sequence != latest:
             if part and (sequences + 1) * length > budget:
                 yield part
@@ -106,34 +106,34 @@ def micro_batches(rows: Sequence[Row], chosen: Iterable[int], budget: int) -> It
         yield part
 
 
-def lay_out(rows: Sequence[Row], device: torch.device) -> MicroBatch:
-    """Right-padded: under causal attention nothing sees the padding, so the model needs no attention mask."""
+def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
+    """Right-padded: under causal attention no token attends to the padding, so no attention mask is needed."""
     numbers: dict[bytes, int] = {}
-    sequence_of = np.array([numbers.setdefault(row.sequence, len(numbers)) for row in rows])
-    different = [rows[index] for index in np.unique(sequence_of, return_index=True)[1]]
-    width = max(row.length for row in different)
-    tokens = np.zeros((len(different), width), dtype=np.int64)
-    for line, row in zip(tokens, different, strict=True):
+    sequence_B = np.array([numbers.setdefault(row.sequence, len(numbers)) for row in rows])
+    distinct = [rows[index] for index in np.unique(sequence_B, return_index=True)[1]]
+    width = max(row.length for row in distinct)
+    tokens = np.zeros((len(distinct), width), dtype=np.int64)
+    for line, row in zip(tokens, distinct, strict=True):
         line[: row.length] = row.token_ids[: row.length]
-    counts = np.array([len(row.positions) for row in different])
-    starts = np.repeat(np.arange(len(different)) * width, counts)
+    counts = np.array([len(row.positions) for row in distinct])
+    starts = np.repeat(np.arange(len(distinct)) * width, counts)
     filled = np.arange(counts.max()) < counts[:, None]
-    mask = filled[sequence_of]
+    mask = filled[sequence_B]
     arrays = {
         "tokens_ST": tokens,
-        "predecessors_N": np.concatenate([row.positions for row in different]) - 1 + starts,
-        "targets_N": np.concatenate([row.token_ids[row.positions] for row in different]).astype(np.int64),
+        "predecessors_N": np.concatenate([row.positions for row in distinct]) - 1 + starts,
+        "targets_N": np.concatenate([row.token_ids[row.positions] for row in distinct]).astype(np.int64),
         "filled_SK": filled,
-        "sequence_B": sequence_of,
+        "sequence_B": sequence_B,
         "mask_BK": mask,
-        "rollout_BK": place([row.rollout for row in rows], mask),
-        "advantage_BK": place([row.advantages for row in rows], mask),
+        "rollout_BK": pad([row.rollout for row in rows], mask),
+        "advantage_BK": pad([row.advantages for row in rows], mask),
     }
     return MicroBatch(**{name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
 
 
-def place(values: list[np.ndarray], mask_BK: np.ndarray) -> np.ndarray:
-    """Each row's (K) values in one (B, K), zeros behind them."""
-    placed = np.zeros(mask_BK.shape, dtype=np.float32)
-    placed[mask_BK] = np.concatenate(values)
-    return placed
+def pad(values: list[np.ndarray], mask_BK: np.ndarray) -> np.ndarray:
+    """Values of B rows, (K) each, to (B, K), padded with zeros."""
+    padded = np.zeros(mask_BK.shape, dtype=np.float32)
+    padded[mask_BK] = np.concatenate(values)
+    return padded

@@ -1,4 +1,4 @@
-"""Checkpoint folders: a model as `insitu backend --model` loads it, with what training needs to go on from it.
+"""Checkpoint folders: a model that `insitu backend --model` loads, plus the state to resume training from it.
 
 checkpoints/step_000012/
     config.json model.safetensors, or adapter_config.json adapter_model.safetensors; tokenizer and its template
@@ -20,14 +20,15 @@ from torch import Tensor
 from insitu.errors import BackendError
 from insitu.schemas.training_jobs import LoRASettings
 
-OPTIMIZER = "optimizer.safetensors"
-RECORD = "training.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+RECORD_FILE = "training.json"
 
 
 class TrainingRecord(BaseModel):
-    """`step` counts the jobs since training began, over all processes; `version` those of the process that wrote it.
+    """`step` counts all jobs since the start of training, `version` those of the process that wrote the checkpoint.
 
-    `started_from` is the model training began with, which the KL penalty refers to; None of `lora` means all weights.
+    `started_from` is the model that training started from, the reference of the KL penalty. Without `lora` all weights
+    are trained.
     """
 
     step: int
@@ -37,40 +38,40 @@ class TrainingRecord(BaseModel):
 
 
 def read_record(source: str | Path) -> TrainingRecord | None:
-    """What stands in a checkpoint folder's training.json; None for any other source."""
-    path = Path(source) / RECORD
+    """The record of a checkpoint folder; None for any other source."""
+    path = Path(source) / RECORD_FILE
     try:
         return TrainingRecord.model_validate_json(path.read_text()) if path.is_file() else None
-    except ValueError as error:  # pydantic's, and that of bytes that are no text
+    except ValueError as error:  # pydantic's, and UnicodeDecodeError
         raise BackendError(f"{path} cannot be read: {error}") from error
 
 
 def saved_checkpoints(folder: Path) -> dict[Path, TrainingRecord]:
-    """The checkpoints in a folder of them, oldest first."""
-    found = [(path, read_record(path)) for path in sorted(folder.glob("step_*"))]
-    return {path: record for path, record in found if record is not None}
+    """The checkpoints in `folder`, oldest first."""
+    records = [(path, read_record(path)) for path in sorted(folder.glob("step_*"))]
+    return {path: record for path, record in records if record is not None}
 
 
 def read_optimizer(folder: Path) -> dict[str, Tensor]:
-    """Empty for a folder whose optimiser state was not kept."""
-    path = folder / OPTIMIZER
+    """The optimizer state; empty if it was deleted."""
+    path = folder / OPTIMIZER_FILE
     return load_file(path) if path.is_file() else {}
 
 
-def write_training(folder: Path, record: TrainingRecord, optimizer: dict[str, Tensor]) -> None:
-    save_file(optimizer, folder / OPTIMIZER)
-    (folder / RECORD).write_text(record.model_dump_json(indent=2) + "\n")
+def write_training_state(folder: Path, record: TrainingRecord, optimizer: dict[str, Tensor]) -> None:
+    save_file(optimizer, folder / OPTIMIZER_FILE)
+    (folder / RECORD_FILE).write_text(record.model_dump_json(indent=2) + "\n")
 
 
-def forget_optimizer(folder: Path) -> None:
-    (folder / OPTIMIZER).unlink(missing_ok=True)
+def delete_optimizer(folder: Path) -> None:
+    (folder / OPTIMIZER_FILE).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def atomically(target: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `target` when the block ends well, and vanishes when it does not.
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Yields a temporary folder that replaces `target` on success and is deleted on failure.
 
-    What stands under `target` is whole at any time, also after a power cut; a folder already there is replaced.
+    `target` is complete at any time, even after a power failure.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

@@ -1,4 +1,4 @@
-"""Turns a job's rows into the next policy version: its weights, ready to serve, and a checkpoint of them."""
+"""Trains a policy: a job's rows to the next version's weights, ready to serve, and their checkpoint."""
 
 import logging
 import math
@@ -12,32 +12,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from insitu.backend.inference.engine import WeightVersion
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.training.batches import Row
 from insitu.backend.training.checkpoints import (
     TrainingRecord,
-    atomically,
-    forget_optimizer,
+    atomic_folder,
+    delete_optimizer,
     read_optimizer,
     read_record,
     saved_checkpoints,
-    write_training,
+    write_training_state,
 )
-from insitu.backend.training.policy import held_adapter, make_policy
+from insitu.backend.training.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers
+from insitu.backend.training.policy import build_policy, loaded_adapter
 from insitu.backend.training.scoring import Scorer
-from insitu.backend.training.updates import Progress, Trainer, Updates
-from insitu.backend.training.workers import Workers
 from insitu.errors import JobFailed, RequestRefused
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
 logger = logging.getLogger(__name__)
 
-KEPT_OPTIMIZERS = 2
+KEPT_OPTIMIZER_STATES = 2
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-class Trained(NamedTuple):
-    """What a job has led to; `module` is frozen, of the served type, and not the learner's own."""
+class TrainedVersion(NamedTuple):
+    """The result of a job; `module` is a frozen copy in the served dtype."""
 
     module: nn.Module
     version: int
@@ -46,51 +46,50 @@ class Trained(NamedTuple):
 
 
 class Learner:
-    """Owns the weights under training; `version` counts the jobs it has finished, 0 being the model as loaded.
+    """Owns the weights of one policy; `version` counts the finished jobs, 0 is the loaded model.
 
-    Its truth is the newest checkpoint (or, before the first, the loaded model): a job that fails or is cancelled just
-    drops what is in memory, and the next one starts from there again. The loaded module is never changed.
-    `lineage` is the name of these weights where there are several lines of them; `lora` the adapters of jobs that ask
-    for none.
+    The latest checkpoint (before the first: the loaded model) is the authoritative state. A failed or cancelled job
+    drops the state in memory, and the next job restores it from there. The loaded module is never modified. `lora`
+    applies to jobs without a `lora` block.
     """
 
     def __init__(
-        self, loaded: LoadedModel, output_dir: Path, lineage: str = "", lora: LoRASettings | None = None
+        self, loaded: LoadedModel, output_dir: Path, policy_name: str = "", lora: LoRASettings | None = None
     ) -> None:
         self.version = 0
         self.loaded = loaded
-        self.lineage = lineage
+        self.policy_name = policy_name
         self._folder = output_dir / "checkpoints"
         self._checkpoints: dict[int, Path] = {}
-        self._trainer: Trainer | None = None
+        self._state: TrainState | None = None
         self._scorer = Scorer(loaded)
         self._workers = Workers(loaded)
         self._reference: nn.Module | None = None
         source = str(Path(loaded.source).resolve()) if Path(loaded.source).exists() else loaded.source
         self._origin = read_record(source) or TrainingRecord(step=0, version=0, started_from=source)
         self._origin_folder = Path(source)
-        self._usual_lora = lora
-        self._lora = self._origin.lora or held_adapter(loaded.module)
+        self._default_lora = lora
+        self._lora = self._origin.lora or loaded_adapter(loaded.module)
         self._lora_fixed = self._lora is not None or self._origin.step > 0
         self._tokenizer_files: dict[str, bytes] = {}
 
     @property
     def lora(self) -> LoRASettings | None:
-        """The adapters under training, or to be trained by a job that asks for none."""
-        return self._lora if self._lora_fixed else self._usual_lora
+        """Adapters being trained, or those of the first job if it has no `lora` block."""
+        return self._lora if self._lora_fixed else self._default_lora
 
     @property
     def versions(self) -> list[int]:
-        """Those that can be served, oldest first; the loaded model is always one of them."""
+        """Versions that can be served, oldest first; 0 is always one of them."""
         return [0, *self._checkpoints]
 
     def resume(self) -> None:
-        """Go on from the checkpoints of an earlier process. Raises RequestRefused where other weights began them."""
+        """Continues from the checkpoints of an earlier process. Raises RequestRefused if they are of another model."""
         for folder, record in saved_checkpoints(self._folder).items():
             if (record.started_from, record.step - record.version) != (self._origin.started_from, self._origin.step):
                 raise RequestRefused(
-                    f"{folder} began with {record.started_from} (step {record.step - record.version}), but this "
-                    f"backend has {self._origin.started_from} (step {self._origin.step}); give the model another name",
+                    f"{folder} started from {record.started_from} (step {record.step - record.version}), but this "
+                    f"backend has {self._origin.started_from} (step {self._origin.step}); choose another model name",
                     status=409,
                     code="other_model",
                 )
@@ -98,33 +97,33 @@ class Learner:
             self._checkpoints[record.version] = folder
             self._lora, self._lora_fixed = record.lora, True
 
-    def forget(self, version: int) -> None:
-        """Delete a version's checkpoint. Raises RequestRefused for the newest, which training goes on from."""
+    def delete_checkpoint(self, version: int) -> None:
+        """Raises RequestRefused for the latest version, which training continues from."""
         if version == self.version:
             raise RequestRefused(
-                f"{version} is the latest step, which training goes on from; it cannot be deleted",
+                f"{version} is the latest step, which training continues from; it cannot be deleted",
                 status=409,
                 code="latest_step",
             )
         shutil.rmtree(self._checkpoints.pop(version))
 
     def check(self, settings: TrainingSettings) -> None:
-        """Raises RequestRefused where the job asks for other adapters than those under training."""
-        if self._lora_fixed and not _same(settings.lora or self._usual_lora, self._lora):
-            held = self._lora.model_dump_json() if self._lora else "none (all weights)"
+        """Raises RequestRefused if the job's adapters differ from those being trained."""
+        if self._lora_fixed and not _same_adapters(settings.lora or self._default_lora, self._lora):
+            allowed = self._lora.model_dump_json() if self._lora else "none (all weights)"
             raise RequestRefused(
-                f"settings.lora differs from what this backend trains; allowed here: {held}",
+                f"settings.lora differs from the adapters this backend trains; allowed: {allowed}",
                 status=409,
                 param="settings.lora",
                 code="lora_fixed",
             )
 
-    def run(self, settings: TrainingSettings, rows: Sequence[Row]) -> Generator[Progress, None, Trained]:
-        """Yields after every micro-batch; closing it early leaves weights and optimiser as they were before.
+    def run(self, settings: TrainingSettings, rows: Sequence[Row]) -> Generator[Progress, None, TrainedVersion]:
+        """Yields after every micro-batch; closing it early leaves weights and optimizer unchanged.
 
-        Without rows the next version is the same weights again.
+        Without rows the next version has the same weights.
         """
-        steps = self._job(settings, rows)
+        steps = self._train(settings, rows)
         try:
             while True:
                 with self._workers.threads():
@@ -133,12 +132,12 @@ class Learner:
                     except StopIteration as end:
                         return end.value
                 yield progress
-        except BaseException:  # what a broken-off job left in memory is not gone on with; raised again
-            self._trainer = None
+        except BaseException:  # an interrupted job leaves invalid state in memory; re-raised
+            self._state = None
             raise
 
-    def module_at(self, version: int) -> nn.Module:
-        """The weights of an earlier version, from its checkpoint, frozen and of the served type."""
+    def load_version(self, version: int) -> nn.Module:
+        """The weights of a version, from its checkpoint, frozen and in the served dtype."""
         if version == 0:
             return self.loaded.module
         if version not in self._checkpoints:
@@ -148,84 +147,85 @@ class Learner:
                 param="model",
                 code="model_not_found",
             )
-        policy = make_policy(self.loaded, self._lora, seed=0)
+        policy = build_policy(self.loaded, self._lora, seed=0)
         policy.load(self._checkpoints[version])
         return policy.served()
 
-    def _job(self, settings: TrainingSettings, rows: Sequence[Row]) -> Generator[Progress, None, Trained]:
-        began = time.monotonic()
+    def _train(self, settings: TrainingSettings, rows: Sequence[Row]) -> Generator[Progress, None, TrainedVersion]:
+        start = time.monotonic()
         self.check(settings)
-        if self._trainer is None:
-            self._trainer = self._restore(settings)
-        trainer = self._trainer
-        for group in trainer.optimizer.param_groups:
+        if self._state is None:
+            self._state = self._restore(settings)
+        state = self._state
+        for group in state.optimizer.param_groups:
             group["betas"] = settings.betas
             group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
-        metrics = (yield from Updates(trainer, settings, rows).run()) if rows else {}
-        served = trainer.policy.served()
-        _refuse_broken(served, settings)
-        checkpoint = self._write(trainer, served)
-        # From here on nothing can fail: version, checkpoint and weights change together.
+        metrics = (yield from OptimizerLoop(state, settings, rows).run()) if rows else {}
+        served = state.policy.served()
+        _check_finite(served, settings)
+        checkpoint = self._save_checkpoint(state, served)
+        # Nothing below can fail: version, checkpoint and weights change together.
         self.version += 1
         self._checkpoints[self.version] = checkpoint
-        self._lora, self._lora_fixed = trainer.policy.lora, True
+        self._lora, self._lora_fixed = state.policy.lora, True
         for version in self._checkpoints:
-            if version <= self.version - KEPT_OPTIMIZERS:
-                forget_optimizer(self._checkpoints[version])
+            if version <= self.version - KEPT_OPTIMIZER_STATES:
+                delete_optimizer(self._checkpoints[version])
         metrics |= {
             "tokens": sum(len(row.positions) for row in rows),
             "rows": len(rows),
             "episodes": len({row.episode or index for index, row in enumerate(rows)}),
-            "seconds": time.monotonic() - began,
+            "seconds": time.monotonic() - start,
         }
         loss = metrics.get("loss", math.nan)
         logger.info("version %d: loss %.4g, %d rows, %.1f s", self.version, loss, len(rows), metrics["seconds"])
-        return Trained(served, self.version, checkpoint, metrics)
+        return TrainedVersion(served, self.version, checkpoint, metrics)
 
-    def _restore(self, settings: TrainingSettings) -> Trainer:
-        """The trainer as the newest checkpoint holds it, or as the loaded model begins."""
-        lora = self._lora if self._lora_fixed else settings.lora or self._usual_lora
-        policy = make_policy(self.loaded, lora, settings.seed)
+    def _restore(self, settings: TrainingSettings) -> TrainState:
+        """The state of the latest checkpoint, or of the loaded model."""
+        lora = self._lora if self._lora_fixed else settings.lora or self._default_lora
+        policy = build_policy(self.loaded, lora, settings.seed)
         folder = self._checkpoints.get(self.version)
         if folder is not None:
             policy.load(folder)
         saved = read_optimizer(folder or self._origin_folder)
-        policy.overwrite((name, saved[f"weights.{name}"]) for name in policy.trained if f"weights.{name}" in saved)
-        optimizer = _adamw(policy.trained, self.loaded.device)
-        for name, parameter in policy.trained.items():
+        policy.overwrite((name, saved[f"weights.{name}"]) for name in policy.trainable if f"weights.{name}" in saved)
+        optimizer = _adamw(policy.trainable, self.loaded.device)
+        for name, parameter in policy.trainable.items():
             if f"exp_avg.{name}" in saved:
                 optimizer.state[parameter] = {key: saved[f"{key}.{name}"].to(parameter.device) for key in MOMENTS}
-        return Trainer(policy, optimizer, self._scorer, self._workers, self._starting_weights)
+        return TrainState(policy, optimizer, self._scorer, self._workers, self._starting_weights)
 
     def _starting_weights(self) -> nn.Module:
-        """Those that training began with, in whichever process that was."""
+        """The weights that training started from, possibly in an earlier process."""
         if self._reference is None:
-            began = self._origin.started_from
-            same = self._origin.step == 0
-            dtype = str(self.loaded.dtype).removeprefix("torch.")
-            self._reference = self.loaded.module if same else load_model(began, str(self.loaded.device), dtype).module
+            if self._origin.step == 0:
+                self._reference = self.loaded.module
+            else:
+                dtype = str(self.loaded.dtype).removeprefix("torch.")
+                self._reference = load_model(self._origin.started_from, str(self.loaded.device), dtype).module
         return self._reference
 
-    def _write(self, trainer: Trainer, served: nn.Module) -> Path:
+    def _save_checkpoint(self, state: TrainState, served: nn.Module) -> Path:
         step = self._origin.step + self.version + 1
         target = self._folder / f"step_{step:06d}"
         record = TrainingRecord(
-            step=step, version=self.version + 1, started_from=self._origin.started_from, lora=trainer.policy.lora
+            step=step, version=self.version + 1, started_from=self._origin.started_from, lora=state.policy.lora
         )
-        state: dict[str, Tensor] = {}
-        for name, parameter in trainer.policy.trained.items():
-            state |= {f"{key}.{name}": value for key, value in trainer.optimizer.state[parameter].items()}
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in state.policy.trainable.items():
+            tensors |= {f"{key}.{name}": value for key, value in state.optimizer.state[parameter].items()}
             if self.loaded.dtype != torch.float32:
-                state[f"weights.{name}"] = parameter.detach()
-        with atomically(target) as draft:
-            trainer.policy.save(draft, served)
-            for name, content in self._tokenizer().items():
+                tensors[f"weights.{name}"] = parameter.detach()
+        with atomic_folder(target) as draft:
+            state.policy.save(draft, served)
+            for name, content in self._read_tokenizer_files().items():
                 (draft / name).write_bytes(content)
-            write_training(draft, record, state)
+            write_training_state(draft, record, tensors)
         return target
 
-    def _tokenizer(self) -> dict[str, bytes]:
-        """Its files, which are the same in every checkpoint."""
+    def _read_tokenizer_files(self) -> dict[str, bytes]:
+        """The tokenizer's files, which are the same in every checkpoint."""
         if not self._tokenizer_files:
             with tempfile.TemporaryDirectory() as folder:
                 self.loaded.tokenizer.save_pretrained(folder)
@@ -236,32 +236,62 @@ class Learner:
 
 
 def _adamw(parameters: dict[str, nn.Parameter], device: torch.device) -> torch.optim.AdamW:
-    """Weight decay is for matrices; norms and biases go without."""
+    """AdamW with weight decay for matrices only, not for norms and biases."""
     matrices = [p for p in parameters.values() if p.ndim > 1]
     vectors = [p for p in parameters.values() if p.ndim <= 1]
     groups = [{"params": matrices, "decays": True}, {"params": vectors, "decays": False}]
     return torch.optim.AdamW([group for group in groups if group["params"]], fused=device.type in ("cpu", "cuda"))
 
 
-def _refuse_broken(module: nn.Module, settings: TrainingSettings) -> None:
-    """The last step's weights have computed no loss yet; raises JobFailed where they could not."""
+def _check_finite(module: nn.Module, settings: TrainingSettings) -> None:
+    """Raises JobFailed for non-finite weights; no loss has been computed with those of the last step."""
     for name, parameter in module.named_parameters():
         if not parameter.isfinite().all():
             raise JobFailed(
-                f"{name} is not finite after the last optimiser step (learning_rate {settings.learning_rate:g}); the "
-                "job is undone, and the weights are those before it"
+                f"{name} is not finite after the last optimizer step (learning_rate {settings.learning_rate:g}); the "
+                "weights from before the job were restored"
             )
 
 
-def _same(asked: LoRASettings | None, held: LoRASettings | None) -> bool:
-    if asked is None or held is None:
-        return asked is held
-    if isinstance(asked.target_modules, str) and not isinstance(held.target_modules, str):
-        # The adapter's file lists by name what `all-linear` stood for.
-        asked = asked.model_copy(update={"target_modules": held.target_modules})
-    return _in_order(asked) == _in_order(held)
+def _same_adapters(requested: LoRASettings | None, current: LoRASettings | None) -> bool:
+    if requested is None or current is None:
+        return requested is current
+    if isinstance(requested.target_modules, str) and not isinstance(current.target_modules, str):
+        # An adapter's file lists the modules that `all-linear` selected.
+        requested = requested.model_copy(update={"target_modules": current.target_modules})
+    return _sort_targets(requested) == _sort_targets(current)
 
 
-def _in_order(lora: LoRASettings) -> LoRASettings:
+def _sort_targets(lora: LoRASettings) -> LoRASettings:
     targets = lora.target_modules
     return lora if isinstance(targets, str) else lora.model_copy(update={"target_modules": sorted(targets)})
+
+
+class Learners:
+    """One learner per policy; all start from the loaded model. `default` is the backend's own policy, named ""."""
+
+    def __init__(self, loaded: LoadedModel, output_dir: Path, lora: LoRASettings | None = None) -> None:
+        self.default = Learner(loaded, output_dir, lora=lora)
+        self._loaded = loaded
+        self._lora = lora
+        self._learners = {"": self.default}
+
+    def open(self, policy_name: str, folder: Path) -> Learner:
+        """The policy's learner, resumed from the checkpoints in `folder`. Runs in the compute thread."""
+        if policy_name not in self._learners:
+            learner = Learner(self._loaded, folder, policy_name, self._lora)
+            learner.resume()
+            self._learners[policy_name] = learner
+        return self._learners[policy_name]
+
+    def close(self, policy_name: str) -> None:
+        del self._learners[policy_name]
+
+    def load_version(self, weights: WeightVersion) -> nn.Module:
+        """Raises RequestRefused if the policy or the version does not exist."""
+        learner = self._learners.get(weights.policy)
+        if learner is None:
+            raise RequestRefused(
+                f"the model {weights.policy} was deleted", status=404, param="model", code="model_not_found"
+            )
+        return learner.load_version(learner.version if weights.version is None else weights.version)

@@ -1,6 +1,6 @@
-"""The policy-gradient loss family as pure functions; `docs/reference/losses.md` writes the formulas out.
+"""The policy-gradient loss family as pure functions; `docs/reference/losses.md` has the formulas.
 
-Shapes: B rows, T tokens of a row (only those where the mask is set count; where it is not, anything may stand).
+Shapes: B rows, T tokens per row. Values where the mask is not set are ignored and may be anything.
 """
 
 from collections import Counter
@@ -14,10 +14,10 @@ from insitu.schemas.training_jobs import KLSettings, LossSettings
 
 
 class PolicyBatch(NamedTuple):
-    """What the loss needs besides the policy's own log-probabilities; logarithms are natural.
+    """Inputs of the loss besides the policy's own log-probabilities; all logarithms are natural.
 
-    `old_BT` of the policy that ratios are taken to, `rollout_BT` as sampled, `ref_BT` of the starting weights (used
-    by the penalty only, None without one), `mask_BT` boolean, `weight_B` what one trained token of the row weighs.
+    `old_BT`: denominator of the ratio. `rollout_BT`: as sampled. `ref_BT`: under the starting weights, None without a
+    KL penalty. `mask_BT`: boolean, trained tokens. `weight_B`: weight of one trained token of the row.
     """
 
     old_BT: Tensor
@@ -29,23 +29,23 @@ class PolicyBatch(NamedTuple):
 
 
 class PolicyLoss(NamedTuple):
-    """The loss, differentiable, and sums over trained tokens for the metrics, detached scalars."""
+    """The differentiable loss, and detached sums over trained tokens for the metrics."""
 
     loss: Tensor
     clipped: Tensor
     kl: Tensor
     gap: Tensor
-    """Of |new - rollout|."""
+    """Sum of |new - rollout|."""
     sampled_ratio: Tensor
-    """Of exp(new - rollout)."""
+    """Sum of exp(new - rollout)."""
 
 
 def row_weights(trained: Sequence[int], episodes: Sequence[str], settings: LossSettings) -> list[float]:
-    """What one trained token of each row weighs in the loss of an optimiser step.
+    """Weight of one trained token of each row in the loss of an optimizer step.
 
-    `trained` and `episodes` name every row of the step's whole batch: its number of trained tokens and the episode it
-    belongs to ("" is an episode of its own). So a micro-batch is a plain sum of weighted tokens, and any split of the
-    batch gives the same loss. A row without trained tokens is left out and its episode counts only by its others.
+    `trained` and `episodes` hold the number of trained tokens and the episode of every row of the step; each row with
+    episode "" is a separate episode. The loss of a micro-batch is then a weighted sum of its tokens, and any split of
+    the step gives the same loss. Rows without trained tokens have weight 0 and are not counted.
     """
     names = [episode or f"\0{index}" for index, episode in enumerate(episodes)]
     tokens: Counter[str] = Counter()
@@ -57,18 +57,18 @@ def row_weights(trained: Sequence[int], episodes: Sequence[str], settings: LossS
     elif settings.loss_agg_mode == "sequence":
         weights = {name: 1 / (counted * count) for name, count in tokens.items() if count}
     else:
-        assert settings.loss_scale_factor is not None  # LossSettings refuses this aggregation without it
+        assert settings.loss_scale_factor is not None  # LossSettings requires it for this mode
         weights = {name: 1 / (counted * settings.loss_scale_factor) for name, count in tokens.items() if count}
     return [weights[name] if count else 0.0 for name, count in zip(names, trained, strict=True)]
 
 
 def policy_loss(new_BT: Tensor, batch: PolicyBatch, settings: LossSettings) -> PolicyLoss:
-    """The loss of some rows of an optimiser step; the losses of all its rows add up to that of the step."""
+    """The loss of some rows of an optimizer step; over all its rows these sum to the loss of the step."""
     mask_BT = batch.mask_BT
-    # Before anything else, so that a masked NaN reaches neither a sum nor, times 0, a gradient.
-    new_BT = _trained(new_BT, mask_BT)
-    old_BT, rollout_BT = _trained(batch.old_BT, mask_BT), _trained(batch.rollout_BT, mask_BT)
-    advantage_BT = _trained(batch.advantage_BT, mask_BT)
+    # First, so that a masked NaN reaches neither sums nor (times 0) gradients.
+    new_BT = _masked(new_BT, mask_BT)
+    old_BT, rollout_BT = _masked(batch.old_BT, mask_BT), _masked(batch.rollout_BT, mask_BT)
+    advantage_BT = _masked(batch.advantage_BT, mask_BT)
 
     ratio_BT = _ratio(new_BT, old_BT, mask_BT, settings)
     token_loss_BT = _objective(new_BT, ratio_BT, advantage_BT, settings)
@@ -77,31 +77,31 @@ def policy_loss(new_BT: Tensor, batch: PolicyBatch, settings: LossSettings) -> P
         token_loss_BT = token_loss_BT * correction_BT.detach()
     kl_BT = torch.zeros_like(new_BT)
     if batch.ref_BT is not None:
-        kl_BT = kl_estimate(new_BT, _trained(batch.ref_BT, mask_BT), settings.kl)
+        kl_BT = kl_estimate(new_BT, _masked(batch.ref_BT, mask_BT), settings.kl)
         if settings.kl.beta > 0:
             token_loss_BT = token_loss_BT + settings.kl.beta * kl_BT
 
-    loss = (_trained(token_loss_BT, mask_BT).sum(1) * batch.weight_B).sum()
+    loss = (_masked(token_loss_BT, mask_BT).sum(1) * batch.weight_B).sum()
     with torch.no_grad():
         off_policy_BT = new_BT - rollout_BT
         return PolicyLoss(
             loss=loss,
-            clipped=(_outside(ratio_BT, settings) & mask_BT).sum(),
-            kl=_trained(kl_BT, mask_BT).double().sum(),
+            clipped=(_out_of_bounds(ratio_BT, settings) & mask_BT).sum(),
+            kl=_masked(kl_BT, mask_BT).double().sum(),
             gap=off_policy_BT.double().abs().sum(),
-            sampled_ratio=_trained(off_policy_BT.double().exp(), mask_BT).sum(),
+            sampled_ratio=_masked(off_policy_BT.double().exp(), mask_BT).sum(),
         )
 
 
 def kl_estimate(new_BT: Tensor, ref_BT: Tensor, settings: KLSettings) -> Tensor:
-    """An estimate for each token of how far the policy has moved from the starting weights, in nats."""
+    """Per-token estimate of the KL divergence from the starting weights, in nats."""
     difference_BT = ref_BT - new_BT
     if settings.estimator == "k1":
         return -difference_BT
     return torch.expm1(difference_BT) - difference_BT
 
 
-def _trained(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def _masked(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.where(mask_BT, values_BT, 0.0)
 
 
@@ -124,8 +124,8 @@ def _objective(new_BT: Tensor, ratio_BT: Tensor, advantage_BT: Tensor, settings:
     return torch.where(advantage_BT < 0, bounded_BT, loss_BT)
 
 
-def _outside(ratio_BT: Tensor, settings: LossSettings) -> Tensor:
-    """Where the ratio lies beyond the bounds of the objective."""
+def _out_of_bounds(ratio_BT: Tensor, settings: LossSettings) -> Tensor:
+    """Where the ratio lies outside the bounds of the objective."""
     if settings.objective == "cispo":
         return (ratio_BT < settings.cispo_floor) | (ratio_BT > settings.cispo_cap)
     return (ratio_BT < 1 - settings.clip_low) | (ratio_BT > 1 + settings.clip_high)

@@ -1,4 +1,4 @@
-"""The weights under training: all of a model's, or low-rank adapters over weights shared with what is served."""
+"""Trainable weights: a full copy of the model's, or LoRA adapters over weights shared with the served model."""
 
 import contextlib
 import copy
@@ -16,25 +16,25 @@ from insitu.schemas.training_jobs import LoRASettings
 
 
 @dataclass
-class Policy:
-    """`module` is trained, in float32 where it is trainable; `trained` are those of its parameters by name."""
+class TrainablePolicy:
+    """`module` has float32 master weights where it is trainable."""
 
     module: nn.Module
     lora: LoRASettings | None
     loaded: LoadedModel
 
     @property
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     @property
-    def drops_out(self) -> bool:
+    def has_dropout(self) -> bool:
         return self.lora is not None and self.lora.dropout > 0
 
     @contextlib.contextmanager
     def dropout(self, seed: int) -> Iterator[None]:
-        """Within the block the adapters' own dropout is active; that of the model below never is."""
-        if not self.drops_out:
+        """Enables the adapters' dropout within the block; the base model's is never active."""
+        if not self.has_dropout:
             yield
             return
         layers = [module for name, module in self.module.named_modules() if "lora_dropout" in name]
@@ -49,16 +49,16 @@ class Policy:
                     layer.eval()
 
     def served(self) -> nn.Module:
-        """A frozen copy in the types of the loaded model, whose untrained tensors it shares."""
+        """A frozen copy in the dtypes of the loaded model, sharing its untrained tensors."""
         if self.lora is not None:
-            weights = {name: p.detach().to(self.loaded.dtype, copy=True) for name, p in self.trained.items()}
-            return _frozen(with_weights(self.module, weights))
-        kinds = {name: p.dtype for name, p in self.loaded.module.named_parameters()}
-        weights = {name: p.detach().to(kinds[name], copy=True) for name, p in self.trained.items()}
-        return _frozen(with_weights(self.loaded.module, weights))
+            weights = {name: p.detach().to(self.loaded.dtype, copy=True) for name, p in self.trainable.items()}
+            return _frozen(replace_weights(self.module, weights))
+        dtypes = {name: p.dtype for name, p in self.loaded.module.named_parameters()}
+        weights = {name: p.detach().to(dtypes[name], copy=True) for name, p in self.trainable.items()}
+        return _frozen(replace_weights(self.loaded.module, weights))
 
     def save(self, folder: Path, served: nn.Module) -> None:
-        """Adapters as they are trained, full weights as they are served."""
+        """Saves adapters in float32, full weights in the served dtype."""
         if self.lora is None:
             served.save_pretrained(folder)  # type: ignore[operator]
             return
@@ -66,42 +66,42 @@ class Policy:
         (folder / "README.md").unlink(missing_ok=True)
 
     def load(self, folder: Path) -> None:
-        """Take over the weights `save` wrote."""
+        """Loads the weights that `save` wrote."""
         if self.lora is None:
             saved: Iterable[tuple[str, Tensor]] = _from_pretrained(self.loaded, folder).named_parameters()
         else:
             prefix = f".{self.module.active_adapter}."
-            short = {name.replace(prefix, "."): name for name in self.trained}
+            short = {name.replace(prefix, "."): name for name in self.trainable}
             saved = ((short[key], value) for key, value in load_file(folder / "adapter_model.safetensors").items())
         self.overwrite(saved)
 
     @torch.no_grad()
     def overwrite(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        trained = self.trained
+        trainable = self.trainable
         for name, value in values:
-            trained[name].copy_(value)
+            trainable[name].copy_(value)
 
 
-def make_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> Policy:
-    """Ready to train from the weights of `loaded`, which stay as they are; `seed` initialises new adapters."""
+def build_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> TrainablePolicy:
+    """A trainable copy of `loaded`, which is not modified; `seed` initializes new adapters."""
     if lora is None:
         weights = {name: p.detach().to(torch.float32, copy=True) for name, p in loaded.module.named_parameters()}
-        module = with_weights(loaded.module, weights)
-    elif held_adapter(loaded.module) is not None:
+        module = replace_weights(loaded.module, weights)
+    elif loaded_adapter(loaded.module) is not None:
         adapters = {name: p for name, p in loaded.module.named_parameters() if "lora_" in name}
         weights = {name: p.detach().to(torch.float32, copy=True) for name, p in adapters.items()}
-        module = with_weights(loaded.module, weights)
+        module = replace_weights(loaded.module, weights)
     else:
         module = _with_adapters(loaded, lora, seed)
         weights = {name: p for name, p in module.named_parameters() if "lora_" in name}
     for name, parameter in module.named_parameters():
         if name in weights:
             parameter.requires_grad_(True)
-    return Policy(module, lora, loaded)
+    return TrainablePolicy(module, lora, loaded)
 
 
-def held_adapter(module: nn.Module) -> LoRASettings | None:
-    """The shape of the adapters a loaded model already has."""
+def loaded_adapter(module: nn.Module) -> LoRASettings | None:
+    """Settings of the adapters that the loaded model already has."""
     configs = getattr(module, "peft_config", None)
     if not configs:
         return None
@@ -109,7 +109,7 @@ def held_adapter(module: nn.Module) -> LoRASettings | None:
     if config.peft_type != "LORA" or config.modules_to_save:
         raise BackendError(
             f"the adapter is of type {config.peft_type} with modules_to_save {config.modules_to_save}; "
-            "only plain LORA adapters can be trained on"
+            "only LORA adapters without modules_to_save can be trained"
         )
     targets = config.target_modules
     return LoRASettings(
@@ -120,8 +120,8 @@ def held_adapter(module: nn.Module) -> LoRASettings | None:
     )
 
 
-def with_weights(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
-    """A copy of the structure alone: parameters named in `weights` are those, all other tensors are shared."""
+def replace_weights(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    """A copy of the module with the parameters in `weights` replaced and all other tensors shared."""
     shared: dict[int, object] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     for name, parameter in module.named_parameters():
         if name in weights:
@@ -146,13 +146,13 @@ def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Mod
     with torch.random.fork_rng(), quiet_peft():
         torch.manual_seed(seed)
         try:
-            return get_peft_model(with_weights(loaded.module, {}), config).eval()
+            return get_peft_model(replace_weights(loaded.module, {}), config).eval()
         except ValueError as error:
             raise BackendError(f"lora.target_modules is {lora.target_modules!r}: {error}") from error
 
 
 def _from_pretrained(loaded: LoadedModel, folder: Path) -> nn.Module:
-    """The folder's weights in the structure and types of the loaded model."""
-    kind = type(loaded.module)
+    """The folder's weights in the class and dtype of the loaded model."""
+    model_class = type(loaded.module)
     attention = loaded.module.config._attn_implementation  # type: ignore[union-attr]
-    return kind.from_pretrained(folder, dtype=loaded.dtype, attn_implementation=attention).to(loaded.device)  # type: ignore[attr-defined]
+    return model_class.from_pretrained(folder, dtype=loaded.dtype, attn_implementation=attention).to(loaded.device)  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Log-probabilities a causal language model gives to chosen tokens, in float32 and in bounded memory.
+"""Log-probabilities of selected tokens under a causal language model, in float32 and bounded memory.
 
-Shapes: S sequences, T tokens, N scored tokens, D hidden size, V vocabulary.
+Shapes: S sequences, T tokens, N scored tokens, D hidden size, V vocab_size.
 """
 
 from typing import NamedTuple
@@ -13,26 +13,26 @@ from insitu.backend.model import LoadedModel
 from insitu.backend.training.batches import MicroBatch
 
 CHUNK_ELEMENTS = 1 << 26
-"""Of the logits held at once (N x V); beyond it they are computed chunk by chunk, and again for the gradient."""
+"""Logits (N x V) held in memory; beyond this they are computed in chunks, and recomputed for the gradient."""
 
 
 class Scores(NamedTuple):
     logprobs_N: Tensor
     entropy_N: Tensor
-    """Of the distribution each token was one choice of, in nats; carries no gradient."""
+    """Entropy of each token's distribution, in nats; without gradient."""
 
 
 class Scorer:
-    """Scores micro-batches under a model of the loaded kind: the policy or the starting weights.
+    """Scores micro-batches under the policy or the starting weights.
 
-    Most models end in a plain projection to the vocabulary. Where the loaded one does, which is tried out once, only
-    the positions that are asked for are projected; where it does more (soft caps, scales), all positions are.
+    Most models end in a linear projection to the vocabulary. If a probe confirms that for the loaded model, only scored
+    positions are projected; if the model does more (soft caps, scales), all positions are.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._device, self._dtype = loaded.device, loaded.dtype
-        self._vocabulary = loaded.vocabulary
-        self._ends_in_projection = self._try(loaded.module)
+        self._vocab_size = loaded.vocab_size
+        self._ends_in_projection = self._probe_projection(loaded.module)
 
     def __call__(self, module: nn.Module, batch: MicroBatch) -> Scores:
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
@@ -42,30 +42,30 @@ class Scorer:
             body, head = _parts(module)
             hidden_STD = body(input_ids=batch.tokens_ST, use_cache=False).last_hidden_state
             hidden_ND = hidden_STD.flatten(0, 1).index_select(0, batch.predecessors_N)
-            return _in_chunks(head, self._vocabulary, hidden_ND, batch.targets_N)
+            return _in_chunks(head, self._vocab_size, hidden_ND, batch.targets_N)
 
     @torch.no_grad()
-    def _try(self, module: nn.Module) -> bool:
+    def _probe_projection(self, module: nn.Module) -> bool:
         body, head = _parts(module)
-        tokens_ST = torch.arange(min(8, self._vocabulary), device=self._device)[None]
+        tokens_ST = torch.arange(min(8, self._vocab_size), device=self._device)[None]
         hidden = getattr(body(input_ids=tokens_ST, use_cache=False), "last_hidden_state", None)
-        if hidden is None or head is None:  # an architecture with other parts
+        if hidden is None or head is None:  # another architecture
             return False
         return torch.equal(head(hidden), module(input_ids=tokens_ST, use_cache=False).logits)
 
 
 def _parts(module: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """A causal language model's body, which ends in hidden states, and its projection to the vocabulary."""
-    if hasattr(module, "get_base_model"):  # adapters sit inside the layers of the model they are for
+    """The transformer body, which returns hidden states, and the projection to the vocabulary."""
+    if hasattr(module, "get_base_model"):  # adapters are inside the layers of the base model
         module = module.get_base_model()  # type: ignore[operator]
     return module.base_model, module.get_output_embeddings()  # type: ignore[return-value, operator]
 
 
-def _in_chunks(head: nn.Module, vocabulary: int, hidden_ND: Tensor, targets_N: Tensor) -> Scores:
+def _in_chunks(head: nn.Module, vocab_size: int, hidden_ND: Tensor, targets_N: Tensor) -> Scores:
     def score(hidden_ND: Tensor, targets_N: Tensor) -> Scores:
         return _score(head(hidden_ND), targets_N)
 
-    size = max(1, CHUNK_ELEMENTS // vocabulary)
+    size = max(1, CHUNK_ELEMENTS // vocab_size)
     if len(targets_N) <= size:
         return score(hidden_ND, targets_N)
     parts = [

@@ -1,0 +1,294 @@
+"""Slot scheduler for one weight version: admission, prefill, and one decoding step for all running sequences.
+
+    waiting -> (a free slot) -> prefilling -> (prompt computed, first token) -> running -> finished
+
+Everything here runs in the compute thread. Arrays end in `_S`: one entry per slot.
+"""
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from insitu.backend.inference.cache import Chunk, PrefixCache
+from insitu.backend.inference.runner import BatchShapes, Runner, Span, next_span, width_for
+from insitu.backend.inference.sampling import SamplerOutput, SamplingMetadata, SamplingParams, sample
+from insitu.backend.inference.tokenizer import ChatTokenizer, IncrementalDetokenizer, StopChecker
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Limits of the engine.
+
+    `max_length`: tokens of a prompt and its completion. `max_batch`: sequences decoded together. `prefill_tokens`:
+    padded prompt tokens per forward pass. `prefix_bytes`: prefix cache per weight version. `kept_versions`: older
+    versions that stay loaded once requested. `threads` of torch and `schedulers` per version: None chooses by model
+    size.
+    """
+
+    max_length: int
+    max_batch: int = 128
+    prefill_tokens: int = 512
+    prefix_bytes: int = 256 * 2**20
+    kept_versions: int = 2
+    threads: int | None = None
+    schedulers: int | None = None
+
+
+@dataclass(slots=True)
+class SampledToken:
+    """`top` holds the most likely tokens as (id, logprob), if requested."""
+
+    id: int
+    logprob: float
+    top: list[tuple[int, float]] | None = None
+
+
+@dataclass(slots=True)
+class OutputDelta:
+    """New text and tokens of a completion, or all of them without streaming; the last delta has a finish reason."""
+
+    version: int
+    text: str
+    tokens: list[SampledToken]
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One in-flight completion. `notify` receives its deltas, or the error that ended it, on the event loop.
+
+    `computed` counts the prompt tokens whose keys and values are in the slot, `sent` the tokens already delivered;
+    `pending_text` is text not yet delivered. Without `streamed` there is a single delta at the end. `detokenizer` and
+    `stop_checker` are set only if the sequence streams or has stop strings.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    notify: Callable[[OutputDelta | BaseException], None]
+    streamed: bool = False
+    loop: asyncio.AbstractEventLoop | None = None
+    slot: int = -1
+    computed: int = 0
+    sent: int = 0
+    pending_text: str = ""
+    tokens: list[SampledToken] = field(default_factory=list)
+    detokenizer: IncrementalDetokenizer | None = None
+    stop_checker: StopChecker | None = None
+    aborted: bool = False
+
+    def append(self, token: SampledToken, tokenizer: ChatTokenizer, max_length: int) -> tuple[str, str | None]:
+        """Adds a token; returns the text that is now final, and the finish reason if the sequence ends."""
+        self.tokens.append(token)
+        if token.id in tokenizer.eos_token_ids and not self.params.ignore_eos:
+            return self._flush(), "stop"
+        text = ""
+        if self.detokenizer is not None and self.stop_checker is not None:
+            text = self.stop_checker.add(self.detokenizer.add(token.id))
+            if self.stop_checker.matched:
+                return text, "stop"
+        if len(self.tokens) >= self.params.max_tokens or len(self.prompt) + len(self.tokens) >= max_length:
+            return text + self._flush(), "length"
+        return text, None
+
+    def _flush(self) -> str:
+        if self.detokenizer is None or self.stop_checker is None:
+            return ""
+        return self.stop_checker.add(self.detokenizer.flush()) + self.stop_checker.flush()
+
+
+Delivery = tuple[SequenceState, OutputDelta]
+
+
+class Scheduler:
+    """Slots, prefix cache and the sequences of every stage, for one weight version."""
+
+    def __init__(
+        self, module: nn.Module, version: int, shapes: BatchShapes, tokenizer: ChatTokenizer, options: EngineOptions
+    ) -> None:
+        self.module = module
+        self.version = version
+        self._shapes = shapes
+        self._tokenizer = tokenizer
+        self._options = options
+        self.reset()
+
+    def reset(self) -> None:
+        """Drops all sequences, cached prompts and keys."""
+        self.waiting: deque[SequenceState] = deque()
+        self.prefilling: list[SequenceState] = []
+        self.running: dict[int, SequenceState] = {}
+        self._runner = Runner(self.module)
+        self._prefixes = PrefixCache(self._options.prefix_bytes)
+        size = self._shapes.decode_rows[-1]
+        self._free_slots = list(range(size))
+        self._token_S = np.zeros(size, dtype=np.int64)
+        self._position_S = np.zeros(size, dtype=np.int64)
+        self._live_S = np.zeros(size, dtype=bool)
+        self._temperature_S = np.ones(size)
+        self._top_p_S = np.ones(size)
+        self._seed_S = np.zeros(size, dtype=np.uint64)
+        self._index_S = np.zeros(size, dtype=np.int64)
+
+    def load(self, sequence: SequenceState, prefix_discount: int) -> int:
+        """Number of sequences, less `prefix_discount` if the start of this one's prompt is cached or waiting here."""
+        count = len(self.waiting) + len(self.prefilling) + len(self.running)
+        first = sequence.prompt[: next_span(len(sequence.prompt), 0).end]
+        shared = tuple(first) in self._prefixes or any(s.prompt[: len(first)] == first for s in self.waiting)
+        return count - prefix_discount if shared else count
+
+    @property
+    def sequences(self) -> list[SequenceState]:
+        return [*self.waiting, *self.prefilling, *self.running.values()]
+
+    def step(self, outputs: list[tuple[SequenceState, OutputDelta | BaseException]]) -> None:
+        """Computes one prefill batch and one token per running sequence; appends their deltas to `outputs`."""
+        while self.waiting and self._free_slots:
+            sequence = self.waiting.popleft()
+            sequence.slot = heapq.heappop(self._free_slots)
+            self.prefilling.append(sequence)
+        if self.prefilling:
+            outputs += self._prefill()
+        if self.running:
+            outputs += self._decode()
+
+    def _prefill(self) -> list[Delivery]:
+        """Advances prompts by cached spans, then by one forward pass over spans of equal shape.
+
+        Of several sequences with the same next span one computes it; the others find it cached in the next step.
+        """
+        ready: list[tuple[SequenceState, Chunk]] = []
+        batch: dict[tuple[int, ...], tuple[SequenceState, Span]] = {}
+        for sequence in [sequence for sequence in self.prefilling if sequence.aborted]:
+            self.prefilling.remove(sequence)
+            self._release(sequence)
+        for sequence in self.prefilling:
+            chunk = self._load_cached(sequence)
+            if chunk is not None and sequence.computed == len(sequence.prompt):
+                ready.append((sequence, chunk))
+                continue
+            span = next_span(len(sequence.prompt), sequence.computed)
+            if self._fits(span, batch):
+                batch.setdefault(tuple(sequence.prompt[: span.end]), (sequence, span))
+        ready += self._forward(batch)
+        done = {id(sequence) for sequence, _ in ready}
+        self.prefilling = [s for s in self.prefilling if id(s) not in done]
+        return self._start_decoding(ready) if ready else []
+
+    def _load_cached(self, sequence: SequenceState) -> Chunk | None:
+        """Copies the cached spans of the prompt into the slot; returns the last one."""
+        last = None
+        while sequence.computed < len(sequence.prompt):
+            span = next_span(len(sequence.prompt), sequence.computed)
+            chunk = self._prefixes.get(tuple(sequence.prompt[: span.end]))
+            if chunk is None:
+                break
+            self._runner.cache.ensure(sequence.slot + 1, width_for(span.end))
+            self._runner.cache.load(sequence.slot, span.start, chunk)
+            sequence.computed, last = span.end, chunk
+        return last
+
+    def _fits(self, span: Span, batch: dict[Any, tuple[SequenceState, Span]]) -> bool:
+        if not batch:
+            return True
+        first = next(iter(batch.values()))[1]
+        alike = (first.start, first.columns) == (span.start, span.columns)
+        return alike and len(batch) < self._shapes.prefill_rows(span.columns)[-1]
+
+    def _forward(self, batch: dict[tuple[int, ...], tuple[SequenceState, Span]]) -> list[tuple[SequenceState, Chunk]]:
+        """Computes and caches the spans in `batch`; returns the sequences whose prompt is now complete."""
+        if not batch:
+            return []
+        sequences, spans = zip(*batch.values(), strict=True)
+        rows = next(size for size in self._shapes.prefill_rows(spans[0].columns) if size >= len(batch))
+        chunks = self._runner.prefill([s.prompt for s in sequences], [s.slot for s in sequences], spans, rows)
+        for key, sequence, span, chunk in zip(batch, sequences, spans, chunks, strict=True):
+            sequence.computed = span.end
+            self._prefixes.put(key, chunk)
+        done = zip(sequences, chunks, strict=True)
+        return [(sequence, chunk) for sequence, chunk in done if sequence.computed == len(sequence.prompt)]
+
+    def _start_decoding(self, ready: list[tuple[SequenceState, Chunk]]) -> list[Delivery]:
+        """Samples the first token of each complete prompt."""
+        for sequence, _ in ready:
+            slot, params = sequence.slot, sequence.params
+            self.running[slot] = sequence
+            self._live_S[slot] = True
+            self._position_S[slot] = len(sequence.prompt) - 1
+            self._temperature_S[slot] = params.temperature
+            self._top_p_S[slot] = params.top_p
+            self._seed_S[slot] = params.seed
+            self._index_S[slot] = 0
+        sequences = [sequence for sequence, _ in ready]
+        return self._sample(torch.stack([chunk.logits_V for _, chunk in ready]), sequences)
+
+    def _decode(self) -> list[Delivery]:
+        for sequence in [sequence for sequence in self.running.values() if sequence.aborted]:
+            self._release(sequence)
+        if not self.running:
+            return []
+        slots = sorted(self.running)
+        size = next(size for size in self._shapes.decode_rows if size > slots[-1])
+        arrays = self._token_S[:size], self._position_S[:size], self._live_S[:size]
+        logits_BV = self._runner.decode(*arrays, self._shapes.min_width)
+        if len(slots) < size:
+            logits_BV = logits_BV[torch.tensor(slots, device=logits_BV.device)]
+        return self._sample(logits_BV, [self.running[slot] for slot in slots])
+
+    def _sample(self, logits_BV: torch.Tensor, sequences: list[SequenceState]) -> list[Delivery]:
+        """Samples a token for each sequence; returns the deltas to deliver."""
+        slots = [sequence.slot for sequence in sequences]
+        sampled = sample(
+            logits_BV,
+            SamplingMetadata(
+                self._temperature_S[slots],
+                self._top_p_S[slots],
+                self._seed_S[slots],
+                self._index_S[slots],
+                self._banned(sequences),
+                any(sequence.params.top_logprobs for sequence in sequences),
+            ),
+        )
+        self._token_S[slots] = sampled.tokens
+        self._position_S[slots] += 1
+        self._index_S[slots] += 1
+        return [output for row, sequence in enumerate(sequences) if (output := self._append(sequence, sampled, row))]
+
+    def _banned(self, sequences: list[SequenceState]) -> tuple[list[int], list[int]]:
+        """(rows, tokens): the end-of-turn tokens of sequences that have not reached their `min_tokens`."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        for row, sequence in enumerate(sequences):
+            if len(sequence.tokens) < sequence.params.min_tokens:
+                for token in self._tokenizer.eos_token_ids:
+                    rows.append(row)
+                    tokens.append(token)
+        return rows, tokens
+
+    def _append(self, sequence: SequenceState, sampled: SamplerOutput, row: int) -> Delivery | None:
+        top = None
+        if sampled.top is not None and (count := sequence.params.top_logprobs):
+            top = list(zip(sampled.top[0][row][:count], sampled.top[1][row][:count], strict=True))
+        token = SampledToken(sampled.tokens[row], sampled.logprobs[row], top)
+        text, finish_reason = sequence.append(token, self._tokenizer, self._options.max_length)
+        if finish_reason is not None:
+            self._release(sequence)
+        elif not sequence.streamed:
+            if text:
+                sequence.pending_text += text
+            return None
+        tokens = sequence.tokens[sequence.sent :]
+        sequence.sent = len(sequence.tokens)
+        return sequence, OutputDelta(self.version, sequence.pending_text + text, tokens, finish_reason)
+
+    def _release(self, sequence: SequenceState) -> None:
+        self.running.pop(sequence.slot, None)
+        self._live_S[sequence.slot] = False
+        self._position_S[sequence.slot] = 0
+        heapq.heappush(self._free_slots, sequence.slot)

@@ -1,0 +1,157 @@
+"""Chat templates, encoding, and incremental decoding of sampled tokens."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from insitu.errors import RequestRefused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_REPLACEMENT = "\ufffd"
+_CACHED_PROMPTS = 1024
+_MAX_CACHED_LENGTH = 16_384
+"""Characters of a cached prompt; longer ones seldom recur, and a thousand of them would fill the memory."""
+
+
+class ChatTokenizer:
+    """A tokenizer with its chat template; avoids the overhead of `apply_chat_template`."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", eos_token_ids: Iterable[int] = ()) -> None:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self._tokenizer = tokenizer
+        self._render = render_jinja_template
+        self._fast = tokenizer.backend_tokenizer
+        self._fast.no_padding()
+        self._fast.no_truncation()
+        self._special = dict(tokenizer.special_tokens_map)
+        self._prompts: OrderedDict[tuple[str, bool], list[int]] = OrderedDict()
+        self._tokens: dict[int, tuple[str, list[int]]] = {}
+        self.eos_token_ids = frozenset(eos_token_ids) | {tokenizer.eos_token_id} - {None}
+
+    def render_prompt(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """The prompt's token ids. Raises RequestRefused if the chat template rejects the messages."""
+        try:
+            source = self._tokenizer.get_chat_template(tools=tools)
+            rendered = self._render(
+                [messages],
+                tools=tools,
+                chat_template=source,
+                add_generation_prompt=True,
+                **(self._special | (template_kwargs or {})),
+            )
+        except Exception as error:  # the template is a program of the model's author, run on a client's input
+            raise RequestRefused(
+                f"the chat template cannot render these messages: {error}", param="messages"
+            ) from error
+        return self.encode(rendered[0][0], add_special_tokens=False)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text. Special tokens written in the text are parsed in either case."""
+        ids = self._prompts.get((text, add_special_tokens))
+        if ids is None:
+            if len(text) > _MAX_CACHED_LENGTH:  # only encode_batch releases the interpreter's lock
+                return self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+            ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+            self._prompts[text, add_special_tokens] = ids
+            if len(self._prompts) > _CACHED_PROMPTS:
+                self._prompts.popitem(last=False)
+        return list(ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text without special tokens."""
+        return self._fast.decode(token_ids, skip_special_tokens=True)
+
+    def decode_token(self, token_id: int) -> tuple[str, list[int]]:
+        """A single token's text and UTF-8 bytes (a token may be part of a character)."""
+        decoded = self._tokens.get(token_id)
+        if decoded is None:
+            text = self._fast.decode([token_id], skip_special_tokens=False)
+            raw = _raw_bytes(self._fast.id_to_token(token_id) or "") if _REPLACEMENT in text else None
+            decoded = self._tokens[token_id] = (text, list(text.encode() if raw is None else raw))
+        return decoded
+
+
+class IncrementalDetokenizer:
+    """The text of a growing list of tokens, returned up to the last complete character."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._emitted = 0
+        """Number of tokens whose text has been returned."""
+        self._context = 0
+        """Start of the tokens decoded along before `_emitted`: whitespace depends on the preceding token."""
+
+    def add(self, token_id: int) -> str:
+        """The text completed by this token; empty in the middle of a character."""
+        self._ids.append(token_id)
+        return self._next_text(final=False)
+
+    def flush(self) -> str:
+        """The remaining text, replacement characters included."""
+        return self._next_text(final=True)
+
+    def _next_text(self, final: bool) -> str:
+        before = self._tokenizer.decode(self._ids[self._context : self._emitted])
+        now = self._tokenizer.decode(self._ids[self._context :])
+        if len(now) <= len(before) or (now.endswith(_REPLACEMENT) and not final):
+            return ""
+        self._context, self._emitted = self._emitted, len(self._ids)
+        return now[len(before) :]
+
+
+class StopChecker:
+    """Finds stop strings in incremental text; holds back text that may turn out to be the start of one."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = [text for text in stop if text]
+        self._held = ""
+        self.matched = False
+
+    def add(self, text: str) -> str:
+        """The text that certainly precedes any stop string."""
+        text = self._held + text
+        ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if ends:
+            self.matched, self._held = True, ""
+            return text[: min(ends)]
+        keep = max((overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest proper prefix of `marker` that `text` ends with."""
+    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:n])), 0)
+
+
+def _raw_bytes(symbol: str) -> bytes | None:
+    """The bytes of a vocabulary entry that is not valid text: `<0xE2>`, or GPT-2's printable alphabet."""
+    if len(symbol) == 6 and symbol.startswith("<0x"):
+        return bytes([int(symbol[3:5], 16)])
+    try:
+        return bytes(_BYTE_OF[character] for character in symbol)
+    except KeyError:
+        return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's bytes-to-unicode table, inverted: printable bytes map to themselves, the others to U+0100 onwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

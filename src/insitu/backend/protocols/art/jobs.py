@@ -1,0 +1,201 @@
+"""Training requests of ART clients: groups in, a line of metrics per optimizer step out, and no retry trained twice."""
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from insitu.backend.protocols import Services
+from insitu.backend.protocols.art.models import ArtModels, RegisteredModel
+from insitu.backend.protocols.art.rows import ArtBatch, BatchOptions, build_batch
+from insitu.backend.protocols.art.settings import TrainPlan, parse_plan
+from insitu.backend.protocols.art.trajectories import ArtGroup, ArtModel, parse_groups
+from insitu.backend.training.batches import optimizer_steps
+from insitu.backend.training.jobs import Job
+from insitu.errors import JobFailed, RequestRefused
+from insitu.schemas.training_jobs import JobState, TrainingSettings
+
+logger = logging.getLogger(__name__)
+
+KEPT_JOBS = 100
+"""Jobs and refused requests that can be looked up."""
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """A client's training request with its groups not yet parsed; `key` is its idempotency key."""
+
+    model: ArtModel
+    groups: Any
+    config: Mapping[str, Any]
+    dev_config: Mapping[str, Any]
+    key: str | None
+    digest: bytes
+
+    @property
+    def job_key(self) -> str | None:
+        return f"art/{self.model.key}/{self.key}" if self.key else None
+
+
+@dataclass
+class ArtJob:
+    """A job started by an ART client; `delivered` once the client has received the complete response.
+
+    `counts` are the batch statistics among its metrics, `dropped` counts trajectories left out by reason.
+    """
+
+    job: Job
+    model: ArtModel
+    counts: dict[str, int]
+    dropped: Mapping[str, int]
+    digest: bytes
+    delivered: bool = False
+
+    @property
+    def steps(self) -> int:
+        return self.counts["num_gradient_steps"]
+
+    def state(self) -> dict[str, Any]:
+        extra = {"model": self.model.key, "dropped": dict(self.dropped), "gradient_steps": self.steps}
+        return self.job.state.model_dump() | extra
+
+    async def metric_lines(self) -> AsyncIterator[dict[str, float]]:
+        """Yields the metrics of each optimizer step; one line for a job without steps. Raises JobFailed."""
+        async for state in self.job.events():
+            if state is not None:
+                if state.status in ("failed", "canceled"):
+                    raise JobFailed(f"job {state.id}: {state.message}")
+                for line in self._lines_of(state):
+                    yield line
+
+    def lines_so_far(self) -> list[dict[str, float]]:
+        return [line for state in self.job.history for line in self._lines_of(state)]
+
+    def _lines_of(self, state: JobState) -> list[dict[str, float]]:
+        if state.status == "running" and "loss" in state.metrics:
+            return [self._format(state.metrics)]
+        return [self._format({})] if state.status == "completed" and not self.steps else []
+
+    def _format(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """The metrics under the names of the client's generation."""
+        values = {name: metrics.get(name) or 0.0 for name in ("loss", "grad_norm", "entropy", "learning_rate")}
+        dropped = {f"dropped_{reason}": float(count) for reason, count in self.dropped.items()}
+        old = {
+            **{name: value for name, value in values.items() if name != "learning_rate"},
+            **({"kl_div": metrics["kl"]} if metrics.get("kl") is not None else {}),
+            "num_gradient_steps": self.steps,
+        }
+        if self.model.generation == "A":
+            return old | dropped
+        new = {
+            **{f"loss/{'train' if name == 'loss' else name}": value for name, value in values.items()},
+            **({"loss/kl_policy_ref": metrics["kl"]} if metrics.get("kl") is not None else {}),
+            **{f"data/step_{name}": float(value) for name, value in self.counts.items()},
+            **{f"data/step_{name}": value for name, value in dropped.items()},
+        }
+        return old | new
+
+
+class ArtJobs:
+    """Starts jobs, keeps the latest, and recognizes a request repeated because its response was lost."""
+
+    def __init__(self, models: ArtModels, services: Services) -> None:
+        self._models = models
+        self._queue = services.jobs
+        self._loaded = services.loaded
+        self._tokenizer = services.engine.tokenizer
+        self._jobs: OrderedDict[str, ArtJob] = OrderedDict()
+        self._latest: dict[str, ArtJob] = {}  # by model key
+        self._refused: deque[dict[str, Any]] = deque(maxlen=KEPT_JOBS)
+        self._locks: dict[str, asyncio.Lock] = {}  # by model key
+
+    async def start(self, request: TrainRequest) -> ArtJob:
+        """Returns a new job, or the existing job of a repeated request. Raises RequestRefused."""
+        try:
+            async with self._locks.setdefault(request.model.key, asyncio.Lock()):
+                return self._find(request) or await self._start(request)
+        except RequestRefused as error:  # kept because not every client shows the response
+            self._refused.appendleft({"model": request.model.key, "message": str(error), "param": error.param})
+            raise
+
+    async def _start(self, request: TrainRequest) -> ArtJob:
+        registered = await self._models.open(request.model)
+        plan = parse_plan(request.model, request.config, request.dev_config)
+        self._warn_ignored(registered, plan)
+        groups, batch = await asyncio.to_thread(self._build_batch, request, plan)
+        lora = plan.settings.lora or registered.learner.lora
+        settings = plan.settings.model_copy(update={"steps_per_iteration": batch.sequences or None, "lora": lora})
+        step = registered.step
+        job = self._queue.submit(request.job_key, settings, batch.rows, registered.learner)
+        art_job = ArtJob(job, request.model, _counts(groups, batch, settings), batch.dropped, request.digest)
+        self._jobs[job.state.id] = self._latest[request.model.key] = art_job
+        registered.metrics_log.log(step, "train", groups)
+        if len(self._jobs) > KEPT_JOBS:
+            self._jobs.popitem(last=False)
+        return art_job
+
+    def _find(self, request: TrainRequest) -> ArtJob | None:
+        """The job of the same idempotency key, or of the same body while its response has not been delivered.
+
+        A client that received the response and sends the same body again wants to train on it once more.
+        """
+        if request.key:
+            job = self._queue.find_by_key(request.job_key)
+            return self._jobs.get(job.state.id) if job else None
+        latest = self._latest.get(request.model.key)
+        if latest is None or latest.delivered or latest.digest != request.digest:
+            return None
+        state = latest.job.state
+        if state.status in ("failed", "canceled"):
+            return None
+        logger.info("model %s: the request of %s was repeated; it is not trained twice", latest.model.key, state.id)
+        return latest
+
+    def _build_batch(self, request: TrainRequest, plan: TrainPlan) -> tuple[list[ArtGroup], ArtBatch]:
+        groups = parse_groups(request.groups)
+        limit = self._loaded.max_length
+        options = BatchOptions(
+            plan.scale_rewards,
+            plan.advantage_balance,
+            min(plan.max_length or limit, limit),
+            plan.packed_length,
+            plan.max_length,
+        )
+
+        def render(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[int]:
+            return self._tokenizer.render_prompt(messages, tools, plan.template_kwargs)
+
+        return groups, build_batch(groups, options, render, self._loaded.vocab_size)
+
+    def _warn_ignored(self, registered: RegisteredModel, plan: TrainPlan) -> None:
+        if new := sorted(set(plan.ignored) - registered.ignored_settings):
+            registered.ignored_settings.update(new)
+            logger.warning("model %s: settings without effect here: %s", registered.model.key, ", ".join(new))
+
+    def get(self, id: str) -> ArtJob:
+        if id not in self._jobs:
+            existing = ", ".join(self._jobs) or "none"
+            raise RequestRefused(f"there is no job {id!r}; existing: {existing}", status=404, code="job_not_found")
+        return self._jobs[id]
+
+    def state(self) -> dict[str, Any]:
+        """Jobs and refused requests, the latest first."""
+        return {"jobs": [job.state() for job in reversed(self._jobs.values())], "refused": list(self._refused)}
+
+    def is_training(self, model: ArtModel) -> bool:
+        latest = self._latest.get(model.key)
+        return latest is not None and not latest.job.ended
+
+
+def _counts(groups: Sequence[ArtGroup], batch: ArtBatch, settings: TrainingSettings) -> dict[str, int]:
+    """Batch statistics by ART's names."""
+    return {
+        "num_scenarios": len(groups),
+        "num_trajectories": sum(len(group.trajectories) + group.exceptions for group in groups),
+        "num_groups_submitted": len(groups),
+        "num_groups_trainable": batch.trainable_groups,
+        "trainer_tokens": sum(len(row.positions) for row in batch.rows),
+        "num_gradient_steps": len(optimizer_steps(batch.rows, settings)) if batch.rows else 0,
+    }

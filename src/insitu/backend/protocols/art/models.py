@@ -1,0 +1,171 @@
+"""The models that ART clients train: each is a policy with its own names and checkpoints."""
+
+import hashlib
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote
+
+from insitu.backend.inference.engine import WeightVersion
+from insitu.backend.inference.served_models import ServedModel
+from insitu.backend.protocols import Services
+from insitu.backend.protocols.art.metrics_log import MetricsLog
+from insitu.backend.protocols.art.settings import parse_plan
+from insitu.backend.protocols.art.trajectories import ArtModel, optional
+from insitu.backend.training.learner import Learner
+from insitu.errors import RequestRefused
+
+ARTIFACT = "wandb-artifact:///"
+"""Prefix of `entity/project/name` in the serverless protocol."""
+
+
+@dataclass
+class RegisteredModel:
+    """A model in training, its weights and logged metrics."""
+
+    model: ArtModel
+    learner: Learner
+    metrics_log: MetricsLog
+    ignored_settings: set[str] = field(default_factory=set)
+    """Settings without effect that have been logged already."""
+
+    @property
+    def id(self) -> str:
+        """Fits a path, and is the same in every process."""
+        return hashlib.blake2b(self.model.key.encode(), digest_size=12).hexdigest()
+
+    @property
+    def step(self) -> int:
+        return self.learner.version
+
+    def find(self, name: str) -> ServedModel | None:
+        """`NAME` is the latest step, `NAME@K` step K; also in the serverless protocol's artifact form."""
+        policy = self.learner.policy_name
+        for base, separator in self._name_forms():
+            if name == base:
+                return ServedModel(WeightVersion(None, policy), self.step, returns_token_ids=True)
+            step = name.removeprefix(base + separator)
+            if step != name and step.isdecimal() and int(step) in self.learner.versions:
+                return ServedModel(WeightVersion(int(step), policy), int(step), returns_token_ids=True)
+        return None
+
+    def names(self) -> list[str]:
+        steps = self.learner.versions
+        return [
+            name
+            for base, separator in self._name_forms()
+            for name in (base, *(f"{base}{separator}{step}" for step in steps))
+        ]
+
+    def _name_forms(self) -> tuple[tuple[str, str], ...]:
+        return (self.model.name, "@"), (ARTIFACT + self.model.key, ":step")
+
+
+class ArtModels:
+    """The registered models; a provider of model names."""
+
+    def __init__(self, services: Services) -> None:
+        self._learners = services.learners
+        self._engine = services.engine
+        self._compute = services.compute
+        self._source, self._name = services.options.model, services.options.name
+        self._folder = services.output_dir / "art"
+        self._models: dict[str, RegisteredModel] = {}
+        self._base_names: dict[str, None] = {}  # the clients' names of the loaded model, in order of arrival
+
+    def check(self, model: ArtModel) -> None:
+        """Raises RequestRefused if this backend cannot train the model."""
+        for key, value in (("entity", model.entity), ("project", model.project), ("name", model.name)):
+            if value in ("", ".", ".."):
+                raise RequestRefused(
+                    f"the model's {key} is {value!r}, which is not a folder name", status=422, param=key
+                )
+        base = optional(optional(model.config, "init_args", dict) or {}, "model_name", str) or model.base_model
+        if base is None or not self._is_loaded_model(base):
+            raise RequestRefused(
+                f"base_model is {base!r}, but this backend has loaded {self._source!r}, also served as {self._name!r}",
+                status=409,
+                param="base_model",
+                code="other_base_model",
+            )
+        parse_plan(model, {}, {})  # refuses unsupported configuration now instead of after the first episodes
+        for other in self._models.values():
+            if other.model.name == model.name and other.model.key != model.key:
+                raise _name_taken(model, f"{other.model.key} is served under it")
+        if model.name == self._name:
+            raise _name_taken(model, "this backend serves its own model under it (option --name)")
+        if base != self._name:
+            self._base_names[base] = None
+
+    async def open(self, model: ArtModel) -> RegisteredModel:
+        """Registers the model, or returns it; resumes from its checkpoints. Raises RequestRefused like `check`."""
+        self.check(model)
+        if model.key not in self._models:
+            folder = self.folder(model)
+            learner = await self._compute.call(self._open_learner, model.key, folder)
+            if model.key not in self._models:  # another request may have registered it meanwhile
+                self._models[model.key] = RegisteredModel(model, learner, MetricsLog(folder))
+        return self._models[model.key]
+
+    def _open_learner(self, policy_name: str, folder: Path) -> Learner:
+        learner = self._learners.open(policy_name, folder)
+        if learner.version:
+            self._engine.publish(learner.load_version(learner.version), learner.version, policy_name)
+        return learner
+
+    def get(self, id: str) -> RegisteredModel:
+        for registered in self._models.values():
+            if registered.id == id:
+                return registered
+        existing = ", ".join(registered.id for registered in self._models.values()) or "none"
+        raise RequestRefused(f"there is no model {id!r}; existing: {existing}", status=404, code="model_not_found")
+
+    async def delete_steps(self, registered: RegisteredModel, steps: Iterable[int]) -> list[int]:
+        """Deletes checkpoints except the latest and the loaded model (step 0); returns the deleted steps."""
+        learner = registered.learner
+        deleted = sorted(set(steps) & set(learner.versions) - {0, learner.version})
+
+        def delete() -> None:
+            for step in deleted:
+                learner.delete_checkpoint(step)
+                self._engine.retire(WeightVersion(step, learner.policy_name))
+
+        await self._compute.call(delete)
+        return deleted
+
+    async def delete(self, registered: RegisteredModel) -> None:
+        """Deletes the model with all its checkpoints and logs."""
+        policy_name = registered.learner.policy_name
+        del self._models[registered.model.key]
+
+        def delete() -> None:
+            self._learners.close(policy_name)
+            self._engine.retire(WeightVersion(None, policy_name))
+
+        await self._compute.call(delete)
+        shutil.rmtree(self.folder(registered.model), ignore_errors=True)
+
+    def folder(self, model: ArtModel) -> Path:
+        return self._folder.joinpath(*(quote(part, safe="") for part in (model.entity, model.project, model.name)))
+
+    def find(self, name: str) -> ServedModel | None:
+        if name in self._base_names:
+            return ServedModel(WeightVersion(0), 0, returns_token_ids=True)
+        return next(filter(None, (registered.find(name) for registered in self._models.values())), None)
+
+    def names(self) -> list[str]:
+        return [*self._base_names, *(name for registered in self._models.values() for name in registered.names())]
+
+    def _is_loaded_model(self, name: str) -> bool:
+        """Accepts the path, the hub name, the last component of either, and the name it is served under."""
+        return name in (self._source, self._name) or Path(name).name == Path(self._source).resolve().name
+
+
+def _name_taken(model: ArtModel, reason: str) -> RequestRefused:
+    return RequestRefused(
+        f"the name {model.name!r} of {model.key} is taken: {reason}; rename one of them",
+        status=409,
+        param="name",
+        code="name_taken",
+    )

@@ -1,0 +1,73 @@
+"""The native protocol: training jobs under /v1/train/jobs, uploaded as JSON lines and followed by events."""
+
+from collections.abc import AsyncIterator
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from insitu.backend.openapi import ApiRoute
+from insitu.backend.protocols import Services
+from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job
+from insitu.backend.training.jobs import Job, Jobs
+from insitu.errors import RequestRefused
+from insitu.http_format import format_event
+from insitu.schemas.episodes import TrainingRow
+from insitu.schemas.training_jobs import JobState
+
+BASE = "/v1/train/jobs"
+
+
+def routes(services: Services) -> list[ApiRoute]:
+    loaded = services.loaded
+    return job_routes(services.jobs, Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length))
+
+
+def job_routes(jobs: Jobs, limits: Limits) -> list[ApiRoute]:
+    async def submit(request: Request) -> Response:
+        key = request.headers.get("idempotency-key")
+        if job := jobs.find_by_key(key):
+            async for _ in request.stream():  # the client reads the response only after sending its body
+                pass
+        else:
+            encoding = request.headers.get("content-encoding", "").lower()
+            try:
+                settings, rows = await read_job(request.stream(), encoding, limits)
+            except ClientDisconnect:
+                raise RequestRefused("the client disconnected before its job was complete") from None
+            job = jobs.submit(key, settings, rows)
+        return _state_response(job)
+
+    async def state(request: Request) -> Response:
+        return _state_response(jobs.get(request.path_params["id"]))
+
+    async def events(request: Request) -> Response:
+        stream = _event_stream(jobs.get(request.path_params["id"]))
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+    async def cancel(request: Request) -> Response:
+        return _state_response(await jobs.cancel(request.path_params["id"]))
+
+    return [
+        ApiRoute(
+            "POST",
+            BASE,
+            submit,
+            "Submit a training job: gzipped JSON lines, the settings, then the rows",
+            request=[JobHeader, TrainingRow],
+            request_type="application/x-ndjson",
+            response=JobState,
+            headers=["Idempotency-Key"],
+        ),
+        ApiRoute("GET", f"{BASE}/{{id}}", state, "State of a job", response=JobState),
+        ApiRoute("GET", f"{BASE}/{{id}}/events", events, "States of a job as they change", events=JobState),
+        ApiRoute("POST", f"{BASE}/{{id}}/cancel", cancel, "Cancel a job", response=JobState),
+    ]
+
+
+async def _event_stream(job: Job) -> AsyncIterator[bytes]:
+    async for state in job.events():
+        yield b": keep-alive\n\n" if state is None else format_event(state.model_dump_json().encode(), state.status)
+
+
+def _state_response(job: Job) -> Response:
+    return Response(job.state.model_dump_json(), media_type="application/json")

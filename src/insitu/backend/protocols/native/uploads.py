@@ -1,0 +1,193 @@
+"""Reads an uploaded job line by line, in bounded memory, and validates it."""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from insitu.backend.http import MAX_JOB_BYTES
+from insitu.backend.training.batches import Row
+from insitu.errors import RequestRefused
+from insitu.schemas.training_jobs import TrainingSettings
+
+CHUNK_BYTES = 1 << 18
+"""Bytes decompressed before other tasks of the event loop run."""
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+class Limits(BaseModel):
+    """Limits of an uploaded job."""
+
+    vocab_size: int
+    max_length: int
+    max_bytes: int = MAX_JOB_BYTES
+
+    @property
+    def line(self) -> int:
+        """Maximum bytes of a line: about 100 per token (id, mask, logprob, advantage) and 1 MiB for the rest."""
+        return 100 * self.max_length + (1 << 20)
+
+
+class JobHeader(BaseModel):
+    """The first line of a job."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    settings: TrainingSettings
+    num_rows: int = Field(ge=0)
+
+
+class _RowLine(BaseModel):
+    """A TrainingRow as uploaded; null is allowed where JSON writers emit it for NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    token_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float | None]
+    advantages: float | list[float | None] | None = 0.0
+    episode: str = ""
+    calls: list[int] = []
+
+
+async def read_job(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) -> tuple[TrainingSettings, list[Row]]:
+    """Returns the settings and the rows with trained tokens. Raises RequestRefused naming line and field."""
+    header: JobHeader | None = None
+    rows: list[Row] = []
+    number = 0
+    async for line in _lines(_decoded(chunks, encoding, limits), limits):
+        if header is None:
+            header = _header(line)
+            continue
+        number += 1
+        if number > header.num_rows:
+            raise _refused(f"num_rows is {header.num_rows}, but there are more rows", "num_rows")
+        row = _row(line, number, limits)
+        if row is not None:
+            rows.append(row)
+    if header is None:
+        raise _refused("the job is empty; its first line holds settings and num_rows", "settings")
+    if number < header.num_rows:
+        raise _refused(f"the upload ends after {number} of {header.num_rows} rows (num_rows)", "num_rows", "truncated")
+    if not rows:
+        raise _refused(f"none of the {number} rows has a trained token (loss_mask 1)", "loss_mask", "empty_job")
+    return header.settings, rows
+
+
+async def _decoded(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) -> AsyncIterator[bytes]:
+    """The decompressed body in chunks of bounded size."""
+    if encoding not in ("", "identity", "gzip"):
+        raise _refused(f"Content-Encoding is {encoding!r}; allowed: gzip, identity", "Content-Encoding", status=415)
+    total = 0
+    unzip = zlib.decompressobj(wbits=31)
+    async for chunk in chunks:
+        while chunk:
+            if encoding == "gzip":
+                try:
+                    part = unzip.decompress(chunk, CHUNK_BYTES)
+                except zlib.error as error:
+                    raise _refused(
+                        f"Content-Encoding is gzip, but the body is not: {error}", "Content-Encoding"
+                    ) from None
+                chunk = unzip.unconsumed_tail
+                if unzip.unused_data:
+                    raise _refused("there is data after the end of the gzip stream", "Content-Encoding")
+            else:
+                part, chunk = chunk[:CHUNK_BYTES], chunk[CHUNK_BYTES:]
+            total += len(part)
+            if total > limits.max_bytes:
+                raise _refused(f"the job is longer than {limits.max_bytes} bytes; send fewer rows", status=413)
+            yield part
+            await asyncio.sleep(0)
+    if encoding == "gzip" and not unzip.eof:
+        raise _refused("the gzip stream ends early; the upload was cut off", code="truncated")
+
+
+async def _lines(chunks: AsyncIterator[bytes], limits: Limits) -> AsyncIterator[bytes]:
+    rest = b""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        if len(rest) > limits.line:
+            raise _refused(f"a line is longer than {limits.line} bytes", status=413)
+        for line in lines:
+            if line.strip():
+                yield line
+    if rest.strip():
+        yield rest
+
+
+def _header(line: bytes) -> JobHeader:
+    try:
+        return JobHeader.model_validate_json(line)
+    except ValidationError as error:
+        raise _invalid("line 1 (settings)", error) from None
+
+
+def _row(line: bytes, number: int, limits: Limits) -> Row | None:
+    """Returns None for a row without trained tokens."""
+    where = f"row {number}"
+    try:
+        sent = _RowLine.model_validate_json(line)
+    except ValidationError as error:
+        raise _invalid(where, error) from None
+    length = len(sent.token_ids)
+    for name in ("loss_mask", "logprobs", "advantages"):
+        values = getattr(sent, name)
+        if isinstance(values, list) and len(values) != length:
+            raise _refused(f"{where}: {name} has {len(values)} entries, token_ids has {length}", name)
+    if length > limits.max_length:
+        raise _refused(f"{where}: token_ids has {length} entries; the model takes {limits.max_length}", "token_ids")
+    for index, token in enumerate(sent.token_ids):
+        if not 0 <= token < limits.vocab_size:
+            raise _refused(
+                f"{where}: token_ids[{index}] is {token}; the vocabulary ends at {limits.vocab_size - 1}", "token_ids"
+            )
+    for index, bit in enumerate(sent.loss_mask):
+        if bit not in (0, 1):
+            raise _refused(f"{where}: loss_mask[{index}] is {bit}; allowed: 0, 1", "loss_mask")
+    if sent.loss_mask and sent.loss_mask[0]:
+        raise _refused(
+            f"{where}: loss_mask[0] is 1, but the first token has no context to predict it from", "loss_mask"
+        )
+    positions = [index for index, bit in enumerate(sent.loss_mask) if bit]
+    if not positions:
+        return None
+    weights = sent.advantages if isinstance(sent.advantages, list) else [sent.advantages] * length
+    return Row(
+        token_ids=np.array(sent.token_ids, dtype=np.int32),
+        positions=np.array(positions, dtype=np.int32),
+        rollout=_finite(where, "logprobs", sent.logprobs, positions),
+        advantages=_finite(where, "advantages", weights, positions),
+        episode=sent.episode,
+    )
+
+
+def _finite(where: str, name: str, values: list[float | None], positions: list[int]) -> np.ndarray:
+    """Values of the trained tokens. Raises RequestRefused unless each is finite in float32."""
+    for index in positions:
+        value = values[index]
+        if value is None or not abs(value) <= _MAX_FLOAT32:
+            raise _refused(f"{where}: {name}[{index}] is {value}, but that token is trained (loss_mask 1)", name)
+    return np.array([values[index] for index in positions], dtype=np.float32)
+
+
+def _invalid(where: str, error: ValidationError) -> RequestRefused:
+    """pydantic's first error, with the key and its value, or the existing keys."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(map(str, first["loc"]))
+    problem = first["msg"]
+    if first["type"] == "extra_forbidden":
+        model = TrainingSettings if first["loc"][0] == "settings" else None
+        known = sorted(model.model_fields) if model and len(first["loc"]) == 2 else []
+        problem = "there is no such key" + (f"; there are {', '.join(known)}" if known else "")
+    elif first["type"] == "json_invalid":
+        problem = f"not JSON: {first['ctx']['error']}"
+    elif isinstance(first["input"], str | int | float | bool | None):
+        problem += f", not {first['input']!r}"
+    return _refused(f"{where}: {key + ': ' if key else ''}{problem}", key or None, "invalid_job")
+
+
+def _refused(message: str, param: str | None = None, code: str = "invalid_job", *, status: int = 400) -> RequestRefused:
+    return RequestRefused(message, status=status, param=param, code=code)

@@ -1,0 +1,307 @@
+"""Chat completions: the request, its prompt through the chat template, tool calls, and the response."""
+
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import orjson
+from pydantic import BaseModel, Field, PrivateAttr
+
+from insitu.backend.inference.sampling import MAX_TOP_LOGPROBS
+from insitu.backend.inference.scheduler import OutputDelta, SampledToken
+from insitu.backend.inference.tokenizer import ChatTokenizer, overlap
+from insitu.backend.protocols.openai.requests import REQUEST_CONFIG, FinishReason, SamplingRequest
+from insitu.backend.protocols.openai.responses import RESPONSE_CONFIG, ResponseBase, ResponseFormatter
+from insitu.errors import RequestRefused
+
+TOOL_CALL_START = "<tool_call>"
+_TOOL_CALL = re.compile(rf"{TOOL_CALL_START}(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class Message(BaseModel):
+    """One message; further keys are passed to the chat template."""
+
+    model_config = REQUEST_CONFIG
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatRequest(SamplingRequest):
+    """The body of `POST /v1/chat/completions`."""
+
+    prompt_key: ClassVar[str] = "messages"
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = False
+    """Natural log-probabilities of the model's own distribution, before temperature and top_p."""
+    top_logprobs: int | None = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    _prompt_ids_in_choices: bool = PrivateAttr(default=False)
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise RequestRefused("tool_choice must be auto or none", param="tool_choice", code="unsupported")
+
+    def prompts(self, tokenizer: ChatTokenizer) -> list[list[int]]:
+        messages = template_messages(self.messages)
+        return [tokenizer.render_prompt(messages, self.enabled_tools, self.chat_template_kwargs)]
+
+    def formatter(self, prompts: Sequence[list[int]], tokenizer: ChatTokenizer) -> "ChatFormatter":
+        return ChatFormatter(self, prompts, tokenizer)
+
+    def enable_token_ids(self) -> None:
+        self.logprobs = self._prompt_ids_in_choices = True
+        if self.return_tokens_as_token_ids is None:
+            self.return_tokens_as_token_ids = True
+
+    @property
+    def prompt_ids_in_choices(self) -> bool:
+        """Whether each choice carries `prompt_token_ids`; clients that keep only the choices would lose them."""
+        return self._prompt_ids_in_choices
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else 0
+
+    @property
+    def enabled_tools(self) -> list[dict[str, Any]] | None:
+        return None if self.tool_choice == "none" else self.tools or None
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them: content as text, arguments of tool calls as objects."""
+    return [_template_message(message, index) for index, message in enumerate(messages)]
+
+
+def _template_message(message: Message, index: int) -> dict[str, Any]:
+    formatted = {"role": message.role, "content": _text(message.content, index), **(message.model_extra or {})}
+    if message.tool_calls:
+        formatted["tool_calls"] = [_template_tool_call(call) for call in message.tool_calls]
+    return formatted
+
+
+def _text(content: str | list[dict[str, Any]] | None, index: int) -> str:
+    if isinstance(content, str):
+        return content
+    for part in content or []:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestRefused(
+                f"messages.{index}.content has a part of type {part.get('type')!r}; only text is supported",
+                param=f"messages.{index}.content",
+                code="unsupported",
+            )
+    return "".join(part["text"] for part in content or [])
+
+
+def _template_tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = orjson.loads(function["arguments"] or b"{}")
+    except orjson.JSONDecodeError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def split_tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
+    """The content before the first tool call, and the calls.
+
+    The format is that of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+    If one call cannot be parsed, the entire text is content: sampled text is never dropped.
+    """
+    calls = []
+    for match in _TOOL_CALL.finditer(text):
+        call = _parse_tool_call(match.group(1))
+        if call is None:
+            return text, []
+        calls.append(call)
+    if not calls:
+        return text, []
+    return text[: text.index(TOOL_CALL_START)].rstrip() or None, calls
+
+
+def _parse_tool_call(text: str) -> dict[str, Any] | None:
+    try:
+        call = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", {})
+    arguments = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": call["name"], "arguments": arguments},
+    }
+
+
+class TopLogprob(BaseModel):
+    model_config = RESPONSE_CONFIG
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class Logprobs(BaseModel):
+    model_config = RESPONSE_CONFIG
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class FunctionCall(BaseModel):
+    model_config = RESPONSE_CONFIG
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    model_config = RESPONSE_CONFIG
+
+    id: str
+    type: str
+    function: FunctionCall
+    index: int | None = None
+
+
+class ResponseMessage(BaseModel):
+    """A message, or its delta in a chunk."""
+
+    model_config = RESPONSE_CONFIG
+
+    role: str | None = None
+    content: str | None = None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class Choice(BaseModel):
+    model_config = RESPONSE_CONFIG
+
+    index: int
+    message: ResponseMessage
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChunkChoice(BaseModel):
+    model_config = RESPONSE_CONFIG
+
+    index: int
+    delta: ResponseMessage
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(ResponseBase):
+    """The response to a chat completion request."""
+
+    object: str = "chat.completion"
+    prompt_token_ids: list[int] | None = None
+    choices: list[Choice]
+
+
+class ChatCompletionChunk(ResponseBase):
+    """One event of a streamed response."""
+
+    object: str = "chat.completion.chunk"
+    prompt_token_ids: list[int] | None = None
+    choices: list[ChunkChoice]
+
+
+class ChatFormatter(ResponseFormatter):
+    """The prompt's token ids appear once, in the body: all choices share the prompt."""
+
+    id_prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, request: ChatRequest, prompts: Sequence[list[int]], tokenizer: ChatTokenizer) -> None:
+        super().__init__(request, prompts, tokenizer)
+        self._request = request
+        self._held_text: dict[int, str] = {}
+        self._prompt_ids_sent = False
+
+    def _choice(self, index: int, output: OutputDelta) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+        finish_reason = output.finish_reason
+        if self._request.enabled_tools:
+            message["content"], calls = split_tool_calls(output.text)
+            if calls:
+                message["tool_calls"], finish_reason = calls, _tool_finish_reason(finish_reason)
+        choice = {"index": index, "message": message, "finish_reason": finish_reason, **self._token_fields(output)}
+        if self._request.prompt_ids_in_choices:
+            choice["prompt_token_ids"] = self._prompts[index]
+        return choice
+
+    def _delta_choice(self, index: int, output: OutputDelta, first: bool) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        finish_reason = self._fill_delta(index, output, delta)
+        return {"index": index, "delta": delta, "finish_reason": finish_reason, **self._token_fields(output)}
+
+    def _add_prompt_ids(self, body: dict[str, Any], choice: dict[str, Any]) -> None:
+        if not self._prompt_ids_sent:
+            self._prompt_ids_sent, body["prompt_token_ids"] = True, self._prompts[0]
+
+    def _fill_delta(self, index: int, output: OutputDelta, delta: dict[str, Any]) -> str | None:
+        """Adds the text to `delta`, holding back what may be a tool call; returns the finish reason."""
+        if not self._request.enabled_tools:
+            delta["content"] = output.text
+            return output.finish_reason
+        text = self._held_text.pop(index, "") + output.text
+        if output.finish_reason is not None:
+            delta["content"], calls = split_tool_calls(text)
+            if calls:
+                delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+                return _tool_finish_reason(output.finish_reason)
+            return output.finish_reason
+        at = _tool_call_position(text)
+        delta["content"], self._held_text[index] = text[:at], text[at:]
+        return None
+
+    def _token_fields(self, output: OutputDelta) -> dict[str, Any]:
+        content = [self._token_logprob(token) for token in output.tokens] if self._request.logprobs else None
+        logprobs = None if content is None else {"content": content, "refusal": None}
+        return {"logprobs": logprobs, **self._token_ids(output)}
+
+    def _token_logprob(self, token: SampledToken) -> dict[str, Any]:
+        top = [self._logprob(*alternative) for alternative in token.top or []]
+        return {**self._logprob(token.id, token.logprob), "top_logprobs": top}
+
+    def _logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text_bytes = self._tokenizer.decode_token(token_id)[1]
+        return {"token": self._token_text(token_id), "logprob": logprob, "bytes": text_bytes}
+
+
+def _tool_finish_reason(finish_reason: str | None) -> str | None:
+    """A message with tool calls that was cut off keeps `length`."""
+    return "tool_calls" if finish_reason == "stop" else finish_reason
+
+
+def _tool_call_position(text: str) -> int:
+    """Where a tool call starts, or may start at the end of `text`, including whitespace before it."""
+    start = text.find(TOOL_CALL_START)
+    return len(text[: start if start >= 0 else len(text) - overlap(text, TOOL_CALL_START)].rstrip())

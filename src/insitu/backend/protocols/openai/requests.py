@@ -1,0 +1,153 @@
+"""What the requests for chat and text completions share, and their translation to the engine's requests."""
+
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from insitu.backend.http import parse_json, validation_refusal
+from insitu.backend.inference.sampling import MAX_TEMPERATURE, GenerationRequest, SamplingParams, choice_seed
+from insitu.backend.inference.tokenizer import ChatTokenizer
+from insitu.errors import RequestRefused
+
+if TYPE_CHECKING:
+    from insitu.backend.protocols.openai.responses import ResponseFormatter
+
+REQUEST_CONFIG = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+MAX_STOP_STRINGS = 64
+"""Per request: every stop string is searched after every token, in the thread that samples for all requests."""
+IGNORED_KEYS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    }
+)
+"""Keys without influence on the completion; accepted and ignored."""
+NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+"""Unsupported keys, with the values that have no effect and are therefore accepted."""
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class StreamOptions(BaseModel):
+    model_config = REQUEST_CONFIG
+
+    include_usage: bool = False
+
+
+class SamplingRequest(BaseModel):
+    """The keys of both kinds of completion request."""
+
+    model_config = REQUEST_CONFIG
+    prompt_key: ClassVar[str]
+    """The key that holds the prompt."""
+
+    model: str
+    """`NAME` for the latest weights, `NAME@K` for version K."""
+    temperature: float | None = Field(default=1.0, ge=0, le=MAX_TEMPERATURE)
+    top_p: float | None = Field(default=1.0, gt=0, le=1)
+    n: int | None = Field(default=1, ge=1, le=128)
+    """Choices per prompt."""
+    seed: int | None = None
+    """The same seed, prompt and weights give the same completion; each choice derives its own seed from it."""
+    stop: str | list[str] | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    min_tokens: int | None = Field(default=0, ge=0)
+    ignore_eos: bool | None = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = None
+    """Writes tokens in logprobs as `token_id:N`; default: only for models whose clients send completions back."""
+
+    def check(self) -> None:
+        """Raises RequestRefused for unsupported keys and invalid combinations."""
+        for key, value in (self.model_extra or {}).items():
+            if key not in IGNORED_KEYS and value is not None and value not in NO_OP_VALUES.get(key, ()):
+                allowed = f"; allowed: {NO_OP_VALUES[key][0]!r}, which has no effect" if key in NO_OP_VALUES else ""
+                raise RequestRefused(f"{key} is not supported by this server{allowed}", param=key, code="unsupported")
+        if isinstance(self.stop, list) and len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestRefused(f"stop has {len(self.stop)} entries; allowed: {MAX_STOP_STRINGS}", param="stop")
+
+    def prompts(self, tokenizer: ChatTokenizer) -> list[list[int]]:
+        """Token ids of each prompt."""
+        raise NotImplementedError
+
+    def formatter(self, prompts: Sequence[list[int]], tokenizer: ChatTokenizer) -> "ResponseFormatter":
+        """`prompts` holds the prompt of each choice."""
+        raise NotImplementedError
+
+    def enable_token_ids(self) -> None:
+        """Adds what training needs to each choice, for models whose completions are sent back by the client."""
+
+    @property
+    def token_limit(self) -> int | None:
+        """Maximum number of completion tokens; None: up to the model's maximum length."""
+        return self.max_tokens
+
+    @property
+    def num_top_logprobs(self) -> int:
+        raise NotImplementedError
+
+    def generation_requests(self, prompts: Sequence[list[int]], max_length: int) -> list[GenerationRequest]:
+        """One request per choice; `max_length` bounds prompt and completion together."""
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        common: dict[str, Any] = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "stop": tuple(text for text in stop if text),
+            "ignore_eos": bool(self.ignore_eos),
+            "min_tokens": self.min_tokens or 0,
+            "top_logprobs": self.num_top_logprobs,
+        }
+        requests: list[GenerationRequest] = []
+        for prompt in prompts:
+            room = max_length - len(prompt)
+            max_tokens = min(self.token_limit or room, room)
+            for _ in range(self.n or 1):
+                params = SamplingParams(choice_seed(seed, len(requests)), max_tokens, **common)
+                requests.append(GenerationRequest(prompt, params))
+        return requests
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+R = TypeVar("R", bound=SamplingRequest)
+
+
+def parse_request(kind: type[R], body: bytes) -> R:
+    """Raises RequestRefused (400) naming the field that is invalid or not supported."""
+    data = parse_json(body)
+    if not isinstance(data, dict):
+        raise RequestRefused(f"the body is a JSON {type(data).__name__}; expected an object", code="malformed_json")
+    try:
+        request = kind.model_validate(data)
+    except ValidationError as error:
+        raise validation_refusal(error) from error
+    request.check()
+    return request

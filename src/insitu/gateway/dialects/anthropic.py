@@ -1,0 +1,245 @@
+"""Anthropic's Messages (`POST /v1/messages`) as chat completions.
+
+Source: https://docs.anthropic.com/en/api/messages and its page on streaming.
+"""
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from insitu.errors import RequestRefused
+from insitu.gateway.dialects.base import Translation, join_text, refuse_unsupported
+from insitu.http_format import format_event
+
+_SAME = ("model", "max_tokens", "temperature", "top_p", "stream")
+_KNOWN = frozenset(
+    (
+        *(*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences"),
+        *("metadata", "service_tier", "cache_control"),  # without effect on the answer
+    )
+)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "thinking": ({"type": "disabled"},),
+    "top_k": (0, -1),
+    "container": (),
+    "mcp_servers": ([],),
+    "context_management": ({},),
+}
+_STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def _chat_request(request: dict[str, Any], memory: dict[str, str]) -> dict[str, Any]:
+    chat = {name: request[name] for name in _SAME if request.get(name) is not None}
+    messages: list[dict[str, Any]] = []
+    if system := join_text(request.get("system"), ("text",), "system"):
+        messages.append({"role": "system", "content": system})
+    for number, message in enumerate(request.get("messages") or ()):
+        messages.extend(_messages(message, f"messages.{number}", memory))
+    chat["messages"] = messages
+    if stops := request.get("stop_sequences"):
+        chat["stop"] = stops
+    if tools := request.get("tools"):
+        chat["tools"] = [_tool(tool, number) for number, tool in enumerate(tools)]
+    if choice := request.get("tool_choice"):
+        chat |= _tool_choice(choice)
+    if chat.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    return chat
+
+
+def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
+    if tool.get("type", "custom") != "custom":
+        raise RequestRefused(
+            f"tools.{number} is of type {tool['type']!r}, which the server would have to run; allowed: custom",
+            param="tools",
+            code="unsupported",
+        )
+    function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
+    kind = choice.get("type")
+    mapped: Any = {"auto": "auto", "any": "required", "none": "none"}.get(str(kind))
+    if kind == "tool":
+        mapped = {"type": "function", "function": {"name": choice.get("name")}}
+    parallel = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
+    return {"tool_choice": mapped or "auto", **parallel}
+
+
+def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """One message as chat messages; tool results become separate messages, before the text."""
+    role, content = message.get("role"), message.get("content")
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for number, block in enumerate(content or ()):
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(block["text"])
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block["name"], "arguments": _as_sampled(block, memory)}
+            calls.append({"id": block["id"], "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            result = join_text(block.get("content"), ("text",), f"{where}.content.{number}.content")
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": result}
+        elif kind not in ("thinking", "redacted_thinking"):  # reasoning is not sent back to the server
+            raise RequestRefused(
+                f"{where}.content.{number} is of type {kind!r}; allowed: text, tool_use, tool_result",
+                param=where,
+                code="unsupported",
+            )
+    if calls:
+        yield {"role": role, "content": "".join(texts) or None, "tool_calls": calls}
+    elif texts:
+        yield {"role": role, "content": "".join(texts)}
+
+
+class MessagesTranslation(Translation):
+    """`memory` holds the arguments of tool calls in the model's own words, by the call's id."""
+
+    def __init__(self, request: dict[str, Any], memory: dict[str, Any]) -> None:
+        refuse_unsupported(request, _KNOWN, _NEUTRAL)
+        super().__init__(_chat_request(request, memory), memory)
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._begun = False
+        self._block = -1  # the latest block is the open one
+        self._calls: dict[int, tuple[str, int]] = {}  # id and block of each tool call, by its index
+        self._text_open = False
+        self._stop: tuple[str, str | None] = ("end_turn", None)
+        self._usage: dict[str, Any] = {}
+
+    def response(self, completion: dict[str, Any]) -> dict[str, Any]:
+        choice = completion["choices"][0]
+        message = choice["message"]
+        content: list[dict[str, Any]] = []
+        if message.get("content"):
+            content.append({"type": "text", "text": message["content"]})
+        for call in message.get("tool_calls") or ():
+            self.memory[call["id"]] = call["function"].get("arguments") or ""
+            arguments = _arguments(self.memory[call["id"]])
+            content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
+        return self._message(completion, content, *_stop(choice))
+
+    def _message(
+        self, completion: dict[str, Any], content: list[Any], stop: str | None = None, sequence: str | None = None
+    ) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": completion.get("model"),
+            "content": content,
+            "stop_reason": stop,
+            "stop_sequence": sequence,
+            "usage": _usage(completion.get("usage") or {}),
+        }
+
+    def events(self, chunk: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._begin(chunk)
+        if chunk.get("usage"):
+            self._usage = _usage(chunk["usage"])
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if delta.get("content"):
+                yield from self._text(delta["content"])
+            for part in delta.get("tool_calls") or ():
+                yield from self._call(part)
+            if choice.get("finish_reason"):
+                self._stop = _stop(choice)
+
+    def _begin(self, chunk: dict[str, Any]) -> Iterator[bytes]:
+        if not self._begun:
+            self._begun = True
+            yield _event({"type": "message_start", "message": self._message(chunk, [])})
+
+    def _text(self, text: str) -> Iterator[bytes]:
+        if not self._text_open:
+            yield from self._open({"type": "text", "text": ""})
+            self._text_open = True
+        yield self._delta(self._block, {"type": "text_delta", "text": text})
+
+    def _call(self, part: dict[str, Any]) -> Iterator[bytes]:
+        function, index = part.get("function") or {}, part.get("index", 0)
+        if index not in self._calls:
+            called = part.get("id") or f"toolu_{uuid.uuid4().hex}"
+            self._calls[index] = called, self._block + 1
+            self.memory[called] = ""
+            yield from self._open({"type": "tool_use", "id": called, "name": function.get("name"), "input": {}})
+        if function.get("arguments"):
+            called, block = self._calls[index]
+            self.memory[called] += function["arguments"]
+            yield self._delta(block, {"type": "input_json_delta", "partial_json": function["arguments"]})
+
+    def _open(self, block: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._close()
+        self._block += 1
+        data = {"type": "content_block_start", "index": self._block, "content_block": block}
+        yield _event(data)
+
+    def _close(self) -> Iterator[bytes]:
+        if self._block >= 0:
+            yield _event({"type": "content_block_stop", "index": self._block})
+        self._text_open = False
+
+    def _delta(self, block: int, delta: dict[str, Any]) -> bytes:
+        return _event({"type": "content_block_delta", "index": block, "delta": delta})
+
+    def end(self, failure: str | None = None) -> Iterator[bytes]:
+        if failure is not None:
+            yield _event(self.error(failure, 502))
+            return
+        yield from self._begin({})
+        yield from self._close()
+        delta = dict(zip(("stop_reason", "stop_sequence"), self._stop, strict=True))
+        usage = self._usage or _usage({})
+        yield _event({"type": "message_delta", "delta": delta, "usage": usage})
+        yield _event({"type": "message_stop"})
+
+    @staticmethod
+    def error(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+        kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return format_event(orjson.dumps(data), data["type"])
+
+
+def _as_sampled(block: dict[str, Any], memory: dict[str, str]) -> str:
+    """A tool call's arguments exactly as the model wrote them, unless the agent has changed their value."""
+    sampled, value = memory.get(block["id"]), block.get("input") or {}
+    return sampled if sampled is not None and _arguments(sampled) == value else orjson.dumps(value).decode()
+
+
+def _arguments(text: str | None) -> Any:
+    """A tool call's arguments as an object; text that is not a JSON object is passed on under the key `arguments`."""
+    try:
+        value = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
+
+
+def _stop(choice: dict[str, Any]) -> tuple[str, str | None]:
+    """The stop reason, and the stop sequence if the server reports it."""
+    if choice.get("finish_reason") == "stop" and isinstance(sequence := choice.get("stop_reason"), str):
+        return "stop_sequence", sequence
+    return _STOPS.get(str(choice.get("finish_reason")), "end_turn"), None
+
+
+def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+    return {"input_tokens": usage.get("prompt_tokens") or 0, "output_tokens": usage.get("completion_tokens") or 0}

@@ -1,0 +1,279 @@
+"""OpenAI's Responses (`POST /v1/responses`) as chat completions.
+
+Source: https://platform.openai.com/docs/api-reference/responses and its page on streaming. Answers are remembered for
+`previous_response_id` as long as the episode lasts.
+"""
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from insitu.errors import RequestRefused
+from insitu.gateway.dialects.base import Translation, join_text, refuse_unsupported
+from insitu.http_format import format_event
+
+_SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed", "user")
+_ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "reasoning", "text", "truncation")
+_KNOWN = frozenset(
+    (
+        *(*_SAME, *_ECHOED, "input", "tools", "tool_choice", "store", "include", "service_tier", "prompt_cache_key"),
+        *("prompt_cache_retention", "safety_identifier", "stream_options"),
+    )
+)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"background": (False,), "max_tool_calls": (), "conversation": (), "prompt": ()}
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_TEXT = ("input_text", "output_text", "text", "summary_text", "refusal")
+
+
+def _chat_request(request: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
+    chat = {name: request[name] for name in _SAME if request.get(name) is not None}
+    if request.get("max_output_tokens") is not None:
+        chat["max_tokens"] = request["max_output_tokens"]
+    if "message.output_text.logprobs" in (request.get("include") or ()):
+        chat["logprobs"] = True
+    else:
+        chat.pop("top_logprobs", None)
+    given = request.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or ())
+    chat["messages"] = [*history, *_messages(items)]
+    if request.get("instructions"):
+        chat["messages"] = [{"role": "system", "content": request["instructions"]}, *chat["messages"]]
+    if tools := request.get("tools"):
+        chat["tools"] = [_tool(tool, number) for number, tool in enumerate(tools)]
+        chat |= _tool_choice(request.get("tool_choice"))
+    form = (request.get("text") or {}).get("format") or {}
+    if form.get("type", "text") != "text":
+        schema = {name: value for name, value in form.items() if name != "type"}
+        chat["response_format"] = {"type": form["type"], **({"json_schema": schema} if schema else {})}
+    if chat.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    return chat
+
+
+def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise RequestRefused(
+            f"tools.{number} is of type {tool.get('type')!r}, which the server would have to run; allowed: function",
+            param="tools",
+            code="unsupported",
+        )
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def _tool_choice(choice: Any) -> dict[str, Any]:
+    if isinstance(choice, dict):
+        if choice.get("type") != "function":
+            raise RequestRefused(f"tool_choice is {choice!r}; allowed: a function", param="tool_choice")
+        return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}}
+    return {} if choice is None else {"tool_choice": choice}
+
+
+def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as chat messages; the items of one response (text, tool calls) become one assistant message again."""
+    messages: list[dict[str, Any]] = []
+    answering = False
+    for number, item in enumerate(items):
+        kind, where = item.get("type", "message"), f"input.{number}"
+        if kind == "reasoning":  # reasoning is not sent back to the server
+            continue
+        if kind == "message":
+            content = join_text(item.get("content"), _TEXT, where)
+            if answering and item.get("role") == "assistant" and messages[-1]["content"] is None:
+                messages[-1]["content"] = content  # text after the calls
+            else:
+                messages.append({"role": item.get("role"), "content": content})
+        elif kind == "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            if not (answering and messages and messages[-1]["role"] == "assistant"):
+                messages.append({"role": "assistant", "content": None})
+            calls = messages[-1].setdefault("tool_calls", [])
+            calls.append({"id": item["call_id"], "type": "function", "function": function})
+        elif kind == "function_call_output":
+            output = join_text(item.get("output"), _TEXT, where)
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+        else:
+            raise RequestRefused(
+                f"{where} is of type {kind!r}; allowed: message, function_call, function_call_output, reasoning",
+                param="input",
+                code="unsupported",
+            )
+        answering = messages[-1]["role"] == "assistant"
+    return messages
+
+
+class ResponsesTranslation(Translation):
+    """`memory` holds the messages of each response's conversation, by the response's id."""
+
+    def __init__(self, request: dict[str, Any], memory: dict[str, Any]) -> None:
+        refuse_unsupported(request, _KNOWN, _NEUTRAL)
+        before = request.get("previous_response_id")
+        if before is not None and before not in memory:
+            known = ", ".join(memory) or "none"
+            raise RequestRefused(
+                f"there is no response {before!r} in this episode; available: {known}",
+                status=404,
+                param="previous_response_id",
+            )
+        super().__init__(_chat_request(request, memory[before] if before is not None else []), memory)
+        self._original = request
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = request.get("model")
+        self._number = -1
+        self._output: list[dict[str, Any]] = []
+        self._text: dict[str, Any] | None = None
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._finish: str | None = None
+        self._usage: dict[str, Any] = {}
+        self._begun = False
+
+    def response(self, completion: dict[str, Any]) -> dict[str, Any]:
+        choice = completion["choices"][0]
+        message = choice["message"]
+        self._model = completion.get("model", self._model)
+        self._finish, self._usage = choice.get("finish_reason"), completion.get("usage") or {}
+        if message.get("content"):
+            part = _text_part(message["content"])
+            if choice.get("logprobs"):
+                part["logprobs"] = choice["logprobs"].get("content") or []
+            self._output.append(_message_item([part], "completed"))
+        for call in message.get("tool_calls") or ():
+            self._output.append(_call_item(call, "completed"))
+        return self._finished()
+
+    def _finished(self) -> dict[str, Any]:
+        answer = {name: value for name, value in self._answer().items() if name in ("role", "content", "tool_calls")}
+        sent = self.request["messages"][1 if self._original.get("instructions") else 0 :]
+        self.memory[self._id] = [*sent, answer]
+        return self._response("incomplete" if self._finish in _INCOMPLETE else "completed")
+
+    def _answer(self) -> dict[str, Any]:
+        return (_messages(self._output) or [{"role": "assistant", "content": ""}])[-1]
+
+    def _response(self, status: str) -> dict[str, Any]:
+        request = self._original
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": _INCOMPLETE[str(self._finish)]} if status == "incomplete" else None,
+            "model": self._model,
+            "output": [dict(item) for item in self._output],
+            "parallel_tool_calls": request.get("parallel_tool_calls", True),
+            "temperature": request.get("temperature"),
+            "top_p": request.get("top_p"),
+            "tool_choice": request.get("tool_choice") or "auto",
+            "tools": request.get("tools") or [],
+            **{name: request.get(name) for name in _ECHOED},
+            "usage": _usage(self._usage) if self._usage else None,
+        }
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        self._number += 1
+        return format_event(orjson.dumps({"type": kind, "sequence_number": self._number, **data}), kind)
+
+    def events(self, chunk: dict[str, Any]) -> Iterator[bytes]:
+        self._model = chunk.get("model", self._model)
+        if not self._begun:
+            self._begun = True
+            yield self._event("response.created", response=self._response("in_progress"))
+            yield self._event("response.in_progress", response=self._response("in_progress"))
+        self._usage = chunk.get("usage") or self._usage
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if delta.get("content"):
+                yield from self._add_text(delta["content"], (choice.get("logprobs") or {}).get("content") or [])
+            for part in delta.get("tool_calls") or ():
+                yield from self._call(part)
+            self._finish = choice.get("finish_reason") or self._finish
+
+    def _add_text(self, text: str, logprobs: list[Any]) -> Iterator[bytes]:
+        if self._text is None:
+            self._text = _message_item([_text_part("")], "in_progress")
+            yield self._event("response.output_item.added", output_index=len(self._output), item=self._text)
+            self._output.append(self._text)
+            yield self._event("response.content_part.added", **self._text_position(), part=self._text["content"][0])
+        part = self._text["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        yield self._event("response.output_text.delta", **self._text_position(), delta=text, logprobs=logprobs)
+
+    def _text_position(self) -> dict[str, Any]:
+        assert self._text is not None
+        return {"item_id": self._text["id"], "output_index": self._output.index(self._text), "content_index": 0}
+
+    def _call(self, part: dict[str, Any]) -> Iterator[bytes]:
+        function, index = part.get("function") or {}, part.get("index", 0)
+        item = self._calls.get(index)
+        if item is None:
+            called = part.get("id") or f"call_{uuid.uuid4().hex}"
+            opening = {"id": called, "function": {"name": function.get("name"), "arguments": ""}}
+            item = self._calls[index] = _call_item(opening, "in_progress")
+            yield self._event("response.output_item.added", output_index=len(self._output), item=item)
+            self._output.append(item)
+        if piece := function.get("arguments"):
+            item["arguments"] += piece
+            where = {"item_id": item["id"], "output_index": self._output.index(item)}
+            yield self._event("response.function_call_arguments.delta", **where, delta=piece)
+
+    def end(self, failure: str | None = None) -> Iterator[bytes]:
+        if failure is not None:
+            yield self._event("error", code="server_error", message=failure, param=None)
+            return
+        if self._text is not None:
+            part = self._text["content"][0]
+            final = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield self._event("response.output_text.done", **self._text_position(), **final)
+            yield self._event("response.content_part.done", **self._text_position(), part=part)
+        for index, item in enumerate(self._output):
+            item["status"] = "completed"
+            if item["type"] == "function_call":
+                done = {"name": item["name"], "arguments": item["arguments"]}
+                kind = "response.function_call_arguments.done"
+                yield self._event(kind, item_id=item["id"], output_index=index, **done)
+            yield self._event("response.output_item.done", output_index=index, item=item)
+        response = self._finished()
+        yield self._event(f"response.{response['status']}", response=response)
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _message_item(content: list[dict[str, Any]], status: str) -> dict[str, Any]:
+    return {
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": content,
+    }
+
+
+def _call_item(call: dict[str, Any], status: str) -> dict[str, Any]:
+    function = call["function"]
+    return {
+        "id": f"fc_{uuid.uuid4().hex}",
+        "type": "function_call",
+        "status": status,
+        "call_id": call["id"],
+        "name": function["name"],
+        "arguments": function.get("arguments") or "",
+    }
+
+
+def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+    input_tokens, output_tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+    return {
+        "input_tokens": input_tokens,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": input_tokens + output_tokens,
+    }
