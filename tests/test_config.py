@@ -442,7 +442,7 @@ def test_wrong_overrides(write: Any, key: str, value: str, message: str) -> None
 def test_overrides_do_not_apply_to_what_is_loaded(write: Any) -> None:
     config = load_config(write({"general": {}}))
     assert load_config(config) is config
-    with pytest.raises(ConfigError, match="loaded already"):
+    with pytest.raises(ConfigError, match="a loaded configuration"):
         load_config(config, [("general.seed", "1")])
 
 
