@@ -248,8 +248,8 @@ def test_text_completions_are_trained(tmp_path: Path, way: str) -> None:
     assert len(calls) == 2 * 2 * 4 * 2
     files = RunFiles(tmp_path / "run")
     recorded = []
-    for record in files.episodes():
-        read = files.read(record)
+    for record in files.find():
+        read = files.load(record)
         (row,) = read.rows
         assert row.calls == [0, 1]
         assert sum(row.loss_mask) == sum(len(call.token_ids or ()) for call in read.calls) >= 7
