@@ -198,7 +198,7 @@ def test_a_model_that_cannot_be_loaded_shows_the_end_of_the_log(project: Path) -
     digits_project(project, model="empty")
     code, _, err = run_project(project)
     assert code == 1
-    assert "exit code" in err
+    assert "insitu backend exited with code 1" in err
     assert "empty" in err
 
 
