@@ -33,8 +33,8 @@ HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer none"}
 
 async def serve(url: str) -> None:
     """The gateway: a line `end URL` ends an episode, any other begins one; answered with its address."""
+    from insitu.gateway.server import Gateway
     from insitu.workflow.context import EpisodeScope
-    from insitu.workflow.gateway import Gateway
     from insitu.workflow.llms import Endpoint, OpenAIConfig, connect
 
     llm = connect("player", OpenAIConfig(model_name="stub"), Endpoint("stub", url, "none"))
@@ -49,7 +49,7 @@ async def serve(url: str) -> None:
                 assert all(call.token_ids and call.logprobs for call in scope.calls)
             else:
                 scope = EpisodeScope(training=True)
-                admitted = gateway.admit(scope)
+                admitted = gateway.endpoint(scope)
                 url = admitted.__enter__().openai_url
                 open_doors[url] = scope, admitted
             print(url, flush=True)

@@ -14,7 +14,7 @@ from insitu.schemas.components import FunctionBaseConfig, FunctionRef, LLMRef
 from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem, EvaluatorBaseConfig
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType
 from insitu.workflow.context import Context, current_scope
-from insitu.workflow.llms import PlainLLM
+from insitu.workflow.llms import ModelClient
 
 
 class Asked:
@@ -50,7 +50,7 @@ def tell(metadata: dict[str, Any]) -> None:
     manager.push_intermediate_step(begin.model_copy(update={"event_type": IntermediateStepType.CUSTOM_END}))
 
 
-async def complete(llm: PlainLLM, role: str, text: str) -> Asked:
+async def complete(llm: ModelClient, role: str, text: str) -> Asked:
     made = Asked(role, text)
     log().append(made)
     reply = await llm.complete([{"role": "user", "content": made.text}])

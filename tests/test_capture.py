@@ -16,18 +16,18 @@ import openai
 import pytest
 from fake_openai import TOOL_CALL, FakeOpenAI, encode, logprob
 
+from insitu.capture.recorder import Recorder
+from insitu.capture.transport import recording_transport
 from insitu.errors import CaptureError, ConfigError
 from insitu.plugin_api import Builder
 from insitu.registry import LLM
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, TraceMetadata
-from insitu.workflow.capture import Recorder
 from insitu.workflow.context import Context, EpisodeScope
 from insitu.workflow.functions import as_function
-from insitu.workflow.llm_steps import known_of
-from insitu.workflow.llms import Endpoint, NIMConfig, OpenAIConfig, PlainLLM, connect, http_library
-from insitu.workflow.transport import for_library
+from insitu.workflow.llms import Endpoint, ModelClient, NIMConfig, OpenAIConfig, connect, http_library
+from insitu.workflow.steps import call_metadata
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def server() -> Iterator[FakeOpenAI]:
 
 
 @asynccontextmanager
-async def model(server: FakeOpenAI | str, **settings: Any) -> AsyncIterator[PlainLLM]:
+async def model(server: FakeOpenAI | str, **settings: Any) -> AsyncIterator[ModelClient]:
     base_url = server if isinstance(server, str) else server.base_url
     config = OpenAIConfig(model_name="fake", base_url=base_url, **settings)
     plain = connect("player", config, Endpoint("fake", base_url, "none"))
@@ -51,7 +51,7 @@ def ask(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-async def text_of(plain: PlainLLM, text: str, **overrides: Any) -> str:
+async def text_of(plain: ModelClient, text: str, **overrides: Any) -> str:
     return (await plain.complete(ask(text), **overrides)).choices[0].message.content or ""
 
 
@@ -107,7 +107,7 @@ async def test_a_call_is_a_pair_of_steps_where_it_was_made(server: FakeOpenAI) -
         assert isinstance(end.metadata, TraceMetadata)
         assert end.metadata.chat_inputs == call.messages
         assert end.metadata.chat_responses == [call.message]
-        assert end.metadata.model_extra == known_of(call)
+        assert end.metadata.model_extra == call_metadata(call)
         assert end.metadata.model_extra["logprobs"] == call.logprobs
 
 
@@ -115,8 +115,7 @@ async def test_a_call_is_a_pair_of_steps_where_it_was_made(server: FakeOpenAI) -
 async def test_ids_that_are_spelt_in_the_logprobs(streamed: bool) -> None:
     with FakeOpenAI(token_ids=False, spelt=True) as server:
         async with model(server) as plain:
-            with EpisodeScope(training=True) as scope:
-                scope.needs_token_ids = False
+            with EpisodeScope(training=True, needs_token_ids=False) as scope:
                 if streamed:
                     request: Any = {"model": "fake", "messages": ask("hi"), "stream": True}
                     async for _ in await plain.client.chat.completions.create(**request):
@@ -178,7 +177,7 @@ async def test_failed_attempts_are_counted_and_are_the_same_call(server: FakeOpe
         with EpisodeScope(training=True) as scope:
             assert await text_of(plain, "fail 2") == "echo: fail 2"
             assert await text_of(plain, "hi") == "echo: hi"
-    assert scope.failed_attempts == {"http 500": 2}
+    assert scope.ledger.failed_attempts == {"http 500": 2}
     assert [c.index for c in scope.calls] == [0, 1]
     tried = [r["seed"] for r in server.requests if r["messages"] == ask("fail 2")]
     assert len(tried) == 3
@@ -200,7 +199,7 @@ async def test_errors_are_the_clients_own(server: FakeOpenAI, text: str, error: 
             with pytest.raises(error):
                 await text_of(plain, text)
     assert scope.calls == []
-    assert scope.failed_attempts == {counted: 1}
+    assert scope.ledger.failed_attempts == {counted: 1}
 
 
 async def test_nobody_listening_is_a_connection_error() -> None:
@@ -209,7 +208,7 @@ async def test_nobody_listening_is_a_connection_error() -> None:
             with pytest.raises(openai.APIConnectionError) as caught:
                 await text_of(plain, "hi")
     assert type(caught.value.__cause__).__name__ == "ConnectError"
-    assert scope.failed_attempts == {"ConnectError": 2}
+    assert scope.ledger.failed_attempts == {"ConnectError": 2}
 
 
 async def test_a_cancelled_call_is_an_attempt(server: FakeOpenAI) -> None:
@@ -218,7 +217,7 @@ async def test_a_cancelled_call_is_an_attempt(server: FakeOpenAI) -> None:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.1):
                     await text_of(plain, "slow 5")
-    assert scope.failed_attempts == {"CancelledError": 1}
+    assert scope.ledger.failed_attempts == {"CancelledError": 1}
 
 
 async def test_compressed_answers(server: FakeOpenAI) -> None:
@@ -288,7 +287,7 @@ async def test_sixty_four_episodes_never_mix(server: FakeOpenAI) -> None:
     assert len({c.sampling["seed"] for scope in scopes for c in scope.calls}) == 192
 
 
-async def stream_text(plain: PlainLLM, text: str, **overrides: Any) -> str:
+async def stream_text(plain: ModelClient, text: str, **overrides: Any) -> str:
     pieces = []
     async for chunk in await plain.client.chat.completions.create(
         model="fake", messages=ask(text), stream=True, **overrides
@@ -339,7 +338,7 @@ async def test_pieces_pass_on_as_they_come_and_a_stream_closed_early_has_an_erro
     (call,) = scope.calls
     assert call.error == "the stream was closed before its end"
     assert (call.token_ids, call.finish_reason) == (encode("ech"), None)
-    assert scope.capture_error is None
+    assert scope.ledger.capture_error is None
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -358,9 +357,9 @@ async def test_an_answer_without_what_training_needs(lacking: str, streamed: boo
     message = str(caught.value)
     assert message.startswith(f"training needs the {words} of every model call, but {server.base_url} (model 'fake')")
     assert ("return_token_ids" if lacking == "token_ids" else "logprobs: true") in message
-    assert scope.capture_error is caught.value
+    assert scope.ledger.capture_error is caught.value
     assert asked == 1
-    assert evaluation.capture_error is None
+    assert evaluation.ledger.capture_error is None
 
 
 async def test_a_late_call_belongs_to_nobody(server: FakeOpenAI, caplog: pytest.LogCaptureFixture) -> None:
@@ -371,7 +370,7 @@ async def test_a_late_call_belongs_to_nobody(server: FakeOpenAI, caplog: pytest.
             await after
         assert await asyncio.gather(*late) == ["echo: slow 0.2", "echo: slow 0.3"]
     assert scope.calls == []
-    assert scope.late_calls == 2
+    assert scope.ledger.late_calls == 2
     assert [r.levelname for r in caplog.records if "came after its end" in r.message] == ["WARNING"]
     assert "r/1/x/0/0 came after its end" in caplog.text
 
@@ -382,8 +381,8 @@ async def test_messages_are_kept_and_not_copied(server: FakeOpenAI) -> None:
         body = json.dumps({"model": "m", "messages": ask("hi")}).encode()
         exchange = recorder.begin("POST", "/v1/chat/completions", body)
         assert exchange is not None
-        exchange.answer(200, {"x-policy-version": "7"}, b'{"choices": [{"message": {"content": "a"}}]}')
-    assert scope.calls[0].messages is exchange._request["messages"]
+        exchange.complete(200, {"x-policy-version": "7"}, b'{"choices": [{"message": {"content": "a"}}]}')
+    assert scope.calls[0].messages is exchange._body["messages"]
     assert scope.calls[0].policy_version == 7
 
 
@@ -400,8 +399,8 @@ def test_an_unreadable_answer_is_a_failed_attempt(answer: bytes) -> None:
     with EpisodeScope() as scope:
         exchange = Recorder("here").begin("POST", "/v1/chat/completions", b'{"messages": []}')
         assert exchange is not None
-        assert exchange.answer(200, {}, answer) == answer
-    assert scope.failed_attempts == {"unreadable answer": 1}
+        assert exchange.complete(200, {}, answer) == answer
+    assert scope.ledger.failed_attempts == {"unreadable answer": 1}
 
 
 def test_event_lines_may_be_cut_anywhere() -> None:
@@ -504,7 +503,7 @@ async def test_a_missing_key_is_a_configuration_error(monkeypatch: pytest.Monkey
     ],
 )
 def test_each_error_has_its_name_in_the_library(error: Exception, name: str) -> None:
-    from insitu.workflow.transport import _error_name
+    from insitu.capture.transport import _error_name
 
     assert _error_name(error) == name
     assert issubclass(getattr(http_library(), name), http_library().TransportError)
@@ -513,8 +512,8 @@ def test_each_error_has_its_name_in_the_library(error: Exception, name: str) -> 
 def test_transports_are_of_the_library_in_use() -> None:
     http = http_library()
     assert http.__name__ == ("httpx2" if int(openai.__version__.split(".")[0]) >= 3 else "httpx")
-    assert issubclass(for_library(http).asynchronous, http.AsyncBaseTransport)
-    assert issubclass(for_library(http).synchronous, http.BaseTransport)
+    assert issubclass(recording_transport(http), http.AsyncBaseTransport)
+    assert issubclass(recording_transport(http), http.BaseTransport)
 
 
 IN_RELEASE_2 = os.environ.get("TEST_OPENAI_RELEASE") == "2"

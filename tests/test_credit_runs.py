@@ -19,7 +19,7 @@ import yaml
 from tiny_backend import Served, tiny_backend
 
 from insitu.schemas.finetuning import FinetuneRunConfig
-from insitu.training.inspection import Fate, RunFiles
+from insitu.training.inspection import RunFiles, TrainingStatus
 from insitu.training.runtime import finetuning_main
 
 ROWS, GENERATIONS = 5, 4
@@ -240,13 +240,15 @@ async def test_advantages_are_those_of_the_reference(write: Any, served: Served,
     assert any(abs(a) > 0.01 for a in found.values())
 
     files = RunFiles(run)
-    shown = {read.record["episode"]: read for read in map(files.read, files.episodes())}
+    shown = {read.record["episode"]: read for read in map(files.load, files.find())}
     assert {(n, texts[n, k]): a for n, read in shown.items() for k, a in read.advantages.items()} == found
     for name, read in shown.items():
-        assert (read.fate is Fate.TRAINED) == any(name == episode for episode, _ in found)
-        assert (read.reason is not None) == (read.fate is Fate.LEFT_OUT or read.record["outcome"] == "failed")
+        assert (read.status is TrainingStatus.TRAINED) == any(name == episode for episode, _ in found)
+        assert (read.reason is not None) == (
+            read.status is TrainingStatus.LEFT_OUT or read.record["outcome"] == "failed"
+        )
         trained = [row for row in duo_plugin.sent if row.episode == name]
-        assert read.fate is Fate.LEFT_OUT or read.rows == trained
+        assert read.status is TrainingStatus.LEFT_OUT or read.rows == trained
 
     for row in duo_plugin.sent:  # each sampled token has the advantage of its call
         (index,) = row.calls

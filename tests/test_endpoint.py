@@ -328,7 +328,7 @@ async def test_each_trainer_has_its_model_behind_the_workflow(folder: Path) -> N
                 assert (call.model, call.policy_version) == (model, version)
             assert len(served_plugin.built) == 4  # two workflows, each with its inner function
             names = iter(["m@1", "m@2"])
-            remote.policy = PolicyEndpoint(one.base_url, "m@0", model_now=lambda: next(names))
+            remote.policy = PolicyEndpoint(one.base_url, "m@0", current_model=lambda: next(names))
             for name in ("m@1", "m@2"):
                 (call,) = (await run_episode(remote.attempt, item, key("x"), RULES)).calls
                 assert call.model == name

@@ -21,9 +21,9 @@ from test_finetune import CONFIG, MODEL, ROOT, lines, run, write_rows
 
 from insitu.config import load_config
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
+from insitu.gateway import programs
 from insitu.plugin_api import Builder
 from insitu.schemas.episodes import EpisodeKey
-from insitu.workflow import programs
 from insitu.workflow.context import EpisodeScope
 
 AGENT = """
@@ -114,7 +114,7 @@ async def test_arguments_environment_and_forms_of_answer(tmp_path: Path, server:
     assert given == "a {level} \u00fc"
     assert others == ["7", "yes", "http://127.0.0.1:", 0, str(tmp_path / "below")]
     assert await output(tmp_path, server, "print(' plain\\n')") == "plain"
-    with pytest.raises(WorkflowError, match="no JSON"):
+    with pytest.raises(WorkflowError, match="not JSON"):
         await output(tmp_path, server, "print('plain')", answer="json")
 
 
@@ -304,22 +304,22 @@ async def test_a_service_of_a_cancelled_episode_gets_no_more_answers(tmp_path: P
         with EpisodeScope(training=True) as following:
             await works[0]
     assert answers == [200, 410]
-    assert (scope.calls, scope.late_calls, following.calls) == ([], 2, [])
+    assert (scope.calls, scope.ledger.late_calls, following.calls) == ([], 2, [])
 
 
 @pytest.mark.parametrize(
     ("block", "said"),
     [
-        ({"gateway": {"host": "0.0.0.0"}}, r"workflow.gateway: .*0\.0\.0\.0 is no address to go to: give `address`"),
+        ({"gateway": {"host": "0.0.0.0"}}, r"workflow.gateway: .*0\.0\.0\.0: set `address`"),
         ({"gateway": {"host": ""}}, r"workflow.gateway.host"),
         ({"gateway": {"port": 70000}}, r"workflow.gateway.port"),
-        ({"gateway": {"address": "http://box"}}, r"workflow.gateway: .*port 0 is another one each time"),
-        ({"gateway": {"address": "box:80", "port": 80}}, r"workflow.gateway.address: .*'box:80' is no address"),
+        ({"gateway": {"address": "http://box"}}, r"workflow.gateway: .*port 0 is a different port"),
+        ({"gateway": {"address": "box:80", "port": 80}}, r"workflow.gateway.address: .*'box:80' is not an HTTP URL"),
         (
             {"gateway": {"adress": "http://box"}},
             r"workflow.gateway: key 'adress' does not exist .did you mean 'address'",
         ),
-        ({"elsewhere": {"base_url": "nowhere"}}, r"workflow.elsewhere.base_url: .*'nowhere' is no address"),
+        ({"elsewhere": {"base_url": "nowhere"}}, r"workflow.elsewhere.base_url: .*'nowhere' is not an HTTP URL"),
     ],
 )
 def test_a_wrong_gateway_is_told_before_anything_starts(tmp_path: Path, block: dict[str, Any], said: str) -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from processes import HANGS, Process
 
-from insitu.training.inspection import Fate, RunFiles
+from insitu.training.inspection import RunFiles, TrainingStatus
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples/tic_tac_toe/model"
@@ -242,7 +242,10 @@ def test_a_job_that_fails_ends_the_run_and_is_told_with_its_epoch_and_reason(pro
     (metrics,) = lines(project / "run/training_metrics.jsonl")  # what was gathered is recorded all the same
     assert (metrics["num_groups"], metrics["policy_version"], metrics["job"]) == (6, 0, "failed")
     files = RunFiles(project / "run")
-    assert {read.fate for read in files.outlines(files.episodes())} <= {Fate.JOB_FAILED, Fate.LEFT_OUT}
+    assert {read.status for read in files.summaries(files.find())} <= {
+        TrainingStatus.JOB_FAILED,
+        TrainingStatus.LEFT_OUT,
+    }
 
 
 def test_a_model_that_cannot_be_loaded_shows_the_end_of_the_log(project: Path) -> None:
@@ -284,9 +287,9 @@ def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signal
         assert process.wait() == code
     backend.wait(HANGS)
     files = RunFiles(project / "run")  # what has been cut off anywhere is read
-    fates = Counter(files.read(record).fate for record in files.episodes())
-    assert fates.keys() <= {Fate.TRAINED, Fate.LEFT_OUT, Fate.WAITING}
-    assert fates[Fate.TRAINED] >= 4
+    statuses = Counter(files.load(record).status for record in files.find())
+    assert statuses.keys() <= {TrainingStatus.TRAINED, TrainingStatus.LEFT_OUT, TrainingStatus.PENDING}
+    assert statuses[TrainingStatus.TRAINED] >= 4
 
 
 def test_a_second_interrupt_ends_a_run_whose_workflow_blocks_the_event_loop(project: Path) -> None:

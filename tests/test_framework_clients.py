@@ -14,7 +14,7 @@ from fake_openai import FakeOpenAI, encode
 from insitu.frameworks import ToolSteps, anthropic, async_client, sync_client
 from insitu.training.runtime import run_async
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.llms import Endpoint, OpenAIConfig, PlainLLM, connect
+from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 
 
 def ask(text: str) -> Any:
@@ -28,7 +28,7 @@ def server() -> Iterator[FakeOpenAI]:
 
 
 @asynccontextmanager
-async def model(server: FakeOpenAI, **settings: Any) -> AsyncIterator[PlainLLM]:
+async def model(server: FakeOpenAI, **settings: Any) -> AsyncIterator[ModelClient]:
     config = OpenAIConfig(model_name="fake", base_url=server.base_url, max_retries=0, **settings)
     plain = connect("player", config, Endpoint("fake", server.base_url, "none"))
     try:
@@ -96,7 +96,7 @@ async def test_the_clients_of_anthropic(server: FakeOpenAI) -> None:
     assert [call.token_ids for call in scope.calls] == [encode("echo: hi")] * 4
     assert all((call.llm, call.model, call.error) == ("player", "fake", None) for call in scope.calls)
     assert all(call.sampling.items() >= {"temperature": 0.5, "max_tokens": 50}.items() for call in scope.calls)
-    assert scope.failed_attempts == {"http 400": 1}
+    assert scope.ledger.failed_attempts == {"http 400": 1}
 
 
 async def test_synchronous_calls_are_as_many_at_once_as_are_made(server: FakeOpenAI) -> None:

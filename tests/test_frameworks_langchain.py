@@ -17,8 +17,8 @@ from insitu.errors import CaptureError
 from insitu.frameworks.langchain import make_llm
 from insitu.schemas.steps import TraceMetadata
 from insitu.workflow.context import Context, EpisodeScope
-from insitu.workflow.llm_steps import known_of
 from insitu.workflow.llms import Endpoint, OpenAIConfig, connect
+from insitu.workflow.steps import call_metadata
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ async def test_a_call_and_its_steps(server: FakeOpenAI) -> None:
     assert end.usage_info is not None
     assert end.usage_info.token_usage["completion_tokens"] == 8
     assert isinstance(end.metadata, TraceMetadata)
-    assert end.metadata.model_extra == known_of(call)
+    assert end.metadata.model_extra == call_metadata(call)
 
 
 async def test_a_tool_loop(server: FakeOpenAI) -> None:
@@ -83,7 +83,7 @@ async def test_a_tool_loop(server: FakeOpenAI) -> None:
     assert first.tools[0]["function"]["name"] == "look"
     assert [m["role"] for m in second.messages] == ["user", "assistant", "tool"]
     assert second.messages[2]["tool_call_id"] == "t1"
-    assert scope.rewards == {0: 0.5}
+    assert scope.rewards.by_call == {0: 0.5}
     start, end = (s for s in scope.steps if s.event_category == "TOOL")
     assert (start.name, end.name, start.UUID) == ("look", "look", end.UUID)
     assert start.data is not None
@@ -133,7 +133,7 @@ async def test_streaming(server: FakeOpenAI) -> None:
     assert "".join(tokens) == "echo: hi"
     assert [s.event_type for s in scope.steps if s.event_type != "LLM_NEW_TOKEN"] == ["LLM_START", "LLM_END"]
     assert isinstance(scope.steps[-1].metadata, TraceMetadata)
-    assert scope.steps[-1].metadata.model_extra == known_of(scope.calls[0])
+    assert scope.steps[-1].metadata.model_extra == call_metadata(scope.calls[0])
 
 
 async def test_synchronous_calls(server: FakeOpenAI) -> None:
@@ -147,7 +147,7 @@ async def test_synchronous_calls(server: FakeOpenAI) -> None:
         assert (await asyncio.to_thread(chat.invoke, "gzip")).content == "echo: gzip"
         assert (await asyncio.to_thread(chat.invoke, "outside")).content == "echo: outside"
     assert [c.token_ids for c in scope.calls] == [encode(f"echo: {text}") for text in ("hi", "ho", "fail 1")]
-    assert scope.failed_attempts == {"http 500": 1, "http 400": 1}
+    assert scope.ledger.failed_attempts == {"http 500": 1, "http 400": 1}
     ends = [step for step in scope.steps if step.event_type == "LLM_END"]
     assert [getattr(end.metadata, "call", None) for end in ends[:3]] == [0, 1, 2]
     assert isinstance(ends[3].metadata, dict)
@@ -166,7 +166,7 @@ async def test_a_server_without_token_ids_is_told_even_if_the_agent_swallows_it(
         async with model(server) as chat:
             with EpisodeScope(training=True) as scope:
                 assert await RunnableLambda(careless).ainvoke("hi") == "no idea"
-    assert isinstance(scope.capture_error, CaptureError)
+    assert isinstance(scope.ledger.capture_error, CaptureError)
     assert len(server.requests) == 1
 
 
@@ -199,7 +199,7 @@ async def test_all_candidates_of_a_request_are_known(server: FakeOpenAI) -> None
             await chat.agenerate([[HumanMessage("best of three")]], n=3)
     end = scope.steps[-1]
     assert isinstance(end.metadata, TraceMetadata)
-    known = [known_of(call) for call in scope.calls]
+    known = [call_metadata(call) for call in scope.calls]
     assert [call.choice for call in scope.calls] == [0, 1, 2]
     assert end.metadata.model_extra == {**known[0], "choices": known}
     assert len(scope.steps) == 2

@@ -14,10 +14,10 @@ import openai
 import pytest
 from fake_openai import FakeOpenAI, encode, logprob
 
+from insitu.gateway.server import MAX_BODY, EpisodeEndpoint, Gateway, Upstream
 from insitu.schemas.episodes import EpisodeKey
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.gateway import MAX_BODY, Door, Elsewhere, Gateway
-from insitu.workflow.llms import Endpoint, OpenAIConfig, PlainLLM, connect
+from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 
 LOOK = {"name": "look", "description": "Looks", "input_schema": {"type": "object", "properties": {}}}
 
@@ -28,13 +28,13 @@ def server() -> Iterator[FakeOpenAI]:
         yield server
 
 
-def model(server: FakeOpenAI, name: str = "player", **settings: Any) -> PlainLLM:
+def model(server: FakeOpenAI, name: str = "player", **settings: Any) -> ModelClient:
     config = OpenAIConfig(model_name="fake", base_url=server.base_url, **settings)
     return connect(name, config, Endpoint("fake", server.base_url, "none"))
 
 
 @asynccontextmanager
-async def gateway_to(*llms: PlainLLM, **options: Any) -> AsyncIterator[Gateway]:
+async def gateway_to(*llms: ModelClient, **options: Any) -> AsyncIterator[Gateway]:
     try:
         async with Gateway(llms, **options) as gateway:
             yield gateway
@@ -47,11 +47,11 @@ def ask(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-def plain(door: Door) -> openai.AsyncOpenAI:
+def plain(door: EpisodeEndpoint) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=door.openai_url, api_key=door.key)
 
 
-def claude(door: Door) -> anthropic.AsyncAnthropic:
+def claude(door: EpisodeEndpoint) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(base_url=door.anthropic_url, api_key=door.key)
 
 
@@ -62,7 +62,7 @@ async def post(url: str, body: Any, **options: Any) -> tuple[int, Any]:
         return answer.status, json.loads(text) if answer.content_type == "application/json" else text
 
 
-async def text_by(dialect: str, streamed: bool, door: Door, text: str) -> str:
+async def text_by(dialect: str, streamed: bool, door: EpisodeEndpoint, text: str) -> str:
     """What the official client of a dialect makes of the answer."""
     if dialect == "messages":
         async with claude(door) as client:
@@ -106,7 +106,7 @@ KINDS = ("chat", "text", "responses", "messages")
 @pytest.mark.parametrize("dialect", KINDS)
 async def test_official_clients_are_recorded(server: FakeOpenAI, dialect: str, streamed: bool) -> None:
     async with gateway_to(model(server, temperature=0.5)) as gateway:
-        with EpisodeScope(training=True, seed=1) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True, seed=1) as scope, gateway.endpoint(scope) as door:
             assert await text_by(dialect, streamed, door, "hi") == "echo: hi"
     (call,) = scope.calls
     assert (call.llm, call.model, call.messages, call.error) == ("player", "fake", ask("hi"), None)
@@ -121,7 +121,7 @@ async def test_official_clients_are_recorded(server: FakeOpenAI, dialect: str, s
 
 async def test_what_the_agent_asked_for_it_gets(server: FakeOpenAI) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             asked = {"model": "x", "messages": ask("hi"), "logprobs": True, "return_token_ids": True}
             status, reply = await post(f"{door.openai_url}/chat/completions", asked)
     assert status == 200
@@ -132,7 +132,7 @@ async def test_what_the_agent_asked_for_it_gets(server: FakeOpenAI) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_tool_arguments_go_back_as_they_were_sampled(server: FakeOpenAI, streamed: bool) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             async with claude(door) as client:
                 asked: dict[str, Any] = {"model": "claude", "max_tokens": 9, "tools": [LOOK]}
                 if streamed:
@@ -162,7 +162,7 @@ async def test_tool_arguments_go_back_as_they_were_sampled(server: FakeOpenAI, s
 
 async def test_responses_go_on_from_the_previous_one(server: FakeOpenAI) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             async with plain(door) as client:
                 first = await client.responses.create(model="x", input="hi", instructions="Be brief")
                 await client.responses.create(model="x", input="again", previous_response_id=first.id)
@@ -175,9 +175,9 @@ async def test_responses_go_on_from_the_previous_one(server: FakeOpenAI) -> None
 async def test_several_models(server: FakeOpenAI) -> None:
     with FakeOpenAI(policy_version=None) as judge_server, FakeOpenAI() as other:
         judge = connect("judge", OpenAIConfig(model_name="big"), Endpoint("big", judge_server.base_url, "none"))
-        options = {"aliases": {"gpt-4o": "judge"}, "elsewhere": Elsewhere(other.base_url)}
+        options = {"aliases": {"gpt-4o": "judge"}, "upstream": Upstream(other.base_url)}
         async with gateway_to(model(server), judge, **options) as gateway:
-            with EpisodeScope(training=frozenset({"player"})) as scope, gateway.admit(scope) as door:
+            with EpisodeScope(training=frozenset({"player"})) as scope, gateway.endpoint(scope) as door:
                 async with plain(door) as client:
                     for name in ("player", "fake", "judge", "big", "gpt-4o", "stranger"):
                         await client.chat.completions.create(model=name, messages=ask(name))
@@ -190,7 +190,7 @@ async def test_several_models(server: FakeOpenAI) -> None:
 
 async def test_what_is_no_call_is_forwarded(server: FakeOpenAI) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             async with plain(door) as client:
                 assert [m.id async for m in client.models.list()] == ["fake"]
                 with pytest.raises(openai.NotFoundError):  # the server's own 404: it has no such route
@@ -202,11 +202,11 @@ async def test_what_is_no_call_is_forwarded(server: FakeOpenAI) -> None:
 async def test_a_refusal_has_the_shape_of_the_dialect(server: FakeOpenAI, dialect: str) -> None:
     error = anthropic.APIStatusError if dialect == "messages" else openai.APIStatusError
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             with pytest.raises(error, match="refused: status 418") as raised:
                 await text_by(dialect, False, door, "status 418")
     assert raised.value.status_code == 418
-    assert scope.failed_attempts == {"http 418": 1}
+    assert scope.ledger.failed_attempts == {"http 418": 1}
     assert scope.calls == []
 
 
@@ -216,19 +216,19 @@ async def test_a_client_that_tries_again_makes_one_call(server: FakeOpenAI, dial
     number = 1 + 2 * KINDS.index(dialect)
     text = f"fail {'0' * (number + streamed)}1"  # the server fails once for each text
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             assert await text_by(dialect, streamed, door, text) == f"echo: {text}"
     first, second = server.requests[-2:]
     assert first["seed"] == second["seed"]
     assert [c.index for c in scope.calls] == [0]
-    assert scope.failed_attempts == {"http 500": 1}
+    assert scope.ledger.failed_attempts == {"http 500": 1}
 
 
 async def test_what_training_lacks_is_told() -> None:
     with FakeOpenAI(token_ids=False) as server:
         async with gateway_to(model(server)) as gateway:
             for streamed in (False, True):
-                with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+                with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
                     async with plain(door) as client:
                         asked: Any = {"model": "x", "messages": ask("hi"), "stream": streamed}
                         status, body = await post(f"{door.openai_url}/chat/completions", asked)
@@ -237,7 +237,7 @@ async def test_what_training_lacks_is_told() -> None:
                         with pytest.raises(openai.APIStatusError, match="training needs the token ids") as raised:
                             await client.chat.completions.create(model="x", messages=ask("hi"))
                         assert raised.value.status_code == 424
-                assert scope.capture_error is not None
+                assert scope.ledger.capture_error is not None
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ async def test_what_training_lacks_is_told() -> None:
 )
 async def test_a_body_that_is_no_request(server: FakeOpenAI, body: bytes, said: str) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             status, answer = await post(f"{door.openai_url}/chat/completions", body)
             assert status == 400
             assert said in answer["error"]["message"]
@@ -263,12 +263,12 @@ async def test_a_body_that_is_no_request(server: FakeOpenAI, body: bytes, said: 
                 assert (status, answer["error"]["param"]) == (400, "prompt")
             status, answer = await post(f"{door.anthropic_url}/v1/messages", b'{"messages": [7]}')
             assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
-    assert (scope.calls, scope.failed_attempts) == ([], {})
+    assert (scope.calls, scope.ledger.failed_attempts) == ([], {})
 
 
 async def test_a_body_too_large(server: FakeOpenAI) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope() as scope, gateway.admit(scope) as door:
+        with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             body = b" " * 50_000_000
             status, answer = await post(f"{door.openai_url}/chat/completions", io.BytesIO(body))
             assert (status, answer["error"]["code"]) == (413, "too_large")
@@ -288,8 +288,8 @@ async def _pieces(body: bytes) -> AsyncIterator[bytes]:
 async def test_keys_are_good_for_one_episode(server: FakeOpenAI) -> None:
     key = EpisodeKey("r", 0, "7", 0)
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as other, gateway.admit(other) as wrong:
-            with EpisodeScope(key=key, training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as other, gateway.endpoint(other) as wrong:
+            with EpisodeScope(key=key, training=True) as scope, gateway.endpoint(scope) as door:
                 await text_by("chat", False, door, "hi")
                 assert door.key not in repr(door)
             for dialect, error in (("chat", openai.APIStatusError), ("messages", anthropic.APIStatusError)):
@@ -300,25 +300,25 @@ async def test_keys_are_good_for_one_episode(server: FakeOpenAI) -> None:
             status, answer = await post(f"{url}/chat/completions", {"model": "x", "messages": ask("hi")})
             assert (status, answer["error"]["code"]) == (401, "unknown_episode")
         assert (gateway.late_calls, gateway.unknown_keys) == (2, 1)
-    assert (len(scope.calls), scope.late_calls, other.calls) == (1, 2, [])
+    assert (len(scope.calls), scope.ledger.late_calls, other.calls) == (1, 2, [])
 
 
 async def test_an_answer_that_comes_after_the_end_is_nobodys(server: FakeOpenAI) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             asked = {"model": "x", "messages": ask("slow 0.3")}
             late = asyncio.create_task(post(f"{door.openai_url}/chat/completions", asked))
             await asyncio.sleep(0.15)
-        with EpisodeScope(training=True) as following, gateway.admit(following):
+        with EpisodeScope(training=True) as following, gateway.endpoint(following):
             assert (await late)[0] == 200
-    assert (scope.calls, scope.late_calls, following.calls) == ([], 1, [])
+    assert (scope.calls, scope.ledger.late_calls, following.calls) == ([], 1, [])
 
 
 @pytest.mark.parametrize("dialect", KINDS)
 async def test_a_server_killed_in_mid_stream(server: FakeOpenAI, dialect: str) -> None:
     kinds = (openai.APIError, anthropic.APIError)
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             known = set(server.connections)
             asking = asyncio.create_task(text_by(dialect, True, door, "stall"))
             while not (new := server.connections - known):  # noqa: ASYNC110 (it is of another thread)
@@ -344,15 +344,15 @@ async def test_a_server_killed_in_mid_stream(server: FakeOpenAI, dialect: str) -
 async def test_a_server_that_is_gone(server: FakeOpenAI) -> None:
     dead = connect("player", OpenAIConfig(model_name="x"), Endpoint("x", "http://127.0.0.1:9/v1", "none"))
     async with gateway_to(dead) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             status, answer = await post(f"{door.openai_url}/chat/completions", {"messages": ask("hi")})
             assert (status, answer["error"]["code"]) == (502, "upstream")
             assert door.failure is not None
             status, _ = await post(f"{door.openai_url}/embeddings", {"input": "hi"})
             assert status == 502
-    assert scope.failed_attempts == {"ClientConnectorError": 1}
+    assert scope.ledger.failed_attempts == {"ClientConnectorError": 1}
     async with gateway_to(model(server, timeout=0.1)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             status, answer = await post(f"{door.openai_url}/chat/completions", {"messages": ask("slow 2")})
             assert (status, answer["error"]["code"]) == (504, "upstream")
 
@@ -361,7 +361,7 @@ async def test_a_server_that_is_gone(server: FakeOpenAI) -> None:
 async def test_an_agent_that_hangs_up(server: FakeOpenAI, streamed: bool) -> None:
     text = "stall" if streamed else "slow 0.4"
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             port = int(door.address.rpartition(":")[2])
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             body = json.dumps({"model": "x", "messages": ask(text), "stream": streamed}).encode()
@@ -375,7 +375,7 @@ async def test_an_agent_that_hangs_up(server: FakeOpenAI, streamed: bool) -> Non
                     ("the agent closed the connection", encode("ech"))
                 ]
             else:
-                assert (scope.calls, scope.failed_attempts) == ([], {"CancelledError": 1})
+                assert (scope.calls, scope.ledger.failed_attempts) == ([], {"CancelledError": 1})
             assert await text_by("chat", False, door, "hi") == "echo: hi"
     assert len(scope.calls) == 1 + streamed
 
@@ -391,7 +391,7 @@ async def test_an_agent_that_hangs_up(server: FakeOpenAI, streamed: bool) -> Non
 )
 async def test_noise(server: FakeOpenAI, raw: bytes) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(door.address.rpartition(":")[2]))
             writer.write(raw)
             assert (await reader.readline()).split()[1:2][0] in (b"400", b"401", b"404")
@@ -404,7 +404,7 @@ async def test_episodes_at_once_keep_to_themselves(server: FakeOpenAI) -> None:
     async with gateway_to(model(server)) as gateway:
 
         async def episode(number: int) -> EpisodeScope:
-            with EpisodeScope(training=True, seed=number) as scope, gateway.admit(scope) as door:
+            with EpisodeScope(training=True, seed=number) as scope, gateway.endpoint(scope) as door:
                 texts = [f"{number}.{n}" for n in range(4)]
                 await asyncio.gather(*(text_by(k, number % 2 == 0, door, t) for k, t in zip(KINDS, texts, strict=True)))
             return scope
@@ -430,7 +430,7 @@ async def test_many_may_connect_at_once(server: FakeOpenAI) -> None:
 
 async def test_what_says_nothing_of_the_answer_is_left_out(server: FakeOpenAI) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             asked: Any = {"model": "x", "max_tokens": 9, "messages": ask("hi"), "cache_control": {"type": "ephemeral"}}
             status, _ = await post(f"{door.anthropic_url}/v1/messages", asked)
     assert (status, len(scope.calls)) == (200, 1)

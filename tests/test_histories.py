@@ -24,13 +24,13 @@ from fake_openai import FakeOpenAI, encode, logprob, texts_of
 from insitu.advantages.estimator import rows_of
 from insitu.evaluation.collector import run_limited
 from insitu.evaluation.episodes import EpisodeOptions, in_process, run_episode
+from insitu.gateway.server import Gateway
 from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.training.store import call_records, restore_calls
 from insitu.trajectories.conversations import conversations
 from insitu.workflow.context import current_scope
-from insitu.workflow.gateway import Gateway
-from insitu.workflow.llms import Endpoint, OpenAIConfig, PlainLLM, connect
+from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 
 Message = dict[str, Any]
 EPISODES, AT_ONCE = 200, 64
@@ -331,7 +331,7 @@ class Workflow:
     `7 ours` is asked by our own client, `7 foreign` by one that is given an address of the gateway.
     """
 
-    def __init__(self, llms: list[PlainLLM], gateway: Gateway, foreign: aiohttp.ClientSession) -> None:
+    def __init__(self, llms: list[ModelClient], gateway: Gateway, foreign: aiohttp.ClientSession) -> None:
         self.gateway, self.foreign = gateway, foreign
         self.clients = {llm.name: llm.client for llm in llms}
         self.agents: dict[str, Agent] = {}
@@ -341,7 +341,7 @@ class Workflow:
             return await self._play(name, partial(by_our_client, self.clients))
         scope = current_scope()
         assert scope is not None
-        with self.gateway.admit(scope) as door:
+        with self.gateway.endpoint(scope) as door:
             return await self._play(name, partial(by_a_foreign_client, self.foreign, door.openai_url))
 
     async def _play(self, name: str, send: Any) -> str:

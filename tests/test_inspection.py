@@ -57,9 +57,8 @@ def failed(generation: int, row: str, reward: float | None = None, attempt: int 
     return made
 
 
-def trajectory(of: Episode, dropped: str | None = None) -> Trajectory:
-    metadata = {} if dropped is None else {"dropped": dropped}
-    return Trajectory.model_construct(id=of.key.text(), reward=of.reward, calls=of.calls, metadata=metadata)
+def trajectory(of: Episode) -> Trajectory:
+    return Trajectory.model_construct(id=of.key.text(), reward=of.reward, calls=of.calls)
 
 
 class Run:
@@ -79,8 +78,9 @@ class Run:
         self.store.append_group(GroupRecord(row, list(episodes), kept, dropped), 1)
 
     def weigh(self, advantages: dict[int, float | None], *episodes: Episode, dropped: str | None = None) -> None:
-        made = [trajectory(e, dropped) for e in episodes]
-        self.store.append_advantages(1, made, [(t, advantages) for t in made] if dropped is None else [])
+        collected = [trajectory(e) for e in episodes]
+        reasons = {} if dropped is None else {str(t.id): dropped for t in collected}
+        self.store.append_advantages(1, collected, reasons, [(t, advantages) for t in collected if not reasons])
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_an_episode_that_was_trained(run: Path) -> None:
     assert shown.splitlines() == [
         "episode run_1/1/r 1/0/0",
         "  ok  reward 0.5  7 prompt + 3 sampled tokens  policy version 3  1.50 s",
-        "  rewards of its group: [0.5], -1",
+        "  group rewards: [0.5], -1",
         "  trained with 2 of 3 calls; credit step, discount 0.5, baseline mean, scale none",
         "  answer: won",
         "",
@@ -132,14 +132,14 @@ def test_an_episode_that_was_trained(run: Path) -> None:
         "   1  judge in <workflow> > play  0.00-0.00 s  9 + ? tokens  stop  not trained",
         "   2  player in <workflow> > play  0.00-0.00 s  5 + 1 tokens  stop  reward 0  advantage -0.25  row 1",
         "",
-        "dialogue 1",
+        "conversation 1",
         "  user: move?",
         "  assistant [call 0]: 4",
         "  user: \\x1b[31mtaken",
         "    again \\n",
         "  assistant [call 2]: 5",
         "",
-        "dialogue 2",
+        "conversation 2",
         "  user: judge",
         "  assistant [call 1]: good",
         "",
@@ -157,16 +157,16 @@ def test_a_failed_episode_says_why_and_whether_it_was_trained_all_the_same(run: 
     assert priced[1:7] == [
         "  failed: timeout  reward -1  7 prompt + 3 sampled tokens  policy version 3  1.50 s",
         "  EpisodeTimeout: no answer",
-        "  attempt 3; those before it failed",
-        "  requests without an answer: 2 http 503",
-        "  rewards of its group: 0.5, [-1]",
+        "  attempt 3; earlier attempts failed",
+        "  failed requests: 2 http 503",
+        "  group rewards: 0.5, [-1]",
         "  trained with 2 of 3 calls; credit step, discount 0.5, baseline mean, scale none",
     ]
     left_out = show(run, "--row", "r/3", "--generation", 1).out
     assert "  failed: timeout  reward none  " in left_out
-    assert "  rewards of its group: 0.5; not in it: 1 timeout\n  left out of training: timeout\n" in left_out
+    assert "  group rewards: 0.5; left out: 1 timeout\n  left out of training: timeout\n" in left_out
     assert "advantage" not in left_out
-    assert "rows, as they would be with all calls\n  row 1: calls 0, 2; 6 tokens, 3 of them sampled" in left_out
+    assert "rows if all calls were trained\n  row 1: calls 0, 2; 6 tokens, 3 of them sampled" in left_out
     assert "  left out of training: no_variance\n" in show(run, "--row", "r2", "--generation", 0).out
 
 
@@ -189,10 +189,10 @@ def test_what_a_server_weighs_is_told_as_sent(tmp_path: Path) -> None:
     made.weigh({2: None}, episode(0, "r1"), episode(1, "r1"))
     made.store.close()
     shown = show(made.folder, "--row", "r1", "--generation", 1).out
-    assert "  trained with 1 of 3 calls, sent with the episode's reward; the server made their advantages\n" in shown
+    assert "  trained with 1 of 3 calls, sent with the episode's reward; the server computed the advantages\n" in shown
     parts = [line.partition("stop  ")[2] for line in shown.splitlines() if "tokens  stop" in line]
     assert parts == ["reward 0.25  context  row 1", "not trained", "reward 0  sent  row 1"]
-    assert "rows, by exact prefix; the server makes its own of what it is sent\n" in shown
+    assert "rows by exact prefix; the server builds its own\n" in shown
     assert "row 1: calls 0, 2; 6 tokens, 1 of them trained" in shown
     assert show(made.folder).out.splitlines()[0].endswith("3 calls   sent")
 
@@ -206,16 +206,22 @@ def test_calls_whose_prompts_nobody_knows_are_in_no_row(tmp_path: Path) -> None:
     made.store.close()
     shown = show(made.folder, "--row", "r1").out
     assert "  ? + 1 tokens  stop  sent\n" in shown
-    assert shown.endswith("\n  none: the token ids of these calls are not known\n")
+    assert shown.endswith("\n  none: the token ids of these calls are unknown\n")
 
 
 @pytest.mark.parametrize(
     ("over", "metrics", "advantages", "listed", "told"),
     [
-        (False, {}, None, "not trained yet", "not trained yet: its epoch goes on, or the run was cut off in it"),
-        (False, {}, {0: 1.0}, "not trained yet", "not trained yet: its epoch goes on, or the run was cut off in it"),
+        (False, {}, None, "not trained yet", "not trained yet: its epoch is running or was interrupted"),
+        (
+            False,
+            {},
+            {0: 1.0},
+            "not trained yet",
+            "not trained yet: its epoch is running or was interrupted",
+        ),
         (True, {"job": "failed"}, {0: 1.0}, "job failed", "not trained: the job of epoch 1 is failed"),
-        (True, {}, None, "not recorded", "trained or not: this run keeps no record of its trained calls"),
+        (True, {}, None, "not recorded", "unknown whether it was trained: this run has no record of advantages"),
     ],
     ids=["collecting", "training", "failed job", "no record"],
 )
@@ -232,7 +238,7 @@ def test_what_is_not_trained_is_not_told_as_trained(
     assert f"\n  {told}\n" in shown
     rows = shown.partition("\nrows")[2]
     if advantages is None:
-        assert rows == ", as they would be with all calls\n  row 1: calls 0, 2; 6 tokens, 3 of them sampled\n"
+        assert rows == " if all calls were trained\n  row 1: calls 0, 2; 6 tokens, 3 of them sampled\n"
     else:
         assert rows == "\n  row 1: calls 0, 2; 6 tokens, 2 of them to train\n"
 
@@ -249,7 +255,7 @@ def test_a_run_of_an_earlier_release_is_read(run: Path) -> None:
     assert show(run).out.splitlines()[0].endswith("3 calls   not recorded")
     shown = show(run, "--row", "r 1", "--generation", 0)
     assert (shown.code, shown.err) == (0, "")
-    assert "keeps no record" in shown.out
+    assert "has no record" in shown.out
 
 
 def test_a_line_that_is_being_written_is_not_there_yet(run: Path) -> None:
@@ -274,7 +280,7 @@ def test_some_calls_of_many_and_some_of_a_long_text(tmp_path: Path) -> None:
     made.store.close()
     shown = show(made.folder, "--calls", "20-21", "--tokens").out
     assert [line.split()[0] for line in shown.splitlines() if " tokens  stop" in line] == ["20", "21"]
-    dialogue = shown[shown.index("dialogue 1") : shown.index("\nrows")].splitlines()
+    dialogue = shown[shown.index("conversation 1") : shown.index("\nrows")].splitlines()
     assert dialogue[1] == "  ... 40 messages"
     assert dialogue[2] == f"  user: turn 20 {'x' * (2000 - 8)} ... 1008 more characters (--full)"
     assert dialogue[3:] == ["  assistant [call 20]: answer 20", "  user: turn 21 ", "  assistant [call 21]: answer 21"]
@@ -285,9 +291,9 @@ def test_some_calls_of_many_and_some_of_a_long_text(tmp_path: Path) -> None:
         "    call 21: 21 (-0.500)",
     ]
     assert "x" * 3000 in show(made.folder, "--calls", "20", "--full").out
-    assert "dialogue 1\n  ... 58 messages\n  user: turn 29 \n" in show(made.folder, "--calls", "29-").out
+    assert "conversation 1\n  ... 58 messages\n  user: turn 29 \n" in show(made.folder, "--calls", "29-").out
     assert show(made.folder, "--calls", "30-40").err == "error: --calls: the episode has calls 0 to 29\n"
-    assert "'x' is no call and no range of calls; as in 4, 4-7 or 4-" in show(made.folder, "--calls", "x").err
+    assert "'x' is not a call or a range of calls, such as 4, 4-7 or 4-" in show(made.folder, "--calls", "x").err
 
 
 def test_what_a_call_may_hold_beside_text(tmp_path: Path) -> None:
@@ -309,7 +315,7 @@ def test_what_a_call_may_hold_beside_text(tmp_path: Path) -> None:
     assert '  assistant [call 0]: [reasoning] hm\n    -> look({"at": "sky"})\n' in shown
     broken = show(made.folder, "--generation", 1).out
     assert "  1 + 1 tokens  the stream was closed before its end  row 1\n" in broken
-    assert "dialogue" not in broken
+    assert "conversation" not in broken
     other = show(made.folder, "--generation", 2).out
     assert "  stop  choice 1  row 1\n" in other
     assert "  assistant [call 2]: a\\ud800\n" in other
@@ -348,24 +354,24 @@ def test_a_terminal_gets_colours_and_a_hint_and_a_pipe_gets_neither(run: Path) -
 
 def test_what_is_not_there_is_told_with_what_is_near(run: Path) -> None:
     for arguments, says in (
-        (("--row", "r1"), "no episode has --row 'r1'; near it: r 1\n"),
+        (("--row", "r1"), "no episode has --row 'r1'; similar: r 1\n"),
         (("--row", "zzz"), "no episode has --row 'zzz'; available: r 1, r2, r/3"),
         (("--epoch", 2, "--row", "r2"), "no episode has --epoch 2; available: 1"),
         (("--row", "r2", "--generation", 4), "no episode with --row 'r2' has --generation 4; available: 0, 1"),
-        (("--episode", "1/r2/1"), "no episode has --episode '1/r2/1'; near it: run_1/1/r2/1/0"),
-        (("--episode", "run_1/1/r2/1/1"), "near it: run_1/1/r2/1/0, "),
+        (("--episode", "1/r2/1"), "no episode has --episode '1/r2/1'; similar: run_1/1/r2/1/0"),
+        (("--episode", "run_1/1/r2/1/1"), "similar: run_1/1/r2/1/0, "),
     ):
         missing = show(run, *arguments)
         assert (missing.code, missing.out) == (2, "")
         assert says in missing.err
     nothing = show(run / "nowhere")
     assert nothing.code == 2
-    assert "holds no run: it has no episodes.jsonl" in nothing.err
+    assert "is not a run directory: episodes.jsonl is missing" in nothing.err
     (run / "episodes.jsonl").write_text('{"format": 99}\n')
-    assert "is of format 99; known is 1" in show(run).err
+    assert "has format 99; supported: 1" in show(run).err
     (run / "episodes.jsonl").write_text('{"format":1}\nnonsense\n')
     broken = show(run)
-    assert (broken.code, "line 2 is no JSON" in broken.err) == (1, True)
+    assert (broken.code, "line 2 is not JSON" in broken.err) == (1, True)
 
 
 def test_a_name_among_many_and_an_episode_without_calls(tmp_path: Path) -> None:
@@ -376,7 +382,7 @@ def test_a_name_among_many_and_an_episode_without_calls(tmp_path: Path) -> None:
     made.add("last", episode(0, "last", calls=[named]))
     made.store.close()
     missing = show(made.folder, "--episode", "run_1/1/train-1234/0/0").err
-    assert "near it: run_1/1/train-01234/0/0" in missing
+    assert "similar: run_1/1/train-01234/0/0" in missing
     listed = show(made.folder, "--row", "train-01999").out
     assert listed.startswith("episode run_1/1/train-01999/0/0\n")
-    assert "none: the token ids of these calls are not known" in listed
+    assert "none: the token ids of these calls are unknown" in listed

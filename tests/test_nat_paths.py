@@ -314,7 +314,7 @@ def test_an_installed_original_wins_and_the_command_line_says_so(original: Path,
     said = run("-m", "insitu", "--help", PYTHONPATH=str(folder))
     assert said.returncode == 0
     assert said.stderr == (
-        f"note: nat.* is another toolkit here ({folder}/nat/builder): its plugins do not reach insitu\n"
+        f"note: nat.* is another toolkit ({folder}/nat/builder): insitu does not load plugins written for it\n"
     )
 
 
@@ -382,5 +382,5 @@ def test_any_other_package_called_nat_is_told_too(tmp_path: Path) -> None:
     said = run("-m", "insitu", "--help", PYTHONPATH=str(tmp_path))
     assert (said.returncode, said.stderr) == (
         0,
-        f"note: nat.* is another toolkit here ({tmp_path}/nat): its plugins do not reach insitu\n",
+        f"note: nat.* is another toolkit ({tmp_path}/nat): insitu does not load plugins written for it\n",
     )

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from test_gateway import KINDS, ask, claude, gateway_to, plain, post, text_by
 
+from insitu.gateway.server import EpisodeEndpoint
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.gateway import Door
 from insitu.workflow.llms import Endpoint, OpenAIConfig, connect
 
 
@@ -49,7 +49,7 @@ CALLS_END = piece({}, finish="tool_calls")
 
 
 @asynccontextmanager
-async def door_to(body: bytes, kind: str = "text/event-stream") -> AsyncIterator[tuple[EpisodeScope, Door]]:
+async def door_to(body: bytes, kind: str = "text/event-stream") -> AsyncIterator[tuple[EpisodeScope, EpisodeEndpoint]]:
     """An episode at a server that answers everything with `body`."""
 
     async def answer(request: web.Request) -> web.Response:
@@ -65,7 +65,7 @@ async def door_to(body: bytes, kind: str = "text/event-stream") -> AsyncIterator
     llm = connect("player", OpenAIConfig(model_name="m", base_url=address), Endpoint("m", address, "none"))
     try:
         async with gateway_to(llm) as gateway:
-            with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+            with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
                 yield scope, door
     finally:
         await runner.cleanup()
@@ -97,7 +97,7 @@ async def test_odd_streams_are_understood(name: str, kind: str) -> None:
             assert '"logprob"' not in text
         if kind != "chat" or name not in ("choices null", "delta null"):  # which its client hands on as they are
             assert await text_by(kind, True, door, "hi") == "abc"
-    assert scope.failed_attempts == {}
+    assert scope.ledger.failed_attempts == {}
     for recorded in scope.calls:
         assert (recorded.message, recorded.error) == ({"role": "assistant", "content": "abc"}, None)
         assert (recorded.prompt_token_ids, recorded.token_ids, recorded.logprobs) == ([1, 2], [97, 98, 99], [-1.0] * 3)
@@ -211,21 +211,21 @@ async def test_an_answer_that_is_no_completion(kind: str, body: dict[str, Any]) 
     async with door_to(json.dumps({"prompt_token_ids": [1], **body}).encode(), "application/json") as (scope, door):
         asked = {"input": "hi"} if kind == "responses" else {"messages": ask("hi")}
         status, answer = await post(f"{door.openai_url}/{kind}", asked)
-        assert (status, "no completion" in answer["error"]["message"]) == (502, True)
+        assert (status, "not a completion" in answer["error"]["message"]) == (502, True)
         assert "error" not in body or "boom" in answer["error"]["message"]
-    assert (scope.calls, scope.failed_attempts) == ([], {"unreadable answer": 1})
+    assert (scope.calls, scope.ledger.failed_attempts) == ([], {"unreadable answer": 1})
 
 
 async def test_a_failure_told_in_a_stream_reaches_an_agent_of_this_process() -> None:
+    from insitu.gateway.translation import translating_transport
     from insitu.workflow.llms import http_library
-    from insitu.workflow.translation import translating
 
     async with door_to(written(*SAID[:2], {"error": {"message": "boom"}})) as (_, door):
         llm = connect(
             "player", OpenAIConfig(model_name="m", base_url=door.openai_url), Endpoint("m", door.openai_url, "k")
         )
         http = http_library()
-        transport = translating(http).asynchronous(llm)
+        transport = translating_transport(http)(llm)
         async with openai.AsyncOpenAI(
             base_url=door.openai_url, api_key="k", http_client=http.AsyncClient(transport=transport)
         ) as client:

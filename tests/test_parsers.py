@@ -34,7 +34,7 @@ from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, Stre
 from insitu.toolkit.parsers import adk_parser, langchain_parser, llama_index_parser
 from insitu.toolkit.parsers.base_parser import parse_calls, parse_to_conversations, parse_to_openai_messages
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.llms import Endpoint, OpenAIConfig, PlainLLM, connect, http_library
+from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect, http_library
 
 DATA = Path(__file__).parent / "data" / "parsers"
 RECORDED = {name: json.loads((DATA / f"{name}.json").read_text())["episodes"] for name in ("llama_index", "adk")}
@@ -47,7 +47,7 @@ def server() -> Iterator[FakeOpenAI]:
         yield server
 
 
-def connected(server: FakeOpenAI) -> PlainLLM:
+def connected(server: FakeOpenAI) -> ModelClient:
     config = OpenAIConfig(model_name="fake", base_url=server.base_url)
     return connect("player", config, Endpoint("fake", server.base_url, "none"))
 

@@ -20,8 +20,8 @@ from fake_openai import FakeOpenAI, encode, texts_of
 from test_gateway import ask, claude, gateway_to, model, plain, post, text_by
 from yarl import URL
 
+from insitu.gateway.server import MAX_BODY, EpisodeEndpoint, Upstream
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.gateway import MAX_BODY, Door, Elsewhere
 
 HI = json.dumps({"model": "x", "messages": ask("hi")}).encode()
 GARBLED = {
@@ -88,7 +88,9 @@ def server() -> Iterator[Watched]:
         yield server
 
 
-async def ask_raw(door: Door, path: str, method: str = "POST", body: Any = HI, **headers: str) -> tuple[int, Any]:
+async def ask_raw(
+    door: EpisodeEndpoint, path: str, method: str = "POST", body: Any = HI, **headers: str
+) -> tuple[int, Any]:
     """Status and body of a request whose path below the episode's address is sent as it stands."""
     url = URL(f"{door.anthropic_url}{path}", encoded=True)
     async with (
@@ -112,7 +114,7 @@ async def ask_raw(door: Door, path: str, method: str = "POST", body: Any = HI, *
 )
 async def test_a_call_is_recorded_however_its_address_is_put_together(server: Watched, path: str) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             assert (await ask_raw(door, path))[0] == 200
     assert [call.token_ids for call in scope.calls] == [encode("echo: hi")]
 
@@ -121,7 +123,7 @@ async def test_a_call_is_recorded_however_its_address_is_put_together(server: Wa
 async def test_no_path_leads_out_of_the_address(server: Watched, path: str) -> None:
     before = len(server.seen)
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope() as scope, gateway.admit(scope) as door:
+        with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             status, answer = await ask_raw(door, path, "GET", None)
     assert (status, answer["error"]["code"]) == (400, "invalid_path")
     assert len(server.seen) == before
@@ -129,7 +131,7 @@ async def test_no_path_leads_out_of_the_address(server: Watched, path: str) -> N
 
 async def test_other_methods_and_routes_go_on_untouched(server: Watched) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope() as scope, gateway.admit(scope) as door:
+        with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             odd = door.anthropic_url.replace(door.key, f"%{ord(door.key[0]):x}{door.key[1:]}")
             for method in ("GET", "HEAD", "OPTIONS", "DELETE", "PUT"):
                 async with aiohttp.ClientSession() as session:
@@ -150,7 +152,7 @@ async def test_other_methods_and_routes_go_on_untouched(server: Watched) -> None
 
 async def test_headers_are_those_for_the_other_side(server: Watched) -> None:
     async with gateway_to(model(server, api_key="real")) as gateway:
-        with EpisodeScope() as scope, gateway.admit(scope) as door:
+        with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             body = gzip.compress(b"anything")
             own = {"authorization": door.key, "x_api_key": door.key, "api_key": door.key, "x_goog_api_key": door.key}
             odd = {
@@ -169,7 +171,7 @@ async def test_headers_are_those_for_the_other_side(server: Watched) -> None:
 
 async def test_agents_do_not_train(server: Watched) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             for path in (
                 "/v1/train/jobs",
                 "/v1//train/jobs",
@@ -180,8 +182,8 @@ async def test_agents_do_not_train(server: Watched) -> None:
                 status, answer = await ask_raw(door, path)
                 assert (status, answer["error"]["code"]) == (403, "not_for_agents")
     with Watched() as other:
-        async with gateway_to(model(server), elsewhere=Elsewhere(other.base_url)) as gateway:
-            with EpisodeScope() as scope, gateway.admit(scope) as door:
+        async with gateway_to(model(server), upstream=Upstream(other.base_url)) as gateway:
+            with EpisodeScope() as scope, gateway.endpoint(scope) as door:
                 assert (await ask_raw(door, "/v1/train/jobs"))[0] == 200  # the key there is the agents' own
         assert other.seen[-1].path == "/v1/train/jobs"
 
@@ -194,7 +196,7 @@ async def test_agents_do_not_train(server: Watched) -> None:
         ("deflate", zlib.compress(HI), 200, ""),
         ("identity", HI, 200, ""),
         ("gzip", HI, 400, "the body is not gzip"),
-        ("gzip", gzip.compress(HI)[:-20], 400, "gzip without its end"),
+        ("gzip", gzip.compress(HI)[:-20], 400, "truncated gzip"),
         ("deflate", HI, 400, "the body is not deflate"),
         ("br", HI, 415, "'br'; allowed: gzip, deflate"),
         ("gzip, gzip", HI, 415, "allowed: gzip, deflate"),
@@ -205,7 +207,7 @@ async def test_agents_do_not_train(server: Watched) -> None:
 )
 async def test_compressed_requests(server: Watched, encoding: str, body: bytes, status: int, said: str) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             got, answer = await ask_raw(door, "/v1/chat/completions", body=body, content_encoding=encoding)
             assert got == status, answer
             assert status == 200 or said in answer["error"]["message"]
@@ -215,7 +217,7 @@ async def test_compressed_requests(server: Watched, encoding: str, body: bytes, 
 
 async def test_chunks_that_are_none(server: Watched) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(door.address.rpartition(":")[2]))
             head = f"POST /e/{door.key}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
             writer.write(head.encode() + b"zz\r\n{}\r\n0\r\n\r\n")
@@ -237,7 +239,7 @@ async def pieces(body: bytes) -> AsyncIterator[bytes]:
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_the_limit_is_exact(server: Watched, chunked: bool) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             for size, status in ((MAX_BODY, 200), (MAX_BODY + 1, 413)):
                 body = padded(size)
                 length = {} if chunked else {"content_length": str(size)}
@@ -273,7 +275,7 @@ async def test_a_client_that_sends_all_before_it_reads_is_not_left_hanging(serve
         return status, told
 
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             url = f"{door.openai_url}/chat/completions"
             url = url.replace(door.key, "x" * 24) if way == "unknown key" else url
             started = time.monotonic()
@@ -286,7 +288,7 @@ async def test_a_client_that_sends_all_before_it_reads_is_not_left_hanging(serve
 
 async def test_official_clients_know_what_was_too_large(server: Watched) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope() as scope, gateway.admit(scope) as door:
+        with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             async with plain(door) as client:
                 for asking in (
                     client.chat.completions.create(model="x", messages=[{"role": "user", "content": "x" * LARGE}]),
@@ -307,7 +309,7 @@ async def test_official_clients_know_what_was_too_large(server: Watched) -> None
 )
 async def test_errors_have_the_names_of_anthropics(server: Watched, status: int, kind: str) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope() as scope, gateway.admit(scope) as door:
+        with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             async with claude(door).with_options(max_retries=0) as client:
                 with pytest.raises(anthropic.APIStatusError) as raised:
                     await client.messages.create(model="x", max_tokens=1, messages=ask(f"status {status}"))
@@ -317,7 +319,7 @@ async def test_errors_have_the_names_of_anthropics(server: Watched, status: int,
 @pytest.mark.parametrize("asked", [{"input": "hi"}, {"messages": ask("hi"), "max_tokens": 1}])
 async def test_several_choices_are_for_chats_and_texts(server: Watched, asked: dict[str, Any]) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope() as scope, gateway.admit(scope) as door:
+        with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             route = "responses" if "input" in asked else "messages"
             status, answer = await post(f"{door.openai_url}/{route}", {"model": "x", "n": 2, **asked})
     assert (status, "n cannot be passed on" in answer["error"]["message"]) == (400, True)
@@ -326,7 +328,7 @@ async def test_several_choices_are_for_chats_and_texts(server: Watched, asked: d
 
 async def test_websockets_are_refused(server: Watched) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope() as scope, gateway.admit(scope) as door:
+        with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             async with aiohttp.ClientSession() as session:
                 for route in ("responses", "realtime"):
                     with pytest.raises(aiohttp.WSServerHandshakeError) as raised:
@@ -336,7 +338,7 @@ async def test_websockets_are_refused(server: Watched) -> None:
 
 async def test_a_slow_reader_slows_the_server_down(server: Watched) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             asked = {"model": "x", "messages": ask("endless"), "stream": True}
             async with aiohttp.ClientSession() as session:
                 async with session.post(f"{door.openai_url}/chat/completions", json=asked) as answer:
@@ -356,18 +358,18 @@ async def test_an_agent_may_leave_after_the_last_piece(server: Watched, dialect:
     what = {"prompt": "lingers"} if dialect == "text" else {"messages": ask("lingers")}
     route = "completions" if dialect == "text" else "chat/completions"
     async with gateway_to(model(server)) as gateway, aiohttp.ClientSession() as session:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             async with session.post(f"{door.openai_url}/{route}", json={"stream": True, **what}) as answer:
                 await answer.content.readuntil(b"[DONE]")
                 scope.close()  # with the connection still open
     (call,) = scope.calls
     assert (call.error, call.token_ids, call.finish_reason) == (None, encode("echo: lingers"), "stop")
-    assert scope.late_calls == 0
+    assert scope.ledger.late_calls == 0
 
 
 async def test_a_stream_that_brings_nothing(server: Watched) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             async with claude(door) as client:
                 with pytest.raises(anthropic.APIError, match="closed before its end"):
                     async with client.messages.stream(model="x", max_tokens=9, messages=ask("nothing")) as stream:
@@ -375,7 +377,7 @@ async def test_a_stream_that_brings_nothing(server: Watched) -> None:
             assert "closed before its end" in (door.failure or "")
             assert await text_by("chat", True, door, "nothing") == ""
             assert await text_by("chat", True, door, "hi") == "echo: hi"
-    assert scope.failed_attempts == {"empty stream": 2}
+    assert scope.ledger.failed_attempts == {"empty stream": 2}
     assert [call.index for call in scope.calls] == [0]
 
 
@@ -386,19 +388,19 @@ async def test_what_a_server_garbles_is_nobodys_answer(server: Watched, text: st
     route = {"chat": "chat/completions"}.get(dialect, dialect)
     asked = {"model": "x", "stream": stream} | ({"input": text} if dialect == "responses" else {"messages": ask(text)})
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             status, answer = await post(f"{door.openai_url}/{route}", asked)
             assert await text_by("chat", False, door, "hi") == "echo: hi"
     assert [call.message["content"] for call in scope.calls if call.error is None] == ["echo: hi"]
     if dialect != "chat":
         assert status == (200 if stream else 502)
         assert "error" in str(answer)
-    assert stream or scope.failed_attempts == {"unreadable answer": 1}
+    assert stream or scope.ledger.failed_attempts == {"unreadable answer": 1}
 
 
 async def test_logprobs_of_a_streamed_response(server: Watched) -> None:
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             async with plain(door) as client:
                 asked: Any = {"model": "x", "input": "hi", "include": ["message.output_text.logprobs"]}
                 async with client.responses.stream(**asked) as events:
@@ -413,7 +415,7 @@ async def test_logprobs_of_a_streamed_response(server: Watched) -> None:
 async def test_no_key_is_logged(server: Watched, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     async with gateway_to(model(server)) as gateway:
-        with EpisodeScope(training=True) as scope, gateway.admit(scope) as door:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             for path in ("/v1/chat/completions", "/v1/models", "/v1/../x", "/v1/train/jobs", "/nothing"):
                 await ask_raw(door, path)
                 await ask_raw(door, path, body=b"{nope")

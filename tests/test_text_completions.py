@@ -18,15 +18,15 @@ from test_inspection import show
 from tiny_models import save_tiny_model
 
 from insitu.advantages.estimator import rows_of
+from insitu.capture.recorder import Recorder
 from insitu.errors import CaptureError
 from insitu.frameworks import async_client
 from insitu.toolkit.parsers.base_parser import parse_to_openai_messages
 from insitu.training.inspection import RunFiles
 from insitu.training.store import call_records, restore_calls
 from insitu.trajectories.conversations import conversations
-from insitu.workflow.capture import Recorder
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.llms import Endpoint, OpenAIConfig, PlainLLM, connect
+from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def server() -> Iterator[FakeOpenAI]:
 
 
 @asynccontextmanager
-async def model(server: FakeOpenAI, **settings: Any) -> AsyncIterator[PlainLLM]:
+async def model(server: FakeOpenAI, **settings: Any) -> AsyncIterator[ModelClient]:
     config = OpenAIConfig(model_name="fake", base_url=server.base_url, **settings)
     plain = connect("player", config, Endpoint("fake", server.base_url, "none"))
     try:
@@ -45,11 +45,11 @@ async def model(server: FakeOpenAI, **settings: Any) -> AsyncIterator[PlainLLM]:
         await plain.aclose()
 
 
-async def complete(plain: PlainLLM, prompt: Any, **more: Any) -> Any:
+async def complete(plain: ModelClient, prompt: Any, **more: Any) -> Any:
     return await plain.client.completions.create(model="fake", prompt=prompt, **more)
 
 
-async def streamed(plain: PlainLLM, prompt: Any, **more: Any) -> list[Any]:
+async def streamed(plain: ModelClient, prompt: Any, **more: Any) -> list[Any]:
     return [chunk async for chunk in await complete(plain, prompt, stream=True, **more)]
 
 
@@ -124,7 +124,7 @@ async def test_attempts_and_seeds_are_as_for_chats(server: FakeOpenAI) -> None:
                 await complete(plain, "status 400")
             await asyncio.gather(*(complete(plain, "same") for _ in range(3)))
             await plain.complete(user("same"))
-    assert scope.failed_attempts == {"http 500": 2, "http 400": 1}
+    assert scope.ledger.failed_attempts == {"http 500": 2, "http 400": 1}
     assert [c.index for c in scope.calls] == list(range(5))
     tried = [r["seed"] for r in server.requests if r.get("prompt") == "fail 2"]
     assert len(tried) == 3
@@ -139,7 +139,7 @@ async def test_what_cannot_be_trained_is_told(stream: bool) -> None:
             async with model(server) as plain:
                 with EpisodeScope(training=True) as scope, pytest.raises(CaptureError, match="training needs the"):
                     await (streamed if stream else complete)(plain, "hi")
-                assert scope.capture_error is not None
+                assert scope.ledger.capture_error is not None
                 with EpisodeScope(training=True) as scope, pytest.raises(CaptureError, match="ask without `echo`"):
                     await (streamed if stream else complete)(plain, "hi", echo=True)
             assert len(server.requests) == 1
@@ -191,7 +191,7 @@ def test_a_stream_that_brings_nothing_is_a_failed_attempt() -> None:
             assert exchange.feed(events) == events
             exchange.end({})
     assert sent[0] == sent[1]
-    assert scope.failed_attempts == {"empty stream": 1}
+    assert scope.ledger.failed_attempts == {"empty stream": 1}
     assert [(call.index, call.message["content"], call.error) for call in scope.calls] == [(0, "a", None)]
 
 
@@ -248,8 +248,8 @@ def test_text_completions_are_trained(tmp_path: Path, way: str) -> None:
     assert len(calls) == 2 * 2 * 4 * 2
     files = RunFiles(tmp_path / "run")
     recorded = []
-    for record in files.episodes():
-        read = files.read(record)
+    for record in files.find():
+        read = files.load(record)
         (row,) = read.rows
         assert row.calls == [0, 1]
         assert sum(row.loss_mask) == sum(len(call.token_ids or ()) for call in read.calls) >= 7

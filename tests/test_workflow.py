@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from insitu.capture.ledger import current_call_site
 from insitu.errors import PluginError, WorkflowError
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.episodes import ModelCall
@@ -18,7 +19,6 @@ from insitu.schemas.steps import (
 )
 from insitu.workflow.context import Context, EpisodeScope
 from insitu.workflow.functions import Function, FunctionInfo, as_function
-from insitu.workflow.steps import place
 
 
 class Config(FunctionBaseConfig, name="test_function"):
@@ -401,17 +401,17 @@ def test_step_rewards_add_up_on_the_latest_call() -> None:
         with pytest.raises(WorkflowError, match="before the episode's first model call"):
             Context.get().reward(1.0)
         push("CUSTOM_START", metadata={"reward": 7})
-        scope.record(call(0), place.get())
+        scope.ledger.record(call(0), current_call_site.get())
         Context.get().reward(0.5)
         Context.get().reward(0.25)
-        scope.record(call(1), place.get())
+        scope.ledger.record(call(1), current_call_site.get())
         step = push("CUSTOM_START", metadata={"reward": -1})
         push("CUSTOM_END", UUID=step.UUID, metadata={"reward": -1})
         push("TOOL_START", metadata={"reward": 100})
         push("CUSTOM_END", metadata={"reward": True})
         with pytest.raises(WorkflowError, match="nan; allowed: a finite number"):
             Context.get().reward(float("nan"))
-    assert scope.rewards == {0: 0.75, 1: -1}
+    assert scope.rewards.by_call == {0: 0.75, 1: -1}
 
 
 def test_in_training_a_step_reward_passes_over_calls_of_other_models() -> None:
@@ -419,20 +419,20 @@ def test_in_training_a_step_reward_passes_over_calls_of_other_models() -> None:
         return ModelCall(index=index, model="m", messages=[], llm=llm)
 
     with EpisodeScope(training=frozenset({"student"})) as scope:
-        scope.record(of("judge", 0), place.get())
+        scope.ledger.record(of("judge", 0), current_call_site.get())
         with pytest.raises(WorkflowError, match="before the episode's first model call"):
             Context.get().reward(1.0)
         for index, llm in enumerate(["student", "judge"], 1):
-            scope.record(of(llm, index), place.get())
+            scope.ledger.record(of(llm, index), current_call_site.get())
         Context.get().reward(0.5)
         push("CUSTOM_END", metadata={"reward": 2})
-    assert scope.rewards == {1: 2.5}
+    assert scope.rewards.by_call == {1: 2.5}
 
 
 async def test_in_training_a_step_reward_passes_over_calls_outside_the_target_functions() -> None:
     async def call_and_earn(n: int) -> None:
-        here = place.get()
-        scope.record(ModelCall(index=n, model="m", messages=[], functions=here.invocation.names), here)
+        here = current_call_site.get()
+        scope.ledger.record(ModelCall(index=n, model="m", messages=[], functions=here.invocation.names), here)
         Context.get().reward(n)
 
     async def both(first: int) -> None:
@@ -442,23 +442,22 @@ async def test_in_training_a_step_reward_passes_over_calls_outside_the_target_fu
         await function(call_and_earn, "plan").ainvoke(first + 2)
         Context.get().reward(0.5)
 
-    with EpisodeScope(training=True) as scope:
-        scope.target_functions = ("move",)
+    with EpisodeScope(training=True, target_functions=("move",)) as scope:
         await function(both, "<workflow>").ainvoke(1)
         await function(both, "again").ainvoke(4)
         Context.get().reward(0.125)
-    assert scope.rewards == {1: 1.25, 2: 2.5, 3: 3, 4: 4.25, 5: 5.5 + 0.125, 6: 6}
+    assert scope.rewards.by_call == {1: 1.25, 2: 2.5, 3: 3, 4: 4.25, 5: 5.5 + 0.125, 6: 6}
 
 
 async def test_a_step_reward_goes_to_the_latest_call_of_the_running_function() -> None:
     async def player(n: int) -> None:
-        scope.record(call(n), place.get())
+        scope.ledger.record(call(n), current_call_site.get())
         await asyncio.sleep(0.001 * (3 - n))
         Context.get().reward(n)
 
     with EpisodeScope() as scope:
         await asyncio.gather(*(function(player, f"player {n}").ainvoke(n) for n in range(3)))
-    assert scope.rewards == {0: 0, 1: 1, 2: 2}
+    assert scope.rewards.by_call == {0: 0, 1: 1, 2: 2}
 
 
 def test_nothing_is_recorded_after_the_end() -> None:
@@ -471,7 +470,10 @@ def test_nothing_is_recorded_after_the_end() -> None:
 
 async def test_a_step_reward_may_name_its_function() -> None:
     async def ask(n: int) -> None:
-        scope.record(ModelCall(index=n, model="m", messages=[], functions=place.get().invocation.names), place.get())
+        scope.ledger.record(
+            ModelCall(index=n, model="m", messages=[], functions=current_call_site.get().invocation.names),
+            current_call_site.get(),
+        )
 
     with EpisodeScope() as scope:
         await function(ask, "planner").ainvoke(0)
@@ -481,4 +483,4 @@ async def test_a_step_reward_may_name_its_function() -> None:
         push("CUSTOM_END", metadata={"reward": 1})
         with pytest.raises(WorkflowError, match=r"given to 'plan', .* no model call .*: planner, worker"):
             Context.get().reward(1.0, function="plan")
-    assert scope.rewards == {0: 2.5, 1: 1}
+    assert scope.rewards.by_call == {0: 2.5, 1: 1}

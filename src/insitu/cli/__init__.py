@@ -10,14 +10,14 @@ _COMMANDS = {
     "finetune": "Train the model behind a workflow.",
     "eval": "Score a workflow on a dataset.",
     "run": "Run a workflow on one input.",
-    "trajectories": "Look at what a run has recorded.",
-    "serve": "Serve a workflow: for --endpoint, and for plain requests.",
-    "backend": "Serve and train a model (inference and training jobs on one port).",
+    "trajectories": "Inspect the recorded episodes of a run.",
+    "serve": "Serve a workflow for `--endpoint` and POST /generate.",
+    "backend": "Serve and train a model: inference and training jobs on one port.",
 }
 
 
-class _Lazy(click.Group):
-    """Lists the commands without importing them: `--help` has to be there at once."""
+class _LazyGroup(click.Group):
+    """Lists the commands without importing them, which keeps `--help` fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -33,8 +33,8 @@ class _Lazy(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
 
-@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("-v", "--verbose", count=True, help="Show what happens (-vv: everything).")
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("-v", "--verbose", count=True, help="Log to standard error (-vv: everything).")
 @click.version_option(package_name="insitu", message="%(version)s")
 def insitu(verbose: int) -> None:
     """insitu improves a language model from inside the agent workflow that uses it."""
@@ -44,30 +44,30 @@ def insitu(verbose: int) -> None:
         level = logging.INFO if verbose == 1 else logging.DEBUG
         logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         if verbose == 1:
-            for name in ("httpx", "httpx2"):  # a line for every request would bury the others
+            for name in ("httpx", "httpx2"):  # they log a line per request
                 logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def _tell_of_another_toolkit() -> None:
-    """One line if `nat.*` is not ours: what is written for it then does not reach us."""
+def _warn_of_original_toolkit() -> None:
+    """Prints a note if `nat.*` is the original toolkit, because its plugins do not register with insitu."""
     try:
         found = importlib.util.find_spec("nat.builder") or importlib.util.find_spec("nat")
     except ModuleNotFoundError:
         return
     if found is not None and type(found.loader).__module__ != "nat":
         where = next(iter(found.submodule_search_locations or ()), found.origin)
-        print(f"note: nat.* is another toolkit here ({where}): its plugins do not reach insitu", file=sys.stderr)
+        print(f"note: nat.* is another toolkit ({where}): insitu does not load plugins written for it", file=sys.stderr)
 
 
 def main() -> None:
-    """Run a command and exit: 0 done, 1 failed, 2 the command line or the file is wrong, 130 interrupted."""
+    """Runs a command and exits: 0 success, 1 failed, 2 invalid command line or file, 130 interrupted."""
     from insitu.errors import ConfigError, InsituError
 
-    _tell_of_another_toolkit()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what a model writes is shown, whatever the console can show
+    _warn_of_original_toolkit()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write characters that the console cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = insitu.main(standalone_mode=False)  # what a command gave to ctx.exit()
+        code = insitu.main(standalone_mode=False)  # the argument of ctx.exit()
     except click.ClickException as error:
         error.show()
         sys.exit(2)
@@ -79,10 +79,7 @@ def main() -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except InsituError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        sys.exit(1)
-    except OSError as error:  # a full disk, a file that cannot be written: the system's sentence says it all
+    except (InsituError, OSError) as error:  # OSError: a full disk, a file that cannot be written
         print(f"failed: {error}", file=sys.stderr)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

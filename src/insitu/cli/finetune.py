@@ -11,20 +11,20 @@ from insitu.cli import options
 @click.command("finetune")
 @options.config_file
 @options.dataset
-@options.who_answers
-@click.option("--validation_dataset", help="A held-out dataset, in place of the file's own.")
-@click.option("--validation_interval", type=click.IntRange(min=1), help="Epochs between two validations.")
+@options.endpoint
+@click.option("--validation_dataset", help="Held-out rows, replacing those of the file.")
+@click.option("--validation_interval", type=click.IntRange(min=1), help="Epochs between validations.")
 @click.option(
     "--validation_config_file",
     type=click.Path(path_type=Path),
-    help="A file with validation's workflow and evaluators.",
+    help="A file with the workflow and evaluators for validation.",
 )
 @options.override
-def command(override: tuple[tuple[str, str], ...], **given: Any) -> None:
-    """Train the model behind a workflow, as the file's section `finetuning` says."""
+def command(override: tuple[tuple[str, str], ...], **run_options: Any) -> None:
+    """Train the model behind a workflow, as configured in the `finetuning` section."""
     from insitu.schemas.finetuning import FinetuneRunConfig
     from insitu.training.runtime import run_finetuning_sync
 
-    asked = {name: value for name, value in given.items() if value is not None}
-    statuses = run_finetuning_sync(FinetuneRunConfig(override=override, **asked))
+    set_options = {name: value for name, value in run_options.items() if value is not None}
+    statuses = run_finetuning_sync(FinetuneRunConfig(override=override, **set_options))
     print(f"{len(statuses)} training job{'s' if len(statuses) != 1 else ''} completed")

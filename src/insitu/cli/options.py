@@ -8,9 +8,7 @@ import click
 
 
 def config_file(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option(
-        "--config_file", required=True, type=click.Path(path_type=Path), help="The YAML file of the workflow."
-    )(command)
+    return click.option("--config_file", required=True, type=click.Path(path_type=Path), help="The YAML file.")(command)
 
 
 def override(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -20,28 +18,31 @@ def override(command: Callable[..., Any]) -> Callable[..., Any]:
         type=(str, str),
         multiple=True,
         metavar="KEY VALUE",
-        help="Set a key of the file, dots between its parts: -o finetuning.num_epochs 5",
+        help="Set a key of the file, such as -o finetuning.num_epochs 5",
     )(command)
 
 
 def dataset(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option("--dataset", help="A dataset in place of the file's own: .json .jsonl .csv .parquet .xlsx")(
-        command
-    )
+    help_text = "Replaces the dataset of the file: .json .jsonl .csv .parquet .xlsx"
+    return click.option("--dataset", help=help_text)(command)
 
 
-def who_answers(command: Callable[..., Any]) -> Callable[..., Any]:
+def checkpoint(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--checkpoint", type=click.Path(path_type=Path), help="A folder of weights for llms of _type policy."
+    )(command)
+
+
+def endpoint(command: Callable[..., Any]) -> Callable[..., Any]:
     """--endpoint, --endpoint_timeout, --result_json_path."""
     for option in (
         click.option(
             "--result_json_path",
             default="$",
-            help="A JSONPath: which part of the workflow's answer is its output, such as $.answer",
+            help="JSONPath of the workflow's output in its answer, such as $.answer",
         ),
-        click.option(
-            "--endpoint_timeout", type=click.IntRange(min=1), default=300, help="Seconds for each attempt there."
-        ),
-        click.option("--endpoint", metavar="URL", help="Let the workflow run there, in an `insitu serve`."),
+        click.option("--endpoint_timeout", type=click.IntRange(min=1), default=300, help="Seconds per attempt there."),
+        click.option("--endpoint", metavar="URL", help="Run the workflow on this `insitu serve`."),
     ):
         command = option(command)
     return command

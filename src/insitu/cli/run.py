@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 @click.command("run")
 @options.config_file
-@click.option("--input", "text", required=True, help="The workflow's input: text, or JSON where it takes an object.")
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="A folder of weights for llms of _type policy.")
+@click.option("--input", "text", required=True, help="The input, as JSON if the workflow takes an object.")
+@options.checkpoint
 @options.override
 def command(config_file: Path, text: str, checkpoint: Path | None, override: tuple[tuple[str, str], ...]) -> None:
     """Run a workflow on one input and print its answer."""
@@ -39,6 +39,6 @@ async def _run(config_file: Path, text: str, checkpoint: Path | None, override: 
                 return await workflow.ainvoke(text, to_type=str)
             except InsituError:
                 raise
-            except (Exception, SystemExit) as error:  # user code may raise anything; with -vv all of it is shown
+            except (Exception, SystemExit) as error:  # user code may raise anything; -vv shows the traceback
                 logger.debug("the workflow failed", exc_info=error)
                 raise WorkflowError(f"the workflow raised {describe_error(error)}") from error

@@ -1,4 +1,4 @@
-"""`insitu serve`: the workflow as a service, until asked to stop."""
+"""The command `serve`."""
 
 import asyncio
 from functools import partial
@@ -11,16 +11,16 @@ from insitu.cli import options
 
 @click.command("serve")
 @options.config_file
-@click.option("--host", default="127.0.0.1", help="The address to listen on.")
-@click.option("--port", default=8000, type=click.IntRange(0, 65535), help="0 picks a free one.")
-@click.option("--token", envvar="INSITU_SERVE_TOKEN", help="Asked of every request as a bearer token.")
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="A folder of weights for llms of _type policy.")
+@click.option("--host", default="127.0.0.1", help="The address to bind.")
+@click.option("--port", default=8000, type=click.IntRange(0, 65535), help="0 picks a free port.")
+@click.option("--token", envvar="INSITU_SERVE_TOKEN", help="Bearer token required for requests.")
+@options.checkpoint
 @options.override
-def command(config_file: Path, override: tuple[tuple[str, str], ...], **given: object) -> None:
-    """Serve a workflow: to `finetune --endpoint` and `eval --endpoint`, and POST /generate to everybody else."""
+def command(config_file: Path, override: tuple[tuple[str, str], ...], **serve_options: object) -> None:
+    """Serve a workflow for `finetune --endpoint`, `eval --endpoint` and POST /generate."""
     from insitu.training.runtime import run_async
 
-    run_async(_serve(config_file, override, **given))  # type: ignore[arg-type]
+    run_async(_serve(config_file, override, **serve_options))  # type: ignore[arg-type]
 
 
 async def _serve(
@@ -39,12 +39,12 @@ async def _serve(
     config = load_config(config_file, override)
     service = WorkflowService(config, partial(serve_policy, config, checkpoint=checkpoint), token)
     try:
-        async with service.listening(host, port) as address:
-            waits_for_trainer = any(config.block(LLM, name).type == "policy" for name in config.names(LLM))
-            if checkpoint is not None or not waits_for_trainer:
+        async with service.listening(host, port) as url:
+            needs_trainer = any(config.block(LLM, name).type == "policy" for name in config.names(LLM))
+            if checkpoint is not None or not needs_trainer:
                 async with service.workflow():
-                    pass  # what cannot be built is told now
-            print(f"insitu serve ready at {address}", flush=True)
+                    pass  # fails now if it cannot be built
+            print(f"insitu serve ready at {url}", flush=True)
             await asyncio.Event().wait()
     except asyncio.CancelledError:
         print("stopped", flush=True)

@@ -49,7 +49,7 @@ class ServedPolicy(BaseModel):
 
     @classmethod
     def of(cls, endpoint: PolicyEndpoint) -> "ServedPolicy":
-        now = endpoint.model_now
+        now = endpoint.current_model
         name = endpoint.model if now is None else now()
         return cls(base_url=endpoint.base_url, model=name, api_key=endpoint.api_key, renamed=now is not None)
 

@@ -121,12 +121,13 @@ async def _attempt(
         key=key,
         seed=key.seed(options.seed),
         input_message=item.input_obj,
+        row=item.full_dataset_entry,
         is_evaluating=True,
         training=options.training,
+        needs_token_ids=options.needs_token_ids,
+        target_functions=options.target_functions,
         on_step=on_step,
     )
-    scope.row = item.full_dataset_entry
-    scope.needs_token_ids, scope.target_functions = options.needs_token_ids, options.target_functions
     episode = Episode(key, Outcome.OK, calls=scope.calls, steps=scope.steps)
     transient = False
     started = time.perf_counter()
@@ -136,27 +137,27 @@ async def _attempt(
                 output = await workflow.ainvoke(item.input_obj)
             if limit.expired():
                 raise TimeoutError  # the workflow swallowed its cancellation
-        if scope.capture_error is not None:
-            raise scope.capture_error
+        if scope.ledger.capture_error is not None:
+            raise scope.ledger.capture_error
         episode.output = output
     except (Exception, BaseExceptionGroup, SystemExit, asyncio.CancelledError) as error:  # user code may raise anything
         if is_own_cancellation(error):
             raise
         if isinstance(error, TimeoutError) and limit.expired():
             error = EpisodeTimeout(f"no answer within episode_timeout: {options.timeout:g} s")
-        elif scope.capture_error is not None:
-            error = scope.capture_error
+        elif scope.ledger.capture_error is not None:
+            error = scope.ledger.capture_error
         reason, transient = classify(error)
         fail(episode, reason, error)
         if reason is DropReason.WORKFLOW_ERROR and not isinstance(error, InsituError):
             episode.error = describe_error(error)
         logger.debug("episode %s", key.text(), exc_info=error)
     episode.seconds = time.perf_counter() - started
-    episode.failed_requests = dict(scope.failed_attempts)
+    episode.failed_requests = dict(scope.ledger.failed_attempts)
     episode.calls.sort(key=lambda call: call.index)  # recorded in order of completion
-    if scope.rewards:
-        episode.step_rewards = [scope.rewards.get(call.index, 0.0) for call in episode.calls]
-        rewarded = [call.functions for call in episode.calls if call.index in scope.rewards]
+    if scope.rewards.by_call:
+        episode.step_rewards = [scope.rewards.by_call.get(call.index, 0.0) for call in episode.calls]
+        rewarded = [call.functions for call in episode.calls if call.index in scope.rewards.by_call]
         names = {credited_function(functions, options.target_functions) for functions in rewarded}
         episode.rewarded_functions = sorted(names)
     return AttemptResult(episode, transient)

@@ -75,7 +75,7 @@ class _Served(Builder):
     async def policy_endpoint(self) -> PolicyEndpoint:
         served = self._policy
         now = (lambda: _model_now.get(served.model)) if served.renamed else None
-        return PolicyEndpoint(served.base_url, served.model, served.api_key, model_now=now)
+        return PolicyEndpoint(served.base_url, served.model, served.api_key, current_model=now)
 
 
 class _Deployment:

@@ -27,36 +27,36 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from insitu.gateway.translation import translating_transport
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, StreamEventData, TraceMetadata
 from insitu.workflow.context import EpisodeScope, current_scope
-from insitu.workflow.llms import PlainLLM, http_library
-from insitu.workflow.translation import translating
+from insitu.workflow.llms import ModelClient, http_library
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
 
-def async_http(plain: PlainLLM, sdk: ModuleType | None = None) -> Any:
+def async_http(plain: ModelClient, sdk: ModuleType | None = None) -> Any:
     """An `AsyncClient` of the HTTP library that `sdk` (none: `openai`) stands on."""
     http = http_library(sdk)
-    client = http.AsyncClient(transport=translating(http).asynchronous(plain), follow_redirects=True)
+    client = http.AsyncClient(transport=translating_transport(http)(plain), follow_redirects=True)
     plain.closers.append(client.aclose)
     return client
 
 
-def sync_http(plain: PlainLLM, sdk: ModuleType | None = None) -> Any:
+def sync_http(plain: ModelClient, sdk: ModuleType | None = None) -> Any:
     """A `Client` of the HTTP library that `sdk` (none: `openai`) stands on."""
     http = http_library(sdk)
-    client = http.Client(transport=translating(http).synchronous(plain), follow_redirects=True)
+    client = http.Client(transport=translating_transport(http)(plain), follow_redirects=True)
     plain.closers.append(client.close)
     return client
 
 
-def async_client(plain: PlainLLM) -> "AsyncOpenAI":
+def async_client(plain: ModelClient) -> "AsyncOpenAI":
     return plain.client.with_options(http_client=async_http(plain))
 
 
-def sync_client(plain: PlainLLM) -> "OpenAI":
+def sync_client(plain: ModelClient) -> "OpenAI":
     from openai import OpenAI
 
     client = plain.client

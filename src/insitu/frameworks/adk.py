@@ -16,12 +16,12 @@ from google.adk.plugins.base_plugin import BasePlugin
 from insitu.frameworks import ToolSteps, async_client, push
 from insitu.schemas.steps import IntermediateStepType, StreamEventData, TraceMetadata
 from insitu.workflow.context import current_scope
-from insitu.workflow.llms import PlainLLM
+from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("adk")
 
 
-def make_llm(plain: PlainLLM) -> LiteLlm:
+def make_llm(plain: ModelClient) -> LiteLlm:
     """For `LlmAgent(model=...)`."""
     timeout = {} if plain.config.timeout is None else {"timeout": plain.config.timeout}
     return _ReportingLlm(model=f"openai/{plain.model}", client=async_client(plain), **timeout)

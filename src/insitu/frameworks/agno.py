@@ -10,12 +10,12 @@ from typing import Any
 from agno.models.openai.like import OpenAILike
 
 from insitu.frameworks import ToolSteps, async_client, sync_client
-from insitu.workflow.llms import PlainLLM
+from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("agno")
 
 
-def make_llm(plain: PlainLLM) -> OpenAILike:
+def make_llm(plain: ModelClient) -> OpenAILike:
     """For `Agent(model=...)`."""
     return OpenAILike(id=plain.model, client=sync_client(plain), async_client=async_client(plain))
 

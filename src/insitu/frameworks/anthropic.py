@@ -12,21 +12,21 @@ from typing import Any
 import anthropic
 
 from insitu.frameworks import ToolSteps, async_http, sync_http
-from insitu.workflow.llms import PlainLLM
+from insitu.workflow.llms import ModelClient
 
 tool_step = ToolSteps("anthropic").around
 
 
-def make_llm(plain: PlainLLM) -> anthropic.AsyncAnthropic:
+def make_llm(plain: ModelClient) -> anthropic.AsyncAnthropic:
     """A client that asks the model under this key of `llms`, whatever the name in a request."""
     return anthropic.AsyncAnthropic(http_client=async_http(plain, anthropic), **_options(plain))
 
 
-def sync_client(plain: PlainLLM) -> anthropic.Anthropic:
+def sync_client(plain: ModelClient) -> anthropic.Anthropic:
     return anthropic.Anthropic(http_client=sync_http(plain, anthropic), **_options(plain))
 
 
-def _options(plain: PlainLLM) -> dict[str, Any]:
+def _options(plain: ModelClient) -> dict[str, Any]:
     return {
         "base_url": str(plain.client.base_url).rstrip("/").removesuffix("/v1"),
         "api_key": plain.client.api_key,

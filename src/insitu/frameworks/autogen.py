@@ -13,12 +13,12 @@ from autogen_core.tools import StaticStreamWorkbench, ToolResult
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 from insitu.frameworks import ToolSteps, async_http
-from insitu.workflow.llms import PlainLLM
+from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("autogen")
 
 
-def make_llm(plain: PlainLLM) -> OpenAIChatCompletionClient:
+def make_llm(plain: ModelClient) -> OpenAIChatCompletionClient:
     """For `AssistantAgent(model_client=...)`; it may do all that the server behind it can."""
     return OpenAIChatCompletionClient(
         model=plain.model,

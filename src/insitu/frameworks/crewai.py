@@ -10,7 +10,7 @@ from crewai.hooks import ToolCallHookContext, register_after_tool_call_hook, reg
 from crewai.llms.providers.openai.completion import OpenAICompletion
 
 from insitu.frameworks import ToolSteps, async_client, sync_client
-from insitu.workflow.llms import PlainLLM
+from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("crewai")
 _running: dict[int, uuid.UUID] = {}
@@ -20,7 +20,7 @@ _FAILED = ("Error executing tool: ", "I encountered an error while trying to use
 """How the result begins that CrewAI makes of an exception; hooks are told nothing else of it."""
 
 
-def make_llm(plain: PlainLLM) -> OpenAICompletion:
+def make_llm(plain: ModelClient) -> OpenAICompletion:
     """For `Agent(llm=...)`."""
     llm = OpenAICompletion(
         model=plain.model,

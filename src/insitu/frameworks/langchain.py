@@ -15,19 +15,19 @@ from langchain_core.outputs import LLMResult
 from langchain_core.tracers.context import register_configure_hook
 from langchain_openai import ChatOpenAI
 
+from insitu.capture.transport import recording_transport
 from insitu.frameworks import ToolSteps, push
 from insitu.schemas.steps import IntermediateStepType, StreamEventData, TraceMetadata, UsageInfo
 from insitu.workflow.context import current_scope
-from insitu.workflow.llms import PlainLLM, http_library
-from insitu.workflow.transport import for_library
+from insitu.workflow.llms import ModelClient, http_library
 
 _OWN_ARGUMENTS = {"stop": "stop_sequences"}  # what ChatOpenAI calls a parameter by another name
 
 
-def make_llm(plain: PlainLLM) -> ChatOpenAI:
+def make_llm(plain: ModelClient) -> ChatOpenAI:
     """The same model with the same parameters; its asynchronous calls share `plain`'s connections."""
     http = http_library()
-    sync_client = http.Client(transport=for_library(http).synchronous(plain.recorder), follow_redirects=True)
+    sync_client = http.Client(transport=recording_transport(http)(plain.recorder), follow_redirects=True)
     plain.closers.append(sync_client.close)
     params = {_OWN_ARGUMENTS.get(name, name): value for name, value in plain.params.items()}
     return ChatOpenAI(

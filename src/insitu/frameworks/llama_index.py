@@ -25,13 +25,13 @@ from pydantic import PrivateAttr
 from insitu.frameworks import ToolSteps, async_http, push, sync_http
 from insitu.schemas.steps import IntermediateStepType, StreamEventData, TraceMetadata
 from insitu.workflow.context import EpisodeScope, current_scope
-from insitu.workflow.llms import PlainLLM
+from insitu.workflow.llms import ModelClient
 
 _LONGEST = 2**17
 """Tokens of context LlamaIndex may count on: it cuts histories by it, and the server knows its own limit."""
 
 
-def make_llm(plain: PlainLLM) -> OpenAILike:
+def make_llm(plain: ModelClient) -> OpenAILike:
     """Unset parameters stay unset: LlamaIndex's own default temperature is not sent."""
     params = {"temperature": None, **plain.params}
     max_tokens = params.pop("max_tokens", None)

@@ -10,13 +10,13 @@ Blocking agents use `sync_client(await builder.get_llm("player"))`.
 from openai import AsyncOpenAI
 
 from insitu.frameworks import ToolSteps, async_client, sync_client
-from insitu.workflow.llms import PlainLLM
+from insitu.workflow.llms import ModelClient
 
 __all__ = ["make_llm", "sync_client", "tool_step"]
 
 tool_step = ToolSteps("openai").around
 
 
-def make_llm(plain: PlainLLM) -> AsyncOpenAI:
+def make_llm(plain: ModelClient) -> AsyncOpenAI:
     """A client that asks the model under this key of `llms`, whatever the name in a request."""
     return async_client(plain)

@@ -11,10 +11,10 @@ from typing import Any
 from agents import FunctionSpanData, OpenAIChatCompletionsModel, TracingProcessor, add_trace_processor
 
 from insitu.frameworks import ToolSteps, async_client
-from insitu.workflow.llms import PlainLLM
+from insitu.workflow.llms import ModelClient
 
 
-def make_llm(plain: PlainLLM) -> OpenAIChatCompletionsModel:
+def make_llm(plain: ModelClient) -> OpenAIChatCompletionsModel:
     """For `Agent(model=...)`."""
     return OpenAIChatCompletionsModel(model=plain.model, openai_client=async_client(plain))
 

@@ -13,12 +13,12 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from insitu.frameworks import ToolSteps, async_client
-from insitu.workflow.llms import PlainLLM
+from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("pydantic_ai")
 
 
-def make_llm(plain: PlainLLM) -> OpenAIChatModel:
+def make_llm(plain: ModelClient) -> OpenAIChatModel:
     """For `Agent(model, ...)`."""
     return OpenAIChatModel(plain.model, provider=OpenAIProvider(openai_client=async_client(plain)))
 

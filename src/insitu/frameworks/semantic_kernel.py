@@ -11,12 +11,12 @@ from semantic_kernel.connectors.ai.open_ai import OpenAIChatCompletion
 from semantic_kernel.filters import FunctionInvocationContext
 
 from insitu.frameworks import ToolSteps, async_client
-from insitu.workflow.llms import PlainLLM
+from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("semantic_kernel")
 
 
-def make_llm(plain: PlainLLM) -> OpenAIChatCompletion:
+def make_llm(plain: ModelClient) -> OpenAIChatCompletion:
     """For `Kernel(services=...)` and `ChatCompletionAgent(service=...)`; its service_id is the key under `llms`."""
     return OpenAIChatCompletion(ai_model_id=plain.model, service_id=plain.name, async_client=async_client(plain))
 

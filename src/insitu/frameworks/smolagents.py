@@ -12,12 +12,12 @@ from typing import Any
 from smolagents import OpenAIModel, Tool
 
 from insitu.frameworks import ToolSteps, sync_http
-from insitu.workflow.llms import PlainLLM
+from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("smolagents")
 
 
-def make_llm(plain: PlainLLM) -> OpenAIModel:
+def make_llm(plain: ModelClient) -> OpenAIModel:
     """For `ToolCallingAgent(model=...)` and `CodeAgent(model=...)`."""
     client = plain.client
     settings = {"timeout": client.timeout, "max_retries": client.max_retries, "http_client": sync_http(plain)}

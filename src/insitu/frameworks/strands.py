@@ -10,12 +10,12 @@ from strands.hooks import AfterToolCallEvent, BeforeToolCallEvent, HookProvider,
 from strands.models.openai import OpenAIModel
 
 from insitu.frameworks import ToolSteps, async_client
-from insitu.workflow.llms import PlainLLM
+from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("strands")
 
 
-def make_llm(plain: PlainLLM) -> OpenAIModel:
+def make_llm(plain: ModelClient) -> OpenAIModel:
     """For `Agent(model=...)`. Strands streams unless it is told `update_config(stream=False)`."""
     return OpenAIModel(client=async_client(plain), model_id=plain.model)
 

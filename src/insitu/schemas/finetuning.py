@@ -170,14 +170,14 @@ class FinetuneConfig(BaseModel):
 class PolicyEndpoint:
     """Where the model under training is served. `model` is the name of the newest weights, `version` their version.
 
-    On servers where that name changes with every version, `model_now` returns the current one.
+    On servers where that name changes with every version, `current_model` returns the current one.
     """
 
     base_url: str
     model: str
     api_key: str = "none"
     version: int | None = None
-    model_now: Callable[[], str] | None = None
+    current_model: Callable[[], str] | None = None
 
 
 class TrainingStatusEnum(StrEnum):

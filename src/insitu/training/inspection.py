@@ -1,4 +1,4 @@
-"""An episode of a run, read from the run's directory: its calls, dialogues, rows, and what became of it."""
+"""Reads recorded episodes from a run directory, with their calls, training rows and training status."""
 
 import difflib
 import json
@@ -16,163 +16,164 @@ from insitu.evaluation.datasets import loads
 from insitu.schemas.episodes import FORMAT_VERSION, ModelCall, TrainingRow
 from insitu.training.store import restore_calls
 
-_NEAR = 5
+_SUGGESTIONS = 5
 _OPTIONS = {"episode": "--episode", "epoch": "--epoch", "row_id": "--row", "generation": "--generation"}
-"""By key of a record in `episodes.jsonl`, the option that chooses it, the one that says most first."""
+"""Keys of `episodes.jsonl` -> options that filter by them, the most specific first."""
 
 
-class Fate(StrEnum):
-    """What became of an episode."""
+class TrainingStatus(StrEnum):
+    """Whether an episode was trained."""
 
     TRAINED = "trained"
     SENT = "sent"
-    """Trained by a server that makes the advantages itself."""
+    """Trained on a server that computes the advantages itself."""
     LEFT_OUT = "left out"
-    WAITING = "not trained yet"
-    """Its epoch is still being collected or trained, or was when the run was cut off."""
+    PENDING = "not trained yet"
+    """Its epoch is still running, or was when the run was interrupted."""
     JOB_FAILED = "job failed"
-    """What it was part of has not been trained."""
     UNKNOWN = "not recorded"
-    """Its epoch is over, and nothing says how it was trained."""
+    """Its epoch is complete, but the run has no record of its advantages."""
 
 
 @dataclass(frozen=True)
-class ReadEpisode:
-    """`record`, `weighed` and `group` are its lines of `episodes`, `advantages` and `groups.jsonl`.
+class RecordedEpisode:
+    """An episode and what the run recorded about it.
 
-    `epoch` is the line of metrics of its epoch, None before that is over, and `settings` the run's `run.json`.
+    `record`, `training` and `group` are its lines in `episodes.jsonl`, `advantages.jsonl` and `groups.jsonl`. `epoch`
+    is the metrics line of its epoch, None while that is running, and `settings` the content of `run.json`.
     """
 
     record: Mapping[str, Any]
     calls: list[ModelCall] = field(default_factory=list)
-    weighed: Mapping[str, Any] | None = None
+    training: Mapping[str, Any] | None = None
     group: Mapping[str, Any] | None = None
     epoch: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def advantages(self) -> dict[int, float | None]:
-        """Of its trained calls, by their index; None where the server made it."""
-        return {int(index): value for index, value in (self.weighed or {}).get("advantages", {}).items()}
+        """Advantages of the trained calls by call index, None if the server computed them."""
+        return {int(index): value for index, value in (self.training or {}).get("advantages", {}).items()}
 
     @property
     def reason(self) -> str | None:
-        """Why it was left out of training, or, where it was trained all the same, why it has failed."""
-        dropped: str | None = (self.weighed or {}).get("dropped")
+        """Why it was left out of training, or else why it failed."""
+        dropped: str | None = (self.training or {}).get("dropped")
         return dropped or self.record["reason"]
 
     @property
-    def fate(self) -> Fate:
-        kept = self.group is None or self.record["episode"] in self.group["episodes"]
-        if self.record["reward"] is None or not kept or (self.weighed or {}).get("dropped"):
-            return Fate.LEFT_OUT
+    def status(self) -> TrainingStatus:
+        in_group = self.group is None or self.record["episode"] in self.group["episodes"]
+        if self.record["reward"] is None or not in_group or (self.training or {}).get("dropped"):
+            return TrainingStatus.LEFT_OUT
         if self.epoch is None:
-            return Fate.WAITING
-        if self.epoch.get("job", "completed") != "completed":  # runs of earlier releases have no such key
-            return Fate.JOB_FAILED
+            return TrainingStatus.PENDING
+        if self.epoch.get("job", "completed") != "completed":  # earlier releases did not record the job
+            return TrainingStatus.JOB_FAILED
         if not self.advantages:
-            return Fate.UNKNOWN
-        return Fate.SENT if None in self.advantages.values() else Fate.TRAINED
+            return TrainingStatus.UNKNOWN
+        return TrainingStatus.SENT if None in self.advantages.values() else TrainingStatus.TRAINED
 
     @property
     def rows(self) -> list[TrainingRow]:
-        """The rows as trained; of an episode that was not trained here, as they would be.
-
-        That is with the calls that were sent, or else with all.
-        """
-        told = [c for c in self.calls if c.token_ids and c.prompt_token_ids is not None and c.logprobs is not None]
-        given = self.advantages or dict.fromkeys((call.index for call in told), None)
-        known = {call.index for call in told} & given.keys()
-        weights = {place: given[c.index] or 0.0 for place, c in enumerate(self.calls) if c.index in known}
+        """The training rows, or for an untrained episode the rows of all its calls."""
+        calls = [c for c in self.calls if c.token_ids and c.prompt_token_ids is not None and c.logprobs is not None]
+        with_tokens = {call.index for call in calls}
+        advantages = self.advantages or dict.fromkeys(with_tokens)
+        weights = {
+            position: advantages[call.index] or 0.0
+            for position, call in enumerate(self.calls)
+            if call.index in with_tokens & advantages.keys()
+        }
         return rows_of(self.calls, weights, self.record["episode"])
 
-    def reward_of(self, place: int) -> float | None:
-        """The step reward of the call at `place`; None for the 0 of one that could not be given any."""
+    def step_reward(self, position: int) -> float | None:
+        """The step reward of a call, None if it is a placeholder 0 of a call that cannot be rewarded."""
         rewards, rewarded = self.record["step_rewards"], self.record.get("rewarded_functions")
         if not rewards or len(rewards) != len(self.calls):
             return None
-        call = self.calls[place]
-        of_function = rewarded is None or not set(rewarded).isdisjoint(call.functions)
+        call = self.calls[position]
+        function_rewarded = rewarded is None or not set(rewarded).isdisjoint(call.functions)
         trained = call.index in self.advantages if self.advantages else call.token_ids is not None
-        return rewards[place] if rewards[place] or (of_function and trained) else None
+        return rewards[position] if rewards[position] or (function_rewarded and trained) else None
 
 
 class RunFiles:
-    """The records of a run, finished or still going on; ConfigError where the folder holds none."""
+    """The files of a finished, running or interrupted run. Raises ConfigError if the folder has none."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if not (folder / "episodes.jsonl").is_file():
             raise ConfigError(
-                f"{folder} holds no run: it has no episodes.jsonl (it is written to finetuning.output_dir "
-                "as the first group completes)"
+                f"{folder} is not a run directory: episodes.jsonl is missing (it is written to "
+                "finetuning.output_dir when the first group completes)"
             )
         self._groups = {(group["epoch"], group["row_id"]): group for group in self._records("groups.jsonl")}
         self._epochs = {metrics["epoch"]: metrics for metrics in self._lines("training_metrics.jsonl")}
 
-    def episodes(self, **wanted: str | int | None) -> list[dict[str, Any]]:
-        """The lines of `episodes.jsonl` with these values; ConfigError, naming those that are near, if none has."""
-        found = list(self._records("episodes.jsonl"))
-        if not found:
+    def find(self, **filters: str | int | None) -> list[dict[str, Any]]:
+        """Lines of `episodes.jsonl` with these values. Raises ConfigError with similar values if there are none."""
+        records = list(self._records("episodes.jsonl"))
+        if not records:
             raise ConfigError(f"{self.folder} has no episode yet")
-        chosen: list[str] = []
+        applied: list[str] = []
         for key, option in _OPTIONS.items():
-            if (value := wanted.get(key)) is None:
+            if (value := filters.get(key)) is None:
                 continue
-            there = list(dict.fromkeys(str(record[key]) for record in found))
-            found = [record for record in found if record[key] == value]
-            if not found:
-                one = f"no episode with {' and '.join(chosen)}" if chosen else "no episode"
-                raise ConfigError(f"{self.folder}: {one} has {option} {value!r}; {_near(str(value), there)}")
-            chosen.append(f"{option} {value!r}")
-        return found
+            existing = list(dict.fromkeys(str(record[key]) for record in records))
+            records = [record for record in records if record[key] == value]
+            if not records:
+                subject = f"no episode with {' and '.join(applied)}" if applied else "no episode"
+                raise ConfigError(f"{self.folder}: {subject} has {option} {value!r}; {_suggest(str(value), existing)}")
+            applied.append(f"{option} {value!r}")
+        return records
 
-    def read(self, record: Mapping[str, Any]) -> ReadEpisode:
-        """Everything there is about an episode."""
+    def load(self, record: Mapping[str, Any]) -> RecordedEpisode:
+        """The complete episode of a line of `episodes.jsonl`."""
         name = record["episode"]
-        weighed = next(self._records("advantages.jsonl", name), None)
+        training = next(self._records("advantages.jsonl", name), None)
         path = self.folder / "run.json"
         settings = loads(path.read_bytes()) if path.is_file() else {}
         calls = restore_calls(self._records("calls.jsonl", name))
-        return self._of(record, weighed, calls=calls, settings=settings)
+        return self._episode(record, training, calls=calls, settings=settings)
 
-    def outlines(self, records: list[dict[str, Any]]) -> Iterator[ReadEpisode]:
-        """What became of many episodes, without their calls."""
-        weighed = {line["episode"]: line for line in self._records("advantages.jsonl")}
-        return (self._of(record, weighed.get(record["episode"])) for record in records)
+    def summaries(self, records: list[dict[str, Any]]) -> Iterator[RecordedEpisode]:
+        """Many episodes, without calls and settings."""
+        training = {line["episode"]: line for line in self._records("advantages.jsonl")}
+        return (self._episode(record, training.get(record["episode"])) for record in records)
 
-    def _of(self, record: Mapping[str, Any], weighed: Mapping[str, Any] | None, **more: Any) -> ReadEpisode:
+    def _episode(self, record: Mapping[str, Any], training: Mapping[str, Any] | None, **fields: Any) -> RecordedEpisode:
         group, epoch = self._groups.get((record["epoch"], record["row_id"])), self._epochs.get(record["epoch"])
-        return ReadEpisode(record, weighed=weighed, group=group, epoch=epoch, **more)
+        return RecordedEpisode(record, training=training, group=group, epoch=epoch, **fields)
 
     def _records(self, name: str, episode: str | None = None) -> Iterator[dict[str, Any]]:
-        """The records of a file, of one episode if it is named."""
+        """The records of a file, or only those of one episode."""
         lines = self._lines(name, b"" if episode is None else orjson.dumps(episode))
-        head = next(lines, None)
-        if head is not None and head != {"format": FORMAT_VERSION}:
-            found = head.get("format", "none that is told")
-            raise InsituError(f"{self.folder / name} is of format {found}; known is {FORMAT_VERSION}")
+        header = next(lines, None)
+        if header is not None and header != {"format": FORMAT_VERSION}:
+            version = header.get("format", "unknown")
+            raise InsituError(f"{self.folder / name} has format {version}; supported: {FORMAT_VERSION}")
         return (record for record in lines if episode is None or record["episode"] == episode)
 
-    def _lines(self, name: str, mark: bytes = b"") -> Iterator[dict[str, Any]]:
-        """The lines of a file, the first and those with `mark` in them. One that is being written is none yet."""
+    def _lines(self, name: str, substring: bytes = b"") -> Iterator[dict[str, Any]]:
+        """The first line of a file and those that contain `substring`. Skips a line that is still being written."""
         path = self.folder / name
         if not path.is_file():
             return
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n") or (number > 1 and mark not in line):
+                if not line.endswith(b"\n") or (number > 1 and substring not in line):
                     continue
                 try:
                     yield loads(line)
                 except json.JSONDecodeError as error:
-                    raise InsituError(f"{path}, line {number} is no JSON: {error}") from None
+                    raise InsituError(f"{path}, line {number} is not JSON: {error}") from None
 
 
-def _near(value: str, there: list[str]) -> str:
-    """Those of `there` that may have been meant, or else the first of all."""
-    near = [name for name in there if value in name] or difflib.get_close_matches(value, there, _NEAR)
-    if near:
-        return f"near it: {', '.join(near[:_NEAR])}{' ...' * (len(near) > _NEAR)}"
-    more = f" ... ({len(there)} in all)" if len(there) > _NEAR else ""
-    return f"available: {', '.join(there[:_NEAR])}{more}"
+def _suggest(value: str, existing: list[str]) -> str:
+    """Similar values, or else the first ones."""
+    similar = [name for name in existing if value in name] or difflib.get_close_matches(value, existing, _SUGGESTIONS)
+    if similar:
+        return f"similar: {', '.join(similar[:_SUGGESTIONS])}{' ...' * (len(similar) > _SUGGESTIONS)}"
+    more = f" ... ({len(existing)} in total)" if len(existing) > _SUGGESTIONS else ""
+    return f"available: {', '.join(existing[:_SUGGESTIONS])}{more}"

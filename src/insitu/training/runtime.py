@@ -22,10 +22,10 @@ from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.result_path import ResultPath
 from insitu.evaluation.shared_run import share
 from insitu.evaluation.validation import held_out_config
+from insitu.gateway.programs import kill_programs
 from insitu.interfaces import Trainer
 from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, not_found
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus, TrainingStatusEnum, ValidationConfig
-from insitu.workflow.programs import kill_programs
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from insitu.capture.ledger import CallSite, Invocation, current_call_site
 from insitu.errors import PluginError, WorkflowError
 from insitu.registry import FUNCTION, decorator
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, InvocationNode, StreamEventData
 from insitu.workflow.context import Context
 from insitu.workflow.conversion import Signature, convert, fits, is_model, type_hints, type_name
-from insitu.workflow.steps import Invocation, Place, place
 
 Converter = Callable[[Any], Any]
 
@@ -211,7 +211,7 @@ class _Run:
     """One invocation: enters the function on creation, leaves it in `leave`."""
 
     def __init__(self, name: str, value: Any) -> None:
-        self._outside = caller = place.get()
+        self._outside = caller = current_call_site.get()
         node = InvocationNode.model_construct(
             function_id=uuid.uuid4().hex,
             function_name=name,
@@ -222,30 +222,31 @@ class _Run:
         self._uuid = str(uuid.uuid4())
         self.result: Any = None
         self.error: BaseException | None = None
-        place.set(Place(Invocation(node, (*caller.invocation.names, name), caller.invocation), caller.step))
+        invocation = Invocation(node, (*caller.invocation.names, name), caller.invocation)
+        current_call_site.set(CallSite(invocation, caller.step, caller.ledger))
         self._push(IntermediateStepType.FUNCTION_START, StreamEventData(input=value))
-        self._inside = place.get()
+        self._inside = current_call_site.get()
 
     def leave(self) -> None:
-        place.set(self._inside)
+        current_call_site.set(self._inside)
         self._push(IntermediateStepType.FUNCTION_END, StreamEventData(input=self._value, output=self.result))
-        place.set(self._outside)
+        current_call_site.set(self._outside)
 
     async def each(self, stream: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
         """The pieces of `stream`, whose code runs inside the function while its consumer's code runs outside."""
-        place.set(self._outside)
+        current_call_site.set(self._outside)
         pieces = []
         try:
             while True:
-                outside = place.get()
-                place.set(self._inside)
+                outside = current_call_site.get()
+                current_call_site.set(self._inside)
                 try:
                     piece = await anext(stream)
                 except StopAsyncIteration:
                     break
                 finally:
-                    self._inside = place.get()
-                    place.set(outside)
+                    self._inside = current_call_site.get()
+                    current_call_site.set(outside)
                 pieces.append(piece)
                 yield piece
         finally:

@@ -83,7 +83,7 @@ class PolicyConfig(SamplingConfig, name="policy"):
 
 
 @dataclass
-class PlainLLM:
+class ModelClient:
     """A model object: the official `client`, the `model` to ask it for, and the `params` of the configuration.
 
     `name` is its key under `llms`. `closers` run when the builder closes.
@@ -154,21 +154,21 @@ class Endpoint:
     model: str
     base_url: str | None
     api_key: str | None
-    model_now: Callable[[], str] | None = None
-    """The name to ask for at the moment, where it changes."""
+    current_model: Callable[[], str] | None = None
+    """The name to request, if it changes over time."""
 
 
-def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> PlainLLM:
+def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> ModelClient:
     """A model object on a recording transport."""
     from openai import AsyncOpenAI
 
-    from insitu.workflow.capture import Recorder
-    from insitu.workflow.transport import for_library
+    from insitu.capture.recorder import Recorder
+    from insitu.capture.transport import recording_transport
 
     http = http_library()
     server = endpoint.base_url or os.environ.get("OPENAI_BASE_URL", "api.openai.com")
-    recorder = Recorder(server, name, _capture_error_type(), endpoint.model_now)
-    http_client = http.AsyncClient(transport=for_library(http).asynchronous(recorder), follow_redirects=True)
+    recorder = Recorder(server, name, _capture_error_type(), endpoint.current_model)
+    http_client = http.AsyncClient(transport=recording_transport(http)(recorder), follow_redirects=True)
     options: dict[str, Any] = {} if config.timeout is None else {"timeout": config.timeout}
     client = AsyncOpenAI(
         base_url=endpoint.base_url,
@@ -177,7 +177,7 @@ def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> PlainLLM:
         http_client=http_client,
         **options,
     )
-    return PlainLLM(
+    return ModelClient(
         client=client,
         model=endpoint.model,
         params=config.params(),
@@ -200,7 +200,7 @@ def _api_key(config: OpenAIConfig, variable: str) -> str:
 
 
 @asynccontextmanager
-async def _live(config: SamplingConfig, endpoint: Endpoint) -> AsyncIterator[PlainLLM]:
+async def _live(config: SamplingConfig, endpoint: Endpoint) -> AsyncIterator[ModelClient]:
     plain = connect(name_being_built(), config, endpoint)
     try:
         yield plain
@@ -209,22 +209,22 @@ async def _live(config: SamplingConfig, endpoint: Endpoint) -> AsyncIterator[Pla
 
 
 @register_llm_provider(config_type=OpenAIConfig)
-async def openai_llm(config: OpenAIConfig, builder: Builder) -> AsyncIterator[PlainLLM]:
+async def openai_llm(config: OpenAIConfig, builder: Builder) -> AsyncIterator[ModelClient]:
     endpoint = Endpoint(config.model_name, config.base_url, _api_key(config, "OPENAI_API_KEY"))
     async with _live(config, endpoint) as plain:
         yield plain
 
 
 @register_llm_provider(config_type=NIMConfig)
-async def nim_llm(config: NIMConfig, builder: Builder) -> AsyncIterator[PlainLLM]:
+async def nim_llm(config: NIMConfig, builder: Builder) -> AsyncIterator[ModelClient]:
     endpoint = Endpoint(config.model_name, config.base_url, _api_key(config, "NVIDIA_API_KEY"))
     async with _live(config, endpoint) as plain:
         yield plain
 
 
 @register_llm_provider(config_type=PolicyConfig)
-async def policy_llm(config: PolicyConfig, builder: Builder) -> AsyncIterator[PlainLLM]:
+async def policy_llm(config: PolicyConfig, builder: Builder) -> AsyncIterator[ModelClient]:
     served = await builder.policy_endpoint()
-    endpoint = Endpoint(served.model, served.base_url, served.api_key, served.model_now)
+    endpoint = Endpoint(served.model, served.base_url, served.api_key, served.current_model)
     async with _live(config, endpoint) as plain:
         yield plain

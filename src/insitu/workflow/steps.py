@@ -1,56 +1,25 @@
-"""The stream of intermediate steps of one episode: who caused which, and who listens.
-
-Where in the workflow the running code stands is a `Place` in one context variable, so that concurrent tasks each have
-their own, and a task started inside a function stands inside that function.
-"""
+"""The intermediate steps of one episode: what caused them, who listens, and the steps of recorded model calls."""
 
 import logging
-from collections.abc import Callable
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from insitu.capture.ledger import CallSite, OpenStep, current_call_site
+from insitu.schemas.episodes import ModelCall
 from insitu.schemas.steps import (
-    ROOT_INVOCATION,
     IntermediateStep,
-    IntermediateStepCategory,
     IntermediateStepPayload,
     IntermediateStepState,
-    InvocationNode,
+    IntermediateStepType,
+    StreamEventData,
+    TraceMetadata,
+    UsageInfo,
 )
 
 logger = logging.getLogger(__name__)
 
 OnStep = Callable[[IntermediateStep], None]
-
-
-@dataclass(slots=True)
-class Invocation:
-    """A function being run: its node, the names from the outermost function to it, and its latest model call."""
-
-    node: InvocationNode
-    names: tuple[str, ...] = ()
-    caller: "Invocation | None" = None
-    latest_call: int | None = None
-
-
-class OpenStep(NamedTuple):
-    """A START without its END yet, and the one it was opened in."""
-
-    uuid: str
-    category: IntermediateStepCategory
-    outer: "OpenStep | None"
-
-
-class Place(NamedTuple):
-    """Where the running code stands."""
-
-    invocation: Invocation
-    step: OpenStep | None = None
-
-
-ROOT = Place(Invocation(ROOT_INVOCATION))
-place: ContextVar[Place] = ContextVar("insitu_place", default=ROOT)
 
 
 class Subscription:
@@ -67,7 +36,7 @@ class Subscription:
 
 
 class IntermediateStepManager:
-    """Gives each payload its place and hands the step to `keep` and to all subscribers."""
+    """Turns payloads into steps, with their parent and function, and hands them to `keep` and to all subscribers."""
 
     def __init__(self, keep: OnStep | None = None) -> None:
         self._keep = keep
@@ -75,36 +44,37 @@ class IntermediateStepManager:
         self.subscriptions: list[Subscription] = []
 
     def push_intermediate_step(self, payload: IntermediateStepPayload) -> None:
-        """Record one event. An END or CHUNK without START is accepted and belongs to whatever is open here."""
-        here = place.get()
+        """Records one event. An END or CHUNK without START is accepted; its parent is the innermost open step."""
+        site = current_call_site.get()
         state = payload.event_state
         if state is IntermediateStepState.START:
-            parent = self._innermost(here)
+            parent = self._innermost(site)
             self._parents[payload.UUID] = parent
-            place.set(Place(here.invocation, OpenStep(payload.UUID, payload.event_category, here.step)))
+            step = OpenStep(payload.UUID, payload.event_category, site.step)
+            current_call_site.set(CallSite(site.invocation, step, site.ledger))
         elif state is IntermediateStepState.END:
-            parent = self._parents.pop(payload.UUID, "") or self._innermost(here)
-            if here.step is not None and here.step.uuid == payload.UUID:
-                place.set(Place(here.invocation, here.step.outer))
+            parent = self._parents.pop(payload.UUID, "") or self._innermost(site)
+            if site.step is not None and site.step.uuid == payload.UUID:
+                current_call_site.set(CallSite(site.invocation, site.step.outer, site.ledger))
         else:
-            parent = self._parents.get(payload.UUID) or self._innermost(here)
-        self._publish(IntermediateStep(parent_id=parent, function_ancestry=here.invocation.node, payload=payload))
+            parent = self._parents.get(payload.UUID) or self._innermost(site)
+        self._publish(IntermediateStep(parent_id=parent, function_ancestry=site.invocation.node, payload=payload))
 
-    def push_past(self, here: Place, *payloads: IntermediateStepPayload) -> None:
-        """Record what has happened at `here` and is over: START and END together, nothing stays open."""
+    def push_past(self, site: CallSite, *payloads: IntermediateStepPayload) -> None:
+        """Records events at `site` that are over, START and END together; no step stays open."""
         for payload in payloads:
-            parent = self._innermost(here)
-            self._publish(IntermediateStep(parent_id=parent, function_ancestry=here.invocation.node, payload=payload))
+            parent = self._innermost(site)
+            self._publish(IntermediateStep(parent_id=parent, function_ancestry=site.invocation.node, payload=payload))
 
-    def innermost(self, here: Place) -> OpenStep | None:
-        """The innermost step around `here` that is still open: an END may have come from another task."""
-        step = here.step
+    def innermost(self, site: CallSite) -> OpenStep | None:
+        """The innermost step around `site` that is still open; another task may have pushed an END."""
+        step = site.step
         while step is not None and step.uuid not in self._parents:
             step = step.outer
         return step
 
-    def _innermost(self, here: Place) -> str:
-        step = self.innermost(here)
+    def _innermost(self, site: CallSite) -> str:
+        step = self.innermost(site)
         return "root" if step is None else step.uuid
 
     def _publish(self, step: IntermediateStep) -> None:
@@ -113,7 +83,7 @@ class IntermediateStepManager:
         for subscription in tuple(self.subscriptions):
             try:
                 subscription.on_next(step)
-            except Exception as error:  # a listener's mistake must not fail the workflow it listens to
+            except Exception as error:  # a faulty subscriber must not fail the workflow
                 if subscription.on_error is None:
                     logger.exception("a subscriber to intermediate steps failed")
                 else:
@@ -125,14 +95,66 @@ class IntermediateStepManager:
         on_error: Callable[[Exception], None] | None = None,
         on_complete: Callable[[], None] | None = None,
     ) -> Subscription:
-        """Call `on_next` with every step from now on, `on_complete` when the episode has ended."""
+        """Calls `on_next` with every later step, and `on_complete` when the episode has ended."""
         subscription = Subscription(self, on_next, (on_error, on_complete))
         self.subscriptions.append(subscription)
         return subscription
 
     def complete(self) -> None:
-        """The episode has ended: tell the subscribers, and let go of them."""
+        """Called at the end of the episode: notifies the subscribers and removes them."""
         subscriptions, self.subscriptions = self.subscriptions, []
         for subscription in subscriptions:
             if subscription.on_complete is not None:
                 subscription.on_complete()
+
+
+def call_metadata(call: ModelCall) -> dict[str, Any]:
+    """What a step's metadata says of a recorded call, in addition to what frameworks report."""
+    return {
+        "call": call.index,
+        "model": call.model,
+        "llm": call.llm,
+        "finish_reason": call.finish_reason,
+        "token_ids": call.token_ids,
+        "logprobs": call.logprobs,
+    }
+
+
+def llm_step_payloads(call: ModelCall) -> tuple[IntermediateStepPayload, IntermediateStepPayload]:
+    """LLM_START and LLM_END of a call that no framework reports."""
+    shared: dict[str, Any] = {"name": call.model, "UUID": str(uuid.uuid4())}
+    request: dict[str, Any] = {"chat_inputs": call.messages, "tools_schema": call.tools}
+    start = IntermediateStepPayload(
+        event_type=IntermediateStepType.LLM_START,
+        event_timestamp=call.started,
+        data=StreamEventData.model_construct(input=call.messages),
+        metadata=TraceMetadata.model_construct(**request),
+        **shared,
+    )
+    end = IntermediateStepPayload(
+        event_type=IntermediateStepType.LLM_END,
+        event_timestamp=call.ended,
+        span_event_timestamp=call.started,
+        data=StreamEventData.model_construct(input=call.messages, output=(call.message or {}).get("content")),
+        metadata=TraceMetadata.model_construct(
+            chat_responses=[] if call.message is None else [call.message], **request, **call_metadata(call)
+        ),
+        usage_info=UsageInfo.model_construct(token_usage=call.usage, num_llm_calls=1),
+        **shared,
+    )
+    return start, end
+
+
+def add_call_metadata(payload: IntermediateStepPayload, calls: Sequence[ModelCall]) -> None:
+    """Adds to a framework's LLM_END the metadata of the recorded call: of the first choice of its request.
+
+    If there are several choices (`calls`), `choices` holds the metadata of each.
+    """
+    metadata = call_metadata(calls[0])
+    if len(calls) > 1:
+        metadata["choices"] = [call_metadata(call) for call in calls]
+    if isinstance(payload.metadata, TraceMetadata):
+        for name, value in metadata.items():
+            setattr(payload.metadata, name, value)
+    else:
+        payload.metadata = {**(payload.metadata or {}), **metadata}

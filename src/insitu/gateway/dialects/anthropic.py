@@ -1,4 +1,4 @@
-"""Anthropic's Messages (`POST /v1/messages`), to and from chat completions.
+"""Anthropic's Messages (`POST /v1/messages`) as chat completions.
 
 Source: https://docs.anthropic.com/en/api/messages and its page on streaming.
 """
@@ -10,15 +10,14 @@ from typing import Any
 import orjson
 
 from insitu.errors import RequestRefused
+from insitu.gateway.dialects.base import Translation, join_text, refuse_unsupported
 from insitu.http_format import format_event
-from insitu.workflow.dialects.turns import refuse_others, text_parts
-from insitu.workflow.spelling import CHAT
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "stream")
 _KNOWN = frozenset(
     (
         *(*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences"),
-        *("metadata", "service_tier", "cache_control"),  # which say nothing of the answer
+        *("metadata", "service_tier", "cache_control"),  # without effect on the answer
     )
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -40,20 +39,10 @@ _ERRORS = {
 }
 
 
-def turn(request: dict[str, Any], memory: dict[str, Any]) -> "_Turn":
-    refuse_others(request, _KNOWN, _NEUTRAL)
-    return _Turn(_chat(request, memory), memory)
-
-
-def error(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def _chat(request: dict[str, Any], memory: dict[str, str]) -> dict[str, Any]:
+def _chat_request(request: dict[str, Any], memory: dict[str, str]) -> dict[str, Any]:
     chat = {name: request[name] for name in _SAME if request.get(name) is not None}
     messages: list[dict[str, Any]] = []
-    if system := text_parts(request.get("system"), ("text",), "system"):
+    if system := join_text(request.get("system"), ("text",), "system"):
         messages.append({"role": "system", "content": system})
     for number, message in enumerate(request.get("messages") or ()):
         messages.extend(_messages(message, f"messages.{number}", memory))
@@ -82,15 +71,15 @@ def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
 
 def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
     kind = choice.get("type")
-    spelt: Any = {"auto": "auto", "any": "required", "none": "none"}.get(str(kind))
+    mapped: Any = {"auto": "auto", "any": "required", "none": "none"}.get(str(kind))
     if kind == "tool":
-        spelt = {"type": "function", "function": {"name": choice.get("name")}}
+        mapped = {"type": "function", "function": {"name": choice.get("name")}}
     parallel = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
-    return {"tool_choice": spelt or "auto", **parallel}
+    return {"tool_choice": mapped or "auto", **parallel}
 
 
 def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """One message as chat messages: results of tools become messages of their own, before the text beside them."""
+    """One message as chat messages; tool results become separate messages, before the text."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str):
         yield {"role": role, "content": content}
@@ -105,9 +94,9 @@ def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> It
             function = {"name": block["name"], "arguments": _as_sampled(block, memory)}
             calls.append({"id": block["id"], "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            result = text_parts(block.get("content"), ("text",), f"{where}.content.{number}.content")
+            result = join_text(block.get("content"), ("text",), f"{where}.content.{number}.content")
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": result}
-        elif kind not in ("thinking", "redacted_thinking"):  # the server that thought keeps its thoughts to itself
+        elif kind not in ("thinking", "redacted_thinking"):  # reasoning is not sent back to the server
             raise RequestRefused(
                 f"{where}.content.{number} is of type {kind!r}; allowed: text, tool_use, tool_result",
                 param=where,
@@ -119,32 +108,29 @@ def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> It
         yield {"role": role, "content": "".join(texts)}
 
 
-class _Turn:
-    route = CHAT
-    verbatim = False
+class MessagesTranslation(Translation):
+    """`memory` holds the arguments of tool calls in the model's own words, by the call's id."""
 
-    def __init__(self, request: dict[str, Any], memory: dict[str, str]) -> None:
-        self.request = request
-        self._memory = memory
+    def __init__(self, request: dict[str, Any], memory: dict[str, Any]) -> None:
+        refuse_unsupported(request, _KNOWN, _NEUTRAL)
+        super().__init__(_chat_request(request, memory), memory)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._begun = False
-        self._block: int = -1
-        """The block that is open is the latest one."""
-        self._calls: dict[int, tuple[str, int]] = {}
-        """The id of each tool call, and its block, by its index."""
+        self._block = -1  # the latest block is the open one
+        self._calls: dict[int, tuple[str, int]] = {}  # id and block of each tool call, by its index
         self._text_open = False
         self._stop: tuple[str, str | None] = ("end_turn", None)
         self._usage: dict[str, Any] = {}
 
-    def reply(self, completion: dict[str, Any]) -> dict[str, Any]:
+    def response(self, completion: dict[str, Any]) -> dict[str, Any]:
         choice = completion["choices"][0]
         message = choice["message"]
         content: list[dict[str, Any]] = []
         if message.get("content"):
             content.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls") or ():
-            self._memory[call["id"]] = call["function"].get("arguments") or ""
-            arguments = _arguments(self._memory[call["id"]])
+            self.memory[call["id"]] = call["function"].get("arguments") or ""
+            arguments = _arguments(self.memory[call["id"]])
             content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
         return self._message(completion, content, *_stop(choice))
 
@@ -162,7 +148,7 @@ class _Turn:
             "usage": _usage(completion.get("usage") or {}),
         }
 
-    def event(self, chunk: dict[str, Any]) -> Iterator[bytes]:
+    def events(self, chunk: dict[str, Any]) -> Iterator[bytes]:
         yield from self._begin(chunk)
         if chunk.get("usage"):
             self._usage = _usage(chunk["usage"])
@@ -191,11 +177,11 @@ class _Turn:
         if index not in self._calls:
             called = part.get("id") or f"toolu_{uuid.uuid4().hex}"
             self._calls[index] = called, self._block + 1
-            self._memory[called] = ""
+            self.memory[called] = ""
             yield from self._open({"type": "tool_use", "id": called, "name": function.get("name"), "input": {}})
         if function.get("arguments"):
             called, block = self._calls[index]
-            self._memory[called] += function["arguments"]
+            self.memory[called] += function["arguments"]
             yield self._delta(block, {"type": "input_json_delta", "partial_json": function["arguments"]})
 
     def _open(self, block: dict[str, Any]) -> Iterator[bytes]:
@@ -214,7 +200,7 @@ class _Turn:
 
     def end(self, failure: str | None = None) -> Iterator[bytes]:
         if failure is not None:
-            yield _event(error(failure, 502))
+            yield _event(self.error(failure, 502))
             return
         yield from self._begin({})
         yield from self._close()
@@ -223,7 +209,10 @@ class _Turn:
         yield _event({"type": "message_delta", "delta": delta, "usage": usage})
         yield _event({"type": "message_stop"})
 
-    error = staticmethod(error)
+    @staticmethod
+    def error(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+        kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def _event(data: dict[str, Any]) -> bytes:
@@ -231,13 +220,13 @@ def _event(data: dict[str, Any]) -> bytes:
 
 
 def _as_sampled(block: dict[str, Any], memory: dict[str, str]) -> str:
-    """A tool call's arguments in the very text the model wrote, unless the agent has changed what they say."""
-    written, given = memory.get(block["id"]), block.get("input") or {}
-    return written if written is not None and _arguments(written) == given else orjson.dumps(given).decode()
+    """A tool call's arguments exactly as the model wrote them, unless the agent has changed their value."""
+    sampled, value = memory.get(block["id"]), block.get("input") or {}
+    return sampled if sampled is not None and _arguments(sampled) == value else orjson.dumps(value).decode()
 
 
 def _arguments(text: str | None) -> Any:
-    """A tool call's arguments as an object; what the model wrote otherwise is handed on as it is, under one key."""
+    """A tool call's arguments as an object; text that is not a JSON object is passed on under the key `arguments`."""
     try:
         value = orjson.loads(text or "{}")
     except orjson.JSONDecodeError:
@@ -246,7 +235,7 @@ def _arguments(text: str | None) -> Any:
 
 
 def _stop(choice: dict[str, Any]) -> tuple[str, str | None]:
-    """Why it ended, and the stop sequence that ended it, where the server says which."""
+    """The stop reason, and the stop sequence if the server reports it."""
     if choice.get("finish_reason") == "stop" and isinstance(sequence := choice.get("stop_reason"), str):
         return "stop_sequence", sequence
     return _STOPS.get(str(choice.get("finish_reason")), "end_turn"), None

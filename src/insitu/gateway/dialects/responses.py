@@ -1,4 +1,4 @@
-"""OpenAI's Responses (`POST /v1/responses`), to and from chat completions.
+"""OpenAI's Responses (`POST /v1/responses`) as chat completions.
 
 Source: https://platform.openai.com/docs/api-reference/responses and its page on streaming. Answers are remembered for
 `previous_response_id` as long as the episode lasts.
@@ -12,9 +12,8 @@ from typing import Any
 import orjson
 
 from insitu.errors import RequestRefused
-from insitu.http_format import error_body, format_event
-from insitu.workflow.dialects.turns import refuse_others, text_parts
-from insitu.workflow.spelling import CHAT
+from insitu.gateway.dialects.base import Translation, join_text, refuse_unsupported
+from insitu.http_format import format_event
 
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed", "user")
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "reasoning", "text", "truncation")
@@ -29,15 +28,7 @@ _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"
 _TEXT = ("input_text", "output_text", "text", "summary_text", "refusal")
 
 
-error = error_body
-
-
-def turn(request: dict[str, Any], memory: dict[str, Any]) -> "_Turn":
-    refuse_others(request, _KNOWN, _NEUTRAL)
-    return _Turn(request, memory)
-
-
-def _chat(request: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
+def _chat_request(request: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
     chat = {name: request[name] for name in _SAME if request.get(name) is not None}
     if request.get("max_output_tokens") is not None:
         chat["max_tokens"] = request["max_output_tokens"]
@@ -45,8 +36,8 @@ def _chat(request: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, A
         chat["logprobs"] = True
     else:
         chat.pop("top_logprobs", None)
-    asked = request.get("input")
-    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked or ())
+    given = request.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or ())
     chat["messages"] = [*history, *_messages(items)]
     if request.get("instructions"):
         chat["messages"] = [{"role": "system", "content": request["instructions"]}, *chat["messages"]]
@@ -82,17 +73,17 @@ def _tool_choice(choice: Any) -> dict[str, Any]:
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as chat messages: what one answer was made of (text, calls of tools) is one assistant message again."""
+    """Items as chat messages; the items of one response (text, tool calls) become one assistant message again."""
     messages: list[dict[str, Any]] = []
     answering = False
     for number, item in enumerate(items):
         kind, where = item.get("type", "message"), f"input.{number}"
-        if kind == "reasoning":  # the server that thought keeps its thoughts to itself
+        if kind == "reasoning":  # reasoning is not sent back to the server
             continue
         if kind == "message":
-            content = text_parts(item.get("content"), _TEXT, where)
+            content = join_text(item.get("content"), _TEXT, where)
             if answering and item.get("role") == "assistant" and messages[-1]["content"] is None:
-                messages[-1]["content"] = content  # said after the calls
+                messages[-1]["content"] = content  # text after the calls
             else:
                 messages.append({"role": item.get("role"), "content": content})
         elif kind == "function_call":
@@ -102,7 +93,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             calls = messages[-1].setdefault("tool_calls", [])
             calls.append({"id": item["call_id"], "type": "function", "function": function})
         elif kind == "function_call_output":
-            output = text_parts(item.get("output"), _TEXT, where)
+            output = join_text(item.get("output"), _TEXT, where)
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
         else:
             raise RequestRefused(
@@ -114,13 +105,11 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-class _Turn:
-    route = CHAT
-    verbatim = False
+class ResponsesTranslation(Translation):
+    """`memory` holds the messages of each response's conversation, by the response's id."""
 
     def __init__(self, request: dict[str, Any], memory: dict[str, Any]) -> None:
-        self._asked = request
-        self._memory = memory
+        refuse_unsupported(request, _KNOWN, _NEUTRAL)
         before = request.get("previous_response_id")
         if before is not None and before not in memory:
             known = ", ".join(memory) or "none"
@@ -129,7 +118,8 @@ class _Turn:
                 status=404,
                 param="previous_response_id",
             )
-        self.request = _chat(request, memory[before] if before is not None else [])
+        super().__init__(_chat_request(request, memory[before] if before is not None else []), memory)
+        self._original = request
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = request.get("model")
@@ -141,7 +131,7 @@ class _Turn:
         self._usage: dict[str, Any] = {}
         self._begun = False
 
-    def reply(self, completion: dict[str, Any]) -> dict[str, Any]:
+    def response(self, completion: dict[str, Any]) -> dict[str, Any]:
         choice = completion["choices"][0]
         message = choice["message"]
         self._model = completion.get("model", self._model)
@@ -157,15 +147,15 @@ class _Turn:
 
     def _finished(self) -> dict[str, Any]:
         answer = {name: value for name, value in self._answer().items() if name in ("role", "content", "tool_calls")}
-        said = self.request["messages"][1 if self._asked.get("instructions") else 0 :]
-        self._memory[self._id] = [*said, answer]
+        sent = self.request["messages"][1 if self._original.get("instructions") else 0 :]
+        self.memory[self._id] = [*sent, answer]
         return self._response("incomplete" if self._finish in _INCOMPLETE else "completed")
 
     def _answer(self) -> dict[str, Any]:
         return (_messages(self._output) or [{"role": "assistant", "content": ""}])[-1]
 
     def _response(self, status: str) -> dict[str, Any]:
-        request = self._asked
+        request = self._original
         return {
             "id": self._id,
             "object": "response",
@@ -188,7 +178,7 @@ class _Turn:
         self._number += 1
         return format_event(orjson.dumps({"type": kind, "sequence_number": self._number, **data}), kind)
 
-    def event(self, chunk: dict[str, Any]) -> Iterator[bytes]:
+    def events(self, chunk: dict[str, Any]) -> Iterator[bytes]:
         self._model = chunk.get("model", self._model)
         if not self._begun:
             self._begun = True
@@ -198,23 +188,23 @@ class _Turn:
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             if delta.get("content"):
-                yield from self._say(delta["content"], (choice.get("logprobs") or {}).get("content") or [])
+                yield from self._add_text(delta["content"], (choice.get("logprobs") or {}).get("content") or [])
             for part in delta.get("tool_calls") or ():
                 yield from self._call(part)
             self._finish = choice.get("finish_reason") or self._finish
 
-    def _say(self, text: str, logprobs: list[Any]) -> Iterator[bytes]:
+    def _add_text(self, text: str, logprobs: list[Any]) -> Iterator[bytes]:
         if self._text is None:
             self._text = _message_item([_text_part("")], "in_progress")
             yield self._event("response.output_item.added", output_index=len(self._output), item=self._text)
             self._output.append(self._text)
-            yield self._event("response.content_part.added", **self._place(), part=self._text["content"][0])
+            yield self._event("response.content_part.added", **self._text_position(), part=self._text["content"][0])
         part = self._text["content"][0]
         part["text"] += text
         part["logprobs"] += logprobs
-        yield self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
+        yield self._event("response.output_text.delta", **self._text_position(), delta=text, logprobs=logprobs)
 
-    def _place(self) -> dict[str, Any]:
+    def _text_position(self) -> dict[str, Any]:
         assert self._text is not None
         return {"item_id": self._text["id"], "output_index": self._output.index(self._text), "content_index": 0}
 
@@ -238,9 +228,9 @@ class _Turn:
             return
         if self._text is not None:
             part = self._text["content"][0]
-            told = {"text": part["text"], "logprobs": part["logprobs"]}
-            yield self._event("response.output_text.done", **self._place(), **told)
-            yield self._event("response.content_part.done", **self._place(), part=part)
+            final = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield self._event("response.output_text.done", **self._text_position(), **final)
+            yield self._event("response.content_part.done", **self._text_position(), part=part)
         for index, item in enumerate(self._output):
             item["status"] = "completed"
             if item["type"] == "function_call":
@@ -250,8 +240,6 @@ class _Turn:
             yield self._event("response.output_item.done", output_index=index, item=item)
         response = self._finished()
         yield self._event(f"response.{response['status']}", response=response)
-
-    error = staticmethod(error_body)
 
 
 def _text_part(text: str) -> dict[str, Any]:
@@ -281,11 +269,11 @@ def _call_item(call: dict[str, Any], status: str) -> dict[str, Any]:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    given, made = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+    input_tokens, output_tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
     return {
-        "input_tokens": given,
+        "input_tokens": input_tokens,
         "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": made,
+        "output_tokens": output_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": given + made,
+        "total_tokens": input_tokens + output_tokens,
     }

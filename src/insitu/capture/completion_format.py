@@ -1,0 +1,103 @@
+"""Requests for completions and their choices, of chats and of texts.
+
+POST /chat/completions  messages    choice.message, choice.logprobs.content, prompt_token_ids of the response
+POST /completions       prompt      choice.text, choice.logprobs.token_logprobs, prompt_token_ids of each choice
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import orjson
+
+CHAT = "chat/completions"
+TEXT = "completions"
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """What a request wants completed: its prompts, each as messages, and `n` choices of each.
+
+    A text prompt is one user message; a prompt of token ids is one with the ids as JSON.
+    """
+
+    route: str
+    prompts: list[Messages]
+    n: int
+    identity: bytes
+    """Equal for requests with equal prompts."""
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    @property
+    def logprobs_option(self) -> bool | int:
+        """The value of `logprobs` that requests those of the sampled tokens only."""
+        return True if self.route == CHAT else 0
+
+    def prompt_of(self, index: int) -> tuple[Messages, int]:
+        """The prompt of the choice with this `index`, and which of that prompt's choices it is."""
+        which, choice = divmod(index, self.n) if len(self.prompts) > 1 else (0, index)
+        return self.prompts[min(which, len(self.prompts) - 1)], choice
+
+
+def parse_completion_request(path: str, request: Any) -> CompletionRequest | None:
+    """Returns None for other requests and for malformed ones, which the server rejects."""
+    if not isinstance(request, dict):
+        return None
+    route = next((route for route in (CHAT, TEXT) if path.endswith(f"/{route}")), None)
+    prompt: Any = request.get("messages" if route == CHAT else "prompt")
+    prompts = None
+    if route == CHAT:
+        prompts = [prompt] if isinstance(prompt, list) else None
+    elif route == TEXT:
+        prompts = [[{"role": "user", "content": _as_text(each)}] for each in _text_prompts(prompt)]
+    if route is None or not prompts:
+        return None
+    n = request.get("n")
+    return CompletionRequest(route, prompts, n if isinstance(n, int) and n > 0 else 1, orjson.dumps(prompt))
+
+
+def _text_prompts(prompt: Any) -> list[Any]:
+    """The prompts of a text completion: `prompt` is a text, token ids, or a list of either."""
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        return prompt
+    return [prompt] if isinstance(prompt, str | list) and prompt != [] else []
+
+
+def _as_text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else orjson.dumps(prompt).decode()
+
+
+def choice_message(choice: dict[str, Any]) -> dict[str, Any] | None:
+    text = choice.get("text")
+    message = {"role": "assistant", "content": text} if isinstance(text, str) else choice.get("message")
+    if not isinstance(message, dict | None):
+        raise TypeError(f"the message is a JSON {type(message).__name__}")
+    return message
+
+
+def choice_delta(choice: dict[str, Any]) -> dict[str, Any]:
+    """What a streamed choice adds to its message."""
+    text = choice.get("text")
+    return {"content": text} if isinstance(text, str) else choice.get("delta") or {}
+
+
+class ResponseFilter(NamedTuple):
+    """Removes from responses what the recorder requested and the client did not."""
+
+    token_ids: bool
+    logprobs: bool
+
+    def apply(self, body: dict[str, Any]) -> bool:
+        """Filters a response, or an event of a stream, in place; returns whether it changed."""
+        changed = self.token_ids and body.pop("prompt_token_ids", None) is not None
+        for choice in body.get("choices") or ():
+            for name in ("token_ids", "prompt_token_ids") if self.token_ids else ():
+                changed |= choice.pop(name, None) is not None
+            if self.logprobs and choice.get("logprobs") is not None:
+                choice["logprobs"] = None
+                changed = True
+        return changed

@@ -1,0 +1,140 @@
+"""The model calls of one episode, and where in the workflow each of them is made."""
+
+import hashlib
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from insitu.errors import CaptureError
+from insitu.schemas.episodes import ModelCall
+from insitu.schemas.steps import ROOT_INVOCATION, IntermediateStepCategory, InvocationNode
+
+
+@dataclass(slots=True)
+class Invocation:
+    """One run of a function: its node, the names from the outermost function to it, and its latest model call."""
+
+    node: InvocationNode
+    names: tuple[str, ...] = ()
+    caller: "Invocation | None" = None
+    latest_call: int | None = None
+
+
+class OpenStep(NamedTuple):
+    """An intermediate step that has started and not ended, and the step around it."""
+
+    uuid: str
+    category: IntermediateStepCategory
+    outer: "OpenStep | None"
+
+
+class CallSite(NamedTuple):
+    """Where in a workflow code runs: in which function and step, and in which episode, if any."""
+
+    invocation: Invocation
+    step: OpenStep | None = None
+    ledger: "CallLedger | None" = None
+
+
+OUTSIDE = CallSite(Invocation(ROOT_INVOCATION))
+current_call_site: ContextVar[CallSite] = ContextVar("insitu_call_site", default=OUTSIDE)
+"""Concurrent tasks each have their own; a task started inside a function belongs to that function."""
+
+OnCall = Callable[[ModelCall, CallSite], None]
+
+
+class IdPool:
+    """0, 1, 2, ...; a released id is the next one acquired, the smallest first."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._released: list[int] = []
+
+    def acquire(self) -> int:
+        if self._released:
+            return heapq.heappop(self._released)
+        self._next += 1
+        return self._next - 1
+
+    def release(self, number: int) -> None:
+        heapq.heappush(self._released, number)
+
+
+class PendingCall(NamedTuple):
+    """A request in flight: the indices of its choices, and how often its prompt had been sent before."""
+
+    indices: range
+    prompt_digest: bytes
+    repetition: int
+
+
+class CallLedger:
+    """The model calls of one episode, or of a plain run.
+
+    `name` is the episode's in log messages. `training` says which calls are trained: all, none, or those to some keys
+    of `llms`; these need logprobs, and token ids too if `needs_token_ids`. `on_call` is called with each recorded call.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "a run",
+        seed: int = 0,
+        training: bool | Collection[str] = False,
+        needs_token_ids: bool = True,
+        on_call: OnCall | None = None,
+    ) -> None:
+        self.name = name
+        self.needs_token_ids = needs_token_ids
+        self.calls: list[ModelCall] = []
+        """In order of completion; after `close` in order of their start."""
+        self.failed_attempts: Counter[str] = Counter()
+        """Requests that failed, by reason; a client that retries still makes one call."""
+        self.late_calls = 0
+        """Requests that were not recorded because the episode had ended."""
+        self.capture_error: CaptureError | None = None
+        """What a response lacked for training, kept here in case the workflow swallows the exception."""
+        self.closed = False
+        self._seed = seed
+        self.training = training
+        self._on_call = on_call
+        self._next_index = 0
+        self._repetitions: defaultdict[bytes, IdPool] = defaultdict(IdPool)  # by prompt digest
+
+    def trains(self, llm: str | None) -> bool:
+        """Whether calls to this key of `llms` are trained."""
+        return self.training if isinstance(self.training, bool) else llm in self.training
+
+    def begin_call(self, prompt: bytes, choices: int) -> PendingCall:
+        """Reserves an index for each choice of a request; `prompt` is equal for equal prompts."""
+        start, self._next_index = self._next_index, self._next_index + choices
+        digest = hashlib.blake2b(prompt, digest_size=16).digest()
+        return PendingCall(range(start, self._next_index), digest, self._repetitions[digest].acquire())
+
+    def sampling_seed(self, pending: PendingCall) -> int:
+        """31 bits determined by the episode's seed, the prompt, and how often it has been sent before.
+
+        Sampling then depends neither on other episodes nor on the order in which parallel calls are sent.
+        """
+        text = f"{self._seed}|{pending.repetition}|".encode() + pending.prompt_digest
+        return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
+
+    def abandon(self, pending: PendingCall, reason: str) -> None:
+        """Counts a failed request. If the client retries it, that is the same call, with the same seed."""
+        self.failed_attempts[reason] += 1
+        self._repetitions[pending.prompt_digest].release(pending.repetition)
+        if self._next_index == pending.indices.stop:  # else a later request already has the next index
+            self._next_index = pending.indices.start
+
+    def record(self, call: ModelCall, site: CallSite) -> None:
+        self.calls.append(call)
+        if self._on_call is not None:
+            self._on_call(call, site)
+
+    def close(self) -> None:
+        """Later calls are not recorded."""
+        self.closed = True
+        self.calls.sort(key=lambda call: call.index)

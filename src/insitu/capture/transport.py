@@ -1,0 +1,239 @@
+"""The recorder under an HTTP client: transports for `httpx` and `httpx2`, with aiohttp below asynchronous clients.
+
+The two libraries have the same interface and different classes, so `recording_transport` derives a transport from the
+base classes of the one that it serves. aiohttp takes about a tenth of the CPU time of their connection pools.
+"""
+
+import asyncio
+import threading
+import urllib.request
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from functools import lru_cache
+from typing import Any
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from insitu.capture.recorder import Exchange, Recorder
+
+_KEEP_ALIVE_SECONDS = 4.0  # less than uvicorn's 5: the client must be the one to close an idle connection
+_REWRITTEN = frozenset((b"content-length", b"content-encoding", b"transfer-encoding"))
+
+
+@lru_cache
+def recording_transport(http: Any) -> Any:
+    """The transport class for `httpx` or `httpx2` (the module); its instances serve a Client or an AsyncClient."""
+    streams = {
+        "async_stream": type("RecordedAsyncStream", (_AsyncStream, http.AsyncByteStream), {"http": http}),
+        "sync_stream": type("RecordedSyncStream", (_SyncStream, http.SyncByteStream), {}),
+    }
+    bases = (_RecordingTransport, http.AsyncBaseTransport, http.BaseTransport)
+    return type("RecordingTransport", bases, {"http": http, **streams})
+
+
+class _RecordingTransport:
+    """Asynchronous requests share an aiohttp session, which belongs to the event loop that the transport is made in.
+
+    (Or is first used in.) A request in another loop has its own session and closes it: frameworks that offer a
+    synchronous method run a loop for each call, in a thread, and nothing else could close that loop's session.
+    Synchronous requests go to the library's own transport.
+    """
+
+    http: Any
+    async_stream: Any
+    sync_stream: Any
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._session: aiohttp.ClientSession | None = None
+        self._loop = _running_loop()
+        self._sync_transport: Any = None
+        self._lock = threading.Lock()
+
+    async def handle_async_request(self, request: Any) -> Any:
+        content = await request.aread()
+        exchange = self._recorder.begin(request.method, request.url.path, content)
+        async with AsyncExitStack() as cleanup:
+            with _translated_errors(self.http, request, exchange):
+                session = self._session_of_this_loop(cleanup)
+                answer = await _send(session, request, content if exchange is None else exchange.content)
+                streams = exchange is None or (exchange.streamed and answer.status < 400)
+                received = b"" if streams else await answer.read()
+            headers = [pair for pair in answer.raw_headers if pair[0].lower() not in _REWRITTEN]
+            extensions = {"http_version": b"HTTP/1.1", "reason_phrase": (answer.reason or "").encode()}
+            if streams:
+                stream = self.async_stream(answer, request, exchange, cleanup.pop_all())
+                return self.http.Response(answer.status, headers=headers, stream=stream, extensions=extensions)
+            assert exchange is not None
+            body = exchange.complete(answer.status, answer.headers, received)
+            return self.http.Response(answer.status, headers=headers, content=body, extensions=extensions)
+
+    def handle_request(self, request: Any) -> Any:
+        with self._lock:  # agents may call from several threads
+            if self._sync_transport is None:
+                limits = self.http.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS)  # and any number of connections
+                self._sync_transport = self.http.HTTPTransport(limits=limits)
+        exchange = self._recorder.begin(request.method, request.url.path, request.read())
+        if exchange is None:
+            return self._sync_transport.handle_request(request)
+        headers = [pair for pair in request.headers.raw if pair[0].lower() not in (*_REWRITTEN, b"accept-encoding")]
+        request = self.http.Request(
+            request.method, request.url, headers=headers, content=exchange.content, extensions=request.extensions
+        )
+        with _translated_errors(self.http, request, exchange):
+            answer = self._sync_transport.handle_request(request)
+            if exchange.streamed and answer.status_code < 400:
+                answer.stream = self.sync_stream(answer.stream, answer.headers, exchange)
+                return answer
+            received = answer.read()
+        headers = [pair for pair in answer.headers.raw if pair[0].lower() not in _REWRITTEN]
+        body = exchange.complete(answer.status_code, answer.headers, received)
+        return self.http.Response(answer.status_code, headers=headers, content=body, extensions=answer.extensions)
+
+    def _session_of_this_loop(self, cleanup: AsyncExitStack) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        self._loop = self._loop or loop
+        if self._loop is not loop:
+            session = _new_session()
+            cleanup.push_async_callback(session.close)
+            return session
+        if self._session is None:
+            self._session = _new_session()
+        return self._session
+
+    async def aclose(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def close(self) -> None:
+        if self._sync_transport is not None:
+            self._sync_transport.close()
+
+
+class _AsyncStream:
+    """The body of an aiohttp response as it comes in; `cleanup` is closed with it."""
+
+    http: Any
+
+    def __init__(
+        self, answer: aiohttp.ClientResponse, request: Any, exchange: Exchange | None, cleanup: AsyncExitStack
+    ) -> None:
+        self._answer = answer
+        self._request = request
+        self._exchange = exchange
+        self._cleanup = cleanup
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            with _translated_errors(self.http, self._request, None):
+                async for chunk in self._answer.content.iter_any():
+                    passed = chunk if self._exchange is None else self._exchange.feed(chunk)
+                    if self._exchange is not None and self._exchange.is_done:
+                        self._end()
+                    if passed:
+                        yield passed
+        except self.http.TransportError as error:
+            self._end(f"the stream broke off: {error!r}")
+            raise
+        self._end()
+
+    async def aclose(self) -> None:
+        if self._answer.content.at_eof():
+            self._answer.release()
+        else:
+            self._answer.close()  # with its unread rest the connection cannot be reused
+        self._end()
+        await self._cleanup.aclose()
+
+    def _end(self, error: str | None = None) -> None:
+        if self._exchange is not None:
+            self._exchange.end(self._answer.headers, error)
+
+
+class _SyncStream:
+    def __init__(self, stream: Any, headers: Mapping[str, str], exchange: Exchange) -> None:
+        self._stream, self._headers, self._exchange = stream, headers, exchange
+
+    def __iter__(self) -> Iterator[bytes]:
+        for chunk in self._stream:
+            passed = self._exchange.feed(chunk)
+            if self._exchange.is_done:
+                self._exchange.end(self._headers)
+            yield passed
+        self._exchange.end(self._headers)
+
+    def close(self) -> None:
+        self._stream.close()
+        self._exchange.end(self._headers)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _new_session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
+        trust_env=bool(urllib.request.getproxies()),  # aiohttp would look proxies up per request, which costs time
+    )
+
+
+async def _send(session: aiohttp.ClientSession, request: Any, content: bytes) -> aiohttp.ClientResponse:
+    headers: CIMultiDict[str] = CIMultiDict(
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in request.headers.raw
+        if name.lower() not in _REWRITTEN
+    )
+    headers["Accept-Encoding"] = "gzip, deflate"  # what aiohttp can always decompress
+    limits = request.extensions.get("timeout") or {}
+    return await session.request(
+        request.method,
+        URL(str(request.url), encoded=True),
+        headers=headers,
+        data=content or None,
+        allow_redirects=False,
+        timeout=_timeout(limits.get("connect"), limits.get("read")),
+    )
+
+
+@lru_cache
+def _timeout(connect: float | None, read: float | None) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=read)
+
+
+@contextmanager
+def _translated_errors(http: Any, request: Any, exchange: Exchange | None) -> Iterator[None]:
+    """Fails the exchange on an error, and raises aiohttp's errors as those of the client's library."""
+    try:
+        yield
+    except BaseException as error:  # also a cancellation is a failed attempt; always re-raised
+        name = _error_name(error)
+        if exchange is not None:
+            exchange.fail(name or type(error).__name__)
+        if name is None:
+            raise
+        raise getattr(http, name)(f"{type(error).__name__}: {error}", request=request) from error
+
+
+_ERRORS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (
+    (aiohttp.ConnectionTimeoutError, "ConnectTimeout"),
+    (TimeoutError, "ReadTimeout"),
+    ((aiohttp.ClientConnectorError, aiohttp.ClientConnectorDNSError), "ConnectError"),
+    (aiohttp.ClientProxyConnectionError, "ProxyError"),
+    ((aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, aiohttp.ClientResponseError), "RemoteProtocolError"),
+    ((aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError), "UnsupportedProtocol"),
+    ((aiohttp.ClientError, ConnectionError), "ReadError"),
+)
+
+
+def _error_name(error: BaseException) -> str | None:
+    """The name in `httpx` and `httpx2` of an error of aiohttp; None for other errors."""
+    return next((name for kinds, name in _ERRORS if isinstance(error, kinds)), None)

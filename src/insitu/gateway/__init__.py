@@ -1,0 +1,6 @@
+"""Records agents that are not built here: other programs, services, and clients of other APIs.
+
+In: their requests to OpenAI's or Anthropic's APIs. Out: completions of the workflow's models, recorded like every other
+call. Read `server` first (the gateway), then `dialects` (the APIs), `agents` (the workflows `command` and `http`) and
+`translation` (the same dialects under a framework's client in this process).
+"""

@@ -1,0 +1,123 @@
+"""What a dialect is, OpenAI's completions as the trivial ones, and helpers for the others."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from insitu.capture.completion_format import CHAT, TEXT
+from insitu.errors import RequestRefused
+from insitu.http_format import error_body, error_message, format_event, parse_events
+
+
+class Translation(ABC):
+    """One request of an agent, translated to a completion; translates the response back.
+
+    A subclass is a dialect. Its constructor raises RequestRefused for a request that cannot be translated. `memory`
+    holds what the dialect keeps from one request of an episode to the next.
+    """
+
+    route = CHAT
+    """Where `request` is sent."""
+    verbatim = False
+    """Whether responses are passed on unchanged: the agent and the server use the same API."""
+
+    def __init__(self, request: dict[str, Any], memory: dict[str, Any]) -> None:
+        self.request = request
+        self.memory = memory
+
+    @abstractmethod
+    def response(self, completion: dict[str, Any]) -> dict[str, Any]:
+        """The response to the agent."""
+
+    @abstractmethod
+    def events(self, chunk: dict[str, Any]) -> Iterator[bytes]:
+        """The events for the agent of one chunk of a streamed completion."""
+
+    @abstractmethod
+    def end(self, failure: str | None = None) -> Iterator[bytes]:
+        """The last events of a stream; `failure` is why it broke off."""
+
+    @staticmethod
+    def error(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+        """An error body."""
+        return error_body(message, status, param, code)
+
+    def completion_request(self, params: dict[str, Any], model: str) -> dict[str, Any]:
+        """The request for the server: the agent's, with the configured `params` that it does not set."""
+        params = dict(params)
+        if self.route == TEXT and params.pop("logprobs", False):  # there it is the number of alternatives
+            params["logprobs"] = params.pop("top_logprobs", 0)
+        if "max_completion_tokens" in self.request and "max_tokens" not in self.request:
+            params.pop("max_tokens", None)  # the agent has set the same limit by its newer name
+        return {**params, **self.request, "model": model}
+
+
+class ChatTranslation(Translation):
+    """OpenAI's chat completions, which servers understand as they are."""
+
+    verbatim = True
+
+    def response(self, completion: dict[str, Any]) -> dict[str, Any]:
+        return completion
+
+    def events(self, chunk: dict[str, Any]) -> Iterator[bytes]:
+        raise NotImplementedError("passed on unchanged")
+
+    def end(self, failure: str | None = None) -> Iterator[bytes]:
+        if failure is not None:
+            yield b"\n\n" + format_event(orjson.dumps(error_body(failure, 502, code="upstream")))
+
+
+class TextTranslation(ChatTranslation):
+    """OpenAI's text completions."""
+
+    route = TEXT
+
+
+class StreamTranslator:
+    """Translates a streamed completion chunk by chunk, up to an event in which the server reports a failure."""
+
+    def __init__(self, translation: Translation) -> None:
+        self._translation = translation
+        self._rest = b""
+        self.failure: str | None = None
+
+    def feed(self, chunk: bytes) -> bytes:
+        if self._translation.verbatim:
+            return chunk
+        events, self._rest = parse_events(self._rest + chunk)
+        translated = bytearray()
+        for event in events:
+            self.failure = error_message(event)
+            if self.failure is not None:
+                break
+            for part in self._translation.events(event):
+                translated += part
+        return bytes(translated)
+
+    def end(self, failure: str | None = None) -> bytes:
+        return b"".join(self._translation.end(failure or self.failure))
+
+
+def refuse_unsupported(request: dict[str, Any], known: frozenset[str], neutral: dict[str, tuple[Any, ...]]) -> None:
+    """Raises RequestRefused for a parameter that has no counterpart, unless its value is `neutral` (has no effect)."""
+    for name, value in request.items():
+        if name not in known and value is not None and value not in neutral.get(name, ()):
+            raise RequestRefused(f"{name} cannot be passed on to a chat completion", param=name, code="unsupported")
+
+
+def join_text(content: Any, kinds: tuple[str, ...], where: str) -> str:
+    """The text of a message's content; raises RequestRefused for parts that are not of these kinds."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds:
+            raise RequestRefused(
+                f"{where}.{number} is of type {kind!r}; allowed: {', '.join(kinds)}", param=where, code="unsupported"
+            )
+        texts.append(part.get("text", ""))
+    return "".join(texts)

@@ -1,0 +1,132 @@
+"""Runs the programs of external agents, each in a process group that does not outlive its run.
+
+Separate from `agents`, so that code which only ends programs does not import the gateway.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from insitu.errors import EpisodeTimeout, WorkflowError
+
+GRACE = 2.0
+"""Seconds between SIGTERM and SIGKILL."""
+_STDERR_BYTES = 2000
+"""How much of the end of a program's standard error is kept."""
+_groups: set[int] = set()
+"""The process groups of running programs."""
+
+
+class Program(asyncio.SubprocessProtocol):
+    """A started program: `exited` is done once it has exited or printed too much, `closed` once its pipes are."""
+
+    def __init__(self, max_output: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[None] = loop.create_future()
+        self.closed: asyncio.Future[None] = loop.create_future()
+        self.exit_code = 0
+        """Negative: the number of the signal that ended it."""
+        self.output = bytearray()
+        self._errors = b""
+        self._max_output = max_output
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == 2:
+            self._errors = (self._errors + data)[-_STDERR_BYTES:]
+            return
+        self.output += data[: self._max_output + 1 - len(self.output)]
+        if self.output_too_long:
+            self._done(self.exited)
+
+    def process_exited(self) -> None:
+        self._done(self.exited)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._done(self.closed)
+
+    @staticmethod
+    def _done(future: asyncio.Future[None]) -> None:
+        if not future.done():
+            future.set_result(None)
+
+    @property
+    def output_too_long(self) -> bool:
+        return len(self.output) > self._max_output
+
+    @property
+    def errors(self) -> str:
+        """The end of its standard error."""
+        return self._errors.decode(errors="replace").strip() or "its standard error is empty"
+
+
+async def run_program(
+    command: Sequence[str],
+    stdin: bytes,
+    *,
+    cwd: Path,
+    env: dict[str, str],
+    time_limit: float | None,
+    max_output: int,
+    on_exit: Callable[[], None],
+) -> Program:
+    """Runs a program until it exits. Raises WorkflowError if it cannot be started, EpisodeTimeout after `time_limit` s.
+
+    However the run ends, `on_exit` is called and then the rest of the process group is ended.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        transport, program = await loop.subprocess_exec(
+            lambda: Program(max_output), *command, cwd=cwd, env=env, start_new_session=True
+        )
+    except (OSError, ValueError) as error:  # ValueError: a null byte in an argument, for example
+        raise WorkflowError(f"workflow command {command[0]!r} cannot be started: {error}") from error
+    group = transport.get_pid()
+    _groups.add(group)
+    try:
+        pipe: Any = transport.get_pipe_transport(0)
+        pipe.write(stdin)
+        pipe.close()
+        async with asyncio.timeout(time_limit) as timer:
+            await program.exited
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        raise EpisodeTimeout(f"{command[0]} took longer than timeout: {time_limit:g} s") from None
+    finally:
+        on_exit()
+        await _end_group(group)
+        if not program.closed.done():
+            await asyncio.wait([program.closed], timeout=GRACE)  # for the rest of the output
+        transport.close()
+    program.exit_code = transport.get_returncode() or 0
+    return program
+
+
+async def _end_group(group: int) -> None:
+    """Ends what is left of a process group: SIGTERM, and SIGKILL after the grace period."""
+    try:
+        os.killpg(group, signal.SIGTERM)
+        deadline = asyncio.get_running_loop().time() + GRACE
+        while asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+            os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):  # none is left (macOS: only zombies)
+        pass
+    finally:
+        _kill(group)
+        _groups.discard(group)
+
+
+def kill_programs() -> None:
+    """Kills all running programs, for a process that is about to exit without cleanup."""
+    for group in _groups:
+        _kill(group)
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)

@@ -1,0 +1,189 @@
+"""Proxy plumbing of the gateway: request validation, header filtering, streaming."""
+
+import io
+import logging
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import aiohttp
+import orjson
+from aiohttp import web
+from multidict import CIMultiDict
+
+from insitu.capture.recorder import Exchange
+from insitu.errors import CaptureError, RequestRefused
+from insitu.gateway.dialects import StreamTranslator, Translation
+from insitu.http_format import MALFORMED, error_message
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY = 32 * 2**20
+"""Maximum size of a request body in bytes, compressed or not."""
+_LARGE = 2**20
+_WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+_NOT_FORWARDED = frozenset(
+    (
+        *("connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization", "te", "trailer"),
+        *("transfer-encoding", "upgrade", "host", "content-length", "accept-encoding", "expect", "alt-svc"),
+        *("authorization", "x-api-key", "api-key", "x-goog-api-key"),
+    )
+)
+"""Hop-by-hop headers, and credentials: the API key of an agent is that of its endpoint."""
+
+
+class Route(NamedTuple):
+    """A path below an episode's address and `v1`, decoded and as it was sent."""
+
+    text: str
+    raw: str
+
+
+def parse_route(request: web.Request) -> Route:
+    """Drops empty segments; raises RequestRefused for `.` and `..`, which would leave the episode's address."""
+    parts = [part for part in request.rel_url.raw_path.split("/")[3:] if part]
+    if any(segment in (".", "..") for part in parts for segment in unquote(part).split("/")):
+        raise RequestRefused("the path has a segment `.` or `..`", code="invalid_path")
+    raw = "/".join(parts[1:] if parts[:1] == ["v1"] else parts)
+    return Route(unquote(raw), raw)
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The body as it was sent; raises RequestRefused if it is too large or cannot be read."""
+    if (request.content_length or 0) > MAX_BODY:
+        raise _too_large()
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise _too_large() from None
+    except web.RequestPayloadError as error:
+        raise RequestRefused(f"the body cannot be read: {error}", code="malformed_body") from None
+
+
+def _too_large() -> RequestRefused:
+    return RequestRefused(f"the body is larger than {MAX_BODY} bytes", status=413, code="too_large")
+
+
+def parse_json(body: bytes, encoding: str) -> dict[str, Any]:
+    """The JSON object in a body, which may be compressed; raises RequestRefused if it is not one."""
+    try:
+        data = orjson.loads(_decompress(body, encoding.strip().lower()))
+    except orjson.JSONDecodeError as error:
+        raise RequestRefused(f"the body is not JSON: {error}", code="malformed_json") from None
+    if not isinstance(data, dict):
+        raise RequestRefused(f"the body is a JSON {type(data).__name__}; expected an object", code="malformed_json")
+    return data
+
+
+def _decompress(body: bytes, encoding: str) -> bytes:
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in _WINDOW_BITS:
+        raise RequestRefused(f"content-encoding is {encoding!r:.50}; allowed: gzip, deflate", status=415)
+    stream = zlib.decompressobj(_WINDOW_BITS[encoding])
+    try:
+        content = stream.decompress(body, MAX_BODY + 1)
+    except zlib.error as error:
+        raise RequestRefused(f"the body is not {encoding}: {error}", code="malformed_body") from None
+    if len(content) > MAX_BODY:
+        raise _too_large()
+    if not stream.eof:
+        raise RequestRefused(f"the body is truncated {encoding}", code="malformed_body")
+    return content
+
+
+def payload(body: bytes) -> bytes | io.BytesIO | None:
+    """A body to send; a large one in chunks, so that it does not hold up other episodes."""
+    return (body or None) if len(body) < _LARGE else io.BytesIO(body)
+
+
+def forwarded_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """The headers that the other side of the gateway gets."""
+    connection = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    dropped = _NOT_FORWARDED | connection
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
+
+
+def response_headers(answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
+    """The headers for a response whose body has been decompressed."""
+    headers = forwarded_headers(answer.headers)
+    headers.pop("Content-Encoding", None)
+    return headers
+
+
+def translate_response(translation: Translation, status: int, content: bytes) -> bytes:
+    """A completion or an error of the server in the agent's dialect."""
+    try:
+        body = orjson.loads(content)
+        if status < 400:
+            return orjson.dumps(translation.response(body))
+        message = error_message(body)
+    except MALFORMED as error:
+        if status < 400:
+            raise aiohttp.ClientPayloadError(f"its response is not a chat completion: {error!r}") from error
+        message = None
+    return orjson.dumps(translation.error(message or content[:500].decode(errors="replace"), status))
+
+
+async def forward(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    """Passes a response on as it comes in."""
+    response = web.StreamResponse(status=answer.status, headers=response_headers(answer))
+    await response.prepare(request)
+    try:
+        while chunk := await answer.content.readany():
+            await response.write(chunk)
+    except (aiohttp.ClientError, ConnectionError):  # too late for an error status: break the response off
+        if request.transport is not None:
+            request.transport.abort()
+    return response
+
+
+async def stream(
+    request: web.Request,
+    answer: aiohttp.ClientResponse,
+    exchange: Exchange,
+    translation: Translation,
+    on_end: Callable[[str | None], None],
+) -> web.StreamResponse:
+    """Passes a streamed completion on as it comes in; a failure is recorded and reported as an event.
+
+    `on_end` is called with the failure, None if there is none, before the agent sees the end.
+    """
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    translator = StreamTranslator(translation)
+    try:
+        await response.prepare(request)
+        failure = exchange.end(answer.headers, await _pass_stream(response, answer, exchange, translator))
+        on_end(failure)
+        await response.write(translator.end(failure))
+    except CaptureError as error:
+        await response.write(translator.end(str(error)))
+    except ConnectionError:
+        logger.debug("an agent has closed its connection")
+    finally:  # without effect if it has ended; an agent need not read on after the last choice has finished
+        exchange.end(answer.headers, None if exchange.is_complete else "the agent closed the connection")
+    return response
+
+
+async def _pass_stream(
+    response: web.StreamResponse, answer: aiohttp.ClientResponse, exchange: Exchange, translator: StreamTranslator
+) -> str | None:
+    """Returns why the stream broke off, if it did; an error while writing is the agent's, and raised."""
+    while True:
+        try:
+            chunk = await answer.content.readany()
+        except aiohttp.ClientError as error:
+            return f"the stream of the model's server broke off: {error!r}"
+        if not chunk:
+            return None
+        try:
+            translated = translator.feed(exchange.feed(chunk))
+        except MALFORMED as error:
+            return f"the stream of the model's server cannot be understood: {error!r}"
+        failure = translator.failure
+        if exchange.is_done:
+            failure = exchange.end(answer.headers, failure)
+        await response.write(translated)
+        if failure is not None:
+            return failure

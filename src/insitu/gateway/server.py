@@ -1,0 +1,287 @@
+"""The gateway: a reverse proxy that records the model calls of external agents, with an endpoint for each episode.
+
+    async with Gateway([llm, ...]) as gateway:
+        with scope, gateway.endpoint(scope) as endpoint:
+            ... run an agent with OPENAI_BASE_URL=endpoint.openai_url, ANTHROPIC_BASE_URL=endpoint.anthropic_url
+
+A request in the agent's dialect becomes a completion request for the model's server, and the response is translated
+back; the recorder in between is the one of the in-process transport.
+"""
+
+import logging
+import secrets
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import aiohttp
+import orjson
+from aiohttp import web
+from yarl import URL
+
+from insitu.capture.completion_format import CHAT
+from insitu.capture.ledger import CallLedger, CallSite, current_call_site
+from insitu.errors import CaptureError, ConfigError, RequestRefused
+from insitu.gateway import proxy
+from insitu.gateway.dialects import DIALECTS, ChatTranslation, Dialect, MessagesTranslation, Translation
+from insitu.gateway.proxy import MAX_BODY, Route
+from insitu.http_format import MALFORMED, http_url
+from insitu.workflow.context import EpisodeScope
+from insitu.workflow.llms import ModelClient
+
+logger = logging.getLogger(__name__)
+
+MAX_CHOICES = 128
+"""Maximum `n` of a request."""
+_READ_TIMEOUT = 600.0
+"""Seconds to wait for a model's server if its configuration has no timeout; the OpenAI client's default."""
+_BACKLOG = 4096
+"""Connections waiting to be accepted: hundreds of agents may start at the same time."""
+_REMEMBERED_KEYS = 1024
+_OPERATOR_ROUTES = ("train/", "preview/", "load_lora_adapter", "unload_lora_adapter")
+"""Routes that change what a server serves (`insitu backend`, vLLM); the gateway's API key would allow them."""
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """The server for requests that name no known model, or are not model calls (embeddings, files)."""
+
+    base_url: str
+    api_key: str = "none"
+
+
+@dataclass(frozen=True)
+class BindConfig:
+    """Bind address and, if different, the public URL; `{port}` in it is replaced by the port."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    address: str | None = None
+
+    def public_url(self, host: str, port: int) -> str:
+        """The URL for agents of a gateway that is bound to `host` and `port`."""
+        return http_url(host, port) if self.address is None else self.address.replace("{port}", str(port)).rstrip("/")
+
+
+@dataclass
+class EpisodeEndpoint:
+    """The base URLs for one episode's agent; they are valid until the episode ends."""
+
+    key: str = field(repr=False)
+    address: str
+    site: CallSite = field(repr=False)
+    ledger: CallLedger = field(repr=False)
+    memories: dict[Dialect, dict[str, Any]] = field(default_factory=dict, repr=False)
+    """What each dialect keeps from one request of the episode to the next."""
+    failure: str | None = None
+    """Why the latest call failed, if the model's server was at fault."""
+
+    def note_failure(self, failure: str | None) -> None:
+        self.failure = failure
+
+    @property
+    def openai_url(self) -> str:
+        return f"{self.address}/e/{self.key}/v1"
+
+    @property
+    def anthropic_url(self) -> str:
+        return f"{self.address}/e/{self.key}"
+
+
+class Gateway:
+    """Serves at `bind` until it is closed.
+
+    `llms` are known by their keys and served names, and by `aliases` (name -> key). Requests for other models go to
+    `upstream`, or to the first of `llms` if there is none: an agent with a hard-coded model name can be trained too.
+    """
+
+    def __init__(
+        self,
+        llms: Sequence[ModelClient],
+        aliases: Mapping[str, str] | None = None,
+        upstream: Upstream | None = None,
+        bind: BindConfig | None = None,
+    ) -> None:
+        if not llms:
+            raise ConfigError("a gateway needs at least one model of the section llms")
+        self._by_name = {llm.model: llm for llm in reversed(llms)} | {llm.name: llm for llm in llms}
+        for alias, name in (aliases or {}).items():
+            if name not in self._by_name:
+                raise ConfigError(f"models: {alias} refers to {name!r}; available: {', '.join(self._by_name)}")
+            self._by_name[alias] = self._by_name[name]
+        self._default = llms[0]
+        self._upstream = upstream
+        self._bind = bind or BindConfig()
+        self._endpoints: dict[str, EpisodeEndpoint] = {}
+        self._ended: OrderedDict[str, tuple[str, weakref.ref[CallLedger]]] = OrderedDict()
+        self._runner: web.AppRunner | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self.address = ""
+        self.late_calls = 0
+        """Requests refused because their episode had ended; also counted in its ledger."""
+        self.unknown_keys = 0
+        """Requests refused because their key belongs to no episode, or to one that ended long ago."""
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=MAX_BODY)
+        app.router.add_route("*", "/e/{key}/{tail:.*}", self._handle)
+        options: dict[str, Any] = {"access_log": None, "handler_cancellation": True, "auto_decompress": False}
+        self._runner = web.AppRunner(app, shutdown_timeout=1.0, **options)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._bind.host, self._bind.port, backlog=_BACKLOG).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            where = f"{self._bind.host}:{self._bind.port}"
+            raise ConfigError(f"gateway: cannot listen at {where}: {error.strerror or error}") from error
+        self.address = self._bind.public_url(*self._runner.addresses[0][:2])
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
+            auto_decompress=True,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+        )
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._session is not None:
+            await self._session.close()
+
+    @contextmanager
+    def endpoint(self, scope: EpisodeScope) -> Iterator[EpisodeEndpoint]:
+        """Opens an endpoint for an episode; its calls are recorded at the current call site."""
+        ledger = scope.ledger
+        site = current_call_site.get()._replace(ledger=ledger)
+        endpoint = EpisodeEndpoint(secrets.token_urlsafe(18), self.address, site, ledger)
+        self._endpoints[endpoint.key] = endpoint
+        try:
+            yield endpoint
+        finally:
+            del self._endpoints[endpoint.key]
+            self._ended[endpoint.key] = ledger.name, weakref.ref(ledger)
+            if len(self._ended) > _REMEMBERED_KEYS:
+                self._ended.popitem(last=False)
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        dialect: Dialect = MessagesTranslation if "anthropic-version" in request.headers else ChatTranslation
+        endpoint = None
+        try:
+            endpoint = self._find_endpoint(request.match_info["key"])
+            route = proxy.parse_route(request)
+            dialect = DIALECTS.get(route.text, dialect)
+            if "websocket" in request.headers.get("Upgrade", "").lower():
+                raise RequestRefused("websockets are not supported; use POST", code="unsupported")
+            body = await proxy.read_body(request)
+            if request.method != "POST" or route.text not in DIALECTS:
+                return await self._forward(request, route, body)
+            data = proxy.parse_json(body, request.headers.get("Content-Encoding", ""))
+            llm = self._find_llm(data.get("model"))
+            if llm is None:
+                return await self._forward(request, route, body)
+            return await self._complete(request, endpoint, llm, _translate(endpoint, dialect, data))
+        except RequestRefused as error:
+            return _json(dialect.error(str(error), error.status, error.param, error.code), error.status)
+        except CaptureError as error:
+            return _json(dialect.error(str(error), 424, code="capture_error"), 424)
+        except aiohttp.ClientError as error:
+            status, what = (504, "no answer in time") if isinstance(error, TimeoutError) else (502, "no answer")
+            failure = f"{what} from the model's server: {type(error).__name__}: {error}"
+            if endpoint is not None:
+                endpoint.failure = failure
+            return _json(dialect.error(failure, status, code="upstream"), status)
+
+    def _find_endpoint(self, key: str) -> EpisodeEndpoint:
+        """Raises RequestRefused if the episode of `key` has ended, or is unknown."""
+        endpoint = self._endpoints.get(key)
+        if endpoint is not None and not endpoint.ledger.closed:
+            return endpoint
+        if endpoint is None and key not in self._ended:
+            self.unknown_keys += 1
+            raise RequestRefused(
+                "this address belongs to no episode, or to one that ended long ago", status=401, code="unknown_episode"
+            )
+        name, ledger = self._ended[key] if endpoint is None else (endpoint.ledger.name, weakref.ref(endpoint.ledger))
+        level = logging.INFO if self.late_calls else logging.WARNING  # there may be many
+        logger.log(level, "a request of %s came after its end and is refused: is an agent still running?", name)
+        self.late_calls += 1
+        if (ended := ledger()) is not None:
+            ended.late_calls += 1
+        raise RequestRefused(f"the episode {name} of this address has ended", status=410, code="episode_ended")
+
+    def _find_llm(self, name: Any) -> ModelClient | None:
+        """The model that a request means; None if the request goes upstream as it is."""
+        llm = self._by_name.get(str(name))
+        return llm if llm is not None or self._upstream is not None else self._default
+
+    async def _complete(
+        self, request: web.Request, endpoint: EpisodeEndpoint, llm: ModelClient, translation: Translation
+    ) -> web.StreamResponse:
+        body = translation.completion_request(llm.params, llm.model)
+        n = body.get("n") or 1
+        if not isinstance(n, int) or not 1 <= n <= MAX_CHOICES:
+            raise RequestRefused(f"n is {n!r:.50}; allowed: 1 to {MAX_CHOICES}", param="n")
+        exchange = llm.recorder.begin("POST", f"/{translation.route}", orjson.dumps(body), endpoint.site)
+        if exchange is None:
+            key, kind = ("messages", "a list") if translation.route == CHAT else ("prompt", "text or token ids")
+            raise RequestRefused(f"{key} is missing, or is not {kind}", param=key)
+        try:
+            async with self._post(llm, translation.route, exchange.content) as answer:
+                if exchange.streamed and answer.status < 400:
+                    return await proxy.stream(request, answer, exchange, translation, endpoint.note_failure)
+                content = exchange.complete(answer.status, answer.headers, await answer.read())
+                if exchange.malformed is not None:
+                    raise aiohttp.ClientPayloadError(f"its response is not a completion: {exchange.malformed}")
+        except BaseException as error:  # also a cancellation is a failed attempt; re-raised
+            exchange.fail(type(error).__name__)
+            raise
+        is_busy = answer.status == 429 or answer.status >= 500
+        endpoint.failure = f"it answered with status {answer.status}" if is_busy else None
+        headers = proxy.response_headers(answer)
+        if not translation.verbatim:
+            content = proxy.translate_response(translation, answer.status, content)
+            headers["Content-Type"] = "application/json"
+        return web.Response(body=content, status=answer.status, headers=headers)
+
+    def _post(self, llm: ModelClient, route: str, content: bytes) -> Any:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {llm.client.api_key}"}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=llm.config.timeout or _READ_TIMEOUT)
+        assert self._session is not None
+        url = _join(llm.client.base_url, route)
+        return self._session.post(url, data=proxy.payload(content), headers=headers, timeout=timeout)
+
+    async def _forward(self, request: web.Request, route: Route, body: bytes) -> web.StreamResponse:
+        """Sends a request upstream as it is, and returns the response as it comes in."""
+        if self._upstream is None and route.text.startswith(_OPERATOR_ROUTES):
+            raise RequestRefused(f"{route.text} is not available to agents", status=403, code="not_for_agents")
+        client = self._default.client
+        upstream = self._upstream or Upstream(str(client.base_url), client.api_key)
+        query = request.rel_url.raw_query_string
+        url = URL(_join(upstream.base_url, route.raw) + (f"?{query}" if query else ""), encoded=True)
+        headers = proxy.forwarded_headers(request.headers)
+        headers.update({"Authorization": f"Bearer {upstream.api_key}", "x-api-key": upstream.api_key})
+        assert self._session is not None
+        async with self._session.request(
+            request.method, url, data=proxy.payload(body), headers=headers, allow_redirects=False
+        ) as answer:
+            return await proxy.forward(request, answer)
+
+
+def _join(base_url: Any, route: str) -> str:
+    return f"{str(base_url).rstrip('/')}/{route}"
+
+
+def _translate(endpoint: EpisodeEndpoint, dialect: Dialect, data: dict[str, Any]) -> Translation:
+    try:
+        return dialect(data, endpoint.memories.setdefault(dialect, {}))
+    except MALFORMED as error:
+        raise RequestRefused(f"the request is malformed: {type(error).__name__} {error}") from error
+
+
+def _json(data: dict[str, Any], status: int) -> web.Response:
+    return web.Response(body=orjson.dumps(data), status=status, content_type="application/json")
