@@ -205,11 +205,11 @@ def test_answers_that_stand_in_the_dataset_are_scored_without_the_workflow(write
 def test_the_part_of_the_answer_and_who_gives_it(write: Any) -> None:
     path = project(write)
     assert_refused(
-        insitu("eval", "--config_file", path, "--result_json_path", "$.["), "result_json_path '$.[' is no JSONPath"
+        insitu("eval", "--config_file", path, "--result_json_path", "$.["), "result_json_path '$.[' is not a JSONPath"
     )
     done = insitu("eval", "--config_file", path, "--result_json_path", "$.answer")
     assert done.returncode == 1
-    assert "result_json_path $.answer: the answer 'HELLO' is no JSON" in done.stdout
+    assert "result_json_path $.answer: the result 'HELLO' is not JSON" in done.stdout
     dead = insitu("eval", "--config_file", path, "--endpoint", "http://127.0.0.1:9")
     assert (dead.returncode, dead.stdout) == (1, "")
     assert dead.stderr.startswith("failed: no answer from the workflow service at http://127.0.0.1:9: ")

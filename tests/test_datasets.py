@@ -89,7 +89,7 @@ def test_a_package_that_is_not_there(
     path = as_file(tmp_path, form)
     monkeypatch.setitem(sys.modules, module, None)
     said = complaint(config_for(write, _type=form, file_path=path.name))
-    assert said.startswith(f"dataset {path} needs the extra `tables` (pip install 'insitu[tables]'): ")
+    assert said.startswith(f"dataset {path} needs the extra tables (pip install 'insitu[tables]'): ")
     assert module in said.partition("): ")[2]
 
 
@@ -143,8 +143,8 @@ def test_rows_without_id_are_numbered(write: Any, tmp_path: Path) -> None:
         ("d.json", "[]", ["has no rows"]),
         ("d.json", '{"rows": []}', ["must hold a list of rows, not dict"]),
         ("d.json", '[{"question": 1}', ["cannot be read"]),
-        ("d.csv", "id,question\n1,a,surplus\n", ["row 1", "not as many fields"]),
-        ("d.csv", "id,question\n1,a\n2\n", ["row 2", "not as many fields"]),
+        ("d.csv", "id,question\n1,a,surplus\n", ["row 1", "a different number of fields"]),
+        ("d.csv", "id,question\n1,a\n2\n", ["row 2", "a different number of fields"]),
         ("d.csv", "id,query\n1,a\n", ["row 1", "'question' does not exist", "available: id, query"]),
         ("d.csv", "", ["has no rows"]),
         ("d.parquet", "no table", ["cannot be read"]),

@@ -140,9 +140,9 @@ async def test_repetitions_have_numbers_and_seeds_of_their_own(bench: Bench) -> 
     ("says", "first", "message", "reason"),
     [
         ("nan", "nan", "the score is nan", "nan_score"),
-        ("none", "None", "gave no score", "no_score"),
+        ("none", "None", "returned no score", "no_score"),
         ("words", "good", "'good' is not a number", "no_score"),
-        ("fewer", "None", "exact gave no score for this item", "evaluator_error"),
+        ("fewer", "None", "exact returned no score for this item", "evaluator_error"),
     ],
 )
 async def test_a_missing_score_is_never_zero(bench: Bench, says: str, first: str, message: str, reason: str) -> None:
@@ -163,7 +163,7 @@ async def test_a_missing_score_is_never_zero(bench: Bench, says: str, first: str
     [
         ("raise", "evaluator exact raised RuntimeError: no judge today"),
         ("cancelled", "evaluator exact raised CancelledError"),
-        ("nothing", "evaluator exact gave a NoneType; it must give an EvalOutput"),
+        ("nothing", "evaluator exact returned a NoneType, not an EvalOutput"),
     ],
 )
 async def test_an_evaluator_that_fails_gives_errors_and_no_scores(bench: Bench, says: str, message: str) -> None:
@@ -299,8 +299,8 @@ async def test_answers_and_steps_under_other_names_and_in_a_table(bench: Bench) 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"result_json_path": "$.a["}, r"result_json_path '\$.a\[' is no JSONPath"),
-        ({"result_json_path": ""}, "result_json_path '' is no JSONPath"),
+        ({"result_json_path": "$.a["}, r"result_json_path '\$.a\[' is not a JSONPath"),
+        ({"result_json_path": ""}, "result_json_path '' is not a JSONPath"),
         ({"skip_workflow": True, "reps": 2}, "reps is 2"),
         ({"skip_workflow": True, "endpoint": "http://127.0.0.1:1"}, "have no effect with skip_workflow"),
         ({"endpoint": "127.0.0.1:1"}, "it must begin with http://"),
@@ -323,7 +323,7 @@ async def test_options_that_cannot_be_used_are_refused_by_name(
         ("$.inner.depth", "say parts.Inner", 1, None),
         ("$.b", "say {'a': 1}", None, "matches 0 values of {'a': 1}, not one"),
         ("$[*]", "say [1, 2]", None, "matches 2 values"),
-        ("$.a", "words", None, "the answer 'WORDS' is no JSON"),
+        ("$.a", "words", None, "the result 'WORDS' is not JSON"),
     ],
 )
 async def test_the_output_is_the_part_of_the_answer_that_the_path_names(

@@ -171,13 +171,13 @@ def test_nothing_to_train_on_fails_the_run_and_says_why(project: Path) -> None:
     write_rows(project, [{"say": "a", "score": "nan"}])
     code, out, err = run(project)
     assert code == 1
-    assert "failed: epoch 1: no episode can be trained on; left out: 4 nan_score; most often nan_score: " in err
+    assert "failed: epoch 1: no episode can be trained on; dropped: 4 nan_score; most often nan_score: " in err
     assert "epoch 1/2 was not completed; the run so far: run/" in out
     write_rows(project, [{"say": "a", "score": "0.5"}])
     code, out, err = run(project)
     assert code == 1
-    assert out.count("trains nothing: all of it is left out") == 2
-    assert "no epoch trained anything: every group was left out: 8 no_variance" in err
+    assert out.count("trains nothing: every episode was dropped") == 2
+    assert "no epoch trained anything: every group was dropped: 8 no_variance" in err
     assert "run/training_metrics.jsonl" in err
     assert [m["dropped"] for m in lines(project / "run/training_metrics.jsonl")] == [{"no_variance": 4}] * 2
 

@@ -5,7 +5,7 @@ import gzip
 import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import aiohttp
 import orjson
@@ -60,6 +60,9 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     def served_name(self) -> str | None:
         """The model's name, None if only the backend at `url` knows it."""
         return self.name if self.model is not None or "name" in self.model_fields_set else None
+
+    def starting_from(self, checkpoint: str) -> Self | None:
+        return self.model_copy(update={"model": checkpoint}) if self.model is not None else None
 
     @model_validator(mode="after")
     def _model_or_url(self) -> "InsituAdapterConfig":

@@ -1,4 +1,4 @@
-"""YAML -> Config in one pass: environment variables, overrides, and every key checked before anything runs."""
+"""Loads a YAML file into a Config: overrides, environment variables, and a check of every key."""
 
 import importlib
 import logging
@@ -18,7 +18,7 @@ from insitu.config.yaml_loader import expand, override, parse_yaml, type_name
 from insitu.errors import ConfigError, PluginError
 from insitu.registry import Kind, not_found, registry
 from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, TypedBaseModel
-from insitu.schemas.finetuning import FinetuneConfig, RewardFunctionConfig
+from insitu.schemas.finetuning import FinetuneConfig, RewardFunctionConfig, TrainerAdapterConfig
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Config:
         return [name for section, name in self.blocks if section == kind.section]
 
     def block(self, kind: Kind, name: str) -> TypedBaseModel:
-        """The block called `name`; ConfigError listing what exists when there is none."""
+        """The block called `name`; raises ConfigError listing the existing blocks."""
         try:
             return self.blocks[kind.section, name]
         except KeyError:
@@ -110,21 +110,21 @@ class Config:
             raise ConfigError(not_found(f"{kind.section}:", name, self.names(kind))) from None
 
     def trained_llms(self) -> frozenset[str]:
-        """The keys of `llms` whose calls are trained: what `target_model` names, else every policy, else all."""
+        """The keys of `llms` whose calls are trained: those of `target_model`, else every policy, else all."""
         models, target = self.model_names(), self.finetuning.target_model
         if target is not None:
             return frozenset(models_named(target, models))
         return frozenset(n for n in models if self.block(reg.LLM, n).type == "policy") or frozenset(models)
 
     def model_names(self) -> dict[str, str | None]:
-        """By key of `llms` the name its server knows the model by; None where only a running backend can tell."""
+        """The model name by key of `llms`; None if only the running backend knows it."""
         adapter = self.blocks.get((reg.TRAINER_ADAPTER.section, str(self.finetuning.trainer_adapter)))
-        served = getattr(adapter, "served_name", None)
+        served = adapter.served_name if isinstance(adapter, TrainerAdapterConfig) else None
         blocks = {name: self.block(reg.LLM, name) for name in self.names(reg.LLM)}
         return {n: getattr(b, "model_name", served if b.type == "policy" else None) for n, b in blocks.items()}
 
     def find_path(self, path: str | Path, key: str) -> Path:
-        """An input file or folder: from the working directory first, then from the file's own folder."""
+        """An input file or folder, relative to the working directory or else to the file's own folder."""
         path = Path(path).expanduser()
         candidates = [*dict.fromkeys((Path.cwd() / path, self.folder / path))]  # one, if it is absolute
         for candidate in candidates:
@@ -134,13 +134,13 @@ class Config:
 
 
 def load_config(source: Any, overrides: Iterable[tuple[str, str]] = ()) -> Config:
-    """Read, override and check a file (a Config is given back as it is).
+    """Reads, overrides and checks a file; a Config is returned unchanged.
 
-    Raises ConfigError with every problem found, before anything is built.
+    Raises ConfigError with every problem of the file.
     """
     if isinstance(source, Config):
         if list(overrides):
-            raise ConfigError("overrides apply to a file, not to a configuration that has been loaded already")
+            raise ConfigError("overrides apply to a file, not to a loaded configuration")
         return source
     path = Path(source)
     try:
@@ -157,11 +157,11 @@ def load_config(source: Any, overrides: Iterable[tuple[str, str]] = ()) -> Confi
         raise ConfigError(f"{path} must hold a mapping of sections ({', '.join(_SECTIONS)})")
     for key, value in overrides:
         override(data, key, value)
-    return _Check(path).run(data)
+    return _Validator(path).run(data)
 
 
-class _Check:
-    """One pass over a parsed file: collects every problem, and raises them together."""
+class _Validator:
+    """Checks a parsed file, and raises all its problems together."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -208,9 +208,9 @@ class _Check:
         for module in config.general.plugins:
             try:
                 importlib.import_module(module)
-            except Exception as error:  # a plugin's import may raise anything; say which one it was
+            except Exception as error:  # a plugin's import may raise anything
                 if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
-                    self.problems.append(f"general.plugins: there is no module {module!r} (looked in {folder} too)")
+                    self.problems.append(f"general.plugins: no module named {module!r} (also searched in {folder})")
                     continue
                 raise PluginError(f"general.plugins: {module!r} could not be imported: {error!r}") from error
 
@@ -253,7 +253,7 @@ class _Check:
         return self._model(registration.config_type, block, where)
 
     def _unused(self, key: str, setter: str) -> None:
-        logger.warning("%s: %s is not used: %s sets it", self.path, key, setter)
+        logger.warning("%s: %s is ignored: %s sets it", self.path, key, setter)
 
     def _model(self, model: type[BaseModel], node: Any, where: str) -> Any:
         node = {} if node is None else node
@@ -273,22 +273,22 @@ class _Check:
             return None
 
     def _sentence(self, where: str, error: Any, secret: bool) -> str:
-        place = ".".join([where, *(str(p) for p in error["loc"])])
+        key = ".".join([where, *(str(p) for p in error["loc"])])
         message = error["msg"].removeprefix("Value error, ")
         if error["type"] == "missing":
-            return f"{place} is missing"
+            return f"{key} is missing"
         for taken, variable in self.from_environment.items():
-            if f"{place}.".startswith(f"{taken}."):  # pydantic names the member of a union after the key
-                return f"{place}: {message} (the value of ${{{variable}}})"
-        if secret or _SECRET.search(place) or isinstance(error["input"], dict | list):
-            return f"{place}: {message}"
-        return f"{place}: {message} (got {error['input']!r:.200})"
+            if f"{key}.".startswith(f"{taken}."):  # pydantic appends the member of a union to the key
+                return f"{key}: {message} (the value of ${{{variable}}})"
+        if secret or _SECRET.search(key) or isinstance(error["input"], dict | list):
+            return f"{key}: {message}"
+        return f"{key}: {message} (got {error['input']!r:.200})"
 
     def _references(self, config: Config) -> None:
         for (section, name), block in config.blocks.items():
             where = "workflow" if name == WORKFLOW else f"{section}.{name}"
-            for place, ref in references(block, where):
-                self._exists(place, ref.section, ref)
+            for key, ref in references(block, where):
+                self._exists(key, ref.section, ref)
         finetuning = config.finetuning
         for key in ("trainer", "trajectory_builder", "trainer_adapter"):
             self._exists(f"finetuning.{key}", f"{key}s", getattr(finetuning, key))

@@ -1,4 +1,4 @@
-"""The dialect of the files: YAML 1.2 numbers and truth values, `-o KEY VALUE`, and `${NAME}` from the environment."""
+"""Parses configuration files: YAML 1.2 scalars, `-o KEY VALUE` overrides, and `${NAME}` from the environment."""
 
 import copy
 import os
@@ -14,7 +14,7 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's core schema: 1e-5 is a number, `on` and `no` are text, a key stands once."""
+    """YAML 1.2's core schema: 1e-5 is a number, `on` and `no` are strings, duplicate keys are errors."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -45,9 +45,9 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
             continue
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, Hashable):
-            raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, "a key must be a string", key_node.start_mark)
         if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
         seen.add(key)
     loader.flatten_mapping(node)
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
@@ -57,10 +57,10 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 
 def parse_yaml(text: str) -> Any:
-    """Numbers and truth values as YAML 1.2 has them; ConfigError with the line, but without what stands there."""
+    """Parses YAML 1.2; raises ConfigError with the line number but not its content, which may be a secret."""
     try:
         return yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:  # its own message quotes the file, which may hold a secret
+    except yaml.MarkedYAMLError as error:  # its own message quotes the file
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"not valid YAML{line}: {error.problem or error.context}") from None
@@ -69,7 +69,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def override(data: dict[str, Any], key: str, text: str) -> None:
-    """Apply `-o KEY VALUE`: KEY with dots into mappings (and numbers into lists), VALUE read as YAML."""
+    """Applies `-o KEY VALUE`: KEY is a dotted path (numbers index lists), VALUE is parsed as YAML."""
     try:
         value = parse_yaml(text)
     except ConfigError as error:
@@ -80,25 +80,25 @@ def override(data: dict[str, Any], key: str, text: str) -> None:
         where = ".".join(key.split(".")[:depth]) or "the file"
         if isinstance(node, list):
             if not part.isdigit() or int(part) >= len(node):
-                raise ConfigError(f"-o {key}: {where} is a list of {len(node)}; {part!r} is not one of its places")
+                raise ConfigError(f"-o {key}: {where} is a list of {len(node)} items, which has no index {part!r}")
             index: Any = int(part)
         elif isinstance(node, dict):
             index = part
         else:
-            raise ConfigError(f"-o {key}: {where} is no mapping (but {type_name(node)}): it has no keys")
+            raise ConfigError(f"-o {key}: {where} is not a mapping but {type_name(node)}")
         if depth == len(parents):
             node[index] = value
         else:
             if isinstance(node, dict) and node.get(index) is None:
                 node[index] = {}
-            node[index] = copy.copy(node[index])  # what a YAML alias shares with other places stays as it is there
+            node[index] = copy.copy(node[index])  # a YAML alias may share this node
             node = node[index]
 
 
 def expand(node: Any, problems: list[str], taken: dict[str, str], where: str = "") -> Any:
-    """`node` with `${NAME}` and `${NAME:-default}` replaced in every text.
+    """A copy of `node` with `${NAME}` and `${NAME:-default}` expanded in every string.
 
-    A variable that is not set is added to `problems`; `taken` gets, by key, the variables values came from.
+    Unset variables are appended to `problems`; `taken` receives the variable of each expanded key.
     """
     if isinstance(node, dict):
         return {k: expand(v, problems, taken, f"{where}.{k}" if where else str(k)) for k, v in node.items()}
@@ -120,6 +120,6 @@ def expand(node: Any, problems: list[str], taken: dict[str, str], where: str = "
 
 
 def type_name(value: Any) -> str:
-    """What a value of the file is, for messages that must not show it: it may be a secret."""
+    """The type of a value, for messages that must not show the value: it may be a secret."""
     names = {str: "text", bool: "a truth value", list: "a list", dict: "a mapping", type(None): "nothing"}
     return names.get(type(value), "a number")

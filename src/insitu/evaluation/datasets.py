@@ -1,4 +1,4 @@
-"""Datasets: files of rows become items with an id, an input, an expected answer, and the whole row."""
+"""Loads datasets: each row becomes an item with its id, input, expected answer and all columns."""
 
 import codecs
 import csv
@@ -50,7 +50,7 @@ class FileDatasetConfig(DatasetBaseConfig):
 
 
 def loads(data: bytes) -> Any:
-    """JSON, also if it begins with a byte order mark, or holds half a character."""
+    """Parses JSON, also with a byte order mark or lone surrogates."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -80,7 +80,7 @@ def _csv_rows(path: Path) -> Rows:
     with path.open(newline="", encoding="utf-8-sig") as file:
         for number, row in enumerate(csv.DictReader(file), 1):
             if None in row or None in row.values():
-                raise ConfigError(f"dataset {path}, row {number} has not as many fields as the header names")
+                raise ConfigError(f"dataset {path}, row {number} has a different number of fields than the header")
             yield row
 
 
@@ -98,8 +98,8 @@ def _table_rows(path: Path, reader: str) -> Rows:
 
         table = getattr(polars, reader)(path)
     except ModuleNotFoundError as error:
-        told = str(error).partition("\n")[0]
-        raise ConfigError(f"dataset {path} needs the extra `tables` (pip install 'insitu[tables]'): {told}") from error
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"dataset {path} needs the extra tables (pip install 'insitu[tables]'): {reason}") from error
     except polars.exceptions.PolarsError as error:
         raise ConfigError(f"dataset {path} cannot be read: {error}") from error
     yield from table.iter_rows(named=True)
@@ -119,10 +119,10 @@ _BY_SUFFIX = {".json": "json", ".jsonl": "jsonl", ".csv": "csv", ".parquet": "pa
 
 
 def load_dataset(config: Config, path: str | Path | None = None, answered: bool = False) -> list[EvalInputItem]:
-    """The rows of the configured dataset, or of `path` (any format, told by its suffix), in file order.
+    """The rows of the configured dataset, or of `path` in the format of its suffix, in file order.
 
-    `answered`: also the answers, steps and repetitions that rows of a `workflow_output.json` have. ConfigError names
-    the file and the row for a missing key, a row that is no mapping, steps that are none, or an id that stands twice.
+    `answered`: also reads precomputed answers, steps and repetitions, as in `workflow_output.json`. Raises ConfigError
+    naming the file and row for a missing key, a row that is not a mapping, invalid steps, or a duplicate id.
     """
     shape = config.eval.dataset
     if path is None and shape is None:
@@ -171,7 +171,7 @@ def _items(shape: FileDatasetConfig, file: Path, rows: Rows, answered: bool) -> 
         )
         if answered:
             answer = row.get(keys.generated_answer_key)
-            item.output_obj = None if answer == "" and file.suffix == ".csv" else answer  # a cell that is empty
+            item.output_obj = None if answer == "" and file.suffix == ".csv" else answer  # an empty cell
             item.trajectory = _steps(row, keys.trajectory_key, where)
             item.rep = row["rep"] if isinstance(row.get("rep"), int) else 0
         earlier = seen.setdefault((str(item.id), item.rep), number)
@@ -182,10 +182,10 @@ def _items(shape: FileDatasetConfig, file: Path, rows: Rows, answered: bool) -> 
 
 
 def _steps(row: dict[str, Any], key: str, where: str) -> list[IntermediateStep]:
-    given = row.get(key)
+    steps = row.get(key)
     try:
-        if isinstance(given, str):  # in a table
-            given = orjson.loads(given or "[]")
-        return [read_step(record) for record in given or []]
+        if isinstance(steps, str):  # a table's cell
+            steps = orjson.loads(steps or "[]")
+        return [read_step(record) for record in steps or []]
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}: {key} must be a list of intermediate steps: {error}") from error

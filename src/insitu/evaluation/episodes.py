@@ -11,15 +11,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ConfigDict
+from pydantic_core import from_json, to_jsonable_python
 
 from insitu.advantages.targeting import credited_function
 from insitu.config import Config
 from insitu.errors import (
     BackendUnavailable,
     CaptureError,
+    ConfigError,
     EpisodeTimeout,
     InsituError,
     WorkflowError,
@@ -27,16 +29,55 @@ from insitu.errors import (
     exception_chain,
     format_error,
 )
-from insitu.evaluation.result_path import ResultPath
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.workflow.context import EpisodeScope
+from insitu.workflow.conversion import json_form
 from insitu.workflow.steps import OnStep
+
+if TYPE_CHECKING:
+    from jsonpath import JSONPath
 
 logger = logging.getLogger(__name__)
 
 _TRANSIENT_OPENAI_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError")
+
+
+class ResultPath:
+    """The JSONPath (RFC 9535) of the output within a workflow's result; it must match exactly one value."""
+
+    def __init__(self, text: str, path: "JSONPath") -> None:
+        self._text = text
+        self._path = path
+
+    @classmethod
+    def parse(cls, text: str) -> "ResultPath | None":
+        """None for `$`, the whole result. Raises ConfigError for an invalid JSONPath."""
+        if text == "$":
+            return None
+        from jsonpath import JSONPathEnvironment, JSONPathError
+
+        try:
+            return cls(text, JSONPathEnvironment(strict=True).compile(text))  # type: ignore[arg-type]  # strict: no compound paths
+        except JSONPathError as error:
+            raise ConfigError(
+                f"result_json_path {text!r} is not a JSONPath such as $.answer or $.choices[0].text: {error.args[0]}"
+            ) from error
+
+    def take(self, result: Any) -> Any:
+        """The value at the path, in a model, a container or JSON text; raises WorkflowError unless it is unique."""
+        if isinstance(result, str | bytes):
+            try:
+                result = from_json(result)
+            except ValueError as error:
+                raise WorkflowError(f"result_json_path {self._text}: the result {result!r:.80} is not JSON") from error
+        found = self._path.findall(to_jsonable_python(result, fallback=json_form, bytes_mode="base64"))
+        if len(found) != 1:
+            raise WorkflowError(
+                f"result_json_path {self._text} matches {len(found)} values of {result!r:.200}, not one"
+            )
+        return found[0]
 
 
 @dataclass(frozen=True)

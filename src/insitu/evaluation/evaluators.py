@@ -1,4 +1,4 @@
-"""Evaluators: the base class for plugins, and scoring that never takes a failure for a number."""
+"""Evaluators: the base class for plugins, and scoring that never turns a failure into a number."""
 
 import asyncio
 import math
@@ -12,7 +12,7 @@ from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, Eval
 
 
 class BaseEvaluator(ABC):
-    """Scores items one by one, `max_concurrency` at a time; one item's exception is that item's error."""
+    """Scores items one by one, `max_concurrency` at a time; an exception becomes the item's error."""
 
     def __init__(self, max_concurrency: int = 4, tqdm_desc: str = "Evaluating") -> None:
         self.max_concurrency = max_concurrency
@@ -29,7 +29,7 @@ class BaseEvaluator(ABC):
             async with limit:
                 try:
                     return await self.evaluate_item(item)
-                except (Exception, asyncio.CancelledError) as error:  # user code: what it raises belongs to the item
+                except (Exception, asyncio.CancelledError) as error:  # user code may raise anything
                     if is_own_cancellation(error):
                         raise
                     return EvalOutputItem(id=item.id, rep=item.rep, error=f"{type(error).__name__}: {error}")
@@ -39,15 +39,15 @@ class BaseEvaluator(ABC):
 
 
 async def score(info: EvaluatorInfo, name: str, items: Sequence[EvalInputItem]) -> EvalOutput:
-    """The evaluator's output for `items`: one output item each, in their order; what is missing has an `error`."""
+    """One output item per item, in order; a missing score has an `error`."""
     try:
         output = await info.evaluate_fn(EvalInput(eval_input_items=list(items)))
-    except (Exception, asyncio.CancelledError) as error:  # user code: what it raises belongs to its items
+    except (Exception, asyncio.CancelledError) as error:  # user code may raise anything
         if is_own_cancellation(error):
             raise
         return _failed(f"evaluator {name} raised {type(error).__name__}: {error}", items)
     if not isinstance(output, EvalOutput):
-        return _failed(f"evaluator {name} gave a {type(output).__name__}; it must give an EvalOutput", items)
+        return _failed(f"evaluator {name} returned a {type(output).__name__}, not an EvalOutput", items)
     if len(output.eval_output_items) == len(items):
         pairs = zip(items, output.eval_output_items, strict=True)
         if all(str(given.id) == str(item.id) for item, given in pairs):
@@ -64,7 +64,7 @@ def _failed(message: str, items: Sequence[EvalInputItem]) -> EvalOutput:
 
 
 def _in_order(name: str, items: Sequence[EvalInputItem], output: EvalOutput) -> EvalOutput:
-    """Outputs matched to items by id, the repetitions of a row in turn."""
+    """Matches outputs to items by id, and repetitions of a row in order."""
     waiting: dict[str, list[EvalOutputItem]] = {}
     for given in output.eval_output_items:
         waiting.setdefault(str(given.id), []).append(given)
@@ -75,17 +75,17 @@ def _in_order(name: str, items: Sequence[EvalInputItem], output: EvalOutput) -> 
             found = of_row.pop(0)
             found.rep = item.rep
         else:
-            found = EvalOutputItem(id=item.id, rep=item.rep, error=f"evaluator {name} gave no score for this item")
+            found = EvalOutputItem(id=item.id, rep=item.rep, error=f"evaluator {name} returned no score for this item")
         ordered.append(found)
     return EvalOutput(average_score=output.average_score, eval_output_items=ordered)
 
 
 def number(output: EvalOutputItem) -> tuple[float | None, DropReason | None, str | None]:
-    """An output's score as a number, or why it has none: (score, reason, message)."""
+    """(score, None, None), or (None, reason, message) if there is no valid score."""
     if output.error is not None:
         return None, DropReason.EVALUATOR_ERROR, output.error
     if output.score is None:
-        return None, DropReason.NO_SCORE, "the evaluator gave no score"
+        return None, DropReason.NO_SCORE, "the evaluator returned no score"
     try:
         value = float(output.score)
     except (TypeError, ValueError):
@@ -96,13 +96,13 @@ def number(output: EvalOutputItem) -> tuple[float | None, DropReason | None, str
 
 
 def average(items: Sequence[EvalOutputItem]) -> float | None:
-    """The mean of the scores there are; None if there is none."""
+    """The mean of the valid scores; None without any."""
     scores = [value for item in items if (value := number(item)[0]) is not None]
     return fmean(scores) if scores else None
 
 
 def scores_by_row(output: EvalOutput) -> dict[str, list[float]]:
-    """The scores there are, by row id: repetitions of a row are not independent of one another."""
+    """The valid scores by row id: repetitions of a row are not independent samples."""
     found: dict[str, list[float]] = {}
     for item in output.eval_output_items:
         value, _, _ = number(item)

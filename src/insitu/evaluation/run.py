@@ -19,9 +19,8 @@ from insitu.config import Config
 from insitu.errors import ConfigError
 from insitu.evaluation.collector import collect
 from insitu.evaluation.datasets import FileDatasetConfig, dataset_config, load_dataset
-from insitu.evaluation.episodes import EpisodeOptions
+from insitu.evaluation.episodes import EpisodeOptions, ResultPath
 from insitu.evaluation.evaluators import score
-from insitu.evaluation.result_path import ResultPath
 from insitu.evaluation.shared_run import components, current_builder, is_held_out
 from insitu.registry import EVALUATOR
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey
@@ -30,7 +29,9 @@ from insitu.schemas.evaluation import (
     EvalInputItem,
     EvaluationRunOutput,
 )
-from insitu.schemas.evaluation import EvaluationRunConfig as EvaluationRunConfig  # documented under this path too
+from insitu.schemas.evaluation import (
+    EvaluationRunConfig as EvaluationRunConfig,  # documented under this path too
+)
 from insitu.workflow.conversion import json_form
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
@@ -52,6 +52,15 @@ class TrainerAdapterConfig(TypedBaseModel, BaseModelRegistryTag):
     """A block of the section `trainer_adapters`."""
 
     reward: RewardFunctionConfig | None = None
+
+    @property
+    def served_name(self) -> str | None:
+        """The name its model is served under; None if only the running backend knows it."""
+        return None
+
+    def starting_from(self, checkpoint: str) -> Self | None:
+        """A copy that starts from a checkpoint; None if the adapter does not start the backend itself."""
+        return None
 
 
 TrainerConfigT = TypeVar("TrainerConfigT", bound=TrainerConfig)

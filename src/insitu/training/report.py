@@ -1,4 +1,4 @@
-"""What a run tells on the console, and its picture; everything here is read from what the store keeps."""
+"""The console output of a run, and its plot."""
 
 import asyncio
 import math
@@ -16,7 +16,7 @@ from insitu.schemas.evaluation import EvaluationRunOutput
 
 
 class Report:
-    """The console of one run: a header, a bar while it works, a line per epoch, and a table at the end."""
+    """The console of a run: a header, a progress bar, a line per epoch, and a table at the end."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=False, highlight=False)
@@ -41,7 +41,7 @@ class Report:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def begin(self, what: str, total: int | None) -> None:
-        """Show a bar; the one before it, if any, is gone."""
+        """Replaces the progress bar."""
         self.end()
         self._progress.start()
         self._task = self._progress.add_task(what, total=total)
@@ -60,7 +60,7 @@ class Report:
         if "error" in record:
             self.note(f"validation at epoch {record['epoch']} FAILED: {record['error']}")
             return
-        dropped = f", left out: {counts(record['dropped'])}" if record["dropped"] else ""
+        dropped = f", dropped: {counts(record['dropped'])}" if record["dropped"] else ""
         self.note(
             f"validation at epoch {record['epoch']}: {record['avg_reward']:.3f} "
             f"(95 % CI {_interval(*record['ci95'])}, n = {record['num_examples']}{dropped})"
@@ -84,7 +84,7 @@ class Report:
             share = f"{len(state['included_groups'])} of {state['total_groups']} examples"
             parts.append(f"curriculum {100 * state['current_percentile']:.0f} % ({share})")
         if m["dropped"]:
-            parts.append(f"left out: {counts(m['dropped'])}")
+            parts.append(f"dropped: {counts(m['dropped'])}")
         parts.append("+".join(f"{seconds.get(k, 0.0):.1f}" for k in ("collect", "train", "validate")) + " s")
         self.note("  ".join(parts))
         if len(functions := m["credit_by_function"]) > 1:
@@ -95,9 +95,9 @@ class Report:
             self.note(f"  credit: {', '.join(shares)}")
 
     def summary(self, validations: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None, folder: Path) -> None:
-        """Before and after, the best version, and where everything lies."""
+        """The scores before, after and of the best version, and the files."""
         scored = [v for v in validations if "error" not in v]
-        table = Table("held out", "epoch", "version", "score", "95 % CI", "n", "left out")
+        table = Table("held out", "epoch", "version", "score", "95 % CI", "n", "dropped")
         rows = [("before", scored[0]), ("after", scored[-1])] if scored else []
         if best is not None:
             rows.append(("best", best))
@@ -119,7 +119,7 @@ class Report:
 
 
 def evaluation_table(output: EvaluationRunOutput) -> Table:
-    """A row per evaluator: mean and 95 % confidence interval over dataset rows, and what is missing."""
+    """A row per evaluator: mean and 95 % confidence interval over dataset rows, and missing scores."""
     items = output.eval_input.eval_input_items
     failed = sum(item.error is not None for item in items)
     table = Table("evaluator", "mean", "95 % CI", "rows", "episodes", "failed", "unscored")
@@ -144,7 +144,7 @@ def counts(dropped: Mapping[str, int]) -> str:
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[str]:
-    """The leaves of nested settings, each with its dotted name."""
+    """The leaves of nested settings with their dotted names."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
@@ -157,7 +157,7 @@ def _number(value: Any) -> str:
 
 
 async def plot(path: Path, rewards: Sequence[Mapping[str, Any]], validations: Sequence[Mapping[str, Any]]) -> None:
-    """Draw training and held-out reward over the epochs, off the event loop."""
+    """Plots training and held-out reward over the epochs, off the event loop."""
     await asyncio.to_thread(_plot, path, rewards, validations)
 
 

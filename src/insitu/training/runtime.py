@@ -1,4 +1,4 @@
-"""From a file to a finished run: builds the components, drives the trainer, and takes everything down again."""
+"""Runs a file: builds the components, drives the trainer, and cleans up."""
 
 import asyncio
 import logging
@@ -18,51 +18,57 @@ from insitu.builder import Builder, RunState
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError, describe_error
 from insitu.evaluation.datasets import load_dataset
+from insitu.evaluation.episodes import ResultPath
 from insitu.evaluation.remote import RemoteWorkflow
-from insitu.evaluation.result_path import ResultPath
 from insitu.evaluation.shared_run import share
 from insitu.evaluation.validation import held_out_config
 from insitu.gateway.programs import kill_programs
 from insitu.interfaces import Trainer
 from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, not_found
-from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus, TrainingStatusEnum, ValidationConfig
+from insitu.schemas.finetuning import (
+    FinetuneRunConfig,
+    TrainerAdapterConfig,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    ValidationConfig,
+)
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _MOST_THREADS = 1024
-"""For what waits: a thread is made when none is idle. asyncio's own limit goes by the CPUs, 6 threads for two."""
+"""For blocking agents. Threads are created on demand; asyncio's default limit depends on the CPUs (6 for two)."""
 
 
 async def run_finetuning(runner: Trainer) -> list[TrainingJobStatus]:
-    """Run an initialized trainer for its configured epochs; the status of each epoch that trained.
+    """Runs an initialized trainer for its configured epochs and returns the status of each epoch that trained.
 
-    Raises JobFailed if a job did not complete, TrajectoryError if no epoch trained anything. A None among what the
-    trainer gives stands for an epoch that trained nothing.
+    A trainer may return None for an epoch that trained nothing. Raises JobFailed if a job did not complete,
+    TrajectoryError if no epoch trained anything.
     """
     epochs = runner.run_config.num_epochs
-    given = await runner.run(epochs)
-    if not isinstance(given, list | tuple) or not all(isinstance(s, TrainingJobStatus | None) for s in given):
-        raise PluginError(f"{type(runner).__name__}.run gave {given!r:.200}; it must give a list of TrainingJobStatus")
-    statuses = [status for status in given if status is not None]
+    returned = await runner.run(epochs)
+    if not isinstance(returned, list | tuple) or not all(isinstance(s, TrainingJobStatus | None) for s in returned):
+        raise PluginError(f"{type(runner).__name__}.run returned {returned!r:.200}, not a list of TrainingJobStatus")
+    statuses = [status for status in returned if status is not None]
     for status in statuses:
         if status.status is not TrainingStatusEnum.COMPLETED:
             raise JobFailed(
-                f"training job {given.index(status) + 1} of {len(given)} (run {status.run_id}, backend "
+                f"training job {returned.index(status) + 1} of {len(returned)} (run {status.run_id}, backend "
                 f"{status.backend}) is {status.status.value}: {status.message or 'no reason given'}"
             )
     if not statuses:
-        raise TrajectoryError(f"no epoch trained anything: {type(runner).__name__}.run({epochs}) gave no job's status")
+        raise TrajectoryError(f"no epoch trained anything: {type(runner).__name__}.run({epochs}) returned no status")
     if len(statuses) < epochs:
         logger.warning("%d of %d epochs trained nothing", epochs - len(statuses), epochs)
     return statuses
 
 
 async def finetuning_main(run_config: FinetuneRunConfig) -> list[TrainingJobStatus]:
-    """The command `finetune`: everything from the file to the last status. `cleanup` is called whatever happens.
+    """The command `finetune`, from the file to the last status. Always calls the trainer's `cleanup`.
 
-    Raises if a job failed, nothing was trained, or a validation could not be run.
+    Raises if a job failed, nothing was trained, or a validation failed.
     """
     config = load_config(run_config.config_file, run_config.override)
     check_ready(config)
@@ -84,30 +90,30 @@ async def finetuning_main(run_config: FinetuneRunConfig) -> list[TrainingJobStat
 
 @asynccontextmanager
 async def _cleaned_up(trainer: Trainer, where: str) -> AsyncIterator[None]:
-    """Calls `cleanup` in the end, never in place of an error that came before it. What a plugin raises is told."""
+    """Always runs cleanup without masking an earlier error."""
     try:
-        with _told(where):
+        with _naming(where):
             yield
-    except BaseException:  # whatever ended it is raised again
+    except BaseException:  # re-raised
         try:
             await trainer.cleanup()
-        except Exception as error:  # a plugin's: the first error is the one to be told
-            logger.warning("%s: cleanup failed too: %s", where, describe_error(error))
+        except Exception as error:  # must not mask the first error
+            logger.warning("%s: cleanup also failed: %s", where, describe_error(error))
         raise
-    with _told(f"{where}: cleanup"):
+    with _naming(f"{where}: cleanup"):
         await trainer.cleanup()
 
 
 @contextmanager
-def _told(where: str) -> Iterator[None]:
-    """Makes what a plugin raises into a PluginError that says where."""
+def _naming(where: str) -> Iterator[None]:
+    """Turns foreign exceptions into a PluginError that names the component."""
     try:
         yield
     except InsituError:
         raise
     except Exception as error:  # a plugin's code may raise anything
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # the system's sentence says it all
+            raise  # its message is complete
         logger.debug("%s failed", where, exc_info=error)
         raise PluginError(f"{where}: {describe_error(error)}") from error
 
@@ -131,20 +137,20 @@ def run_finetuning_sync(run_config: FinetuneRunConfig) -> list[TrainingJobStatus
 
 @asynccontextmanager
 async def serve_policy(config: Config, builder: Builder, checkpoint: Path | None = None) -> AsyncIterator[None]:
-    """Serve the model under training for a run without training, if the file has an llm of _type policy.
+    """Serves the model under training without training it, if the file has an llm of `_type: policy`.
 
-    Its starting weights, or those of the folder `checkpoint`.
+    Serves its initial weights, or those of the folder `checkpoint`.
     """
     policies = [name for name in config.names(LLM) if config.block(LLM, name).type == "policy"]
     adapter_name = config.finetuning.trainer_adapter
     if policies and adapter_name:
         block = config.block(TRAINER_ADAPTER, adapter_name)
         if checkpoint is not None:
-            if getattr(block, "model", None) is None:
-                raise ConfigError(
-                    f"--checkpoint: trainer_adapters.{adapter_name} starts no backend of its own (no model)"
-                )
-            block.model = str(config.find_path(checkpoint, "--checkpoint"))  # type: ignore[attr-defined]
+            assert isinstance(block, TrainerAdapterConfig)
+            started = block.starting_from(str(config.find_path(checkpoint, "--checkpoint")))
+            if started is None:
+                raise ConfigError(f"--checkpoint: trainer_adapters.{adapter_name} does not start a backend (no model)")
+            config.blocks[TRAINER_ADAPTER.section, adapter_name] = started
         adapter = await builder.get_trainer_adapter(adapter_name)
         with TemporaryDirectory(prefix="insitu-") as scratch:
             await adapter.initialize(config.finetuning.model_copy(update={"output_dir": Path(scratch)}))
@@ -159,15 +165,15 @@ async def serve_policy(config: Config, builder: Builder, checkpoint: Path | None
 
 
 def check_ready(config: Config) -> None:
-    """ConfigError if the file does not ask for training."""
+    """Raises ConfigError if training is not enabled."""
     if not config.finetuning.enabled:
         raise ConfigError(f"{config.source}: finetuning.enabled is false; set it to true to train")
 
 
-async def _check_inputs(config: Config, asked: FinetuneRunConfig) -> None:
-    """Raise for what would only be found later, when an earlier run has been moved aside and a backend started."""
-    ResultPath.parse(asked.result_json_path)
-    load_dataset(config, asked.dataset)
+async def _check_inputs(config: Config, request: FinetuneRunConfig) -> None:
+    """Raises for bad inputs before an earlier run is moved aside and a backend is started."""
+    ResultPath.parse(request.result_json_path)
+    load_dataset(config, request.dataset)
     if config.finetuning.validation is not None:
         held_out, reward = held_out_config(config), config.finetuning.reward_function
         try:
@@ -180,20 +186,16 @@ async def _check_inputs(config: Config, asked: FinetuneRunConfig) -> None:
                     f"{held_out.source}: the evaluator that gives the reward,", reward.name, held_out.names(EVALUATOR)
                 )
             )
-    if asked.endpoint is not None:
-        async with RemoteWorkflow(asked.endpoint, asked.endpoint_timeout) as remote:
+    if request.endpoint is not None:
+        async with RemoteWorkflow(request.endpoint, request.endpoint_timeout) as remote:
             await remote.check(config.trained_llms())
 
 
-def _validation(config: Config, asked: FinetuneRunConfig) -> ValidationConfig | None:
-    """The file's `finetuning.validation`, with what the command line says in its place."""
-    given = {k: getattr(asked, k) for k in asked.model_fields_set}
-    options: dict[str, Any] = {
-        "dataset": given.get("validation_dataset"),
-        "interval": given.get("validation_interval"),
-        "config_file": given.get("validation_config_file"),
-    }
-    options = {k: v for k, v in options.items() if v is not None}
+def _validation(config: Config, request: FinetuneRunConfig) -> ValidationConfig | None:
+    """The file's `finetuning.validation`, overridden by the command line."""
+    given = request.model_dump(include=request.model_fields_set)
+    names = ("dataset", "interval", "config_file")
+    options = {key: value for key in names if (value := given.get(f"validation_{key}")) is not None}
     in_file = config.finetuning.validation
     if in_file is None:
         if options and "dataset" not in options:
@@ -203,12 +205,12 @@ def _validation(config: Config, asked: FinetuneRunConfig) -> ValidationConfig | 
     return in_file.model_copy(update=options)
 
 
-def _run_configuration(config: Config, asked: FinetuneRunConfig) -> FinetuneRunConfig:
-    """The command line, with the file's `finetuning.validation` where it does not say otherwise: trainers read both."""
+def _run_configuration(config: Config, request: FinetuneRunConfig) -> FinetuneRunConfig:
+    """The command line completed by the file's `finetuning.validation`: plugins' trainers read either."""
     validation = config.finetuning.validation
     if validation is None:
-        return asked
-    return asked.model_copy(
+        return request
+    return request.model_copy(
         update={
             "validation_dataset": validation.dataset,
             "validation_interval": validation.interval,
@@ -218,27 +220,25 @@ def _run_configuration(config: Config, asked: FinetuneRunConfig) -> FinetuneRunC
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop where it is installed: half the cost of a request on the client's side.
+    """Runs a coroutine, on uvloop if it is installed (half the client-side cost of a request).
 
-    Agents that block run in threads, as many at once as there are episodes at once.
-
-    Ctrl-C and SIGTERM end it: everything is taken down, then KeyboardInterrupt is raised. The second of them ends the
-    process at once, for the first cannot be heard while a workflow blocks the event loop.
+    Blocking agents run in threads, one per episode in flight. Ctrl-C and SIGTERM cancel it, and KeyboardInterrupt is
+    raised after cleanup. A second signal ends the process immediately, as a workflow may block the event loop.
     """
 
     async def stoppable() -> T:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         loop.set_default_executor(ThreadPoolExecutor(_MOST_THREADS, "insitu"))
-        asked = False
+        stopping = False
 
         def stop(number: int, frame: FrameType | None) -> None:
-            nonlocal asked
-            if asked:
+            nonlocal stopping
+            if stopping:
                 os.write(sys.stderr.fileno(), b"interrupted\n")
                 kill_programs()
-                os._exit(130)  # a backend of ours ends by itself when this process is gone
-            asked = True
+                os._exit(130)  # the backend process notices that its parent is gone
+            stopping = True
             loop.call_soon_threadsafe(task.cancel)
 
         if threading.current_thread() is threading.main_thread():

@@ -17,9 +17,8 @@ from insitu.builder import Builder
 from insitu.errors import ConfigError, TrajectoryError
 from insitu.evaluation.collector import Task, collect
 from insitu.evaluation.datasets import load_dataset
-from insitu.evaluation.episodes import EpisodeOptions
+from insitu.evaluation.episodes import EpisodeOptions, ResultPath
 from insitu.evaluation.evaluators import number, score
-from insitu.evaluation.result_path import ResultPath
 from insitu.interfaces import TrajectoryBuilder
 from insitu.registry import LLM, register_trajectory_builder
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome

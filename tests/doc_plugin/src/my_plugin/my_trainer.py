@@ -19,7 +19,7 @@ from nat.data_models.finetuning import (
 from nat.finetuning.interfaces.finetuning_runner import Trainer
 from pydantic import Field
 
-from insitu.algorithms.curriculum import apply_curriculum  # the one thing that the guide leaves to the reader
+from insitu.plugin_api import apply_curriculum  # the one thing that the guide leaves to the reader
 
 logger = logging.getLogger(__name__)
 
