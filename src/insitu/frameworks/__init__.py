@@ -1,24 +1,24 @@
-"""One module for each agent framework, imported when a model object of that framework is asked for.
+"""Agent frameworks: one module each, imported on first use.
 
-`builder.get_llm(name, wrapper_type=NAME)` imports `insitu.frameworks.NAME` and calls its `make_llm(plain)`, which gives
-the framework's own model object over the clients made here:
+`builder.get_llm(name, wrapper_type=NAME)` calls `make_llm(plain)` of `insitu.frameworks.NAME`, which returns the
+framework's model object over one of these clients:
 
     async_client(plain), sync_client(plain)     the official OpenAI client
-    async_http(plain, sdk), sync_http(...)      an `httpx` or `httpx2` client, whichever that SDK's module stands on
+    async_http(plain, sdk), sync_http(...)      an `httpx` or `httpx2` client, depending on the SDK
 
-All of them record, send each call to the model of `plain` whatever its name in the request, fill in the parameters of
-the configuration that a request does not name, and are closed with the builder.
+All of them record calls, override the model name of a request, add the configured sampling parameters that a request
+does not set, and are closed with the builder.
 
-Tool runs become TOOL_START and TOOL_END steps by a module's one `ToolSteps`: where the framework has hooks for all of
-its runs the module registers with them when it is imported, else `make_llm` gives them to the model object.
+A module reports tool runs as TOOL_START and TOOL_END steps with its `ToolSteps`. It registers global hooks on import if
+the framework has them, and otherwise provides an object for the agent's constructor.
 
     tools = ToolSteps("langchain")
-    tools.start(run_id, name, arguments)        from a pair of callbacks
-    tools.end(run_id, output)                   or error=...
-    with tools.around(name, arguments) as returned:      from a hook that stands around the run
-        returned(await proceed())                        also with error=..., where the framework has caught one
+    tools.start(run_id, name, arguments)                 from a pair of callbacks
+    tools.end(run_id, output)                            or error=...
+    with tools.around(name, arguments) as returned:      from a hook that wraps the run
+        returned(await proceed())                        or with error=..., if the framework caught one
 
-Model calls become LLM_ steps by themselves; `push` is for a framework that tells more about them (LangChain).
+Model calls are recorded as LLM_ steps automatically. `push` is for frameworks that report more about them.
 """
 
 import uuid
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def async_http(plain: ModelClient, sdk: ModuleType | None = None) -> Any:
-    """An `AsyncClient` of the HTTP library that `sdk` (none: `openai`) stands on."""
+    """An `AsyncClient` of the HTTP library that `sdk` (default: `openai`) uses."""
     http = http_library(sdk)
     client = http.AsyncClient(transport=translating_transport(http)(plain), follow_redirects=True)
     plain.closers.append(client.aclose)
@@ -45,7 +45,7 @@ def async_http(plain: ModelClient, sdk: ModuleType | None = None) -> Any:
 
 
 def sync_http(plain: ModelClient, sdk: ModuleType | None = None) -> Any:
-    """A `Client` of the HTTP library that `sdk` (none: `openai`) stands on."""
+    """A `Client` of the HTTP library that `sdk` (default: `openai`) uses."""
     http = http_library(sdk)
     client = http.Client(transport=translating_transport(http)(plain), follow_redirects=True)
     plain.closers.append(client.close)
@@ -78,7 +78,7 @@ def push(
     scope: EpisodeScope | None = None,
     **others: Any,
 ) -> None:
-    """Push a step to `scope`, or to the episode that is going on; outside an episode it goes nowhere."""
+    """Pushes a step to `scope` or the current episode. Does nothing outside an episode."""
     scope = scope or current_scope()
     if scope is not None:
         payload = IntermediateStepPayload(
@@ -94,7 +94,7 @@ class _Run(NamedTuple):
 
 
 class ToolSteps:
-    """The tool runs of one framework as steps of the episode they began in; a run's id is its own in all episodes."""
+    """Reports the tool runs of a framework as steps of the episode they started in. Run ids are globally unique."""
 
     def __init__(self, framework: str) -> None:
         self._framework = framework
@@ -110,9 +110,9 @@ class ToolSteps:
         push(self._framework, IntermediateStepType.TOOL_START, run_id, name, data, scope, metadata=metadata)
 
     def end(self, run_id: object, output: Any = None, error: object = None, arguments: Any = None) -> None:
-        """The END tells name and arguments again, as that of a model call does. A run that did not start has none.
+        """Pushes TOOL_END, with name and arguments as in TOOL_START. Ignores runs without a start.
 
-        `arguments` are for a framework that tells them only now.
+        `arguments` replaces those of the start, for frameworks that only know them at the end.
         """
         run = self._open.pop(str(run_id), None)
         if run is None:
@@ -125,23 +125,23 @@ class ToolSteps:
 
     @contextmanager
     def around(self, name: str, arguments: Any) -> Iterator["Returned"]:
-        """A tool run; what it yields is to be called with the result."""
+        """Reports a tool run. Yields a function to call with the result; the last call counts."""
         run_id = uuid.uuid4()
-        told: list[tuple[Any, object]] = [(None, None)]
+        results: list[tuple[Any, object]] = [(None, None)]
 
         def returned(output: Any, error: object = None) -> None:
-            told.append((output, error))
+            results.append((output, error))
 
         self.start(run_id, name, arguments)
         try:
             yield returned
-        except BaseException as error:  # whatever ends the run is told, and raised again
+        except BaseException as error:  # reported, then re-raised
             self.end(run_id, error=error)
             raise
-        self.end(run_id, *told[-1])
+        self.end(run_id, *results[-1])
 
 
 class Returned(Protocol):
-    """Takes what a tool has returned, and the error that the framework has made it of, if any."""
+    """Takes the output of a tool, and the error if the framework caught one."""
 
     def __call__(self, output: Any, error: object = None) -> None: ...

@@ -28,7 +28,7 @@ def make_llm(plain: ModelClient) -> LiteLlm:
 
 
 class _ReportingLlm(LiteLlm):
-    """Pushes an LLM_START with the request and an LLM_END with the answer, whole ones only."""
+    """Pushes LLM_START with the request and LLM_END with the final responses."""
 
     async def generate_content_async(
         self, llm_request: LlmRequest, stream: bool = False
@@ -38,9 +38,9 @@ class _ReportingLlm(LiteLlm):
                 yield response
             return
         run_id, name = uuid.uuid4(), self.model.removeprefix("openai/")
-        asked = llm_request.model_copy(update={"contents": list(llm_request.contents)})  # the flow goes on using it
-        metadata = TraceMetadata.model_construct(chat_inputs=asked)
-        data = StreamEventData(input=asked)
+        request = llm_request.model_copy(update={"contents": list(llm_request.contents)})  # ADK appends to the original
+        metadata = TraceMetadata.model_construct(chat_inputs=request)
+        data = StreamEventData(input=request)
         push("adk", IntermediateStepType.LLM_START, run_id, name, data, metadata=metadata)
         held: list[LlmResponse] = []
         try:
@@ -49,24 +49,24 @@ class _ReportingLlm(LiteLlm):
                     yield response
                 else:
                     held.append(response)
-        except BaseException as error:  # whatever ends the call is told, and raised again
+        except BaseException as error:  # reported, then re-raised
             push("adk", IntermediateStepType.LLM_END, run_id, name, data, metadata={"error": repr(error)})
             raise
-        answers = [response for response in held if not response.partial]
-        metadata = TraceMetadata.model_construct(chat_responses=answers)
-        data = StreamEventData(input=asked, output=_text(answers))
+        final = [response for response in held if not response.partial]
+        metadata = TraceMetadata.model_construct(chat_responses=final)
+        data = StreamEventData(input=request, output=_text(final))
         push("adk", IntermediateStepType.LLM_END, run_id, name, data, metadata=metadata)
-        for response in held:  # not before: ADK runs the tools of an answer while this waits to go on
+        for response in held:  # after LLM_END: ADK runs the tools of a response before it resumes this generator
             yield response
 
 
-def _text(answers: list[LlmResponse]) -> str:
-    parts = [part for answer in answers if answer.content for part in answer.content.parts or ()]
+def _text(responses: list[LlmResponse]) -> str:
+    parts = [part for response in responses if response.content for part in response.content.parts or ()]
     return "".join(part.text for part in parts if part.text and not part.thought)
 
 
 class ToolReports(BasePlugin):
-    """Pushes TOOL_ steps to the episode that is going on; one serves any number of runners."""
+    """Pushes TOOL_ steps to the current episode. Can be shared by runners."""
 
     def __init__(self) -> None:
         super().__init__("insitu")
@@ -86,5 +86,5 @@ class ToolReports(BasePlugin):
 
 
 def _run_id(tool_context: Any) -> str:
-    """A call's id may come from the server, and be unique in its dialogue only."""
+    """A call id from the server may only be unique within its conversation."""
     return f"{tool_context.invocation_id}/{tool_context.function_call_id}"

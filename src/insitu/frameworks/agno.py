@@ -21,7 +21,7 @@ def make_llm(plain: ModelClient) -> OpenAILike:
 
 
 async def tool_hook(function_name: str, function_call: Callable[..., Awaitable[Any]], arguments: dict[str, Any]) -> Any:
-    """Pushes TOOL_ steps to the episode that is going on; for agents that are run with `arun`."""
+    """Pushes TOOL_ steps to the current episode, for agents run with `arun`."""
     with _TOOLS.around(function_name, arguments) as returned:
         result = await function_call(**arguments)
         returned(result)
@@ -29,7 +29,7 @@ async def tool_hook(function_name: str, function_call: Callable[..., Awaitable[A
 
 
 def sync_tool_hook(function_name: str, function_call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """The same for agents that are run with `run`."""
+    """Pushes TOOL_ steps to the current episode, for agents run with `run`."""
     with _TOOLS.around(function_name, arguments) as returned:
         result = function_call(**arguments)
         returned(result)

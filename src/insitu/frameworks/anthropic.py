@@ -18,7 +18,7 @@ tool_step = ToolSteps("anthropic").around
 
 
 def make_llm(plain: ModelClient) -> anthropic.AsyncAnthropic:
-    """A client that asks the model under this key of `llms`, whatever the name in a request."""
+    """A client that always calls this model, whatever model a request names."""
     return anthropic.AsyncAnthropic(http_client=async_http(plain, anthropic), **_options(plain))
 
 
@@ -30,6 +30,6 @@ def _options(plain: ModelClient) -> dict[str, Any]:
     return {
         "base_url": str(plain.client.base_url).rstrip("/").removesuffix("/v1"),
         "api_key": plain.client.api_key,
-        "timeout": plain.config.timeout or anthropic.DEFAULT_TIMEOUT,  # openai's may be of another HTTP library
+        "timeout": plain.config.timeout or anthropic.DEFAULT_TIMEOUT,  # openai's may belong to another HTTP library
         "max_retries": plain.client.max_retries,
     }

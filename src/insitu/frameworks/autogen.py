@@ -19,7 +19,7 @@ _TOOLS = ToolSteps("autogen")
 
 
 def make_llm(plain: ModelClient) -> OpenAIChatCompletionClient:
-    """For `AssistantAgent(model_client=...)`; it may do all that the server behind it can."""
+    """For `AssistantAgent(model_client=...)`. Declares all capabilities: the server decides."""
     return OpenAIChatCompletionClient(
         model=plain.model,
         model_info={
@@ -39,7 +39,7 @@ def make_llm(plain: ModelClient) -> OpenAIChatCompletionClient:
 
 
 class ReportingWorkbench(StaticStreamWorkbench):
-    """The tools of an agent; each run is a TOOL_START and a TOOL_END of the episode that is going on."""
+    """Pushes TOOL_ steps to the current episode for each tool run."""
 
     async def call_tool(
         self,
@@ -61,11 +61,11 @@ class ReportingWorkbench(StaticStreamWorkbench):
         call_id: str | None = None,
     ) -> AsyncGenerator[Any | ToolResult, None]:
         with _TOOLS.around(name, arguments) as returned:
-            async for piece in super().call_tool_stream(name, arguments, cancellation_token, call_id):
-                returned(piece, _error_of(piece))
-                yield piece
+            async for item in super().call_tool_stream(name, arguments, cancellation_token, call_id):
+                returned(item, _error_of(item))
+                yield item
 
 
 def _error_of(result: Any) -> str | None:
-    """What a tool has raised, which a workbench makes the text of its result."""
+    """The text of a result that reports an exception."""
     return result.to_text() if isinstance(result, ToolResult) and result.is_error else None

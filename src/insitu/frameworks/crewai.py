@@ -14,10 +14,10 @@ from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("crewai")
 _running: dict[int, uuid.UUID] = {}
-"""By the identity of a run's arguments, which is all that its two hooks have in common; `_TOOLS` keeps them alive."""
+"""Keyed by the id of the arguments object, the only thing the two hooks share. `_TOOLS` keeps the object alive."""
 
 _FAILED = ("Error executing tool: ", "I encountered an error while trying to use the tool.")
-"""How the result begins that CrewAI makes of an exception; hooks are told nothing else of it."""
+"""Prefixes of results that report an exception; hooks get no other sign of it."""
 
 
 def make_llm(plain: ModelClient) -> OpenAICompletion:
@@ -26,9 +26,9 @@ def make_llm(plain: ModelClient) -> OpenAICompletion:
         model=plain.model,
         base_url=str(plain.client.base_url),
         api_key=plain.client.api_key,
-        custom_openai=True,  # else it may come to prefer the Responses API
+        custom_openai=True,  # stays with Chat Completions
     )
-    # It has fields for the clients' parameters, but one http_client for the two of them.
+    # Its http_client parameter cannot serve both the sync and the async client.
     llm._client, llm._async_client = sync_client(plain), async_client(plain)
     return llm
 

@@ -21,7 +21,7 @@ from insitu.schemas.steps import IntermediateStepType, StreamEventData, TraceMet
 from insitu.workflow.context import current_scope
 from insitu.workflow.llms import ModelClient, http_library
 
-_OWN_ARGUMENTS = {"stop": "stop_sequences"}  # what ChatOpenAI calls a parameter by another name
+_ARGUMENT_NAMES = {"stop": "stop_sequences"}  # parameters that ChatOpenAI names differently
 
 
 def make_llm(plain: ModelClient) -> ChatOpenAI:
@@ -29,7 +29,7 @@ def make_llm(plain: ModelClient) -> ChatOpenAI:
     http = http_library()
     sync_client = http.Client(transport=recording_transport(http)(plain.recorder), follow_redirects=True)
     plain.closers.append(sync_client.close)
-    params = {_OWN_ARGUMENTS.get(name, name): value for name, value in plain.params.items()}
+    params = {_ARGUMENT_NAMES.get(name, name): value for name, value in plain.params.items()}
     return ChatOpenAI(
         model=plain.model,
         base_url=str(plain.client.base_url),
@@ -44,22 +44,22 @@ def make_llm(plain: ModelClient) -> ChatOpenAI:
 
 
 class StepReporter(BaseCallbackHandler):
-    """Pushes LLM_ and TOOL_ steps to the episode that is going on."""
+    """Pushes LLM_ and TOOL_ steps to the current episode."""
 
-    run_inline = True  # in the task that runs the model or tool: a thread for each event would cost more than the call
+    run_inline = True  # a thread per event would cost more than the callback
 
     def __init__(self) -> None:
-        self._inputs: dict[UUID, Any] = {}  # of runs that have begun: an END tells them again, as a call's own does
+        self._inputs: dict[UUID, Any] = {}  # of open runs, repeated in LLM_END
 
     def on_chat_model_start(
         self, serialized: dict[str, Any], messages: list[list[BaseMessage]], *, run_id: UUID, **others: Any
     ) -> None:
         if current_scope() is None:
             return
-        asked = others.get("invocation_params") or {}
+        params = others.get("invocation_params") or {}
         inputs = list(messages[0])
-        metadata = TraceMetadata.model_construct(chat_inputs=inputs, tools_schema=asked.get("tools"))
-        name = asked.get("model") or asked.get("model_name")
+        metadata = TraceMetadata.model_construct(chat_inputs=inputs, tools_schema=params.get("tools"))
+        name = params.get("model") or params.get("model_name")
         self._inputs[run_id] = inputs
         _push(IntermediateStepType.LLM_START, run_id, name, StreamEventData(input=inputs), metadata=metadata)
 
@@ -74,16 +74,16 @@ class StepReporter(BaseCallbackHandler):
             _push(IntermediateStepType.LLM_NEW_TOKEN, run_id, None, StreamEventData(chunk=token))
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **others: Any) -> None:
-        asked = self._inputs.pop(run_id, None)
+        inputs = self._inputs.pop(run_id, None)
         if current_scope() is None:
             return
         first = response.generations[0][0] if response.generations and response.generations[0] else None
-        known = response.llm_output or {}
+        llm_output = response.llm_output or {}
         metadata = TraceMetadata.model_construct(chat_responses=response.generations[0] if first is not None else [])
-        usage = UsageInfo.model_construct(token_usage=known.get("token_usage"), num_llm_calls=1)
+        usage = UsageInfo.model_construct(token_usage=llm_output.get("token_usage"), num_llm_calls=1)
         output = None if first is None else first.text
-        name = known.get("model_name")
-        data = StreamEventData(input=asked, output=output)
+        name = llm_output.get("model_name")
+        data = StreamEventData(input=inputs, output=output)
         _push(IntermediateStepType.LLM_END, run_id, name, data, metadata=metadata, usage_info=usage)
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **others: Any) -> None:
@@ -104,6 +104,6 @@ class StepReporter(BaseCallbackHandler):
 
 _TOOLS = ToolSteps("langchain")
 _push = partial(push, "langchain")
-_REPORTER = StepReporter()  # a run's id is its own in all episodes: one serves all
+_REPORTER = StepReporter()  # shared by all episodes, since run ids are unique
 _reporter: ContextVar[StepReporter | None] = ContextVar("insitu_langchain", default=_REPORTER)
 register_configure_hook(_reporter, inheritable=True)

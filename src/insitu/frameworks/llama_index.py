@@ -27,12 +27,12 @@ from insitu.schemas.steps import IntermediateStepType, StreamEventData, TraceMet
 from insitu.workflow.context import EpisodeScope, current_scope
 from insitu.workflow.llms import ModelClient
 
-_LONGEST = 2**17
-"""Tokens of context LlamaIndex may count on: it cuts histories by it, and the server knows its own limit."""
+_CONTEXT_WINDOW = 2**17
+"""LlamaIndex truncates histories to this many tokens; the server enforces the real limit."""
 
 
 def make_llm(plain: ModelClient) -> OpenAILike:
-    """Unset parameters stay unset: LlamaIndex's own default temperature is not sent."""
+    """Does not send LlamaIndex's default temperature."""
     params = {"temperature": None, **plain.params}
     max_tokens = params.pop("max_tokens", None)
     return OpenAILike(
@@ -41,7 +41,7 @@ def make_llm(plain: ModelClient) -> OpenAILike:
         api_key=plain.client.api_key,
         is_chat_model=True,
         is_function_calling_model=True,
-        context_window=_LONGEST,
+        context_window=_CONTEXT_WINDOW,
         max_tokens=max_tokens,
         additional_kwargs=params,
         timeout=plain.config.timeout or 600.0,
@@ -52,7 +52,7 @@ def make_llm(plain: ModelClient) -> OpenAILike:
 
 
 class _ModelReports(BaseEventHandler):
-    """A call's span begins with its start event, and ends with one of its end, an error, or a stream given up."""
+    """A model call's span opens with its start event and closes with an end event, an error, or an abandoned stream."""
 
     _open: dict[str, tuple[EpisodeScope, Any]] = PrivateAttr(default_factory=dict)
 
@@ -63,9 +63,10 @@ class _ModelReports(BaseEventHandler):
             case LLMCompletionStartEvent():
                 self._start(event, event.prompt)
             case LLMChatEndEvent() | LLMCompletionEndEvent():
-                answer = event.response
-                text = answer.text if isinstance(answer, CompletionResponse) else answer and answer.message.content
-                metadata = TraceMetadata.model_construct(chat_responses=[] if answer is None else [answer])
+                response = event.response
+                is_text = isinstance(response, CompletionResponse)
+                text = response.text if is_text else response and response.message.content
+                metadata = TraceMetadata.model_construct(chat_responses=[] if response is None else [response])
                 self._end(event, text, metadata)
             case ExceptionEvent():
                 self._end(event, None, {"error": repr(event.exception)})
@@ -77,10 +78,10 @@ class _ModelReports(BaseEventHandler):
         if scope is None:
             return
         self._open[event.span_id] = scope, inputs
-        seen = {"tools_schema": event.additional_kwargs.get("tools")}
+        fields = {"tools_schema": event.additional_kwargs.get("tools")}
         if isinstance(inputs, list):
-            seen["chat_inputs"] = inputs
-        metadata = TraceMetadata.model_construct(**seen)
+            fields["chat_inputs"] = inputs
+        metadata = TraceMetadata.model_construct(**fields)
         name = event.model_dict.get("model_name")
         data = StreamEventData(input=inputs)
         push("llama_index", IntermediateStepType.LLM_START, event.span_id, name, data, scope, metadata=metadata)
@@ -93,7 +94,7 @@ class _ModelReports(BaseEventHandler):
 
 
 class _ToolReports(NullSpanHandler):
-    """Each run of a tool is a span. Where a tool's methods call one another the outermost counts."""
+    """Each tool run is a span. If a tool's methods call one another, only the outermost is reported."""
 
     _tools: ToolSteps = PrivateAttr(default_factory=lambda: ToolSteps("llama_index"))
     _running: dict[str, BaseTool] = PrivateAttr(default_factory=dict)
@@ -104,8 +105,8 @@ class _ToolReports(NullSpanHandler):
         if not isinstance(instance, BaseTool) or isinstance(instance, BaseToolAsyncAdapter):
             return
         if self._running.get(parent_id or "") is not instance:
-            given = dict(bound_args.arguments)
-            arguments = {**given.pop("kwargs", {}), **given}
+            bound = dict(bound_args.arguments)
+            arguments = {**bound.pop("kwargs", {}), **bound}
             arguments.pop(getattr(instance, "ctx_param_name", None), None)  # the workflow's context, not the model's
             self._tools.start(id_, instance.metadata.get_name(), arguments)
         self._running[id_] = instance

@@ -18,5 +18,5 @@ tool_step = ToolSteps("openai").around
 
 
 def make_llm(plain: ModelClient) -> AsyncOpenAI:
-    """A client that asks the model under this key of `llms`, whatever the name in a request."""
+    """A client that always calls this model, whatever model a request names."""
     return async_client(plain)

@@ -24,7 +24,7 @@ def make_llm(plain: ModelClient) -> OpenAIChatModel:
 
 
 class ToolReports(AbstractCapability[Any]):
-    """Pushes TOOL_ steps to the episode that is going on."""
+    """Pushes TOOL_ steps to the current episode."""
 
     async def wrap_tool_execute(
         self, ctx: RunContext[Any], *, call: ToolCallPart, tool_def: ToolDefinition, args: dict[str, Any], handler: Any

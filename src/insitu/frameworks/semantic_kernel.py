@@ -24,7 +24,7 @@ def make_llm(plain: ModelClient) -> OpenAIChatCompletion:
 async def tool_filter(
     context: FunctionInvocationContext, next: Callable[[FunctionInvocationContext], Awaitable[None]]
 ) -> None:
-    """Pushes TOOL_ steps to the episode that is going on, for functions that are no prompts."""
+    """Pushes TOOL_ steps to the current episode, except for prompt functions."""
     if context.function.is_prompt:
         await next(context)
         return

@@ -25,9 +25,9 @@ def make_llm(plain: ModelClient) -> OpenAIModel:
 
 
 class _Model(OpenAIModel):
-    """Leaves it to the model whether to call a tool, where smolagents asks for `tool_choice: required`.
+    """Sends `tool_choice: auto` instead of smolagents' `required`.
 
-    A server that forces a call samples from another distribution than the one that is trained, and many cannot.
+    Forced tool calls change the sampling distribution, and many servers do not support them.
     """
 
     def generate(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def _auto(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class ReportingTool(Tool):
-    """The same tool; each run pushes TOOL_ steps, whether the agent calls it or code that the agent has written."""
+    """Wraps a tool to push TOOL_ steps, for calls by the agent and by code it has written."""
 
     skip_forward_signature_validation = True
 

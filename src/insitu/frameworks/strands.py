@@ -16,12 +16,12 @@ _TOOLS = ToolSteps("strands")
 
 
 def make_llm(plain: ModelClient) -> OpenAIModel:
-    """For `Agent(model=...)`. Strands streams unless it is told `update_config(stream=False)`."""
+    """For `Agent(model=...)`. Strands streams unless configured with `update_config(stream=False)`."""
     return OpenAIModel(client=async_client(plain), model_id=plain.model)
 
 
 class ToolReports(HookProvider):
-    """Pushes TOOL_ steps to the episode that is going on; one serves any number of agents."""
+    """Pushes TOOL_ steps to the current episode. Can be shared by agents."""
 
     def register_hooks(self, registry: HookRegistry, **others: Any) -> None:
         registry.add_callback(BeforeToolCallEvent, self._before)
@@ -35,5 +35,5 @@ class ToolReports(HookProvider):
 
 
 def _run_id(event: BeforeToolCallEvent | AfterToolCallEvent) -> str:
-    """A call's id comes from the server, and may be unique in its dialogue only."""
+    """A call id from the server may only be unique within its conversation."""
     return f"{id(event.agent):x}/{event.tool_use['toolUseId']}"

@@ -1,1 +1,1 @@
-"""What runs a user's workflow: functions, their context and steps, the models they call, and capture of those calls."""
+"""Runs a user's workflow: its functions, the models they call, and the context and steps of an episode."""

@@ -32,21 +32,16 @@ class StepRewards:
 
     def __init__(self) -> None:
         self.by_call: dict[int, float] = {}
-        self._latest: int | None = None
+        self.latest_call: int | None = None
         self._latest_in: dict[str, int] = {}  # by the name of a function
         self._trained: set[int] = set()
-
-    @property
-    def can_be_given(self) -> bool:
-        """Whether there is a call for them to fall to."""
-        return self._latest is not None
 
     def add_call(self, call: ModelCall, invocation: Invocation, is_trained: bool) -> None:
         """Rewards now fall to this call, in all functions it was made in."""
         if is_trained:
             self._trained.add(call.index)
-        if is_trained or self._latest not in self._trained:
-            self._latest = call.index
+        if is_trained or self.latest_call not in self._trained:
+            self.latest_call = call.index
         for name in call.functions:
             if is_trained or self._latest_in.get(name) not in self._trained:
                 self._latest_in[name] = call.index
@@ -67,7 +62,7 @@ class StepRewards:
             )
         index = invocation.latest_call if function is None else self._latest_in[function]
         if index is None:
-            index = self._latest
+            index = self.latest_call
         if index is None:
             raise WorkflowError("a step reward was given before the episode's first model call: it belongs to none")
         self.by_call[index] = self.by_call.get(index, 0.0) + value
@@ -177,7 +172,7 @@ class EpisodeScope:
         value, function = fields.get("reward"), fields.get("function")
         if not isinstance(value, int | float) or isinstance(value, bool):
             return
-        if self.rewards.can_be_given and step.UUID not in self._rewarded:
+        if self.rewards.latest_call is not None and step.UUID not in self._rewarded:
             self._rewarded.add(step.UUID)
             self.reward(value, function if isinstance(function, str) else None)
 

@@ -1,4 +1,4 @@
-"""Conversion between what a function is given and what it declares, read from its annotations."""
+"""Converts values to the types that a function's annotations declare."""
 
 import inspect
 import types
@@ -13,9 +13,9 @@ from pydantic_core import to_json
 
 @dataclass(frozen=True)
 class Signature:
-    """What a function takes: its parameters, the model declared for them, and whether that is spread over them.
+    """A function's parameters, the model declared for them, and whether its fields are `spread` over them.
 
-    A single parameter is given by position unless it is `by_name`.
+    A single parameter is passed by position unless it is `by_name`.
     """
 
     parameters: dict[str, Any]
@@ -28,15 +28,15 @@ class Signature:
     def of(cls, fn: Any, declared: type[BaseModel] | None) -> "Signature":
         hints = type_hints(fn)
         parameters, defaults = {}, {}
-        given = inspect.signature(fn).parameters
-        kinds = {parameter.kind for parameter in given.values()}
-        for name, parameter in given.items():
+        signature = inspect.signature(fn).parameters
+        kinds = {parameter.kind for parameter in signature.values()}
+        for name, parameter in signature.items():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             parameters[name] = hints.get(name, Any)
             defaults[name] = ... if parameter.default is parameter.empty else parameter.default
         spread = len(parameters) > 1 or (declared is not None and inspect.Parameter.VAR_KEYWORD in kinds)
-        if declared is not None and not spread:  # a parameter without annotation takes what is declared
+        if declared is not None and not spread:  # a parameter without annotation takes the declared model
             parameters = {name: declared if kind is Any else kind for name, kind in parameters.items()}
         return cls(parameters, defaults, declared, spread, inspect.Parameter.KEYWORD_ONLY in kinds)
 
@@ -51,7 +51,7 @@ class Signature:
 
 
 def convert(value: Any, wanted: Any) -> Any:
-    """`value` as `wanted`: models and containers to text as JSON, JSON text and dicts to models, else as pydantic."""
+    """Converts models and containers to JSON text, JSON text and dicts to models, everything else as pydantic does."""
     if wanted is str:
         container = isinstance(value, BaseModel | dict | list | tuple)
         return to_json(value, fallback=json_form, bytes_mode="base64").decode() if container else str(value)
@@ -64,7 +64,7 @@ def convert(value: Any, wanted: Any) -> Any:
 
 
 def json_form(value: Any) -> Any:
-    """Of what JSON has no form for: numbers and arrays of numpy and torch as numbers and lists, the rest as text."""
+    """A JSON form for other objects: numbers and lists for those of numpy and torch, else text."""
     try:
         return value.tolist() if hasattr(value, "tolist") else str(value)
     except Exception:  # a workflow's object may raise anything
@@ -75,7 +75,7 @@ def json_form(value: Any) -> Any:
 def _adapter(wanted: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(wanted, config=None if is_model(wanted) else {"arbitrary_types_allowed": True})
-    except PydanticUserError:  # dataclasses and the like bring their own configuration
+    except PydanticUserError:  # dataclasses, for example, have their own configuration
         return TypeAdapter(wanted)
 
 
@@ -88,7 +88,7 @@ def is_model(kind: Any) -> bool:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether `value` already is a `kind` (of a generic type only the outer shape, and models inside a list)."""
+    """Whether `value` is a `kind` already; of generic types only the container, and models in a list, are checked."""
     if kind is Any:
         return True
     if kind is None:
@@ -110,21 +110,21 @@ def type_name(kind: Any) -> str:
 
 
 def type_hints(fn: Any) -> dict[str, Any]:
-    """The annotations of a callable; text that cannot be resolved (names local to a factory) counts as Any."""
+    """The annotations of a callable; strings that cannot be resolved (names local to a factory) count as Any."""
     target = fn if inspect.isroutine(fn) or inspect.isclass(fn) else getattr(fn, "func", None) or type(fn).__call__
     try:
         return typing.get_type_hints(target)
     except (NameError, TypeError, AttributeError):
-        plain = inspect.unwrap(getattr(target, "__func__", target))
-        cells = inspect.getclosurevars(plain).nonlocals if inspect.isfunction(plain) else {}
-        known = {**getattr(plain, "__globals__", {}), **cells}
-        return {name: _resolve(text, known) for name, text in getattr(plain, "__annotations__", {}).items()}
+        function = inspect.unwrap(getattr(target, "__func__", target))
+        cells = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+        names = {**getattr(function, "__globals__", {}), **cells}
+        return {name: _resolve(text, names) for name, text in getattr(function, "__annotations__", {}).items()}
 
 
-def _resolve(annotation: Any, known: dict[str, Any]) -> Any:
+def _resolve(annotation: Any, names: dict[str, Any]) -> Any:
     if not isinstance(annotation, str):
         return annotation
     try:
-        return eval(annotation, known)  # the plugin's own source text
+        return eval(annotation, names)  # the plugin's own source text
     except NameError:
         return Any

@@ -1,4 +1,4 @@
-"""Functions of a workflow: what a factory yields, made into an object that converts, runs, streams and records itself.
+"""Functions of a workflow: objects that convert inputs, run or stream, and record themselves as steps.
 
 @register_function(config_type=GreeterConfig)
 async def greeter(config, builder):
@@ -31,10 +31,9 @@ Converter = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class FunctionInfo:
-    """What a function's factory yields. At least one of `single_fn` and `stream_fn` is there.
+    """What a function's factory yields: `single_fn`, `stream_fn` or both.
 
-    `converters` are functions of one annotated argument; they are tried, by their annotations, before the built-in
-    conversions.
+    `converters` are functions of one annotated argument; matching ones take precedence over the built-in conversions.
     """
 
     single_fn: Callable[..., Awaitable[Any]] | None = None
@@ -53,15 +52,15 @@ class FunctionInfo:
         description: str | None = None,
         converters: Sequence[Converter] | None = None,
     ) -> "FunctionInfo":
-        """From one asynchronous function; an asynchronous generator function streams."""
+        """From an asynchronous function, or from an asynchronous generator function, which streams."""
         description = description or inspect.getdoc(fn)
-        made: dict[str, Any] = {"input_schema": input_schema, "description": description}
+        common: dict[str, Any] = {"input_schema": input_schema, "description": description}
         called = fn if inspect.isroutine(fn) else getattr(fn, "__call__", fn)  # noqa: B004 (the bound method is wanted)
         if inspect.isasyncgenfunction(fn) or inspect.isasyncgenfunction(called):
-            return cls(stream_fn=fn, converters=converters or (), **made)
+            return cls(stream_fn=fn, converters=converters or (), **common)
         if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(called):
-            return cls(single_fn=fn, converters=converters or (), **made)
-        raise PluginError(f"{fn!r} is no function of a workflow: it must be declared `async def`")
+            return cls(single_fn=fn, converters=converters or (), **common)
+        raise PluginError(f"{fn!r} is not a workflow function: it must be declared `async def`")
 
     @classmethod
     def create(
@@ -72,7 +71,7 @@ class FunctionInfo:
         converters: Sequence[Converter] | None = None,
         **others: Any,
     ) -> "FunctionInfo":
-        """From a function for whole answers, one for streamed ones, or both."""
+        """From a function that returns an answer, one that streams it, or both."""
         if single_fn is None and stream_fn is None:
             raise PluginError("FunctionInfo.create needs single_fn, stream_fn or both")
         known = {name: others.pop(name, None) for name in ("input_schema", "description")}
@@ -85,9 +84,9 @@ class FunctionInfo:
 
 
 class Function:
-    """A live function: `ainvoke` gives its whole answer, `astream` the pieces as they come.
+    """A built function: `ainvoke` returns its answer, `astream` yields it in pieces.
 
-    Each invocation is a FUNCTION_START and a FUNCTION_END step, and the active function of all that happens inside.
+    Each invocation pushes FUNCTION_START and FUNCTION_END, and is the active function of everything inside it.
     """
 
     def __init__(self, name: str, config: FunctionBaseConfig | None, info: FunctionInfo) -> None:
@@ -110,11 +109,11 @@ class Function:
 
     @property
     def input_schema(self) -> type[BaseModel]:
-        """A model of the input; for a plain type, one with a field named after the parameter."""
+        """A model of the input; for a non-model type, one with a field named after the parameter."""
         return self._signature.schema
 
     async def ainvoke(self, value: Any = None, to_type: Any = None) -> Any:
-        """Run on `value`, converted to what the function declares; the answer converted to `to_type` if given."""
+        """Runs on `value`, converted to the declared type; the answer is converted to `to_type`, if any."""
         run = _Run(self.name, value)
         try:
             args, kwargs = self._arguments(value)
@@ -122,7 +121,7 @@ class Function:
                 run.result = await self._info.single_fn(*args, **kwargs)
             else:
                 run.result = await self._collect(self._open_stream(args, kwargs))
-        except BaseException as error:  # told by the closing step; raised again
+        except BaseException as error:  # reported in FUNCTION_END; re-raised
             run.error = error
             raise
         finally:
@@ -130,7 +129,7 @@ class Function:
         return run.result if to_type is None else self._convert(run.result, to_type, "answers")
 
     async def astream(self, value: Any = None, to_type: Any = None) -> AsyncGenerator[Any, None]:
-        """Run on `value` and yield the pieces; a function that does not stream yields its one answer."""
+        """Yields the pieces of the answer; a function that does not stream yields its answer as one."""
         if self._info.stream_fn is None and self._info.single_to_stream_fn is None:
             yield await self.ainvoke(value, to_type)
             return
@@ -146,7 +145,7 @@ class Function:
             async with aclosing(run.each(stream)) as pieces:
                 async for piece in pieces:
                     yield piece if to_type is None else self._convert(piece, to_type, "streams")
-        except BaseException as error:  # told by the closing step; raised again
+        except BaseException as error:  # reported in FUNCTION_END; re-raised
             run.error = error
             raise
         finally:
@@ -157,7 +156,7 @@ class Function:
         return self._info.stream_fn(*args, **kwargs)
 
     async def _collect(self, stream: AsyncIterator[Any]) -> Any:
-        """The whole of what was streamed: text is joined, a single piece is itself, else the list."""
+        """Joins a stream: text is concatenated, a single piece is the answer, else the list of pieces is."""
         if self._info.stream_to_single_fn is not None:
             return await self._info.stream_to_single_fn(stream)
         pieces = [piece async for piece in stream]
@@ -173,11 +172,11 @@ class Function:
         if not signature.parameters:
             return (), {}
         ((name, annotation),) = signature.parameters.items()
-        given = self._convert(self._unwrapped(value, name, annotation), annotation, "takes")
-        return ((), {name: given}) if signature.by_name else ((given,), {})
+        argument = self._convert(self._unwrapped(value, name, annotation), annotation, "takes")
+        return ((), {name: argument}) if signature.by_name else ((argument,), {})
 
     def _unwrapped(self, value: Any, name: str, annotation: Any) -> Any:
-        """The one field of an input as the function's schema describes it (a tool call's arguments, say)."""
+        """The single field of an input in the form of the function's schema (arguments of a tool call, for example)."""
         if not isinstance(value, dict | BaseModel) or is_model(annotation) or fits(value, annotation):
             return value
         declared = self._signature.declared
@@ -192,8 +191,8 @@ class Function:
         try:
             for converter in self._info.converters:
                 hints = list(type_hints(converter).items())
-                taken, given = hints[0][1] if hints else Any, hints[-1][1] if hints else Any
-                if fits(value, taken) and given == wanted:
+                source, target = hints[0][1] if hints else Any, hints[-1][1] if hints else Any
+                if fits(value, source) and target == wanted:
                     return converter(value)
             return convert(value, wanted)
         except (ValidationError, ValueError, TypeError) as error:
@@ -208,7 +207,7 @@ class Function:
 
 
 class _Run:
-    """One invocation: enters the function on creation, leaves it in `leave`."""
+    """One invocation; enters the function when created, leaves it in `leave`."""
 
     def __init__(self, name: str, value: Any) -> None:
         self._outside = caller = current_call_site.get()
@@ -233,7 +232,7 @@ class _Run:
         current_call_site.set(self._outside)
 
     async def each(self, stream: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-        """The pieces of `stream`, whose code runs inside the function while its consumer's code runs outside."""
+        """Yields the pieces of `stream`, whose code runs inside the function, to a consumer that runs outside."""
         current_call_site.set(self._outside)
         pieces = []
         try:
@@ -263,7 +262,7 @@ class _Run:
 
 
 def as_function(name: str, config: FunctionBaseConfig, yielded: Any) -> Function:
-    """The live function of what a factory yielded: a FunctionInfo, an asynchronous function, or a Function."""
+    """The Function for what a factory yielded: a FunctionInfo, an asynchronous function, or a Function."""
     if isinstance(yielded, Function):
         return yielded
     if not isinstance(yielded, FunctionInfo):

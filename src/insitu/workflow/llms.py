@@ -84,7 +84,7 @@ class PolicyConfig(SamplingConfig, name="policy"):
 
 @dataclass
 class ModelClient:
-    """A model object: the official `client`, the `model` to ask it for, and the `params` of the configuration.
+    """The official `client` of a model, the `model` name to request, and the configured sampling `params`.
 
     `name` is its key under `llms`. `closers` run when the builder closes.
     """
@@ -105,10 +105,10 @@ class ModelClient:
         return ChatCompletion
 
     async def complete(self, messages: list[dict[str, Any]], **overrides: Any) -> "ChatCompletion":
-        """One chat completion with the configured parameters, `overrides` before them."""
+        """One chat completion with the configured parameters; `overrides` take precedence."""
         request: dict[str, Any] = {"model": self.model, "messages": messages, **self.params, **overrides}
         if _is_plain_json(request):
-            # `create` walks the request to translate what is no JSON, a quarter of the client's CPU time
+            # `create` walks the request for objects that are not JSON, which takes a quarter of the client's CPU time
             return await self.client.post("/chat/completions", cast_to=self._completion_type, body=request)
         return await self.client.chat.completions.create(**request)
 
@@ -120,7 +120,7 @@ class ModelClient:
 
 
 def _is_plain_json(request: dict[str, Any]) -> bool:
-    """Whether a request can be sent as it is: nothing in it is for the client (time-out, streaming) or an object."""
+    """Whether a request can be sent as it is: it has no client options (timeout, streaming) and no other objects."""
     if not _FOR_THE_CLIENT.isdisjoint(request):
         return False
     try:
@@ -131,7 +131,7 @@ def _is_plain_json(request: dict[str, Any]) -> bool:
 
 
 def http_library(sdk: Any = None) -> Any:
-    """The module `httpx` or `httpx2`, whichever an SDK's module stands on; that of `openai` (2: httpx, 3: httpx2)."""
+    """The module `httpx` or `httpx2`, whichever an SDK uses; by default that of `openai` (2: httpx, 3: httpx2)."""
     if sdk is None:
         import openai as sdk
 
@@ -141,7 +141,7 @@ def http_library(sdk: Any = None) -> Any:
 
 @cache
 def _capture_error_type() -> type[CaptureError]:
-    """A CaptureError that the client passes on: release 2 takes errors not its own for lost connections."""
+    """A CaptureError that the client re-raises: release 2 treats foreign errors as lost connections."""
     from openai import OpenAIError
 
     return type("CaptureError", (CaptureError, OpenAIError), {})
@@ -159,7 +159,7 @@ class Endpoint:
 
 
 def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> ModelClient:
-    """A model object on a recording transport."""
+    """A model client on a recording transport."""
     from openai import AsyncOpenAI
 
     from insitu.capture.recorder import Recorder
@@ -190,7 +190,7 @@ def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> ModelClien
 
 
 def _api_key(config: OpenAIConfig, variable: str) -> str:
-    """The configured key, or the environment's; a server of one's own may want none."""
+    """The configured key, or the environment's; a self-hosted server may need none."""
     if config.api_key is not None:
         return config.api_key.get_secret_value()
     key = os.environ.get(variable)
@@ -201,30 +201,30 @@ def _api_key(config: OpenAIConfig, variable: str) -> str:
 
 @asynccontextmanager
 async def _live(config: SamplingConfig, endpoint: Endpoint) -> AsyncIterator[ModelClient]:
-    plain = connect(name_being_built(), config, endpoint)
+    llm = connect(name_being_built(), config, endpoint)
     try:
-        yield plain
+        yield llm
     finally:
-        await plain.aclose()
+        await llm.aclose()
 
 
 @register_llm_provider(config_type=OpenAIConfig)
 async def openai_llm(config: OpenAIConfig, builder: Builder) -> AsyncIterator[ModelClient]:
     endpoint = Endpoint(config.model_name, config.base_url, _api_key(config, "OPENAI_API_KEY"))
-    async with _live(config, endpoint) as plain:
-        yield plain
+    async with _live(config, endpoint) as llm:
+        yield llm
 
 
 @register_llm_provider(config_type=NIMConfig)
 async def nim_llm(config: NIMConfig, builder: Builder) -> AsyncIterator[ModelClient]:
     endpoint = Endpoint(config.model_name, config.base_url, _api_key(config, "NVIDIA_API_KEY"))
-    async with _live(config, endpoint) as plain:
-        yield plain
+    async with _live(config, endpoint) as llm:
+        yield llm
 
 
 @register_llm_provider(config_type=PolicyConfig)
 async def policy_llm(config: PolicyConfig, builder: Builder) -> AsyncIterator[ModelClient]:
     served = await builder.policy_endpoint()
     endpoint = Endpoint(served.model, served.base_url, served.api_key, served.current_model)
-    async with _live(config, endpoint) as plain:
-        yield plain
+    async with _live(config, endpoint) as llm:
+        yield llm

@@ -114,8 +114,7 @@ class Engine:
     def num_requests(self) -> tuple[int, int]:
         """Running and waiting completions; approximate, because the compute thread keeps working."""
         waiting = sum(len(sequences) for _, sequences, _ in tuple(self._inbox))
-        running = sum(len(scheduler.sequences) for group in tuple(self._schedulers.values()) for scheduler in group)
-        return running, waiting
+        return sum(len(scheduler.sequences) for scheduler in self._all_schedulers()), waiting
 
     def publish(self, module: nn.Module, version: int, policy: str = "") -> None:
         """Serves these weights from the next request on; in-flight requests keep theirs. Runs in the compute thread."""
@@ -188,16 +187,14 @@ class Engine:
     def step(self) -> bool:
         """Admits new sequences, advances every scheduler, delivers the outputs; returns whether work remains."""
         self._admit()
-        busy = [scheduler for group in self._schedulers.values() for scheduler in group if scheduler.sequences]
+        busy = [scheduler for scheduler in self._all_schedulers() if scheduler.sequences]
         if self._pool is None or len(busy) < 2:
             results = [each for scheduler in busy for each in self._advance(scheduler)]
         else:
             results = [each for advanced in self._pool.map(self._advance, busy) for each in advanced]
         self._deliver(results)
         self._drop_idle()
-        return bool(self._inbox) or any(
-            scheduler.sequences for group in self._schedulers.values() for scheduler in group
-        )
+        return bool(self._inbox) or any(scheduler.sequences for scheduler in self._all_schedulers())
 
     def _admit(self) -> None:
         while self._inbox:
@@ -226,6 +223,9 @@ class Engine:
         if weights not in self._schedulers:
             self._open(self._load_version(weights), weights)
         return self._schedulers[weights]
+
+    def _all_schedulers(self) -> list[Scheduler]:
+        return [scheduler for group in tuple(self._schedulers.values()) for scheduler in group]
 
     def _is_latest(self, weights: WeightVersion) -> bool:
         return self._latest.get(weights.policy) == weights.version

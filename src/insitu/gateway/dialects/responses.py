@@ -36,9 +36,10 @@ def _chat_request(request: dict[str, Any], history: list[dict[str, Any]]) -> dic
         chat["logprobs"] = True
     else:
         chat.pop("top_logprobs", None)
-    given = request.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or ())
-    chat["messages"] = [*history, *_messages(items)]
+    items = request.get("input")
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    chat["messages"] = [*history, *_messages(items or [])]
     if request.get("instructions"):
         chat["messages"] = [{"role": "system", "content": request["instructions"]}, *chat["messages"]]
     if tools := request.get("tools"):

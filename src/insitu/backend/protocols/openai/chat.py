@@ -6,23 +6,21 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import orjson
-from pydantic import BaseModel, Field, PrivateAttr
+from pydantic import Field, PrivateAttr
 
 from insitu.backend.inference.sampling import MAX_TOP_LOGPROBS
 from insitu.backend.inference.scheduler import OutputDelta, SampledToken
 from insitu.backend.inference.tokenizer import ChatTokenizer, overlap
-from insitu.backend.protocols.openai.requests import REQUEST_CONFIG, FinishReason, SamplingRequest
-from insitu.backend.protocols.openai.responses import RESPONSE_CONFIG, ResponseBase, ResponseFormatter
+from insitu.backend.protocols.openai.requests import FinishReason, RequestModel, SamplingRequest
+from insitu.backend.protocols.openai.responses import ResponseBase, ResponseFormatter, ResponseModel
 from insitu.errors import RequestRefused
 
 TOOL_CALL_START = "<tool_call>"
 _TOOL_CALL = re.compile(rf"{TOOL_CALL_START}(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
-class Message(BaseModel):
+class Message(RequestModel):
     """One message; further keys are passed to the chat template."""
-
-    model_config = REQUEST_CONFIG
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -151,9 +149,7 @@ def _parse_tool_call(text: str) -> dict[str, Any] | None:
     }
 
 
-class TopLogprob(BaseModel):
-    model_config = RESPONSE_CONFIG
-
+class TopLogprob(ResponseModel):
     token: str
     logprob: float
     bytes: list[int]
@@ -163,33 +159,25 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class Logprobs(BaseModel):
-    model_config = RESPONSE_CONFIG
-
+class Logprobs(ResponseModel):
     content: list[TokenLogprob]
     refusal: None = None
 
 
-class FunctionCall(BaseModel):
-    model_config = RESPONSE_CONFIG
-
+class FunctionCall(ResponseModel):
     name: str
     arguments: str
 
 
-class ToolCall(BaseModel):
-    model_config = RESPONSE_CONFIG
-
+class ToolCall(ResponseModel):
     id: str
     type: str
     function: FunctionCall
     index: int | None = None
 
 
-class ResponseMessage(BaseModel):
+class ResponseMessage(ResponseModel):
     """A message, or its delta in a chunk."""
-
-    model_config = RESPONSE_CONFIG
 
     role: str | None = None
     content: str | None = None
@@ -197,9 +185,7 @@ class ResponseMessage(BaseModel):
     tool_calls: list[ToolCall] | None = None
 
 
-class Choice(BaseModel):
-    model_config = RESPONSE_CONFIG
-
+class Choice(ResponseModel):
     index: int
     message: ResponseMessage
     logprobs: Logprobs | None = None
@@ -208,9 +194,7 @@ class Choice(BaseModel):
     prompt_token_ids: list[int] | None = None
 
 
-class ChunkChoice(BaseModel):
-    model_config = RESPONSE_CONFIG
-
+class ChunkChoice(ResponseModel):
     index: int
     delta: ResponseMessage
     logprobs: Logprobs | None = None

@@ -14,8 +14,6 @@ from insitu.errors import RequestRefused
 if TYPE_CHECKING:
     from insitu.backend.protocols.openai.responses import ResponseFormatter
 
-REQUEST_CONFIG = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
 MAX_STOP_STRINGS = 64
 """Per request: every stop string is searched after every token, in the thread that samples for all requests."""
 IGNORED_KEYS = frozenset(
@@ -51,16 +49,17 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class StreamOptions(BaseModel):
-    model_config = REQUEST_CONFIG
+class RequestModel(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
+
+class StreamOptions(RequestModel):
     include_usage: bool = False
 
 
-class SamplingRequest(BaseModel):
+class SamplingRequest(RequestModel):
     """The keys of both kinds of completion request."""
 
-    model_config = REQUEST_CONFIG
     prompt_key: ClassVar[str]
     """The key that holds the prompt."""
 

@@ -12,21 +12,19 @@ from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.protocols.openai.requests import SamplingRequest
 from insitu.http_format import format_token_id
 
-RESPONSE_CONFIG = ConfigDict(extra="forbid")
+
+class ResponseModel(BaseModel):
+    model_config = ConfigDict(extra="forbid")
 
 
-class Usage(BaseModel):
-    model_config = RESPONSE_CONFIG
-
+class Usage(ResponseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
-class ResponseBase(BaseModel):
+class ResponseBase(ResponseModel):
     """A response, or an event of one, without its choices."""
-
-    model_config = RESPONSE_CONFIG
 
     id: str
     created: int

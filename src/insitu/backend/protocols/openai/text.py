@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 from pydantic_core import PydanticCustomError
 
 from insitu.backend.inference.sampling import MAX_TOP_LOGPROBS
 from insitu.backend.inference.scheduler import OutputDelta
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.protocols.openai.requests import FinishReason, SamplingRequest
-from insitu.backend.protocols.openai.responses import RESPONSE_CONFIG, ResponseBase, ResponseFormatter
+from insitu.backend.protocols.openai.responses import ResponseBase, ResponseFormatter, ResponseModel
 from insitu.errors import RequestRefused
 
 MAX_CHOICES = 1024
@@ -59,10 +59,8 @@ class TextRequest(SamplingRequest):
         return self.logprobs or 0
 
 
-class TextLogprobs(BaseModel):
+class TextLogprobs(ResponseModel):
     """One entry per sampled token; `top_logprobs` always includes the sampled token."""
-
-    model_config = RESPONSE_CONFIG
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -70,10 +68,8 @@ class TextLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class TextChoice(BaseModel):
+class TextChoice(ResponseModel):
     """A choice, or its delta in a stream."""
-
-    model_config = RESPONSE_CONFIG
 
     index: int
     text: str
