@@ -5,10 +5,11 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from fake_openai import FakeOpenAI
 from processes import fork_server
 
 # Before any test imports transformers: for the docstrings of its fields each class of the configuration has all loaded
@@ -17,6 +18,9 @@ import insitu.training.runtime  # noqa: F401
 
 # One thread each: the models are tiny, and several processes share the cores. Child processes inherit it.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+
+if TYPE_CHECKING:
+    from tiny_backend import Served
 
 Write = Callable[..., Path]
 
@@ -37,6 +41,22 @@ def write(tmp_path: Path) -> Write:
         return path
 
     return to_file
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeOpenAI]:
+    """A small server of the OpenAI API, the same for all tests of a file."""
+    with FakeOpenAI() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Served"]:
+    """A backend with a tiny model, the same for all tests of a file: training in one is seen by the next."""
+    from tiny_backend import tiny_backend
+
+    with tiny_backend(tmp_path_factory.mktemp("served")) as served:
+        yield served
 
 
 @pytest.hookimpl(wrapper=True)

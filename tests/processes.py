@@ -163,6 +163,19 @@ def run(*arguments: Any, folder: Path | None = None, **variables: str) -> subpro
         return subprocess.CompletedProcess(["insitu", *arguments], process.wait(), out, err)
 
 
+def start_project(folder: Path, *arguments: Any, command: str = "finetune") -> Process:
+    """A command on the project in `folder`, warnings being errors."""
+    variables = {"PYTHONWARNINGS": "error", "COLUMNS": "200", "INSITU_BACKEND_TOKEN": "of another backend"}
+    return start(command, "--config_file", "config.yml", *arguments, folder=folder, **variables)
+
+
+def run_project(folder: Path, *arguments: Any, command: str = "finetune") -> tuple[int, str, str]:
+    """Its exit code and what it has printed on stdout and stderr."""
+    with start_project(folder, *arguments, command=command) as process:
+        out, err = process.communicate(HANGS)
+        return process.wait(), out, err
+
+
 @contextlib.contextmanager
 def serving(*arguments: Any, folder: Path | None = None, **variables: str) -> Iterator[tuple[Process, str]]:
     """A command that serves (`backend`, `serve`), and its address."""
@@ -180,6 +193,7 @@ def main(arguments: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: command.send_signal(number))
     code = command.wait()
+    command.close()
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

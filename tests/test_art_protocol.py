@@ -11,6 +11,7 @@ import httpx
 import pytest
 import torch
 import uvicorn
+from processes import HANGS
 from tiny_models import save_tiny_model
 
 from insitu.backend import BackendOptions
@@ -42,7 +43,7 @@ async def serving(loaded, folder: Path, **options: Any) -> AsyncIterator[httpx.A
         await asyncio.sleep(0.01)
     address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     try:
-        async with httpx.AsyncClient(base_url=address, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=address, timeout=HANGS) as client:
             yield client
     finally:
         server.should_exit = True

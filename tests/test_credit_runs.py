@@ -6,7 +6,6 @@ formulas of the documentation, and compared with what the run has written and se
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from fractions import Fraction
 from math import sqrt
 from pathlib import Path
@@ -16,7 +15,7 @@ import duo_plugin
 import pytest
 import team_plugin
 import yaml
-from tiny_backend import Served, tiny_backend
+from tiny_backend import Served
 
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training.inspection import RunFiles, TrainingStatus
@@ -24,12 +23,6 @@ from insitu.training.runtime import finetuning_main
 
 ROWS, GENERATIONS = 5, 4
 EVERYWHERE = ["<workflow>"]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with tiny_backend(tmp_path_factory.mktemp("served")) as served:
-        yield served
 
 
 class Case(NamedTuple):

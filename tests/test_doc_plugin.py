@@ -2,9 +2,7 @@
 
 import json
 import math
-import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -12,6 +10,7 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+from factories import pip_install
 from processes import run
 from training_service import TrainingService
 
@@ -25,12 +24,7 @@ LEGS = {"snail": 1, "hen": 2, "cow": 4, "ant": 6, "spider": 8, "snake": 0}
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which pip has installed the plugin."""
-    folder = tmp_path_factory.mktemp("doc_plugin")
-    shutil.copytree(PLUGIN, folder / "source")  # setuptools builds beside its sources
-    options = ["--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", folder / "site", folder / "source"]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    return folder / "site"
+    return pip_install(PLUGIN, tmp_path_factory.mktemp("doc_plugin"))
 
 
 @pytest.fixture

@@ -209,7 +209,7 @@ async def test_a_service_that_is_blocked_or_killed_fails_the_episodes_it_has(
 
 
 async def until(address: str, holds: Any) -> None:
-    async with aiohttp.ClientSession() as session, asyncio.timeout(20):
+    async with aiohttp.ClientSession() as session, asyncio.timeout(processes.HANGS):
         while True:
             async with session.get(f"{address}/health") as answer:
                 if holds(await answer.json()):
@@ -305,7 +305,7 @@ async def test_a_client_that_leaves_ends_what_it_asked_for(config: Config) -> No
 
 async def test_a_silent_workflow_is_no_silent_service(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "HEARTBEAT_SECONDS", 0.02)
-    body = {"input": {"do": "hang"}, "key": ["r", 1, "2", 0, 0], "options": {"timeout": 0.5}}
+    body = {"input": {"do": "hang"}, "key": ["r", 1, "2", 0, 0], "options": {"timeout": 2}}
     async with serving(config) as (_, address), aiohttp.ClientSession() as session:
         async with session.post(address + EPISODES, json=body) as answer:
             lines = (await answer.read()).split(b"\n")

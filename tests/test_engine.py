@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import HANGS
 from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM, T5Config
 
@@ -198,7 +199,7 @@ async def test_cancelled_requests_free_their_slots(folders):
         stream = engine.stream(asks([1], [params(7, 1000)]))
         await anext(stream)
         await stream.aclose()
-        piece = (await asyncio.wait_for(engine.complete(asks([1], [params(8, 3)])), 5))[0]
+        piece = (await asyncio.wait_for(engine.complete(asks([1], [params(8, 3)])), HANGS))[0]
         assert len(piece.tokens) == 3
         assert (
             sum(len(scheduler.sequences) for schedulers in engine._schedulers.values() for scheduler in schedulers) == 0
@@ -278,7 +279,7 @@ async def test_old_weights_that_cannot_be_read_fail_only_who_asks_for_them(folde
 
     async with running(folders["llama"], load_version=load_version) as engine:
         with pytest.raises(FileNotFoundError):
-            await asyncio.wait_for(engine.complete(asks([1], [params(0, 2)]), WeightVersion(1)), 10)
+            await asyncio.wait_for(engine.complete(asks([1], [params(0, 2)]), WeightVersion(1)), HANGS)
         assert (await engine.complete(asks([1], [params(0, 2)])))[0].version == 0
 
 
@@ -303,7 +304,7 @@ async def test_what_was_finished_before_a_step_failed_is_told(folders):
         together = threading.Event()
         holding = asyncio.create_task(engine._compute.call(together.wait, 10))
         both = asyncio.gather(
-            *(asyncio.wait_for(engine.complete(asks([1, 2], [params(0, n)])), 10) for n in (1, 5)),
+            *(asyncio.wait_for(engine.complete(asks([1, 2], [params(0, n)])), HANGS) for n in (1, 5)),
             return_exceptions=True,
         )
         await asyncio.sleep(0.05)
@@ -335,7 +336,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_computed_frees_its_slot(
             left.set()
             await engine._compute.call(lambda: None)
             left.clear()
-        await asyncio.wait_for(engine.complete(asks([1, 2], [params(0, 2)])), 10)
+        await asyncio.wait_for(engine.complete(asks([1, 2], [params(0, 2)])), HANGS)
         assert len(engine._schedulers[WeightVersion(0)][0]._free_slots) == 4
 
 

@@ -64,7 +64,7 @@ def scores(output: EvaluationRunOutput) -> list[Any]:
 
 async def test_a_failing_row_never_stops_the_others(bench: Bench) -> None:
     bad = ["raise no number", "cancelled", "exit", "hang", "stubborn"]
-    output = await bench.run(["a", *bad, "b"], max_concurrency=1, episode_timeout=0.5)
+    output = await bench.run(["a", *bad, "b"], max_concurrency=1, episode_timeout=1.5)
     items = output.eval_input.eval_input_items
     assert [i.output_obj for i in items] == ["A", *[None] * 5, "B"]
     assert [i.error and i.error.partition(":")[0] for i in items] == [
@@ -79,7 +79,7 @@ async def test_a_failing_row_never_stops_the_others(bench: Bench) -> None:
     assert [i.reason for i in items[1:6]] == ["workflow_error"] * 3 + ["timeout"] * 2
     assert "no number" in str(items[1].error)
     assert "plain_parts.py, line " in str(items[1].error)
-    assert "episode_timeout: 0.5 s" in str(items[4].error)
+    assert "episode_timeout: 1.5 s" in str(items[4].error)
     assert scores(output) == [1.0, 1.0]
     row = evaluation_table(output).columns
     assert [next(iter(c.cells)) for c in row[3:]] == ["2", "7", "5", "0"]

@@ -6,8 +6,7 @@ import os
 import re
 import socket
 import sys
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ import aiohttp
 import psutil
 import pytest
 from aiohttp import web
+from factories import digits_project, read_lines, write_rows
 from fake_openai import FakeOpenAI, encode
-from test_finetune import CONFIG, MODEL, ROOT, lines, run, write_rows
+from processes import HANGS, run_project
 
 from insitu.config import load_config
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
@@ -41,12 +41,6 @@ messages = [{"role": "user", "content": row["question"]["say"]}]
 messages += [ask(messages), {"role": "user", "content": "again"}]
 print("|" + ask(messages)["content"])
 """
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeOpenAI]:
-    with FakeOpenAI() as server:
-        yield server
 
 
 @asynccontextmanager
@@ -152,34 +146,41 @@ async def test_nothing_of_a_program_outlives_its_episode(
     monkeypatch.setattr(programs, "GRACE", 0.5)
     child = "import subprocess, sys, time\nc = subprocess.Popen([sys.executable, '-c', {!r}])\n"
     child += "open({!r}, 'w').write(str(c.pid))"
-    left = child.format(f"{code}\nprint('up', flush=True)\nimport time; time.sleep(60)", str(tmp_path / "pid"))
-    started = time.monotonic()
-    answer = await output(tmp_path, server, f"{left}\ntime.sleep(0.3); print('done')")
+    pid, up = tmp_path / "pid", tmp_path / "up"
+    child_code = f"{code}\nprint('up', flush=True)\nopen({str(up)!r}, 'w')\nimport time; time.sleep({FOREVER})"
+    left = child.format(child_code, str(pid)) + f"\nimport os\nwhile not os.path.exists({str(up)!r}): time.sleep(0.01)"
+    answer = await output(tmp_path, server, f"{left}\nprint('done')")
     assert sorted(answer.split()) == ["done", "up"]
-    await ended(tmp_path / "pid")
-    with pytest.raises(EpisodeTimeout, match=r"longer than timeout: 0.4 s"):
-        await output(tmp_path, server, f"{left}\ntime.sleep(60)", timeout=0.4)
-    await ended(tmp_path / "pid")
-    cancelled = asyncio.create_task(output(tmp_path, server, f"{left}\ntime.sleep(60)"))
-    await asyncio.sleep(0.5)
-    assert running(tmp_path / "pid")
+    await until(lambda: not running(pid))
+    up.unlink()
+    pid.write_text("")
+    with pytest.raises(EpisodeTimeout, match=r"longer than timeout: 2 s"):
+        await output(tmp_path, server, f"{left}\ntime.sleep({FOREVER})", timeout=2)
+    await until(lambda: not running(pid))
+    up.unlink(missing_ok=True)
+    pid.write_text("")
+    cancelled = asyncio.create_task(output(tmp_path, server, f"{left}\ntime.sleep({FOREVER})"))
+    await until(lambda: up.exists() and running(pid))
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
-    await ended(tmp_path / "pid")
-    assert time.monotonic() - started < 12
+    await until(lambda: not running(pid))
 
 
-async def ended(pid: Path) -> None:
-    """A process that was killed takes a moment to be gone."""
-    async with asyncio.timeout(1):
-        while running(pid):  # noqa: ASYNC110 (it is another process)
+FOREVER = 10 * HANGS
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """A process takes a moment to start, and to be gone when it was killed."""
+    async with asyncio.timeout(HANGS):
+        while not holds():  # noqa: ASYNC110 (it is another process)
             await asyncio.sleep(0.01)
 
 
 def running(pid: Path) -> bool:
     try:
-        return psutil.Process(int(pid.read_text())).status() != psutil.STATUS_ZOMBIE
+        number = pid.read_text()
+        return number != "" and psutil.Process(int(number)).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
@@ -338,20 +339,16 @@ def test_a_wrong_block_is_told_before_anything_starts(tmp_path: Path) -> None:
 
 
 def project(folder: Path, block: dict[str, Any]) -> Path:
-    text = CONFIG.format(backend=f"model: {MODEL}")
-    text = text.replace("workflow: {_type: ask, llm: player}", "workflow: " + json.dumps({"llm": "player", **block}))
-    (folder / "config.yml").write_text(text)
-    (folder / "digits_plugin.py").write_text((ROOT / "tests/digits_plugin.py").read_text())
     write_rows(folder, [{"say": f"Row {i}"} for i in range(2)])
-    return folder
+    return digits_project(folder, workflow=block)
 
 
 def check_trained(folder: Path, episodes: int, calls_each: int) -> None:
     """Every call was recorded, in the episode of its row, and the last of them was made by trained weights."""
-    metrics = lines(folder / "run/training_metrics.jsonl")
+    metrics = read_lines(folder / "run/training_metrics.jsonl")
     assert [m["policy_version"] for m in metrics] == [1, 2]
     assert all(m["logprob_gap"] < 1e-3 and m["tokens"] > 0 and not m["dropped"].get("workflow_error") for m in metrics)
-    calls = lines(folder / "run/calls.jsonl")[1:]
+    calls = read_lines(folder / "run/calls.jsonl")[1:]
     assert len(calls) == episodes * calls_each
     assert {c["policy_version"] for c in calls} == {0, 1}
     assert all(len(c["token_ids"]) == len(c["logprobs"]) > 0 for c in calls)
@@ -360,7 +357,7 @@ def check_trained(folder: Path, episodes: int, calls_each: int) -> None:
 def test_a_command_is_trained(tmp_path: Path) -> None:
     project(tmp_path, {"_type": "command", "command": [sys.executable, "agent.py"]})
     (tmp_path / "agent.py").write_text(AGENT)
-    code, _, err = run(tmp_path)
+    code, _, err = run_project(tmp_path)
     assert code == 0, err
     check_trained(tmp_path, 16, 2)
 
@@ -382,7 +379,7 @@ def test_a_service_is_trained(tmp_path: Path) -> None:
     async def finetune() -> tuple[int, str, str]:
         async with service(answer) as url:
             project(tmp_path, {"_type": "http", "url": url})
-            return await asyncio.to_thread(run, tmp_path)
+            return await asyncio.to_thread(run_project, tmp_path)
 
     status, _, err = asyncio.run(finetune())
     assert status == 0, err

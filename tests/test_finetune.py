@@ -8,75 +8,20 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import processes
 import psutil
 import pytest
-from processes import HANGS, Process
+from factories import MODEL, digits_project, read_lines, write_rows
+from processes import HANGS, Process, run_project, start_project
 
 from insitu.training.inspection import RunFiles, TrainingStatus
-
-ROOT = Path(__file__).parent.parent
-MODEL = ROOT / "examples/tic_tac_toe/model"
-
-CONFIG = """
-general: {{seed: 3, plugins: [digits_plugin]}}
-llms:
-  player: {{_type: policy, max_tokens: 6, max_retries: 0}}
-workflow: {{_type: ask, llm: player}}
-eval:
-  general:
-    max_concurrency: 16
-    episode_timeout: 20
-    dataset: {{_type: jsonl, file_path: rows.jsonl}}
-  evaluators:
-    score: {{_type: digits}}
-trajectory_builders:
-  episodes: {{_type: insitu_traj_builder, num_generations: 4}}
-trainer_adapters:
-  backend:
-    _type: insitu_trainer_adapter
-    {backend}
-    training: {{learning_rate: 1e-3, mini_batch_size: 16}}
-trainers:
-  grpo: {{_type: insitu_trainer}}
-finetuning:
-  enabled: true
-  trainer: grpo
-  trajectory_builder: episodes
-  trainer_adapter: backend
-  reward_function: {{name: score}}
-  num_epochs: 2
-  output_dir: run
-"""
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A folder with a configuration, a plugin and six rows."""
-    (tmp_path / "config.yml").write_text(CONFIG.format(backend=f"model: {MODEL}"))
-    (tmp_path / "digits_plugin.py").write_text((ROOT / "tests/digits_plugin.py").read_text())
+    digits_project(tmp_path)
     write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(6)])
     return tmp_path
-
-
-def write_rows(folder: Path, questions: list[dict[str, Any]], name: str = "rows.jsonl") -> None:
-    rows = [json.dumps({"id": i, "question": question}) for i, question in enumerate(questions)]
-    (folder / name).write_text("\n".join(rows))
-
-
-def start(folder: Path, *arguments: str, command: str = "finetune") -> Process:
-    others = {"PYTHONWARNINGS": "error", "COLUMNS": "200", "INSITU_BACKEND_TOKEN": "of another backend"}
-    return processes.start(command, "--config_file", "config.yml", *arguments, folder=folder, **others)
-
-
-def run(folder: Path, *arguments: str, command: str = "finetune") -> tuple[int, str, str]:
-    with start(folder, *arguments, command=command) as process:
-        out, err = process.communicate(HANGS)
-        return process.wait(), out, err
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def without(record: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -86,11 +31,11 @@ def without(record: dict[str, Any], *names: str) -> dict[str, Any]:
 def test_a_run_trains_validates_records_and_can_be_repeated(project: Path) -> None:
     write_rows(project, [{"say": f"Held out {i}"} for i in range(5)], "validation.jsonl")
     options = ("--validation_dataset", "validation.jsonl", "--validation_interval", "1")
-    code, out, err = run(project, *options)
+    code, out, err = run_project(project, *options)
     assert code == 0, err
     folder = project / "run"
 
-    metrics = lines(folder / "training_metrics.jsonl")
+    metrics = read_lines(folder / "training_metrics.jsonl")
     assert [m["epoch"] for m in metrics] == [1, 2]
     assert [(m["policy_version"], m["job"]) for m in metrics] == [(1, "completed"), (2, "completed")]
     for m in metrics:
@@ -112,86 +57,86 @@ def test_a_run_trains_validates_records_and_can_be_repeated(project: Path) -> No
     assert "before" in out
     assert "after" in out
 
-    episodes = lines(folder / "episodes.jsonl")
+    episodes = read_lines(folder / "episodes.jsonl")
     assert episodes[0] == {"format": 1}
     assert len(episodes) == 1 + 2 * 24
-    calls = lines(folder / "calls.jsonl")[1:]
+    calls = read_lines(folder / "calls.jsonl")[1:]
     assert len(calls) == 48
     assert all(len(c["token_ids"]) == len(c["logprobs"]) > 0 and c["functions"] for c in calls)
     assert {c["policy_version"] for c in calls} == {0, 1}
 
-    code, out, err = run(project, *options)
+    code, out, err = run_project(project, *options)
     assert code == 0, err
     assert "run.1" in out  # the earlier run is moved, never overwritten
-    again = lines(project / "run/training_metrics.jsonl")
+    again = read_lines(project / "run/training_metrics.jsonl")
     changing = ("run_id", "timestamp", "seconds")
-    first = lines(project / "run.1/training_metrics.jsonl")
+    first = read_lines(project / "run.1/training_metrics.jsonl")
     assert [without(m, *changing) for m in first] == [without(m, *changing) for m in again]
     assert first[0]["run_id"] != again[0]["run_id"]
 
 
 def test_a_workflow_exception_in_one_row_is_counted_and_the_rest_trains(project: Path) -> None:
     write_rows(project, [{"say": "a"}, {"say": "b", "raise": "the board fell over"}, {"say": "c"}])
-    code, out, err = run(project, "-o", "finetuning.num_epochs", "1")
+    code, out, err = run_project(project, "-o", "finetuning.num_epochs", "1")
     assert code == 0, err
     assert "the board fell over" in out
-    metrics = lines(project / "run/training_metrics.jsonl")[0]
+    metrics = read_lines(project / "run/training_metrics.jsonl")[0]
     assert metrics["dropped"]["workflow_error"] == 4
     assert metrics["num_groups"] == 2
-    failed = [e for e in lines(project / "run/episodes.jsonl")[1:] if e["outcome"] == "failed"]
+    failed = [e for e in read_lines(project / "run/episodes.jsonl")[1:] if e["outcome"] == "failed"]
     assert {e["reason"] for e in failed} == {"workflow_error"}
     assert all(e["reward"] is None for e in failed)
 
 
 def test_failed_episodes_get_the_configured_penalty(project: Path) -> None:
     write_rows(project, [{"say": "a"}, {"say": "b", "raise": "lost"}, {"say": "c", "earn": 0.25, "raise": "lost"}])
-    code, _, err = run(
+    code, _, err = run_project(
         project, "-o", "finetuning.num_epochs", "1", "-o", "finetuning.reward_function.on_failure", "-0.5"
     )
     assert code == 0, err
-    metrics = lines(project / "run/training_metrics.jsonl")[0]
+    metrics = read_lines(project / "run/training_metrics.jsonl")[0]
     assert metrics["min_reward"] == -0.5
     assert metrics["num_trajectories"] == 12
     assert metrics["dropped"] == {"no_variance": 8}
-    steps = [e["step_rewards"] for e in lines(project / "run/episodes.jsonl")[1:]]
+    steps = [e["step_rewards"] for e in read_lines(project / "run/episodes.jsonl")[1:]]
     assert sorted(s for s in steps if s) == [[-0.5]] * 4 + [[-0.25]] * 4
 
 
 @pytest.mark.parametrize(("asked", "reason"), [("nan", "nan_score"), ("none", "no_score")])
 def test_an_unscored_episode_is_left_out_and_never_zero(project: Path, asked: str, reason: str) -> None:
     write_rows(project, [{"say": "a"}, {"say": "b", "score": asked}])
-    code, _, err = run(project, "-o", "finetuning.num_epochs", "1")
+    code, _, err = run_project(project, "-o", "finetuning.num_epochs", "1")
     assert code == 0, err
-    metrics = lines(project / "run/training_metrics.jsonl")[0]
+    metrics = read_lines(project / "run/training_metrics.jsonl")[0]
     assert metrics["dropped"][reason] == 4
     assert metrics["num_trajectories"] == 4
 
 
 def test_nothing_to_train_on_fails_the_run_and_says_why(project: Path) -> None:
     write_rows(project, [{"say": "a", "score": "nan"}])
-    code, out, err = run(project)
+    code, out, err = run_project(project)
     assert code == 1
     assert "failed: epoch 1: no episode can be trained on; dropped: 4 nan_score; most often nan_score: " in err
     assert "epoch 1/2 was not completed; the run so far: run/" in out
     write_rows(project, [{"say": "a", "score": "0.5"}])
-    code, out, err = run(project)
+    code, out, err = run_project(project)
     assert code == 1
     assert out.count("trains nothing: every episode was dropped") == 2
     assert "no epoch trained anything: every group was dropped: 8 no_variance" in err
     assert "run/training_metrics.jsonl" in err
-    assert [m["dropped"] for m in lines(project / "run/training_metrics.jsonl")] == [{"no_variance": 4}] * 2
+    assert [m["dropped"] for m in read_lines(project / "run/training_metrics.jsonl")] == [{"no_variance": 4}] * 2
 
 
 def test_an_episode_that_hangs_is_timed_out(project: Path) -> None:
     write_rows(project, [{"say": "a"}, {"say": "b", "hang": True}])
-    code, _, err = run(project, "-o", "finetuning.num_epochs", "1", "-o", "eval.general.episode_timeout", "1.5")
+    code, _, err = run_project(project, "-o", "finetuning.num_epochs", "1", "-o", "eval.general.episode_timeout", "5")
     assert code == 0, err
-    assert lines(project / "run/training_metrics.jsonl")[0]["dropped"]["timeout"] == 4
+    assert read_lines(project / "run/training_metrics.jsonl")[0]["dropped"]["timeout"] == 4
 
 
 def test_a_dead_backend_is_named(project: Path) -> None:
-    (project / "config.yml").write_text(CONFIG.format(backend="url: http://127.0.0.1:9"))
-    code, _, err = run(project)
+    digits_project(project, url="http://127.0.0.1:9")
+    code, _, err = run_project(project)
     assert code == 1
     assert "http://127.0.0.1:9" in err
 
@@ -200,12 +145,12 @@ def test_what_can_be_no_backend_is_refused_before_the_earlier_run_is_moved(proje
     (project / "run").mkdir()
     (project / "run/run.json").write_text("{}")
     for backend, message in (
-        ("url: 127.0.0.1:9", "url is '127.0.0.1:9'; it must begin with http://"),
-        ("model: ./no/such/model", "the trainer adapter's model: 'no/such/model' does not exist"),
-        (f"model: {MODEL}\n    dtype: float99", "dtype"),
+        ({"url": "127.0.0.1:9"}, "url is '127.0.0.1:9'; it must begin with http://"),
+        ({"model": "./no/such/model"}, "the trainer adapter's model: 'no/such/model' does not exist"),
+        ({"model": str(MODEL), "dtype": "float99"}, "dtype"),
     ):
-        (project / "config.yml").write_text(CONFIG.format(backend=backend))
-        code, _, err = run(project)
+        digits_project(project, **backend)
+        code, _, err = run_project(project)
         assert code == 2, err
         assert message in err
     assert (project / "run/run.json").exists()
@@ -224,14 +169,14 @@ def test_what_cannot_be_trained_is_refused_before_the_earlier_run_is_moved(proje
             "held_out.yml: the evaluator that gives the reward, 'score' does not exist; available: other",
         ),
     ):
-        code, out, err = run(project, *arguments)
+        code, out, err = run_project(project, *arguments)
         assert (code, out) == (2, "")
         assert message in err
     assert (project / "run/run.json").exists()
 
 
 def test_a_job_that_fails_ends_the_run_and_is_told_with_its_epoch_and_reason(project: Path) -> None:
-    code, out, err = run(project, "-o", "trainer_adapters.backend.training.learning_rate", "1e30")
+    code, out, err = run_project(project, "-o", "trainer_adapters.backend.training.learning_rate", "1e30")
     assert code == 1
     assert re.search(
         r"^failed: epoch 1: training job job-\w+ is failed: .*the weights from before the job were restored",
@@ -239,7 +184,7 @@ def test_a_job_that_fails_ends_the_run_and_is_told_with_its_epoch_and_reason(pro
         re.MULTILINE,
     ), err
     assert "epoch 1/2 was not completed; the run so far: run/" in out
-    (metrics,) = lines(project / "run/training_metrics.jsonl")  # what was gathered is recorded all the same
+    (metrics,) = read_lines(project / "run/training_metrics.jsonl")  # what was gathered is recorded all the same
     assert (metrics["num_groups"], metrics["policy_version"], metrics["job"]) == (6, 0, "failed")
     files = RunFiles(project / "run")
     assert {read.status for read in files.summaries(files.find())} <= {
@@ -250,16 +195,16 @@ def test_a_job_that_fails_ends_the_run_and_is_told_with_its_epoch_and_reason(pro
 
 def test_a_model_that_cannot_be_loaded_shows_the_end_of_the_log(project: Path) -> None:
     (project / "empty").mkdir()
-    (project / "config.yml").write_text(CONFIG.format(backend="model: empty"))
-    code, _, err = run(project)
+    digits_project(project, model="empty")
+    code, _, err = run_project(project)
     assert code == 1
-    assert "exit code" in err
+    assert "insitu backend exited with code 1" in err
     assert "empty" in err
 
 
 def test_a_failed_validation_fails_the_run_and_is_no_reward(project: Path) -> None:
     write_rows(project, [{"say": "a", "score": "nan"}], "validation.jsonl")
-    code, _, err = run(project, "--validation_dataset", "validation.jsonl", "-o", "finetuning.num_epochs", "1")
+    code, _, err = run_project(project, "--validation_dataset", "validation.jsonl", "-o", "finetuning.num_epochs", "1")
     assert code == 1
     assert "validation" in err
     records = json.loads((project / "run/validation_history.json").read_text())
@@ -279,7 +224,7 @@ def backend_of(process: Process) -> psutil.Process:
 )
 def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signals, code: int) -> None:
     metrics = project / "run/training_metrics.jsonl"
-    with start(project, "-o", "finetuning.num_epochs", "500") as process:
+    with start_project(project, "-o", "finetuning.num_epochs", "500") as process:
         backend = backend_of(process)
         process.wait_until(lambda: metrics.exists() and metrics.stat().st_size)
         process.send_signal(number)
@@ -294,7 +239,7 @@ def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signal
 
 def test_a_second_interrupt_ends_a_run_whose_workflow_blocks_the_event_loop(project: Path) -> None:
     write_rows(project, [{"say": "a", "block": True, "mark": "blocked"}])
-    with start(project) as process:
+    with start_project(project) as process:
         backend = backend_of(process)
         process.wait_until((project / "blocked").exists)
         for _ in range(2):
@@ -309,17 +254,18 @@ def test_an_epoch_that_trained_is_recorded_even_if_its_validation_is_interrupted
     write_rows(project, [{"say": "a", "mark": "validated"}], "validation.jsonl")
     validation = "{dataset: validation.jsonl, reps: 600}"
     validated = project / "validated"
-    with start(project, "-o", "finetuning.num_epochs", "1", "-o", "finetuning.validation", validation) as process:
+    overrides = ("-o", "finetuning.num_epochs", "1", "-o", "finetuning.validation", validation)
+    with start_project(project, *overrides) as process:
         process.wait_until(lambda: validated.exists() and validated.stat().st_size > 600)  # 600 before training
         process.send_signal(signal.SIGINT)
         process.communicate(HANGS)
         assert process.wait() == 130
-    assert [m["policy_version"] for m in lines(project / "run/training_metrics.jsonl")] == [1]
+    assert [m["policy_version"] for m in read_lines(project / "run/training_metrics.jsonl")] == [1]
     assert [v["epoch"] for v in json.loads((project / "run/validation_history.json").read_text())] == [0]
 
 
 def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
-    with start(project, "-o", "finetuning.num_epochs", "500") as process:
+    with start_project(project, "-o", "finetuning.num_epochs", "500") as process:
         backend = backend_of(process)
         process.wait_until((project / "run/training_metrics.jsonl").exists)
         backend.kill()
@@ -330,11 +276,11 @@ def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
 
 
 def test_eval_and_run_serve_the_starting_model(project: Path) -> None:
-    code, out, err = run(project, "--reps", "2", "-o", "eval.general.output_dir", "results", command="eval")
+    code, out, err = run_project(project, "--reps", "2", "-o", "eval.general.output_dir", "results", command="eval")
     assert code == 0, err
     assert "95 % CI" in out
     items = json.loads((project / "results/workflow_output.json").read_text())
     assert [(i["id"], i["rep"]) for i in items] == [(i, rep) for i in range(6) for rep in range(2)]
-    code, out, err = run(project, "--input", '{"say": "hello"}', command="run")
+    code, out, err = run_project(project, "--input", '{"say": "hello"}', command="run")
     assert code == 0, err
     assert "|" in out

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
@@ -19,12 +19,6 @@ from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 
 def ask(text: str) -> Any:
     return [{"role": "user", "content": text}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeOpenAI]:
-    with FakeOpenAI() as server:
-        yield server
 
 
 @asynccontextmanager
@@ -100,7 +94,7 @@ async def test_the_clients_of_anthropic(server: FakeOpenAI) -> None:
 
 
 async def test_synchronous_calls_are_as_many_at_once_as_are_made(server: FakeOpenAI) -> None:
-    async with model(server, timeout=5) as plain:
+    async with model(server, timeout=25) as plain:
         client = sync_client(plain)
         with EpisodeScope(training=True), ExitStack() as streams:
             for _ in range(101):  # one more than a pool of connections usually has

@@ -1,7 +1,7 @@
 """LangChain's own model object: the same capture, and its callbacks as intermediate steps."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,12 +19,6 @@ from insitu.schemas.steps import TraceMetadata
 from insitu.workflow.context import Context, EpisodeScope
 from insitu.workflow.llms import Endpoint, OpenAIConfig, connect
 from insitu.workflow.steps import call_metadata
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeOpenAI]:
-    with FakeOpenAI() as server:
-        yield server
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ import asyncio
 import io
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import anthropic
 import openai
 import pytest
 from fake_openai import FakeOpenAI, encode, logprob
+from processes import HANGS
 
 from insitu.gateway.server import MAX_BODY, EpisodeEndpoint, Gateway, Upstream
 from insitu.schemas.episodes import EpisodeKey
@@ -20,12 +21,6 @@ from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 
 LOOK = {"name": "look", "description": "Looks", "input_schema": {"type": "object", "properties": {}}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeOpenAI]:
-    with FakeOpenAI() as server:
-        yield server
 
 
 def model(server: FakeOpenAI, name: str = "player", **settings: Any) -> ModelClient:
@@ -421,7 +416,7 @@ async def test_many_may_connect_at_once(server: FakeOpenAI) -> None:
     async with gateway_to(model(server)) as gateway:
         where = ("127.0.0.1", int(gateway.address.rpartition(":")[2]))
         with ExitStack() as waiting:  # none is accepted before all have come
-            connections = [waiting.enter_context(socket.create_connection(where, timeout=5)) for _ in range(400)]
+            connections = [waiting.enter_context(socket.create_connection(where, timeout=HANGS)) for _ in range(400)]
             for connection in connections:
                 connection.sendall(b"GET /e/key/v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
             for connection in connections:

@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from processes import HANGS, wait_until
+from factories import read_lines, write_rows
+from processes import HANGS, run_project, start_project, wait_until
 from test_external import project, running
-from test_finetune import lines, run, start, write_rows
 
 HOSTILE = """
 import http.client, json, os, signal, subprocess, sys, time, urllib.error, urllib.parse, urllib.request
@@ -71,14 +71,14 @@ print("|" + status(json.dumps(asked).encode()))
 
 
 def test_hostile_episodes_are_told_apart(tmp_path: Path) -> None:
-    block = {"_type": "command", "command": [sys.executable, "agent.py"], "timeout": 8, "max_output": 10**6}
+    block = {"_type": "command", "command": [sys.executable, "agent.py"], "timeout": 15, "max_output": 10**6}
     project(tmp_path, block)
     (tmp_path / "agent.py").write_text(HOSTILE)
     write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(12)])
-    code, _, err = run(tmp_path, "--override", "finetuning.num_epochs", "1")
+    code, _, err = run_project(tmp_path, "--override", "finetuning.num_epochs", "1")
     assert code == 0, err
     reasons = {0: "exit code 1: no", 1: "printed more than max_output", 2: "longer than timeout", 3: "by SIGSEGV"}
-    episodes = lines(tmp_path / "run/episodes.jsonl")[1:]
+    episodes = read_lines(tmp_path / "run/episodes.jsonl")[1:]
     assert len(episodes) == 48
     for episode in episodes:
         row = int(episode["row_id"])
@@ -92,12 +92,12 @@ def test_hostile_episodes_are_told_apart(tmp_path: Path) -> None:
             cut = 2 if row == 7 else 0  # each is a call, or an attempt if the agent was gone before the answer
             assert episode["calls"] + sum(episode["failed_requests"].values()) == 1 + cut
         assert episode["failed_requests"].keys() <= ({"CancelledError"} if row == 7 else set())
-    (metrics,) = lines(tmp_path / "run/training_metrics.jsonl")
+    (metrics,) = read_lines(tmp_path / "run/training_metrics.jsonl")
     dropped = Counter(metrics["dropped"])
     assert (dropped["workflow_error"], dropped["timeout"]) == (12, 4)
     assert metrics["num_trajectories"] == 32
     assert metrics["policy_version"] == 1
-    calls = lines(tmp_path / "run/calls.jsonl")[1:]
+    calls = read_lines(tmp_path / "run/calls.jsonl")[1:]
     assert {call["messages"][0]["content"] for call in calls if call["error"]} <= {"Row 7"}
     whole = Counter(call["messages"][0]["content"] for call in calls if not call["error"])
     assert {who: n for who, n in whole.items() if who != "Row 7"} == {
@@ -124,7 +124,7 @@ def test_an_interrupted_run_leaves_no_program(tmp_path: Path, signals: int) -> N
     (tmp_path / "agent.py").write_text(SLEEPER)
     (tmp_path / "pids").mkdir()
     programs = tmp_path / "pids"
-    with start(tmp_path) as process:
+    with start_project(tmp_path) as process:
         process.wait_until(lambda: len(list(programs.iterdir())) == 16)
         for _ in range(signals):
             process.send_signal(signal.SIGINT)

@@ -285,7 +285,7 @@ async def test_bad_compression():
 async def test_a_compressed_bomb_is_stopped_early():
     import tracemalloc
 
-    endless = gzip.compress(b"a" * 300_000_000, compresslevel=9)
+    endless = gzip.compress(b"a" * 100_000_000, compresslevel=1)
     many = gzip.compress(lines([row()] * 200_000))
     tracemalloc.start()
     for body, limits, told in (

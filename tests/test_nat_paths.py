@@ -103,7 +103,6 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
         env=os.environ | environment,
         check=False,
     )

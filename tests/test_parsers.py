@@ -41,12 +41,6 @@ RECORDED = {name: json.loads((DATA / f"{name}.json").read_text())["episodes"] fo
 EPISODES = [(name, title) for name, episodes in RECORDED.items() for title in episodes]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeOpenAI]:
-    with FakeOpenAI() as server:
-        yield server
-
-
 def connected(server: FakeOpenAI) -> ModelClient:
     config = OpenAIConfig(model_name="fake", base_url=server.base_url)
     return connect("player", config, Endpoint("fake", server.base_url, "none"))

@@ -26,7 +26,6 @@ def test_two_epochs_of_the_quickstart(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONWARNINGS": "error"},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     validations = json.loads((folder / "validation_history.json").read_text())

@@ -6,7 +6,6 @@ import http.client
 import itertools
 import json
 import logging
-import time
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import openai
 import pytest
 from aiohttp import web
 from fake_openai import FakeOpenAI, encode, texts_of
+from processes import HANGS
 from test_gateway import ask, claude, gateway_to, model, plain, post, text_by
 from yarl import URL
 
@@ -252,7 +252,7 @@ async def test_a_client_that_sends_all_before_it_reads_is_not_left_hanging(serve
     """As `http.client` does, and most others: the whole body first, then the status."""
 
     def send(url: URL) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", url.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", url.port, timeout=HANGS)
         connection.putrequest("POST", url.raw_path)
         block = b" " * 2**20
         if way == "chunks":
@@ -278,9 +278,7 @@ async def test_a_client_that_sends_all_before_it_reads_is_not_left_hanging(serve
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             url = f"{door.openai_url}/chat/completions"
             url = url.replace(door.key, "x" * 24) if way == "unknown key" else url
-            started = time.monotonic()
             status, told = await asyncio.to_thread(send, URL(url))
-            assert time.monotonic() - started < 10
     wanted = (401, "unknown_episode") if way == "unknown key" else (413, "too_large")
     assert (status, told["error"]["code"]) == wanted
     assert len(scope.calls) == (way != "unknown key")

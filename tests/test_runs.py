@@ -4,13 +4,12 @@ Two functions that ask two models each; what the backend sampled is compared wit
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import duo_plugin
 import pytest
-from tiny_backend import Served, tiny_backend
+from tiny_backend import Served
 from tiny_models import byte_tokenizer
 
 from insitu.errors import BackendError, ConfigError, TrajectoryError
@@ -19,12 +18,6 @@ from insitu.training.runtime import finetuning_main
 
 ROWS = 2
 GENERATIONS = 3
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with tiny_backend(tmp_path_factory.mktemp("served")) as served:
-        yield served
 
 
 def project(write: Any, served: Served, finetuning: dict[str, Any], **functions: Any) -> Path:

@@ -1,9 +1,8 @@
 """Text completions are recorded, stored, shown and trained as chats are, whoever asks for them."""
 
 import asyncio
-import json
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import openai
 import orjson
 import pytest
+from factories import digits_project, read_lines, write_rows
 from fake_openai import FakeOpenAI, encode, logprob
+from processes import run_project
 from test_backend_inference import TOKEN, backend
-from test_finetune import CONFIG, ROOT, lines, run, write_rows
 from test_inspection import show
 from tiny_models import save_tiny_model
 
@@ -27,12 +27,6 @@ from insitu.training.store import call_records, restore_calls
 from insitu.trajectories.conversations import conversations
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeOpenAI]:
-    with FakeOpenAI() as server:
-        yield server
 
 
 @asynccontextmanager
@@ -231,20 +225,16 @@ def test_text_completions_are_trained(tmp_path: Path, way: str) -> None:
     block = {"_type": "texts"} if way == "in process" else {"_type": "command", "command": [sys.executable, "agent.py"]}
     (tmp_path / "texts_plugin.py").write_text(IN_PROCESS)
     (tmp_path / "agent.py").write_text(PROGRAM)
-    (tmp_path / "digits_plugin.py").write_text((ROOT / "tests/digits_plugin.py").read_text())
     write_rows(tmp_path, [{"say": f"Row {i}: 1 2 3 "} for i in range(2)])
     log = tmp_path / "samples.jsonl"
     with backend(save_tiny_model(tmp_path / "model"), token=TOKEN, log_samples=log) as (_, address):
-        text = CONFIG.format(backend=f"url: {address}\n    api_key: {TOKEN}")
-        text = text.replace("[digits_plugin]", "[texts_plugin]")
-        text = text.replace("{_type: ask, llm: player}", json.dumps({"llm": "player", **block}))
-        (tmp_path / "config.yml").write_text(text)
-        code, _, err = run(tmp_path)
+        digits_project(tmp_path, workflow=block, plugin="texts_plugin", url=address, api_key=TOKEN)
+        code, _, err = run_project(tmp_path)
     assert code == 0, err
-    metrics = lines(tmp_path / "run/training_metrics.jsonl")
+    metrics = read_lines(tmp_path / "run/training_metrics.jsonl")
     assert [m["policy_version"] for m in metrics] == [1, 2]
     assert all(m["logprob_gap"] < 1e-3 for m in metrics)
-    calls = lines(tmp_path / "run/calls.jsonl")[1:]
+    calls = read_lines(tmp_path / "run/calls.jsonl")[1:]
     assert len(calls) == 2 * 2 * 4 * 2
     files = RunFiles(tmp_path / "run")
     recorded = []
@@ -254,7 +244,7 @@ def test_text_completions_are_trained(tmp_path: Path, way: str) -> None:
         assert row.calls == [0, 1]
         assert sum(row.loss_mask) == sum(len(call.token_ids or ()) for call in read.calls) >= 7
         recorded += [(c.prompt_token_ids, c.token_ids, c.logprobs, c.policy_version) for c in read.calls]
-    sampled = [(s["prompt_token_ids"], s["token_ids"], s["logprobs"], s["version"]) for s in lines(log)]
+    sampled = [(s["prompt_token_ids"], s["token_ids"], s["logprobs"], s["version"]) for s in read_lines(log)]
     assert sorted(recorded) == sorted(sampled)
     shown = show(tmp_path / "run", "--epoch", 1, "--row", 0, "--generation", 0).out
     assert "user: Row 0: 1 2 3" in shown

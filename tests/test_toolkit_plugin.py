@@ -3,15 +3,12 @@
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from factories import pip_install
 from fake_openai import FakeOpenAI
 from processes import run, serving
 
@@ -41,18 +38,7 @@ DESK = {
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that pip has installed the package into."""
-    folder = tmp_path_factory.mktemp("plugin")
-    shutil.copytree(PACKAGE, folder / "source")  # setuptools builds beside the sources
-    offline = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
-    command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(folder / "site"), "./source"]
-    subprocess.run(command, cwd=folder, check=True)
-    return folder / "site"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeOpenAI]:
-    with FakeOpenAI() as server:
-        yield server
+    return pip_install(PACKAGE, tmp_path_factory.mktemp("plugin"))
 
 
 def clerk(server: FakeOpenAI) -> dict[str, Any]:
@@ -258,7 +244,7 @@ def test_broken_packages_break_only_what_needs_them(
     assert len(warnings) == 3, err
     assert re.fullmatch(r"plugin 'halved' \(halved\) could not be imported: .*no_such_module_at_all.*", warnings[0])
     assert re.fullmatch(r"plugin 'leaver' \(leaver\) could not be imported: .*not on this machine.*", warnings[1])
-    assert re.match(r"two components of functions are called 'twin': .*first\.twin.*second\.twin.*none", warnings[2])
+    assert re.match(r"two components of functions are called 'twin': .*first\.twin.*second\.twin.*neither", warnings[2])
 
 
 @pytest.mark.parametrize(

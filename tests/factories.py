@@ -1,0 +1,104 @@
+"""Builders of what tests are about: messages, model calls, rows of a dataset, and the project that trains on digits."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from insitu.schemas.episodes import ModelCall
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "examples/tic_tac_toe/model"
+"""A trained model of a few hundred thousand parameters."""
+
+
+# messages and calls
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def model_call(
+    index: int = 0,
+    messages: Sequence[Mapping[str, Any]] = (),
+    answer: str | dict[str, Any] | None = None,
+    *,
+    prompt: list[int] | None = None,
+    sampled: list[int] | None = None,
+    **fields: Any,
+) -> ModelCall:
+    """A call of model `m`; `answer` is its message or the text of it, and each sampled token has logprob -0.5."""
+    message = assistant(answer) if isinstance(answer, str) else answer
+    logprobs = None if sampled is None else [-0.5] * len(sampled)
+    values = {"message": message, "prompt_token_ids": prompt, "token_ids": sampled, "logprobs": logprobs, **fields}
+    return ModelCall(index, values.pop("model", "m"), [dict(m) for m in messages], **values)
+
+
+# files
+
+
+def read_lines(path: Path) -> list[Any]:
+    """The records of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_rows(folder: Path, questions: list[dict[str, Any]], name: str = "rows.jsonl") -> None:
+    """A dataset with these questions, the ids of which are 0, 1, ..."""
+    rows = [json.dumps({"id": i, "question": question}) for i, question in enumerate(questions)]
+    (folder / name).write_text("\n".join(rows))
+
+
+def pip_install(source: Path, folder: Path) -> Path:
+    """The folder, below `folder`, in which pip has installed a copy of the package in `source`."""
+    shutil.copytree(source, folder / "source")  # setuptools builds beside the sources
+    options = ["--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", folder / "site", folder / "source"]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return folder / "site"
+
+
+def digits_project(
+    folder: Path, *, workflow: dict[str, Any] | None = None, plugin: str = "digits_plugin", **adapter: Any
+) -> Path:
+    """A training run on `digits_plugin`, to be run by `processes.run_project`; `adapter` is where the model is."""
+    training = {"learning_rate": 1e-3, "mini_batch_size": 16}
+    config = {
+        "general": {"seed": 3, "plugins": [plugin]},
+        "llms": {"player": {"_type": "policy", "max_tokens": 6, "max_retries": 0}},
+        "workflow": {"llm": "player", **(workflow or {"_type": "ask"})},
+        "eval": {
+            "general": {
+                "max_concurrency": 16,
+                "episode_timeout": 20,
+                "dataset": {"_type": "jsonl", "file_path": "rows.jsonl"},
+            },
+            "evaluators": {"score": {"_type": "digits"}},
+        },
+        "trajectory_builders": {"episodes": {"_type": "insitu_traj_builder", "num_generations": 4}},
+        "trainer_adapters": {
+            "backend": {"_type": "insitu_trainer_adapter", "training": training, **(adapter or {"model": str(MODEL)})}
+        },
+        "trainers": {"grpo": {"_type": "insitu_trainer"}},
+        "finetuning": {
+            "enabled": True,
+            "trainer": "grpo",
+            "trajectory_builder": "episodes",
+            "trainer_adapter": "backend",
+            "reward_function": {"name": "score"},
+            "num_epochs": 2,
+            "output_dir": "run",
+        },
+    }
+    (folder / "config.yml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (folder / "digits_plugin.py").write_text((ROOT / "tests/digits_plugin.py").read_text())
+    return folder
