@@ -9,7 +9,6 @@ import pytest
 from aiohttp import web
 
 from insitu.adapters.insitu_backend import InsituTrainerAdapter
-from insitu.advantages.estimator import training_rows
 from insitu.config import load_config
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed
 from insitu.plugin_api import Builder
@@ -147,7 +146,7 @@ async def test_a_job_whose_reply_was_lost_is_sent_again_under_its_key(backend: B
     assert list(backend.jobs) == ["r/3"]
 
 
-async def test_groups_without_rows_get_the_default_advantages(backend: Backend, write: Any) -> None:
+async def test_what_a_trainer_has_not_weighed_gets_the_default_advantages(backend: Backend, write: Any) -> None:
     def trajectory(reward: float) -> Trajectory:
         call = ModelCall(
             index=0, model="m", messages=[], prompt_token_ids=[1], token_ids=[2, 3], logprobs=[-0.5, -0.25]
@@ -156,14 +155,11 @@ async def test_groups_without_rows_get_the_default_advantages(backend: Backend, 
 
     async with adapter_to(backend, write) as adapter:
         for _ in range(2):
-            collection = TrajectoryCollection(trajectories=[[trajectory(1.0), trajectory(0.0)]], run_id="r")
-            job = await adapter.wait_until_complete(await adapter.submit(collection))
-            assert (job.metadata or {})["rows"] == 2
-        better, worse = training_rows(collection)
-        assert better.token_ids == worse.token_ids == [1, 2, 3]
-        assert isinstance(better.advantages, list)
-        assert isinstance(worse.advantages, list)
-        assert better.advantages[1] == -worse.advantages[1] > 0
+            group = [trajectory(1.0), trajectory(0.0)]
+            await adapter.submit(TrajectoryCollection(trajectories=[group], run_id="r"))
+            _, *rows = list(backend.jobs.values())[-1]
+            assert [row["token_ids"] for row in rows] == [[1, 2, 3]] * 2
+            assert rows[0]["advantages"][1] == -rows[1]["advantages"][1] > 0
         with pytest.raises(JobFailed, match="none of 1 trajectories has rows or captured calls"):
             await adapter.submit(TrajectoryCollection(trajectories=[[Trajectory(reward=1)]], run_id="r"))
     assert list(backend.jobs) == ["r/1", "r/2"]  # a job each: nobody says which epoch they are of
