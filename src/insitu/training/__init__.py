@@ -1,4 +1,4 @@
 """The built-in trainer and the files of a run.
 
-In: a checked file. Out: a run's directory and trained weights. Read `loop` first: collect, estimate, submit, wait, record.
+In: a checked file. Out: a run's directory and trained weights. Read `loop` first.
 """

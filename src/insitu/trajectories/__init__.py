@@ -1,1 +1,1 @@
-"""Turns finished episodes into trajectories, grouped by row. Read `builder` first."""
+"""Turns finished episodes into trajectories, grouped by row: `builder`, with the `conversations` of each episode."""
