@@ -3,6 +3,7 @@
 import importlib
 import os
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -10,6 +11,15 @@ from pydantic import TypeAdapter, ValidationError
 from insitu.adapters.art.config import ARTBackendConfig, ARTTrainingConfig
 from insitu.errors import ConfigError
 from insitu.registry import not_found
+
+_ART_TYPES = {
+    "init_args": "InitArgs",
+    "engine_args": "EngineArgs",
+    "peft_args": "PeftArgs",
+    "trainer_args": "TrainerArgs",
+    "server_args": "ServerArgs",
+}
+"""Configuration block -> its type in `art.dev`."""
 
 
 def load_art() -> Any:
@@ -31,15 +41,9 @@ def internal_config(art: Any, backend: ARTBackendConfig) -> dict[str, Any]:
         "peft_args": backend.peft_args,
         "trainer_args": backend.trainer_args,
     }
-    types = {
-        "init_args": "InitArgs",
-        "engine_args": "EngineArgs",
-        "peft_args": "PeftArgs",
-        "trainer_args": "TrainerArgs",
-    }
     config = {name: values for name, values in blocks.items() if values}
     for name, values in config.items():
-        _check_keys(f"backend.{name}", values, _keys(getattr(art.dev, types[name])))
+        _check_keys(f"backend.{name}", values, _keys(getattr(art.dev, _ART_TYPES[name])))
     return config
 
 
@@ -49,9 +53,9 @@ def server_config(art: Any, backend: ARTBackendConfig) -> dict[str, Any] | None:
     if not config:
         return None
     _check_keys("backend.server_config", config, _keys(art.dev.OpenAIServerConfig))
-    for name, block_type in (("server_args", "ServerArgs"), ("engine_args", "EngineArgs")):
+    for name in ("server_args", "engine_args"):
         if name in config:
-            _check_keys(f"backend.server_config.{name}", config[name], _keys(getattr(art.dev, block_type)))
+            _check_keys(f"backend.server_config.{name}", config[name], _keys(getattr(art.dev, _ART_TYPES[name])))
     return config
 
 
@@ -70,31 +74,20 @@ def train_config(art: Any, training: ARTTrainingConfig) -> tuple[Any, dict[str, 
             )
         del options["beta"]
     _check_keys("training", options, public | dev)
-    hints = _type_hints(art)
-    options = {name: _validated(f"training.{name}", value, hints[name]) for name, value in options.items()}
+    undefined = {"MoeRoutingReplayBundle": Any}  # 0.5.18 refers to this name without defining it
+    hints = get_type_hints(art.dev.TrainConfig, localns=undefined)
+    hints |= {name: Annotated[field.annotation, field] for name, field in art.types.TrainConfig.model_fields.items()}
+    for name, value in options.items():  # rejects a wrong value before any episode runs
+        try:
+            options[name] = TypeAdapter(hints[name]).validate_python(value)
+        except ValidationError as error:
+            problem = f"training.{name} is {value!r}: {error.errors(include_url=False)[0]['msg']}"
+            raise ConfigError(f"trainer_adapters: {problem} (openpipe-art {_release()})") from None
     config = art.types.TrainConfig(**{name: value for name, value in options.items() if name in public})
     return config, {name: value for name, value in options.items() if name not in public}
 
 
-def _type_hints(art: Any) -> dict[str, Any]:
-    """Types of the training options, to reject a wrong value before any episode runs."""
-    undefined = {"MoeRoutingReplayBundle": Any}  # 0.5.18 refers to this name without defining it
-    fields = art.types.TrainConfig.model_fields.items()
-    dev = get_type_hints(art.dev.TrainConfig, localns=undefined)
-    return dev | {name: Annotated[field.annotation, field] for name, field in fields}
-
-
-def _validated(where: str, value: Any, hint: Any) -> Any:
-    try:
-        return TypeAdapter(hint).validate_python(value)
-    except ValidationError as error:
-        message = error.errors(include_url=False)[0]["msg"]
-        raise ConfigError(f"trainer_adapters: {where} is {value!r}: {message} (openpipe-art {_release()})") from None
-
-
 def _release() -> str:
-    from importlib.metadata import version
-
     return version("openpipe-art")
 
 

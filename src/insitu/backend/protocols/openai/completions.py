@@ -13,8 +13,7 @@ from insitu.backend.inference.engine import Engine, WeightVersion
 from insitu.backend.inference.sampling import GenerationRequest
 from insitu.backend.inference.scheduler import OutputDelta
 from insitu.backend.inference.served_models import ModelRegistry
-from insitu.backend.protocols.openai.requests import SamplingRequest, parse_request
-from insitu.backend.protocols.openai.responses import ResponseFormatter
+from insitu.backend.protocols.openai.base import ResponseFormatter, SamplingRequest, parse_request
 from insitu.errors import BackendError, RequestRefused
 from insitu.http_format import DONE, error_body, format_event
 
