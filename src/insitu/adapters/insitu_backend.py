@@ -8,7 +8,7 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -172,7 +172,10 @@ class InsituTrainerAdapter(TrainerAdapter):
         await super().initialize(run_config)
         if self._model is not None and self._process is None:
             folder = Path(run_config.output_dir) / "backend"
-            self._process = BackendProcess(self._arguments(self._model, folder), folder / "backend.log")
+            options = {key: str(getattr(self.config, key)) for key in ("name", "device", "dtype")}
+            options |= {"model": self._model, "port": "0", "output_dir": str(folder)}
+            arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
+            self._process = BackendProcess(arguments, folder / "backend.log")
             self._address = await self._process.start(self.config.startup_timeout)
         if self._session is None:
             headers = {"Authorization": f"Bearer {self._token()}"}
@@ -199,11 +202,6 @@ class InsituTrainerAdapter(TrainerAdapter):
                 raise
             logger.info("%s; assuming a Hugging Face Hub name", error)
             return model
-
-    def _arguments(self, model: str, folder: Path) -> list[str]:
-        config = self.config
-        options = {"model": model, "name": config.name, "port": 0, "device": config.device, "dtype": config.dtype}
-        return [t for k, v in (options | {"output_dir": folder}).items() for t in (f"--{k}", str(v))]
 
     async def close(self) -> None:
         """Stops the child process, if any, and closes the connections."""
@@ -258,17 +256,13 @@ class InsituTrainerAdapter(TrainerAdapter):
         key = f"{trajectories.run_id}/{epoch}"
         body = await asyncio.to_thread(_gzip_lines, head, rows)
         headers = {"Content-Encoding": "gzip", "Content-Type": "application/jsonl", "Idempotency-Key": key}
-        state = JobState.model_validate(
-            await self._request("POST", "/v1/train/jobs", data=body, headers=headers, attempts=_ATTEMPTS)
-        )
-        return TrainingJobRef(
-            run_id=trajectories.run_id, backend=BACKEND, metadata={"job_id": state.id, "key": key, "epoch": epoch}
-        )
+        job = await self._request("POST", "/v1/train/jobs", data=body, headers=headers, attempts=_ATTEMPTS)
+        metadata = {"job_id": JobState.model_validate(job).id, "key": key, "epoch": epoch}
+        return TrainingJobRef(run_id=trajectories.run_id, backend=BACKEND, metadata=metadata)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        return _status(
-            ref, JobState.model_validate(await self._request("GET", self._job_path(ref), attempts=_ATTEMPTS))
-        )
+        state = await self._request("GET", self._job_path(ref), attempts=_ATTEMPTS)
+        return _status(ref, JobState.model_validate(state))
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
         """Follows the job's event stream; polls every `poll_interval` seconds if the stream breaks."""
@@ -327,13 +321,8 @@ class InsituTrainerAdapter(TrainerAdapter):
 
 def _gzip_lines(head: dict[str, Any], rows: list[Any]) -> bytes:
     """The job as gzipped JSON lines. Compression level 1 pays off even on loopback."""
-
-    def lines() -> Iterator[bytes]:
-        yield orjson.dumps(head)
-        for row in rows:
-            yield orjson.dumps(row.__dict__ if not row.__pydantic_extra__ else row.model_dump())
-
-    return gzip.compress(b"\n".join(lines()) + b"\n", compresslevel=1)
+    records = [head, *(row.__dict__ if not row.__pydantic_extra__ else row.model_dump() for row in rows)]
+    return gzip.compress(b"\n".join(map(orjson.dumps, records)) + b"\n", compresslevel=1)
 
 
 async def _error_of(response: aiohttp.ClientResponse) -> BackendError:
@@ -352,14 +341,13 @@ async def _error_of(response: aiohttp.ClientResponse) -> BackendError:
 
 
 def _status(ref: TrainingJobRef, state: JobState) -> TrainingJobStatus:
-    metadata = {"policy_version": state.policy_version, "checkpoint": state.checkpoint, **state.metrics}
     return TrainingJobStatus(
         run_id=ref.run_id,
         backend=ref.backend,
         status=TrainingStatusEnum(state.status),
         progress=state.progress,
         message=state.message,
-        metadata=metadata,
+        metadata={"policy_version": state.policy_version, "checkpoint": state.checkpoint, **state.metrics},
     )
 
 
