@@ -1,4 +1,4 @@
-"""Histories that are not one dialogue: 200 episodes of every shape at once, against a reference made of strings.
+"""Histories that are not one dialogue: 120 episodes of every shape at once, against a reference made of strings.
 
 Each is played twice, by a client of ours and by a foreign one through the gateway, all at the same time, with answers
 streamed and whole. The server keeps what it was sent and has sampled under the request's `user`, which no two calls
@@ -33,7 +33,7 @@ from insitu.workflow.context import current_scope
 from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 
 Message = dict[str, Any]
-EPISODES, AT_ONCE = 200, 64
+EPISODES, AT_ONCE = 120, 64
 MARKS = {"system": "\x01", "user": "\x02", "assistant": "\x03", "tool": "\x04"}
 
 
