@@ -3,7 +3,8 @@
 import codecs
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,7 @@ def _csv_rows(path: Path) -> Rows:
             yield row
 
 
-def _parquet_rows(path: Path) -> Rows:
-    return _table_rows(path, "read_parquet")
-
-
-def _excel_rows(path: Path) -> Rows:
-    return _table_rows(path, "read_excel")
-
-
-def _table_rows(path: Path, reader: str) -> Rows:
+def _table_rows(reader: str, path: Path) -> Rows:
     try:
         import polars
 
@@ -105,13 +98,14 @@ def _table_rows(path: Path, reader: str) -> Rows:
     yield from table.iter_rows(named=True)
 
 
-for _name, _reader in (
-    ("json", _json_rows),
-    ("jsonl", _jsonl_rows),
-    ("csv", _csv_rows),
-    ("parquet", _parquet_rows),
-    ("xls", _excel_rows),
-):
+_READERS: dict[str, Callable[[Path], Rows]] = {
+    "json": _json_rows,
+    "jsonl": _jsonl_rows,
+    "csv": _csv_rows,
+    "parquet": partial(_table_rows, "read_parquet"),
+    "xls": partial(_table_rows, "read_excel"),
+}
+for _name, _reader in _READERS.items():
     _config = type(f"{_name.capitalize()}DatasetConfig", (FileDatasetConfig,), {"__module__": __name__}, name=_name)
     register_dataset_loader(config_type=_config)(_reader)
 
@@ -125,15 +119,15 @@ def load_dataset(config: Config, path: str | Path | None = None, answered: bool 
     naming the file and row for a missing key, a row that is not a mapping, invalid steps, or a duplicate id.
     """
     shape = config.eval.dataset
-    if path is None and shape is None:
-        raise ConfigError(f"{config.source}: eval.general.dataset is missing, and no dataset was given")
-    if path is None:
-        file, kind, where = Path(shape.file_path), shape.type, "eval.general.dataset.file_path"
-    else:
+    if path is not None:
         file, where = Path(path), "dataset"
         if file.suffix.lower() not in _BY_SUFFIX:
             raise ConfigError(not_found(f"dataset {file}: the file format", file.suffix, _BY_SUFFIX))
         kind = _BY_SUFFIX[file.suffix.lower()]
+    elif shape is not None:
+        file, kind, where = Path(shape.file_path), shape.type, "eval.general.dataset.file_path"
+    else:
+        raise ConfigError(f"{config.source}: eval.general.dataset is missing, and no dataset was given")
     registration = registry.find(DATASET, kind)
     if registration is None:
         raise ConfigError(registry.unknown(DATASET, "eval.general.dataset: _type", kind))
@@ -157,11 +151,11 @@ def _items(shape: FileDatasetConfig, file: Path, rows: Rows, answered: bool) -> 
     items: list[EvalInputItem] = []
     seen: dict[tuple[str, int], int] = {}
     for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise ConfigError(f"dataset {file}, row {number} must be a mapping of columns, not {row!r:.80}")
-        if keys.question_key not in row:
-            raise ConfigError(not_found(f"dataset {file}, row {number}: the question key", keys.question_key, row))
         where = f"dataset {file}, row {number}"
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where} must be a mapping of columns, not {row!r:.80}")
+        if keys.question_key not in row:
+            raise ConfigError(not_found(f"{where}: the question key", keys.question_key, row))
         item = EvalInputItem(
             id=row.get(shape.id_key, number - 1),
             input_obj=row[keys.question_key],
