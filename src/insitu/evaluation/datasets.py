@@ -3,7 +3,7 @@
 import codecs
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.config import Config
 from insitu.errors import ConfigError
-from insitu.evaluation.episode_protocol import read_step
+from insitu.evaluation.remote import read_step
 from insitu.registry import DATASET, not_found, register_dataset_loader, registry
 from insitu.schemas.components import DatasetBaseConfig
 from insitu.schemas.evaluation import EvalInputItem
@@ -85,7 +85,7 @@ def _csv_rows(path: Path) -> Rows:
             yield row
 
 
-def _table_rows(reader: str, path: Path) -> Rows:
+def _table_rows(path: Path, reader: str) -> Rows:
     try:
         import polars
 
@@ -98,14 +98,13 @@ def _table_rows(reader: str, path: Path) -> Rows:
     yield from table.iter_rows(named=True)
 
 
-_READERS: dict[str, Callable[[Path], Rows]] = {
-    "json": _json_rows,
-    "jsonl": _jsonl_rows,
-    "csv": _csv_rows,
-    "parquet": partial(_table_rows, "read_parquet"),
-    "xls": partial(_table_rows, "read_excel"),
-}
-for _name, _reader in _READERS.items():
+for _name, _reader in (
+    ("json", _json_rows),
+    ("jsonl", _jsonl_rows),
+    ("csv", _csv_rows),
+    ("parquet", partial(_table_rows, reader="read_parquet")),
+    ("xls", partial(_table_rows, reader="read_excel")),
+):
     _config = type(f"{_name.capitalize()}DatasetConfig", (FileDatasetConfig,), {"__module__": __name__}, name=_name)
     register_dataset_loader(config_type=_config)(_reader)
 
