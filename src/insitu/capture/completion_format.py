@@ -17,7 +17,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """What a request wants completed: its prompts, each as messages, and `n` choices of each.
+    """The prompts of a request, each as messages, and the number `n` of choices per prompt.
 
     A text prompt is one user message; a prompt of token ids is one with the ids as JSON.
     """
@@ -39,8 +39,8 @@ class CompletionRequest:
 
     def prompt_of(self, index: int) -> tuple[Messages, int]:
         """The prompt of the choice with this `index`, and which of that prompt's choices it is."""
-        which, choice = divmod(index, self.n) if len(self.prompts) > 1 else (0, index)
-        return self.prompts[min(which, len(self.prompts) - 1)], choice
+        prompt, choice = divmod(index, self.n) if len(self.prompts) > 1 else (0, index)
+        return self.prompts[min(prompt, len(self.prompts) - 1)], choice
 
 
 def parse_completion_request(path: str, request: Any) -> CompletionRequest | None:

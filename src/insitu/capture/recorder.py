@@ -58,7 +58,7 @@ class Recorder:
         self.current_model = current_model
         self._warned = False
 
-    def refuse_late_call(self, ledger: CallLedger) -> None:
+    def count_late_call(self, ledger: CallLedger) -> None:
         """Counts a request that outlived its episode; only the first is a warning, for there may be many."""
         ledger.late_calls += 1
         level, self._warned = logging.INFO if self._warned else logging.WARNING, True
@@ -73,14 +73,14 @@ class Recorder:
         if ledger is None or method != "POST" or not path.endswith("/completions"):
             return None
         if ledger.closed:
-            self.refuse_late_call(ledger)
+            self.count_late_call(ledger)
             return None
         if ledger.capture_error is not None:
             raise ledger.capture_error
         try:
             body = orjson.loads(content)
         except orjson.JSONDecodeError:
-            return None  # the server will say what is wrong with it
+            return None  # the server rejects it
         parsed = parse_completion_request(path, body)
         return None if parsed is None else Exchange(self, ledger, site, body, parsed)
 
@@ -165,7 +165,7 @@ class Exchange:
                 self.fail("empty stream")
         except MALFORMED as malformed:
             self.fail("unreadable answer")
-            error = f"the stream cannot be understood: {malformed!r}"
+            error = f"the stream cannot be parsed: {malformed!r}"
         return error
 
     @property
@@ -190,7 +190,7 @@ class Exchange:
     def _record(self, response: dict[str, Any], headers: Mapping[str, str], error: str | None = None) -> None:
         if self._ledger.closed:
             self._open = False
-            self._recorder.refuse_late_call(self._ledger)
+            self._recorder.count_late_call(self._ledger)
             return
         calls = list(self._calls(response, headers, error))
         self._open = False

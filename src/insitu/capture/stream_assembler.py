@@ -41,7 +41,7 @@ class StreamAssembler:
         return bytes(passed)
 
     def _event(self) -> bytes:
-        """The event that is complete now: its data joined to one line, unchanged if possible."""
+        """Completes an event; returns its data lines unchanged if possible, else joined to one."""
         lines, self._data_lines = self._data_lines, []
         data = b"".join(line[5:] for line in lines)
         try:

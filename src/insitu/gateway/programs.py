@@ -1,6 +1,6 @@
 """Runs the programs of external agents, each in a process group that does not outlive its run.
 
-Separate from `agents`, so that code which only ends programs does not import the gateway.
+Separate from `agents`, so that ending programs does not require importing the gateway.
 """
 
 import asyncio

@@ -185,8 +185,8 @@ class Function:
                 first = error.errors(include_url=False)[0]
                 reason = ": ".join(part for part in (".".join(map(str, first["loc"])), first["msg"]) if part)
             raise WorkflowError(
-                f"function {self.name} {verb} {type_name(wanted)}, which a value of type {type(value).__name__} "
-                f"cannot be made into: {reason}"
+                f"function {self.name} {verb} {type_name(wanted)}; a value of type {type(value).__name__} "
+                f"cannot be converted: {reason}"
             ) from error
 
 

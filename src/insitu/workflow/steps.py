@@ -1,4 +1,4 @@
-"""The intermediate steps of one episode: what caused them, who listens, and the steps of recorded model calls."""
+"""The intermediate steps of one episode: their parents, their subscribers, and the steps of recorded model calls."""
 
 import logging
 import uuid
@@ -111,7 +111,7 @@ class IntermediateStepManager:
 
 
 def call_metadata(call: ModelCall) -> dict[str, Any]:
-    """What a step's metadata says of a recorded call, in addition to what frameworks report."""
+    """The step metadata of a recorded call, added to what frameworks report."""
     return {
         "call": call.index,
         "model": call.model,

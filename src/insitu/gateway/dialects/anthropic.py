@@ -78,10 +78,10 @@ def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> It
         if kind == "text":
             texts.append(block["text"])
         elif kind == "tool_use" and role == "assistant":
-            sampled, value = memory.get(block["id"]), block.get("input") or {}
-            if sampled is None or _arguments(sampled) != value:  # the agent has changed them
-                sampled = orjson.dumps(value).decode()
-            function = {"name": block["name"], "arguments": sampled}
+            arguments, value = memory.get(block["id"]), block.get("input") or {}
+            if arguments is None or _arguments(arguments) != value:  # not sampled in this episode, or changed
+                arguments = orjson.dumps(value).decode()
+            function = {"name": block["name"], "arguments": arguments}
             calls.append({"id": block["id"], "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             result = join_text(block.get("content"), ("text",), f"{where}.content.{index}.content")
