@@ -23,17 +23,13 @@ def serve(options: BackendOptions) -> int:
         return 2
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run(options, _announce))
+            runner.run(run(options, lambda url: print(f"insitu backend ready at {url}", flush=True)))
     except BackendError as error:
         print(f"insitu backend: {error}", file=sys.stderr)
         return 1
     sys.stdout.flush()
     # Does not join the training thread, whose current step can take long and is discarded.
     os._exit(0)
-
-
-def _announce(url: str) -> None:
-    print(f"insitu backend ready at {url}", flush=True)
 
 
 @click.command("backend")

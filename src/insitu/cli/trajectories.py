@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +11,6 @@ import click
 if TYPE_CHECKING:
     from insitu.schemas.episodes import ModelCall, TrainingRow
     from insitu.training.inspection import RecordedEpisode, RunFiles
-    from insitu.trajectories.conversations import Turn
 
 _MAX_CHARACTERS = 2000
 """Longer messages are cut without --full."""
@@ -81,27 +80,24 @@ def show(
 
 
 def _list(files: "RunFiles", records: list[dict[str, Any]]) -> None:
+    from insitu.training.inspection import TrainingStatus
+
     width = max(len(_escape(record["episode"])) for record in records)
     for episode in files.summaries(records):
-        record = episode.record
+        record, status, reason = episode.record, str(episode.status), episode.reason
+        if episode.status is TrainingStatus.LEFT_OUT:
+            status = f"left out: {reason}"
+        elif reason:
+            status = f"{status}  {record['outcome']}: {reason}"
         columns = [
             _escape(record["episode"]).ljust(width),
             f"reward {_format_number(record['reward'])}".ljust(13),
             f"{record['calls']} call{'s' * (record['calls'] != 1)}".ljust(8),
-            _format_status(episode),
+            status,
         ]
         click.echo("  ".join(columns))
     if sys.stdout.isatty():
         click.echo(f"{len(records)} episodes; choose one with --epoch, --row and --generation, or --episode")
-
-
-def _format_status(episode: "RecordedEpisode") -> str:
-    from insitu.training.inspection import TrainingStatus
-
-    status, reason = episode.status, episode.reason
-    if status is TrainingStatus.LEFT_OUT:
-        return f"left out: {reason}"
-    return f"{status}  {episode.record['outcome']}: {reason}" if reason else status
 
 
 def _format_number(value: float | None) -> str:
@@ -111,9 +107,8 @@ def _format_number(value: float | None) -> str:
 def _header(episode: "RecordedEpisode", view: View) -> Iterator[str]:
     record = episode.record
     yield click.style(f"episode {_escape(record['episode'])}", bold=True)
-    outcome = record["outcome"] + (f": {record['reason']}" if record["reason"] else "")
     columns = [
-        outcome,
+        record["outcome"] + (f": {record['reason']}" if record["reason"] else ""),
         f"reward {_format_number(record['reward'])}",
         f"{record['prompt_tokens']} prompt + {record['sampled_tokens']} sampled tokens",
         f"policy version {', '.join(map(str, record['policy_versions'])) or 'unknown'}",
@@ -126,19 +121,15 @@ def _header(episode: "RecordedEpisode", view: View) -> Iterator[str]:
         yield f"  attempt {record['attempt'] + 1}; earlier attempts failed"
     if failed := record.get("failed_requests"):
         yield f"  failed requests: {', '.join(f'{n} {_escape(reason)}' for reason, n in failed.items())}"
-    if episode.group is not None:
-        yield f"  {_format_group(episode.group, record['episode'])}"
+    if (group := episode.group) is not None:
+        members = zip(group["episodes"], group["rewards"], strict=True)
+        rewards = ((name == record["episode"], _format_number(reward)) for name, reward in members)
+        text = ", ".join(f"[{reward}]" if own else reward for own, reward in rewards)
+        dropped = ", ".join(f"{n} {reason}" for reason, n in group["dropped"].items())
+        yield f"  group rewards: {text or 'none'}{dropped and f'; left out: {dropped}'}"
     yield f"  {_format_training(episode)}"
     if record["outcome"] == "ok" or record["output"] is not None:
         yield f"  answer: {_format_text(record['output'], view)}"
-
-
-def _format_group(group: Mapping[str, Any], episode: str) -> str:
-    """The rewards of the group, the episode's own in brackets."""
-    members = zip(group["episodes"], group["rewards"], strict=True)
-    rewards = [f"[{_format_number(r)}]" if name == episode else _format_number(r) for name, r in members]
-    dropped = ", ".join(f"{n} {reason}" for reason, n in group["dropped"].items())
-    return f"group rewards: {', '.join(rewards) or 'none'}{dropped and f'; left out: {dropped}'}"
 
 
 def _format_training(episode: "RecordedEpisode") -> str:
@@ -146,7 +137,12 @@ def _format_training(episode: "RecordedEpisode") -> str:
 
     counts = f"trained with {len(episode.advantages)} of {len(episode.calls)} calls"
     if episode.status is TrainingStatus.TRAINED:
-        return "; ".join(filter(None, (counts, _format_settings(episode.settings))))
+        credit, advantages = episode.settings.get("credit"), episode.settings.get("advantages")
+        if not isinstance(advantages, dict):
+            return counts
+        discount = "" if credit == "episode" else f"discount {episode.settings['discount']:g}, "
+        baseline, scale = advantages["baseline"], advantages["scale"]
+        return f"{counts}; credit {credit}, {discount}baseline {baseline}, scale {scale}"
     if episode.status is TrainingStatus.SENT:
         return f"{counts}, sent with the episode's reward; the server computed the advantages"
     job = (episode.epoch or {}).get("job")
@@ -157,15 +153,6 @@ def _format_training(episode: "RecordedEpisode") -> str:
         TrainingStatus.UNKNOWN: "unknown whether it was trained: this run has no record of advantages",
     }
     return click.style(explanation[episode.status], fg="yellow")
-
-
-def _format_settings(settings: Mapping[str, Any]) -> str:
-    """How rewards became advantages."""
-    credit, advantages = settings.get("credit"), settings.get("advantages")
-    if not isinstance(advantages, dict):
-        return ""
-    discount = "" if credit == "episode" else f"discount {settings['discount']:g}, "
-    return f"credit {credit}, {discount}baseline {advantages['baseline']}, scale {advantages['scale']}"
 
 
 def _calls(episode: "RecordedEpisode", view: View) -> Iterator[str]:
@@ -224,32 +211,23 @@ def _conversations(episode: "RecordedEpisode", view: View) -> Iterator[str]:
             if start > printed:
                 yield f"  ... {start - printed} messages"
             printed = end + 1
-            yield from (_format_turn(turn, view) for turn in turns[start:printed])
-
-
-def _format_turn(turn: "Turn", view: View) -> str:
-    message, call = turn
-    role = str(message.get("role")) if call is None else f"{message.get('role')} [call {call.index}]"
-    text = _format_text(_message_text(message), view, indent=4)
-    return f"  {click.style(_escape(role), fg=None if call is None else 'green')}: {text}"
+            for message, call in turns[start:printed]:
+                role = f"{message.get('role')}" if call is None else f"{message.get('role')} [call {call.index}]"
+                text = _format_text(_message_text(message), view, indent=4)
+                yield f"  {click.style(_escape(role), fg=None if call is None else 'green')}: {text}"
 
 
 def _message_text(message: dict[str, Any]) -> str:
     content = message.get("content")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     lines = [f"[reasoning] {reasoning}"] if reasoning else []
-    lines += [_part_text(part) for part in (content if isinstance(content, list) else [content])]
+    for part in content if isinstance(content, list) else [content]:
+        if part is not None:
+            lines.append(str(part.get("text", f"[{part.get('type')}]") if isinstance(part, dict) else part))
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         lines.append(f"-> {function.get('name')}({function.get('arguments')})")
     return "\n".join(line for line in lines if line)
-
-
-def _part_text(part: Any) -> str:
-    """The text of a content part, or its type in brackets."""
-    if isinstance(part, dict):
-        return str(part.get("text", f"[{part.get('type')}]"))
-    return "" if part is None else str(part)
 
 
 def _rows(episode: "RecordedEpisode", view: View) -> Iterator[str]:
@@ -283,12 +261,13 @@ def _tokens(row: "TrainingRow", calls: list["ModelCall"], visible: Container[int
             continue
         if context:
             yield f"    context: {' '.join(map(str, context))}"
-        sampled = zip(row.token_ids[start:end], row.logprobs[start:end], strict=True)
+        sampled = row.token_ids[start:end]
         if any(row.loss_mask[start:end]):
-            tokens = " ".join(f"{token} ({logprob:.3f})" for token, logprob in sampled)
+            pairs = zip(sampled, row.logprobs[start:end], strict=True)
+            tokens = " ".join(f"{token} ({logprob:.3f})" for token, logprob in pairs)
             yield click.style(f"    call {call.index}: {tokens}", fg="green")
         else:
-            yield f"    call {call.index}, context: {' '.join(str(token) for token, _ in sampled)}"
+            yield f"    call {call.index}, context: {' '.join(map(str, sampled))}"
 
 
 def _format_text(value: Any, view: View, indent: int = 2) -> str:

@@ -118,15 +118,15 @@ def load_dataset(config: Config, path: str | Path | None = None, answered: bool 
     naming the file and row for a missing key, a row that is not a mapping, invalid steps, or a duplicate id.
     """
     shape = config.eval.dataset
-    if path is None and shape is None:
-        raise ConfigError(f"{config.source}: eval.general.dataset is missing, and no dataset was given")
-    if path is None:
-        file, kind, where = Path(shape.file_path), shape.type, "eval.general.dataset.file_path"
-    else:
+    if path is not None:
         file, where = Path(path), "dataset"
         if file.suffix.lower() not in _BY_SUFFIX:
             raise ConfigError(not_found(f"dataset {file}: the file format", file.suffix, _BY_SUFFIX))
         kind = _BY_SUFFIX[file.suffix.lower()]
+    elif shape is not None:
+        file, kind, where = Path(shape.file_path), shape.type, "eval.general.dataset.file_path"
+    else:
+        raise ConfigError(f"{config.source}: eval.general.dataset is missing, and no dataset was given")
     registration = registry.find(DATASET, kind)
     if registration is None:
         raise ConfigError(registry.unknown(DATASET, "eval.general.dataset: _type", kind))
@@ -150,11 +150,11 @@ def _items(shape: FileDatasetConfig, file: Path, rows: Rows, answered: bool) -> 
     items: list[EvalInputItem] = []
     seen: dict[tuple[str, int], int] = {}
     for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise ConfigError(f"dataset {file}, row {number} must be a mapping of columns, not {row!r:.80}")
-        if keys.question_key not in row:
-            raise ConfigError(not_found(f"dataset {file}, row {number}: the question key", keys.question_key, row))
         where = f"dataset {file}, row {number}"
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where} must be a mapping of columns, not {row!r:.80}")
+        if keys.question_key not in row:
+            raise ConfigError(not_found(f"{where}: the question key", keys.question_key, row))
         item = EvalInputItem(
             id=row.get(shape.id_key, number - 1),
             input_obj=row[keys.question_key],

@@ -1,4 +1,4 @@
-"""Evaluators: the base class for plugins, and scoring that never turns a failure into a number."""
+"""The base class of evaluators, and scoring in which a failure never becomes a number."""
 
 import asyncio
 import math
@@ -12,7 +12,7 @@ from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, Eval
 
 
 class BaseEvaluator(ABC):
-    """Scores items one by one, `max_concurrency` at a time; an exception becomes the item's error."""
+    """Scores up to `max_concurrency` items concurrently; an exception becomes the item's error."""
 
     def __init__(self, max_concurrency: int = 4, tqdm_desc: str = "Evaluating") -> None:
         self.max_concurrency = max_concurrency
@@ -48,15 +48,13 @@ async def score(info: EvaluatorInfo, name: str, items: Sequence[EvalInputItem]) 
         return _failed(f"evaluator {name} raised {type(error).__name__}: {error}", items)
     if not isinstance(output, EvalOutput):
         return _failed(f"evaluator {name} returned a {type(output).__name__}, not an EvalOutput", items)
-    if len(output.eval_output_items) == len(items):
-        pairs = zip(items, output.eval_output_items, strict=True)
-        if all(str(given.id) == str(item.id) for item, given in pairs):
-            for item, given in zip(items, output.eval_output_items, strict=True):
-                given.rep = item.rep
-            if output.average_score is None:
-                output.average_score = average(output.eval_output_items)
-            return output
-    return _in_order(name, items, output)
+    if [str(scored.id) for scored in output.eval_output_items] != [str(item.id) for item in items]:
+        return _in_order(name, items, output)
+    for item, scored in zip(items, output.eval_output_items, strict=True):
+        scored.rep = item.rep
+    if output.average_score is None:
+        output.average_score = average(output.eval_output_items)
+    return output
 
 
 def _failed(message: str, items: Sequence[EvalInputItem]) -> EvalOutput:
@@ -65,18 +63,14 @@ def _failed(message: str, items: Sequence[EvalInputItem]) -> EvalOutput:
 
 def _in_order(name: str, items: Sequence[EvalInputItem], output: EvalOutput) -> EvalOutput:
     """Matches outputs to items by id, and repetitions of a row in order."""
-    waiting: dict[str, list[EvalOutputItem]] = {}
-    for given in output.eval_output_items:
-        waiting.setdefault(str(given.id), []).append(given)
-    ordered = []
-    for item in items:
-        of_row = waiting.get(str(item.id))
-        if of_row:
-            found = of_row.pop(0)
-            found.rep = item.rep
-        else:
-            found = EvalOutputItem(id=item.id, rep=item.rep, error=f"evaluator {name} returned no score for this item")
-        ordered.append(found)
+    by_id: dict[str, list[EvalOutputItem]] = {}
+    for scored in output.eval_output_items:
+        by_id.setdefault(str(scored.id), []).append(scored)
+    ordered = _failed(f"evaluator {name} returned no score for this item", items).eval_output_items
+    for position, item in enumerate(items):
+        if remaining := by_id.get(str(item.id)):
+            ordered[position] = remaining.pop(0)
+            ordered[position].rep = item.rep
     return EvalOutput(average_score=output.average_score, eval_output_items=ordered)
 
 
@@ -96,16 +90,15 @@ def number(output: EvalOutputItem) -> tuple[float | None, DropReason | None, str
 
 
 def average(items: Sequence[EvalOutputItem]) -> float | None:
-    """The mean of the valid scores; None without any."""
+    """The mean of the valid scores; None if there are none."""
     scores = [value for item in items if (value := number(item)[0]) is not None]
     return fmean(scores) if scores else None
 
 
 def scores_by_row(output: EvalOutput) -> dict[str, list[float]]:
     """The valid scores by row id: repetitions of a row are not independent samples."""
-    found: dict[str, list[float]] = {}
+    scores: dict[str, list[float]] = {}
     for item in output.eval_output_items:
-        value, _, _ = number(item)
-        if value is not None:
-            found.setdefault(str(item.id), []).append(value)
-    return found
+        if (value := number(item)[0]) is not None:
+            scores.setdefault(str(item.id), []).append(value)
+    return scores

@@ -167,7 +167,7 @@ class RemoteWorkflow:
             await self._session.close()
 
     async def check(self, trained: Collection[str] = ()) -> None:
-        """Raises unless the service responds, speaks this protocol, and has the llms in `trained`."""
+        """Raises BackendUnavailable or ConfigError unless this is a workflow service with the llms in `trained`."""
         try:
             async with asyncio.timeout(_CONNECT_SECONDS), self._open("GET") as response:
                 if response.status in (404, 405):
@@ -194,45 +194,42 @@ class RemoteWorkflow:
             )
 
     async def attempt(self, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> AttemptResult:
-        """One attempt; every failure of the service itself is a `backend_error`."""
+        """Makes one attempt. Failures of the service itself are `backend_error`s."""
         episode = Episode(key, Outcome.OK)
         heard = started = time.monotonic()
         limit = asyncio.timeout(self._timeout)
         transient = True
         try:
-            request = self._request(item, key, options)
-            async with limit, aclosing(self._lines(request)) as lines:
+            request = {
+                "input": item.input_obj,
+                "row": item.full_dataset_entry,
+                "key": key,
+                "options": {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _NOT_SENT},
+                "policy": ServedPolicy.of(self.policy) if self.policy else None,
+            }
+            async with limit, aclosing(self._lines(encode(request))) as lines:
                 async for line in lines:
                     heard = time.monotonic()
                     if line and (end := _take(episode, decode(line))) is not None:
                         return AttemptResult(episode, end.transient)
             raise BackendUnavailable(f"the workflow service at {self.url} ended the stream before the episode")
         except (aiohttp.ClientError, OSError, BackendUnavailable) as error:  # TimeoutError is an OSError
-            if not limit.expired():
-                lost = error if isinstance(error, BackendError) else self._lost(error)
-                fail(episode, DropReason.BACKEND_ERROR, lost)
-            elif heard > started and time.monotonic() - heard < _SILENCE_SECONDS:
-                late = EpisodeTimeout(f"no answer within endpoint_timeout: {self._timeout:g} s")
-                fail(episode, DropReason.TIMEOUT, late)
-            else:
-                silent = BackendUnavailable(f"the workflow service at {self.url} is silent ({self._timeout:g} s)")
-                fail(episode, DropReason.BACKEND_ERROR, silent)
+            service = f"the workflow service at {self.url}"
+            failure: Exception = error
+            reason = DropReason.BACKEND_ERROR
+            if limit.expired() and heard > started and time.monotonic() - heard < _SILENCE_SECONDS:
+                failure = EpisodeTimeout(f"no answer within endpoint_timeout: {self._timeout:g} s")
+                reason = DropReason.TIMEOUT
+            elif limit.expired():
+                failure = BackendUnavailable(f"{service} is silent ({self._timeout:g} s)")
+            elif not isinstance(error, BackendError):
+                failure = BackendUnavailable(f"the connection to {service} is lost: {type(error).__name__}: {error}")
+            fail(episode, reason, failure)
         except (RequestRefused, ValueError) as error:  # would fail again
             fail(episode, DropReason.BACKEND_ERROR, error)
             transient = False
         episode.seconds = time.monotonic() - started
         return AttemptResult(episode, transient)
-
-    def _lost(self, error: Exception) -> BackendUnavailable:
-        return BackendUnavailable(
-            f"the connection to the workflow service at {self.url} is lost: {type(error).__name__}: {error}"
-        )
-
-    def _request(self, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> bytes:
-        sent = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _NOT_SENT}
-        policy = ServedPolicy.of(self.policy) if self.policy else None
-        row = item.full_dataset_entry
-        return encode({"input": item.input_obj, "row": row, "key": key, "options": sent, "policy": policy})
 
     async def _lines(self, request: bytes) -> AsyncGenerator[bytes, None]:
         """The complete lines of the response."""
@@ -263,10 +260,10 @@ class RemoteWorkflow:
             message = decode(body)["error"]["message"]
         except (ValueError, TypeError, KeyError):
             message = f"status {response.status}: {body!r:.200}"
-        said = f"the workflow service at {self.url} refused the request: {message}"
-        if response.status >= 500:
-            return BackendUnavailable(said)
-        return RequestRefused(said, status=response.status)
+        message = f"the workflow service at {self.url} refused the request: {message}"
+        return (
+            BackendUnavailable(message) if response.status >= 500 else RequestRefused(message, status=response.status)
+        )
 
 
 def _take(episode: Episode, line: dict[str, Any]) -> EpisodeEnd | None:

@@ -1,7 +1,7 @@
-"""The workflow as a service: episodes for trainers in other processes, and plain requests.
+"""Serves a workflow: episodes for trainers in other processes, and single requests.
 
     POST /v1/episodes   one attempt at an episode, streamed as JSON lines (see `remote`)
-    GET  /v1/episodes   what is served here
+    GET  /v1/episodes   protocol version, configuration file and llms
     POST /generate      {"input": ...} -> {"value": ...}
     GET  /health
 
@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -48,25 +48,24 @@ logger = logging.getLogger(__name__)
 
 ServePolicy = Callable[[Builder], AbstractAsyncContextManager[None]]
 _BODY_LIMIT = 64 * 2**20
-_IDLE_KEPT = 4
-"""Idle built workflows that are kept for the next episode of their trainer."""
+_MAX_IDLE = 4
+"""Number of idle workflows kept for the next episode of their trainer."""
+_Body = TypeVar("_Body", bound=BaseModel)
 _STATUS = {DropReason.BACKEND_ERROR: 502, DropReason.TIMEOUT: 504}
 
 
 class GenerateRequest(BaseModel):
-    """The workflow's input."""
-
     model_config = ConfigDict(extra="forbid")
 
     input: Any
 
 
-_model_now: ContextVar[str] = ContextVar("insitu_model_now")
-"""The current name of the trainer's model, for servers where it changes with every version."""
+_current_model: ContextVar[str] = ContextVar("insitu_current_model")
+"""The trainer's model name, for servers where it changes with every version."""
 
 
-class _Served(Builder):
-    """A builder whose llms of `_type: policy` are one trainer's model."""
+class _PolicyBuilder(Builder):
+    """A builder that resolves llms of `_type: policy` to one trainer's model."""
 
     def __init__(self, config: Config, policy: ServedPolicy) -> None:
         super().__init__(config)
@@ -74,8 +73,8 @@ class _Served(Builder):
 
     async def policy_endpoint(self) -> PolicyEndpoint:
         served = self._policy
-        now = (lambda: _model_now.get(served.model)) if served.renamed else None
-        return PolicyEndpoint(served.base_url, served.model, served.api_key, current_model=now)
+        current_model = (lambda: _current_model.get(served.model)) if served.renamed else None
+        return PolicyEndpoint(served.base_url, served.model, served.api_key, current_model=current_model)
 
 
 class _Deployment:
@@ -136,10 +135,8 @@ class WorkflowService:
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, host, port)
-            await site.start()
-            bound = runner.addresses[0][1]
-            yield http_url(host, bound)
+            await web.TCPSite(runner, host, port).start()
+            yield http_url(host, runner.addresses[0][1])
         finally:
             await runner.cleanup()
             for policy in list(self._deployments):
@@ -152,7 +149,7 @@ class WorkflowService:
         key = policy
         if policy is not None and policy.renamed:
             key = policy.model_copy(update={"model": ""})
-            _model_now.set(policy.model)
+            _current_model.set(policy.model)
         deployment = self._deployments.get(key)
         if deployment is None:
             deployment = self._deployments[key] = _Deployment(self._opened(policy))
@@ -164,18 +161,18 @@ class WorkflowService:
             deployment.users -= 1
             if deployment.failed and self._deployments.get(key) is deployment:
                 self._close(key)  # the next request tries again
-            idle = [name for name, of_name in self._deployments.items() if not of_name.users]
-            for name in idle[: max(0, len(idle) - _IDLE_KEPT)]:
-                self._close(name)
+            idle = [k for k, d in self._deployments.items() if not d.users]
+            for idle_key in idle[:-_MAX_IDLE]:
+                self._close(idle_key)
 
     @asynccontextmanager
     async def _opened(self, policy: ServedPolicy | None) -> AsyncIterator[Any]:
         if policy is not None:
-            async with _Served(self.config, policy) as builder:
+            async with _PolicyBuilder(self.config, policy) as builder:
                 yield await builder.get_workflow()
-            return
-        async with Builder(self.config) as builder, self._serve_policy(builder):
-            yield await builder.get_workflow()
+        else:
+            async with Builder(self.config) as builder, self._serve_policy(builder):
+                yield await builder.get_workflow()
 
     def _close(self, policy: ServedPolicy | None) -> None:
         deployment = self._deployments.pop(policy)
@@ -189,21 +186,19 @@ class WorkflowService:
     ) -> web.StreamResponse:
         """Checks the bearer token, and turns errors into OpenAI-shaped bodies."""
         if self._expected is not None and request.path != "/health":
-            given = request.headers.get("Authorization", "").encode()
-            if not hmac.compare_digest(given, self._expected):
-                what = f"the bearer token is missing or wrong (the variable {TOKEN_VARIABLE} gives it to insitu)"
-                return _error(what, 401)
+            authorization = request.headers.get("Authorization", "").encode()
+            if not hmac.compare_digest(authorization, self._expected):
+                return _error(f"the bearer token is missing or wrong (insitu reads it from {TOKEN_VARIABLE})", 401)
         try:
             return await handler(request)
+        except web.HTTPRequestEntityTooLarge as error:
+            return _error(f"the body is larger than {_BODY_LIMIT} bytes", error.status)
         except web.HTTPException as error:
-            what = f"{request.method} {request.path}: {error.text or error.reason}"
-            if error.status == 413:
-                what = f"the body is larger than {_BODY_LIMIT} bytes"
-            return _error(what, error.status)
+            return _error(f"{request.method} {request.path}: {error.text or error.reason}", error.status)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"])) or None
-            return _error(f"{place or 'the body'}: {first['msg']}", 400, place)
+            param = ".".join(map(str, first["loc"])) or None
+            return _error(f"{param or 'the body'}: {first['msg']}", 400, param)
 
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok", "episodes": sum(d.users for d in self._deployments.values())})
@@ -212,11 +207,11 @@ class WorkflowService:
         return _json(Description(protocol=PROTOCOL, source=self.config.source, llms=self.config.names(LLM)))
 
     async def _generate(self, request: web.Request) -> web.Response:
-        asked = await _read(request, GenerateRequest)
+        body = await _read(request, GenerateRequest)
         try:
             async with self.workflow() as workflow:
-                with EpisodeScope(seed=secrets.randbits(63), input_message=asked.input).activate():
-                    value = await workflow.ainvoke(asked.input)
+                with EpisodeScope(seed=secrets.randbits(63), input_message=body.input).activate():
+                    value = await workflow.ainvoke(body.input)
             return _json({"value": value})
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # user code may raise anything
             if is_own_cancellation(error):
@@ -227,37 +222,37 @@ class WorkflowService:
             return _error(message, _STATUS.get(reason, 500), code=str(reason))
 
     async def _episode(self, request: web.Request) -> web.StreamResponse:
-        asked = await _read(request, EpisodeRequest)
+        body = await _read(request, EpisodeRequest)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         await response.write(b"\n")
         steps: asyncio.Queue[IntermediateStep | None] = asyncio.Queue()  # None: end of the attempt
-        attempt = asyncio.create_task(self._attempt(asked, steps.put_nowait), name=asked.key.text())
+        attempt = asyncio.create_task(self._attempt(body, steps.put_nowait), name=body.key.text())
         attempt.add_done_callback(lambda _: steps.put_nowait(None))
         try:
             unserializable = await _stream_steps(response, steps)
             await _write_end(response, *await attempt, unserializable)
         except ConnectionResetError:
-            logger.info("the client of episode %s disconnected", asked.key.text())
+            logger.info("the client of episode %s disconnected", body.key.text())
         finally:
             attempt.cancel()
             await asyncio.gather(attempt, return_exceptions=True)
         return response
 
-    async def _attempt(self, asked: EpisodeRequest, on_step: Callable[[IntermediateStep], None]) -> AttemptResult:
-        item = EvalInputItem(id=asked.key.row_id, input_obj=asked.input, full_dataset_entry=asked.row)
+    async def _attempt(self, body: EpisodeRequest, on_step: Callable[[IntermediateStep], None]) -> AttemptResult:
+        item = EvalInputItem(id=body.key.row_id, input_obj=body.input, full_dataset_entry=body.row)
         async with AsyncExitStack() as stack:
             try:
-                workflow = await stack.enter_async_context(self.workflow(asked.policy))
+                workflow = await stack.enter_async_context(self.workflow(body.policy))
             except Exception as error:  # a workflow that cannot be built is not the episode's fault
-                episode = Episode(asked.key, Outcome.FAILED)
+                episode = Episode(body.key, Outcome.FAILED)
                 fail(episode, DropReason.BACKEND_ERROR, error)
                 return AttemptResult(episode)
-            return await in_process(workflow, on_step)(item, asked.key, asked.options)
+            return await in_process(workflow, on_step)(item, body.key, body.options)
 
 
-async def _read(request: web.Request, model: type[BaseModel]) -> Any:
-    if request.content_type != "application/json":  # a web page of another origin cannot send it unasked
+async def _read(request: web.Request, model: type[_Body]) -> _Body:
+    if request.content_type != "application/json":  # browsers send it to other origins only after a preflight request
         raise web.HTTPUnsupportedMediaType(text=f"the content type is {request.content_type}, not application/json")
     return model.model_validate_json(await request.read())
 
@@ -265,26 +260,22 @@ async def _read(request: web.Request, model: type[BaseModel]) -> Any:
 async def _stream_steps(
     response: web.StreamResponse, steps: "asyncio.Queue[IntermediateStep | None]"
 ) -> ValueError | None:
-    """Writes each step as it happens, and heartbeats in between, until the attempt has ended.
-
-    Returns the error if a step cannot be serialized.
-    """
+    """Writes steps and heartbeats until the attempt has ended. Returns the error if a step cannot be serialized."""
     unserializable = None
     while True:
+        line = b"\n"
         try:
             async with asyncio.timeout(HEARTBEAT_SECONDS):
                 step = await steps.get()
-        except TimeoutError:
-            await response.write(b"\n")
-            continue
-        if step is None:
-            return unserializable
-        try:
+            if step is None:
+                return unserializable
             line = _line(step=step)
+        except TimeoutError:
+            pass
         except ValueError as error:
             unserializable = error
-        else:
-            await response.write(line)
+            continue
+        await response.write(line)
 
 
 async def _write_end(

@@ -1,9 +1,9 @@
-"""The nouns that cross a module boundary.
+"""Data models that modules exchange.
 
-components     configuration blocks and references between them
-steps          intermediate steps: what happened inside a workflow, as its framework reports it
-evaluation     dataset items, scores and the result of an evaluation run
-finetuning     the documented data models of the finetuning harness
-episodes       episodes, model calls and training rows
-training_jobs  training jobs on their way from an adapter to a backend
+components      base classes of component configurations
+steps           intermediate steps of a workflow
+evaluation      dataset items, scores and the result of an evaluation run
+finetuning      the documented data models of finetuning
+episodes        episodes, model calls and training rows
+training_jobs   training jobs as sent from an adapter to a backend
 """

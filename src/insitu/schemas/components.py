@@ -1,6 +1,6 @@
-"""What the configuration of a registered component is made of: a typed base class for each kind, and references.
+"""Base classes of component configurations, one for each kind, and references to other blocks.
 
-A component's configuration is a class with a name, the `_type` of its YAML block:
+The `name` of a configuration class is the `_type` of its YAML block:
 
     class GreeterConfig(FunctionBaseConfig, name="greeter"):
         greeting: str = "hello"
@@ -19,9 +19,9 @@ WORKFLOW = "<workflow>"
 
 
 class TypedBaseModel(BaseModel):
-    """A configuration block; `_type` in YAML, `type` in Python, both the name given to the class.
+    """A configuration block: `_type` in YAML is `type` in Python.
 
-    Unknown keywords are ignored in Python (plugins rely on it); the YAML file is checked strictly by `config`.
+    Unknown keywords are ignored in Python, which plugins rely on; `config` rejects unknown keys in YAML.
     """
 
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, validate_default=False)
@@ -35,7 +35,7 @@ class TypedBaseModel(BaseModel):
             cls.registered_name = name
 
     @model_validator(mode="after")
-    def _knows_its_type(self) -> Self:
+    def _set_type(self) -> Self:
         if self.registered_name is not None:
             self.__dict__["type"] = self.registered_name  # a plugin's class may be frozen
         return self
@@ -71,51 +71,41 @@ class ComponentRef(str):
 
     section: ClassVar[str] = ""
 
+    def __init_subclass__(cls, section: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.section = section or cls.section
+
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_after_validator_function(cls, core_schema.str_schema())
 
 
-class LLMRef(ComponentRef):
+class LLMRef(ComponentRef, section="llms"):
     """A key of `llms`."""
 
-    section = "llms"
 
-
-class FunctionRef(ComponentRef):
+class FunctionRef(ComponentRef, section="functions"):
     """A key of `functions`."""
 
-    section = "functions"
 
-
-class EvaluatorRef(ComponentRef):
+class EvaluatorRef(ComponentRef, section="eval.evaluators"):
     """A key of `eval.evaluators`."""
 
-    section = "eval.evaluators"
 
-
-class TrainerRef(ComponentRef):
+class TrainerRef(ComponentRef, section="trainers"):
     """A key of `trainers`."""
 
-    section = "trainers"
 
-
-class TrainerAdapterRef(ComponentRef):
+class TrainerAdapterRef(ComponentRef, section="trainer_adapters"):
     """A key of `trainer_adapters`."""
 
-    section = "trainer_adapters"
 
-
-class TrajectoryBuilderRef(ComponentRef):
+class TrajectoryBuilderRef(ComponentRef, section="trajectory_builders"):
     """A key of `trajectory_builders`."""
 
-    section = "trajectory_builders"
 
-
-class TTCStrategyRef(ComponentRef):
+class TTCStrategyRef(ComponentRef, section="ttc_strategies"):
     """A key of `ttc_strategies`."""
-
-    section = "ttc_strategies"
 
 
 ConfigT = TypeVar("ConfigT", bound=TypedBaseModel)

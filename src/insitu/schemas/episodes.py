@@ -1,6 +1,6 @@
-"""Episodes, model calls and training rows: what capture writes, disk keeps, and training reads.
+"""Episodes, model calls and training rows.
 
-One episode of a two-move game, and the row its first call becomes:
+An episode of a two-move game, and the training row of its first call:
 
     EpisodeKey(run="r1", epoch=3, row_id="17", generation=2, attempt=0).text()  ->  "r1/3/17/2/0"
     ModelCall(prompt_token_ids=[1, 5, 9], token_ids=[7, 2], logprobs=[-0.1, -0.7], finish_reason="stop", ...)
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 FORMAT_VERSION = 1
-"""Of the records in a run's directory; written in each file's first line."""
+"""Version of the records in a run directory, in the first line of each file."""
 
 
 class EpisodeKey(NamedTuple):
@@ -32,21 +32,19 @@ class EpisodeKey(NamedTuple):
         return f"{self.run}/{self.epoch}/{self.row_id}/{self.generation}/{self.attempt}"
 
     def seed(self, run_seed: int, purpose: str = "episode") -> int:
-        """A 63-bit seed fixed by the configured seed and this identity, the random run id left out."""
+        """A 63-bit seed derived from the configured seed and this key without its random run id."""
         text = f"{run_seed}|{purpose}|{self.epoch}|{self.row_id}|{self.generation}|{self.attempt}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(slots=True)
 class ModelCall:
-    """One request to a model, exactly as it crossed the wire.
+    """One prompt and one completion, as sent and received.
 
-    `messages` and `tools` as sent, of a text completion the prompt as a user's message; `sampling` holds the other
-    parameters of the request; `prompt_token_ids` (P) and `token_ids` (C) as the server tokenised and sampled them;
-    `logprobs` (C) natural logarithms, as sampled; `message` the assistant message that came back (of choice 0 when
-    `n` > 1: each further choice is a call of its own with `choice` 1, 2, ...; further prompts are calls too);
-    `functions` the names of the functions the call was made in, outermost first; `started` and `ended` in seconds
-    since 1970. `error` says why there is no completion.
+    `messages` of a text completion hold the prompt as a user message; `sampling` holds the other request parameters.
+    `prompt_token_ids` (P), `token_ids` (C) and `logprobs` (C, natural logarithms) are the server's. With `n` > 1 or
+    several prompts, each choice is a separate call. `functions` are the enclosing functions, outermost first; `started`
+    and `ended` are seconds since 1970. `error` says why there is no completion.
     """
 
     index: int
@@ -70,11 +68,11 @@ class ModelCall:
 
 
 class TrainingRow(BaseModel):
-    """A sequence the learner is given: all four lists have the length of `token_ids` (T).
+    """A training sequence of T tokens; all lists but `calls` have length T.
 
-    `loss_mask` is 1 where the token was sampled by the policy and is trained, else 0; `logprobs` are natural
-    logarithms as sampled (anything where the mask is 0); `advantages` one weight a token, or a single number for all
-    trained tokens. `calls` are the indices of the episode's calls that the row holds, in order.
+    `loss_mask` is 1 for trained tokens, which the policy sampled. `logprobs` are natural logarithms from the sampler,
+    arbitrary where the mask is 0. `advantages` may be a single number for all trained tokens. `calls` are the indices
+    of the episode's calls in the row, in order.
     """
 
     token_ids: list[int]
@@ -86,7 +84,7 @@ class TrainingRow(BaseModel):
 
 
 class DropReason(StrEnum):
-    """Why an episode, or a whole group, was not trained on. Every drop is counted under one of these."""
+    """Why an episode or a group was not trained. Every drop is counted under one of these."""
 
     WORKFLOW_ERROR = "workflow_error"
     TIMEOUT = "timeout"
@@ -113,11 +111,7 @@ class Outcome(StrEnum):
 
 @dataclass(slots=True)
 class Episode:
-    """One run of the workflow on one row, and what is known of it when it has ended.
-
-    `steps` are the intermediate steps, `output` the workflow's answer. A failed episode has `reason` and `error`.
-    Costs: `seconds` wall-clock, `calls` with their tokens.
-    """
+    """One run of the workflow on one row. A failed one has `reason` and `error`; `seconds` is wall-clock time."""
 
     key: EpisodeKey
     outcome: Outcome
@@ -131,6 +125,6 @@ class Episode:
     reasoning: Any = None
     step_rewards: list[float] | None = None
     rewarded_functions: list[str] = field(default_factory=list)
-    """The functions whose calls step rewards were given to; for those of others 0.0 stands in `step_rewards`."""
+    """Functions whose calls have step rewards; calls of other functions have 0.0 in `step_rewards`."""
     failed_requests: dict[str, int] = field(default_factory=dict)
-    """Requests that brought no answer, over all attempts, by reason; a client that tried again made one call."""
+    """Failed requests of all attempts by reason; a request that succeeded on retry is one call."""

@@ -1,4 +1,4 @@
-"""Dataset items, scores, evaluators' configuration, and what an evaluation run asks for and gives back.
+"""Dataset items, scores, evaluator configuration, and the options and result of an evaluation run.
 
 EvalInputItem(id="7", input_obj="2 + 2", expected_output_obj="4", output_obj="4", trajectory=[...])
 EvalOutputItem(id="7", score=1.0, reasoning="exact match")
@@ -21,10 +21,9 @@ class EvaluatorBaseConfig(TypedBaseModel, BaseModelRegistryTag):
 
 
 class EvalInputItem(BaseModel):
-    """One dataset row, and after the workflow has run what it answered and did.
+    """A dataset row and, after the workflow has run, its answer and steps.
 
-    `rep` counts the repetitions of a row in one run (0 first); `error` says why there is no output, `reason` the same
-    as a code.
+    `rep` counts the repetitions of a row from 0; `error` says why there is no output, `reason` is its code.
     """
 
     model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True, ser_json_bytes="base64")
@@ -46,7 +45,7 @@ class EvalInput(BaseModel):
 
 
 class EvalOutputItem(BaseModel):
-    """One score. Without one, `error` says why; `step_scores` (optional) scores the item's model calls in order."""
+    """A score, or an `error`; the optional `step_scores` score the item's model calls in order."""
 
     model_config = ConfigDict(extra="allow", ser_json_bytes="base64")
 
@@ -64,7 +63,7 @@ class EvalOutput(BaseModel):
 
 
 class EvaluationRunConfig(BaseModel):
-    """One evaluation run, as the command line or a plugin asks for it."""
+    """Options of an evaluation run, from the command line or a plugin."""
 
     model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
 
@@ -81,7 +80,7 @@ class EvaluationRunConfig(BaseModel):
 
 
 class EvaluationRunOutput(BaseModel):
-    """`evaluation_results` holds (evaluator name, its output) in the order of the file."""
+    """`evaluation_results` holds (evaluator name, output) in the order of the file."""
 
     model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
 
@@ -96,7 +95,7 @@ class EvaluationRunOutput(BaseModel):
 
 @dataclass(frozen=True)
 class EvaluatorInfo:
-    """What an evaluator's factory yields: `evaluate_fn` scores all the items it receives."""
+    """What an evaluator's factory yields; `evaluate_fn` scores every item of its input."""
 
     config: EvaluatorBaseConfig
     evaluate_fn: Callable[[EvalInput], Awaitable[EvalOutput]]

@@ -1,4 +1,4 @@
-"""The documented data models of the finetuning harness: its configuration blocks, trajectories and jobs."""
+"""The documented data models of finetuning: configuration blocks, trajectories and jobs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ class CurriculumLearningConfig(BaseModel):
 
 
 class FinetuneRunConfig(BaseModel):
-    """What the command line of `finetune` adds to the file."""
+    """Options of `insitu finetune`."""
 
     model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
 
@@ -122,7 +122,7 @@ class ValidationConfig(BaseModel):
 
 
 def _is_true(value: Any) -> bool:
-    """As pydantic reads truth values: `${TRAIN}` gives the text "false"."""
+    """Whether pydantic reads a value as true; `${TRAIN}` may expand to the text "false"."""
     try:
         return _BOOL.validate_python(value)
     except ValidationError:
@@ -179,7 +179,7 @@ class FinetuneConfig(BaseModel):
 class PolicyEndpoint:
     """Where the model under training is served. `model` is the name of the newest weights, `version` their version.
 
-    On servers where that name changes with every version, `current_model` returns the current one.
+    On servers where the name changes with every version, `current_model` returns the current name.
     """
 
     base_url: str
@@ -198,7 +198,7 @@ class TrainingStatusEnum(StrEnum):
 
 
 class TrainingJobRef(BaseModel):
-    """A submitted job: the run it belongs to, the backend that has it, and what finds it again."""
+    """A submitted job; the adapter may keep what it needs to find the job in `metadata`."""
 
     run_id: str
     backend: str
@@ -206,7 +206,7 @@ class TrainingJobRef(BaseModel):
 
 
 class TrainingJobStatus(BaseModel):
-    """`progress` in percent (0-100), or None where the backend does not say."""
+    """`progress` in percent, None if unknown."""
 
     run_id: str
     backend: str
@@ -227,7 +227,7 @@ class EpisodeItemRole(StrEnum):
 
 
 class EpisodeItem(BaseModel):
-    """One message of the readable dialogue; an assistant's needs its logprobs."""
+    """One message of a conversation; assistant messages require logprobs."""
 
     model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
 
@@ -249,7 +249,7 @@ class OpenAIMessage(BaseModel):
 
 
 class DPOItem(BaseModel):
-    """One preference: the prompt, the answer that was better and the one that was worse."""
+    """A preference pair."""
 
     prompt: list[OpenAIMessage] | str
     chosen_response: str
@@ -257,9 +257,9 @@ class DPOItem(BaseModel):
 
 
 class Trajectory(BaseModel):
-    """One episode as training sees it: the readable dialogue, its reward, and the calls and rows behind it.
+    """One episode: messages, reward, model calls and training rows.
 
-    `shaped_rewards` holds a reward for each trained call, in the order they began. `id` names the episode.
+    `shaped_rewards` holds a reward per trained call, in the order they began. `id` names the episode.
     """
 
     model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
@@ -271,22 +271,22 @@ class Trajectory(BaseModel):
     id: str | None = None
     calls: list[ModelCall] = Field(default_factory=list)
     trained_calls: list[int] = Field(default_factory=list)
-    """Places in `calls` of those made for the targeted functions and model; the rest is context."""
+    """Positions in `calls` of the calls of the targeted functions and model; the others are context."""
     rows: list[TrainingRow] = Field(default_factory=list)
 
 
 class TrajectoryCollection(BaseModel):
-    """The groups of one epoch: each inner list holds the trajectories of one example."""
+    """The groups of one epoch; each inner list holds the trajectories of one example."""
 
     model_config = ConfigDict(extra="ignore")
 
     trajectories: list[list[Trajectory]]
     run_id: str
     epoch: int | None = None
-    """The epoch they were collected in (1 first)."""
+    """The epoch of collection, from 1."""
     dropped: dict[str, int] = Field(default_factory=dict)
-    """How many episodes were dropped, by reason code."""
+    """Number of dropped episodes by reason code."""
     drop_reasons: dict[str, str] = Field(default_factory=dict)
-    """By id of trajectory, why it was dropped after it was collected."""
+    """Trajectory id -> why it was dropped after collection."""
     mean_reward: float | None = None
-    """Of all trajectories that were collected, those included that were left out since."""
+    """Mean over all collected trajectories, including those dropped since."""

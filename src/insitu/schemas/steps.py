@@ -1,4 +1,4 @@
-"""Intermediate steps: what happened inside a workflow, in the words of the framework that runs it.
+"""Intermediate steps: the events of a workflow, as reported by its framework.
 
 A tool call, as two steps that share one UUID:
 
@@ -67,7 +67,7 @@ class IntermediateStepType(StrEnum):
 
 
 class StreamEventData(BaseModel):
-    """What went in, what came out; unknown keys are kept."""
+    """Input and output of a step; unknown keys are kept."""
 
     model_config = ConfigDict(extra="allow", ser_json_bytes="base64")
 
@@ -78,7 +78,7 @@ class StreamEventData(BaseModel):
 
 
 class TTCEventData(StreamEventData):
-    """One candidate of one turn of a test-time-compute search."""
+    """A candidate in a turn of a test-time-compute search."""
 
     turn_id: str | None = None
     turn_index: int | None = None
@@ -87,7 +87,7 @@ class TTCEventData(StreamEventData):
 
 
 class TraceMetadata(BaseModel):
-    """What a framework's callback knows beyond input and output."""
+    """What a framework reports beyond input and output."""
 
     model_config = ConfigDict(extra="allow", ser_json_bytes="base64")
 
@@ -103,7 +103,7 @@ class TraceMetadata(BaseModel):
 
 
 class UsageInfo(BaseModel):
-    """Tokens and calls a step cost."""
+    """Tokens and model calls of a step."""
 
     model_config = ConfigDict(extra="allow", ser_json_bytes="base64")
 
@@ -113,7 +113,7 @@ class UsageInfo(BaseModel):
 
 
 class IntermediateStepPayload(BaseModel):
-    """One event. START and END of the same thing carry the same `UUID`; times are seconds since 1970."""
+    """One event. START and END of one operation share a `UUID`; times are seconds since 1970."""
 
     model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True, ser_json_bytes="base64")
 
@@ -139,7 +139,7 @@ class IntermediateStepPayload(BaseModel):
 
 
 class IntermediateStep(BaseModel):
-    """A payload with its place: which step it happened inside, and in which function."""
+    """A payload with the id of its parent step and its function."""
 
     parent_id: str = "root"
     function_ancestry: InvocationNode = ROOT_INVOCATION

@@ -122,7 +122,7 @@ class TrainingOptions(LossSettings):
 
 
 class TrainingSettings(TrainingOptions):
-    """Everything the result of a job depends on besides its rows and starting weights."""
+    """Everything that determines a job's result, except its rows and starting weights."""
 
     seed: int = 0
     """Seed of the shuffling."""

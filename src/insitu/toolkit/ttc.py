@@ -67,11 +67,7 @@ class StrategyBase(ABC):
 
     @abstractmethod
     async def ainvoke(
-        self,
-        items: list[TTCItem],
-        original_prompt: str | None = None,
-        agent_context: str | None = None,
-        **kwargs: Any,
+        self, items: list[TTCItem], original_prompt: str | None = None, agent_context: str | None = None, **kwargs: Any
     ) -> list[TTCItem]:
         """Returns the candidates derived from `items`."""
 
@@ -96,11 +92,7 @@ class BestOfNSelection(StrategyBase):
         pass
 
     async def ainvoke(
-        self,
-        items: list[TTCItem],
-        original_prompt: str | None = None,
-        agent_context: str | None = None,
-        **kwargs: Any,
+        self, items: list[TTCItem], original_prompt: str | None = None, agent_context: str | None = None, **kwargs: Any
     ) -> list[TTCItem]:
         scored = [(item.score, item) for item in items if item.score is not None and not math.isnan(item.score)]
         if not scored:

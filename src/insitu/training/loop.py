@@ -335,7 +335,7 @@ class InsituTrainer(Trainer):
     async def _conclude(self, statuses: list[TrainingJobStatus]) -> None:
         """Draws the plot and prints the table; raises if the run did not do what was asked."""
         history = self.validation.history if self.validation else []
-        await plot(self.store.folder / "reward_plot.png", self.rewards, history)
+        await asyncio.to_thread(plot, self.store.folder / "reward_plot.png", self.rewards, history)
         self.report.summary(history, self.validation.best if self.validation else None, self.store.folder)
         if not statuses:
             dropped = sum((Counter(result.dropped) for result in self.results.values()), Counter[str]())

@@ -1,6 +1,5 @@
 """The console output of a run, and its plot."""
 
-import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -68,16 +67,10 @@ class Report:
 
     def epoch(self, number: int, last: int, m: Mapping[str, Any]) -> None:
         seconds = m.get("seconds", {})
-        parts = [
-            f"epoch {number}/{last}",
-            f"reward {_number(m.get('avg_reward'))}",
-            f"{m['num_trajectories']} episodes",
-        ]
-        parts += [
-            f"{name} {_number(m[name])}"
-            for name in ("loss", "kl", "entropy", "grad_norm", "clip_fraction")
-            if name in m
-        ]
+        reward = f"reward {_number(m.get('avg_reward'))}"
+        parts = [f"epoch {number}/{last}", reward, f"{m['num_trajectories']} episodes"]
+        training = ("loss", "kl", "entropy", "grad_norm", "clip_fraction")
+        parts += [f"{name} {_number(m[name])}" for name in training if name in m]
         if m.get("tokens"):
             parts.append(f"{m['tokens']} tokens")
         if (state := m.get("curriculum_state")) is not None:
@@ -102,16 +95,11 @@ class Report:
         if best is not None:
             rows.append(("best", best))
         for name, record in rows:
-            version, n = record.get("policy_version"), record["num_examples"]
-            table.add_row(
-                name,
-                str(record["epoch"]),
-                "?" if version is None else str(version),
-                f"{record['avg_reward']:.3f}",
-                _interval(*record["ci95"]),
-                str(n),
-                counts(record["dropped"]) or "none",
-            )
+            version = record.get("policy_version")
+            label = "?" if version is None else str(version)
+            score, interval = f"{record['avg_reward']:.3f}", _interval(*record["ci95"])
+            dropped = counts(record["dropped"]) or "none"
+            table.add_row(name, str(record["epoch"]), label, score, interval, str(record["num_examples"]), dropped)
         if rows:
             self.console.print(table)
         names = ("validation_history.json", "training_metrics.jsonl", "reward_plot.png", "episodes.jsonl")
@@ -156,22 +144,16 @@ def _number(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-async def plot(path: Path, rewards: Sequence[Mapping[str, Any]], validations: Sequence[Mapping[str, Any]]) -> None:
-    """Plots training and held-out reward over the epochs, off the event loop."""
-    await asyncio.to_thread(_plot, path, rewards, validations)
-
-
-def _plot(path: Path, rewards: Sequence[Mapping[str, Any]], validations: Sequence[Mapping[str, Any]]) -> None:
+def plot(path: Path, rewards: Sequence[Mapping[str, Any]], validations: Sequence[Mapping[str, Any]]) -> None:
+    """Plots training and held-out reward over the epochs."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    trained = [r for r in rewards if r["avg_reward"] is not None]
+    trained = [(r["epoch"], r["avg_reward"]) for r in rewards if r["avg_reward"] is not None]
     if trained:
-        axes.plot(
-            [r["epoch"] for r in trained], [r["avg_reward"] for r in trained], ".-", color="0.6", label="training"
-        )
+        axes.plot(*zip(*trained, strict=True), ".-", color="0.6", label="training")
     scored = [v for v in validations if "error" not in v]
     if scored:
         means = [v["avg_reward"] for v in scored]

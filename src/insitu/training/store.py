@@ -1,4 +1,4 @@
-"""A run's directory: plain files from which everything (resume, report, tables) is read.
+"""The files of a run directory, from which tables, reports and resumed runs are derived.
 
 run.json                 run id, settings, versions
 episodes.jsonl           a line per episode as its group completes: outcome, reward, cost, drop reason, policy version
@@ -69,7 +69,7 @@ class RunStore:
                 with file:
                     file.flush()
                     os.fsync(file.fileno())
-            except OSError as error:  # keep closing the others, and do not mask what ended the run
+            except OSError as error:  # closes the others, and does not mask what ended the run
                 logger.error("%s could not be written completely: %s", self.folder / name, error)
 
     def append(self, name: str, records: Iterable[Any]) -> None:
@@ -110,23 +110,13 @@ class RunStore:
         drop_reasons: Mapping[str, str],
         advantages: Iterable[tuple[Trajectory, CallAdvantages]],
     ) -> None:
-        """For each collected trajectory the advantages of its calls, or why it is not trained.
-
-        None: computed by the backend, unknown here.
-        """
+        """Writes each trajectory's drop reason and advantages by call; None: computed by the backend, unknown here."""
         known = {t.id: {str(t.calls[k].index): a for k, a in sorted(of_calls.items())} for t, of_calls in advantages}
-        self.append(
-            "advantages.jsonl",
-            [
-                {
-                    "epoch": epoch,
-                    "episode": t.id,
-                    "dropped": drop_reasons.get(str(t.id)),
-                    "advantages": known.get(t.id, {}),
-                }
-                for t in collected
-            ],
-        )
+        records = []
+        for t in collected:
+            dropped, of_calls = drop_reasons.get(str(t.id)), known.get(t.id, {})
+            records.append({"epoch": epoch, "episode": t.id, "dropped": dropped, "advantages": of_calls})
+        self.append("advantages.jsonl", records)
 
 
 def _line(record: Any) -> bytes:
@@ -166,8 +156,8 @@ _CALL_FIELDS = tuple(f.name for f in fields(ModelCall))
 def call_records(episode: str, calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
     """Calls as stored: `continues` is the index of an earlier call whose messages and tokens are a prefix of this.
 
-    `messages` and `prompt_token_ids` then hold only the rest, so a long conversation takes space in proportion to its
-    length rather than its square. `restore_calls` is the inverse.
+    `messages` and `prompt_token_ids` then hold only the rest, so that the size of a conversation is linear in its
+    length, not quadratic. `restore_calls` is the inverse.
     """
     records = []
     for index, call in enumerate(calls):

@@ -1,6 +1,5 @@
-"""The validations of a run: recorded, reported, and the best version remembered."""
+"""Validations of a run: history, report and best version."""
 
-import logging
 import math
 import time
 from typing import Any
@@ -13,11 +12,9 @@ from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
 from insitu.training.report import Report
 from insitu.training.store import RunStore
 
-logger = logging.getLogger(__name__)
-
 
 class Validation:
-    """Validates on the run's components and keeps `validation_history.json` and `best.json`.
+    """Validates with the run's components and writes `validation_history.json` and `best.json`.
 
     `checkpoints` maps policy versions to checkpoint folders.
     """
@@ -37,11 +34,19 @@ class Validation:
         self._store = store
 
     async def run(self, epoch: int) -> dict[str, Any]:
-        """One validation (epoch 0: before the first step); a failed one has `error` and no reward."""
+        """Validates (epoch 0: before the first step). The record of a failure has `error` and no reward."""
         started = time.perf_counter()
         endpoint = await self._adapter.policy_endpoint()
         version = endpoint.version if endpoint is not None else None
-        record = await self._validate(epoch)
+        self._report.begin(f"epoch {epoch}: validating", None)
+        try:
+            record = await validate(self._run_config, epoch, self._builder, lambda _: self._report.advance())
+        except ConfigError:
+            raise
+        except InsituError as error:
+            record = {"epoch": epoch, "error": f"{type(error).__name__}: {error}", "dropped": {}}
+        finally:
+            self._report.end()
         record = {"epoch": epoch, "policy_version": version, **record, "seconds": time.perf_counter() - started}
         self.history.append(record)
         self._report.validation(record)
@@ -50,17 +55,6 @@ class Validation:
             self._store.write("best.json", {**record, "checkpoint": self.checkpoints.get(version)})
         self._store.write("validation_history.json", [{k: _json(v) for k, v in r.items()} for r in self.history])
         return record
-
-    async def _validate(self, epoch: int) -> dict[str, Any]:
-        self._report.begin(f"epoch {epoch}: validating", None)
-        try:
-            return await validate(self._run_config, epoch, self._builder, lambda _: self._report.advance())
-        except ConfigError:
-            raise
-        except InsituError as error:
-            return {"epoch": epoch, "error": f"{type(error).__name__}: {error}", "dropped": {}}
-        finally:
-            self._report.end()
 
 
 def _json(value: Any) -> Any:

@@ -21,22 +21,13 @@ from insitu.toolkit.parsers.common import (
     media_part,
     message_content,
     openai_finish_reason,
-    step_message,
+    step_parser,
     to_json,
     tool_call,
     with_call_ids,
 )
 
 _ROLES = {"model": "assistant", "user": "user", "system": "system", None: "user"}
-
-
-def parse_to_openai_message(step: Any, previous_message: Message | None = None, **kwargs: Any) -> Message:
-    """The message that one ADK step adds: the last one of the prompt, the completion, or the tool's result.
-
-    A completion has `logprobs` (one number per token, empty if unknown), and `finish_reason` and `token_ids` if known.
-    Raises TrajectoryError, naming the step, if it has no message or cannot be parsed.
-    """
-    return step_message(step, previous_message, (ADK, OPENAI))
 
 
 def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
@@ -144,3 +135,4 @@ def _part(part: dict[str, Any]) -> Message:
 
 
 ADK = StepFormat(_messages, _samples)
+parse_to_openai_message = step_parser(ADK, OPENAI)

@@ -6,7 +6,7 @@ Live objects are converted to JSON first, so a step has the same meaning before 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from pydantic import ValidationError
 
@@ -25,11 +25,7 @@ _FINISH_REASONS = {
     "stop_sequence": "stop",
     "max_tokens": "length",
     "tool_use": "tool_calls",
-    "safety": "content_filter",
-    "recitation": "content_filter",
-    "blocklist": "content_filter",
-    "prohibited_content": "content_filter",
-    "spii": "content_filter",
+    **dict.fromkeys(("safety", "recitation", "blocklist", "prohibited_content", "spii"), "content_filter"),
     "image_safety": "content_filter",
 }
 """Other providers' finish reasons -> OpenAI's. Reasons without an equivalent are kept."""
@@ -122,22 +118,35 @@ def assistant_message(sample: SampledMessage) -> Message:
     return {**sample.message, "logprobs": sample.logprobs or [], **known}
 
 
-def step_message(step: Any, previous: Message | None, formats: Sequence[StepFormat]) -> Message:
-    """The message that one step adds; raises TrajectoryError if it adds none.
+class StepParser(Protocol):
+    """A framework's `parse_to_openai_message`."""
 
-    LLM_START: the last message of the prompt. LLM_END: the completion. TOOL_END: the tool's result, for the call in
-    `previous` if the tool's output does not name one.
-    """
-    step, before = parse_step(step), [] if previous is None else [previous]
-    with step_errors(step):
-        match step.event_type:
-            case IntermediateStepType.LLM_START if prompt := parse_prompt(step_prompt(step), formats):
-                return prompt[-1]
-            case IntermediateStepType.LLM_END if samples := step_samples(step, before, formats):
-                return assistant_message(samples[0])
-            case IntermediateStepType.TOOL_END:
-                return _tool_message(step, before, formats)
-        raise TrajectoryError("no message in it; LLM_START, LLM_END and TOOL_END steps have one")
+    def __call__(self, step: Any, previous_message: Message | None = None, **kwargs: Any) -> Message: ...
+
+
+def step_parser(*formats: StepFormat) -> StepParser:
+    """The `parse_to_openai_message` of a framework."""
+
+    def parse_to_openai_message(step: Any, previous_message: Message | None = None, **kwargs: Any) -> Message:
+        """Returns the message that one step adds.
+
+        LLM_START: the last message of the prompt. LLM_END: the completion with `logprobs` (one number per token, empty
+        if unknown), and `finish_reason` and `token_ids` if known. TOOL_END: the tool's result, for the call in
+        `previous_message` if the tool's output does not name one. Raises TrajectoryError, naming the step, if it has no
+        message or cannot be parsed.
+        """
+        step, before = parse_step(step), [] if previous_message is None else [previous_message]
+        with step_errors(step):
+            match step.event_type:
+                case IntermediateStepType.LLM_START if prompt := parse_prompt(step_prompt(step), formats):
+                    return prompt[-1]
+                case IntermediateStepType.LLM_END if samples := step_samples(step, before, formats):
+                    return assistant_message(samples[0])
+                case IntermediateStepType.TOOL_END:
+                    return _tool_message(step, before, formats)
+            raise TrajectoryError("no message in it; LLM_START, LLM_END and TOOL_END steps have one")
+
+    return parse_to_openai_message
 
 
 def _tool_message(step: IntermediateStep, before: Sequence[Message], formats: Sequence[StepFormat]) -> Message:
@@ -211,6 +220,12 @@ def tool_call(name: Any, arguments: Any, call_id: Any) -> Message:
     """A tool call whose arguments are JSON text; text is passed through unchanged, as the model wrote it."""
     text = arguments if isinstance(arguments, str) else to_json(arguments or {})
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def raw_tool_calls(fields: dict[str, Any]) -> list[Message]:
+    """The tool calls of a message of the OpenAI API."""
+    raw = fields.get("tool_calls") or ()
+    return [tool_call(call["function"]["name"], call["function"]["arguments"], call.get("id")) for call in raw]
 
 
 def with_call_ids(calls: list[Message], message_index: int) -> list[Message]:

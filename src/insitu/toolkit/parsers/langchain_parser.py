@@ -16,8 +16,9 @@ from insitu.toolkit.parsers.common import (
     StepFormat,
     media_part,
     parse_samples,
+    raw_tool_calls,
     sampled_message,
-    step_message,
+    step_parser,
     tool_call,
     with_call_ids,
 )
@@ -32,24 +33,8 @@ _CLASSES = {
     "ChatMessage": "chat",
 }
 _GENERATIONS = ("ChatGeneration", "ChatGenerationChunk", "Generation", "GenerationChunk")
-_TOOL_CALL_BLOCKS = (
-    "tool_use",
-    "tool_call",
-    "tool_call_chunk",
-    "invalid_tool_call",
-    "function_call",
-    "input_json_delta",
-)
+_CALL_BLOCKS = ("tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call", "input_json_delta")
 _OPENAI_BLOCKS = ("text", "image_url", "input_audio", "refusal")
-
-
-def parse_to_openai_message(step: Any, previous_message: Message | None = None, **kwargs: Any) -> Message:
-    """The message that one LangChain step adds: the last one of the prompt, the completion, or the tool's result.
-
-    A completion has `logprobs` (one number per token, empty if unknown), and `finish_reason` and `token_ids` if known.
-    Raises TrajectoryError, naming the step, if it has no message or cannot be parsed.
-    """
-    return step_message(step, previous_message, (LANGCHAIN, OPENAI))
 
 
 def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
@@ -71,7 +56,9 @@ def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
             result[key] = extras[key]
     if reasoning:
         result["reasoning_content"] = reasoning
-    if calls := _tool_calls(message, extras):
+    parsed = [*(message.get("tool_calls") or ()), *(message.get("invalid_tool_calls") or ())]
+    calls = [tool_call(call["name"], call["args"], call.get("id")) for call in parsed] or raw_tool_calls(extras)
+    if calls:
         result["tool_calls"] = with_call_ids(calls, len(before))
         result["content"] = result["content"] or None
     return [result]
@@ -94,8 +81,7 @@ def _samples(item: Any, before: Sequence[Message]) -> list[SampledMessage] | Non
         return None
     info = {**info, **(fields.get("response_metadata") or {})}
     reason = next((info[k] for k in ("finish_reason", "stop_reason", "done_reason") if info.get(k)), None)
-    logprobs = info.get("logprobs")
-    return [sampled_message(messages[0], reason, logprobs)]
+    return [sampled_message(messages[0], reason, info.get("logprobs"))]
 
 
 def _normalize(item: Any) -> dict[str, Any] | None:
@@ -116,14 +102,6 @@ def _chat_role(message: dict[str, Any]) -> str:
     return str(message["role"])
 
 
-def _tool_calls(message: dict[str, Any], extras: dict[str, Any]) -> list[Message]:
-    parsed = [*(message.get("tool_calls") or ()), *(message.get("invalid_tool_calls") or ())]
-    if parsed:
-        return [tool_call(call["name"], call["args"], call.get("id")) for call in parsed]
-    raw = extras.get("tool_calls") or ()
-    return [tool_call(call["function"]["name"], call["function"]["arguments"], call.get("id")) for call in raw]
-
-
 def _parts(content: Any) -> tuple[list[Message], str]:
     """The parts of a message's content without its reasoning, and the reasoning."""
     parts, reasoning = [], []
@@ -134,18 +112,16 @@ def _parts(content: Any) -> tuple[list[Message], str]:
         elif kind in _OPENAI_BLOCKS:
             parts.append({key: value for key, value in block.items() if value is not None})
         elif kind in ("thinking", "reasoning", "reasoning_content", "redacted_thinking"):
-            reasoning.append(_reasoning(block))
+            keys = ("thinking", "reasoning", "reasoning_content", "text")
+            text = next((block[key] for key in keys if block.get(key)), None)
+            if not isinstance(text, str):
+                text = "".join(str(part.get("text", "")) for part in block.get("summary") or ())
+            reasoning.append(text)
         elif kind in ("image", "audio", "video", "file"):
             parts.append(_media(block))
-        elif kind not in _TOOL_CALL_BLOCKS:  # the calls are in `tool_calls` too
+        elif kind not in _CALL_BLOCKS:  # the calls are in `tool_calls` too
             raise TrajectoryError(f"content of type {kind!r} has no equivalent in OpenAI messages")
     return parts, "".join(reasoning)
-
-
-def _reasoning(block: dict[str, Any]) -> str:
-    text = block.get("thinking") or block.get("reasoning") or block.get("reasoning_content") or block.get("text") or ""
-    summary = block.get("summary") or ()
-    return text if isinstance(text, str) and text else "".join(str(part.get("text", "")) for part in summary)
 
 
 def _media(block: dict[str, Any]) -> Message:
@@ -163,3 +139,4 @@ def _media(block: dict[str, Any]) -> Message:
 
 
 LANGCHAIN = StepFormat(_messages, _samples)
+parse_to_openai_message = step_parser(LANGCHAIN, OPENAI)

@@ -17,23 +17,15 @@ from insitu.toolkit.parsers.common import (
     StepFormat,
     media_part,
     message_content,
+    raw_tool_calls,
     sampled_message,
-    step_message,
+    step_parser,
     tool_call,
     with_call_ids,
 )
 
 _ROLES = {"chatbot": "assistant", "model": "assistant"}
 _MESSAGE_FIELDS = {"blocks", "additional_kwargs"}
-
-
-def parse_to_openai_message(step: Any, previous_message: Message | None = None, **kwargs: Any) -> Message:
-    """The message that one LlamaIndex step adds: the last one of the prompt, the completion, or the tool's result.
-
-    A completion has `logprobs` (one number per token, empty if unknown), and `finish_reason` and `token_ids` if known.
-    Raises TrajectoryError, naming the step, if it has no message or cannot be parsed.
-    """
-    return step_message(step, previous_message, (LLAMA_INDEX, OPENAI))
 
 
 def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
@@ -47,8 +39,7 @@ def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
     extras = item.get("additional_kwargs") or {}
     blocks = item["blocks"] if "blocks" in item else [{"block_type": "text", "text": item.get("content") or ""}]
     parts, calls, thoughts = _parse_blocks(blocks)
-    if raw := extras.get("tool_calls"):  # the same calls, as the server sent them
-        calls = [tool_call(c["function"]["name"], c["function"]["arguments"], c.get("id")) for c in raw]
+    calls = raw_tool_calls(extras) or calls  # the same calls, as the server sent them
     content = message_content(parts, join_text=True) or (None if calls else "")
     message: Message = {"role": _ROLES.get(item["role"], item["role"]), "content": content}
     if calls:
@@ -66,12 +57,10 @@ def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
 def _samples(item: Any, before: Sequence[Message]) -> list[SampledMessage] | None:
     if not isinstance(item, dict):
         return None
-    if "message" in item:
-        messages = _messages(item["message"], before)
-    elif "text" in item and "raw" in item:
-        messages = [{"role": "assistant", "content": item["text"]}]
+    if "message" not in item and "text" in item and "raw" in item:
+        messages: list[Message] | None = [{"role": "assistant", "content": item["text"]}]
     else:
-        messages = _messages(item, before)
+        messages = _messages(item.get("message", item), before)
     if not messages or messages[0]["role"] != "assistant":
         return None
     raw = item.get("raw")
@@ -121,3 +110,4 @@ def _media(block: dict[str, Any]) -> Message:
 
 
 LLAMA_INDEX = StepFormat(_messages, _samples)
+parse_to_openai_message = step_parser(LLAMA_INDEX, OPENAI)
