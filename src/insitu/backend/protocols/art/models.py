@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from insitu.backend.inference.engine import WeightVersion
-from insitu.backend.inference.served_models import ServedModel
+from insitu.backend.inference.engine import ServedModel, WeightVersion
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.metrics_log import MetricsLog
 from insitu.backend.protocols.art.settings import parse_plan

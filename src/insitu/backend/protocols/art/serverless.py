@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from insitu.backend.openapi import ApiRoute
+from insitu.backend.http import ApiRoute
 from insitu.backend.protocols.art.jobs import ArtJob, ArtJobs, TrainRequest
 from insitu.backend.protocols.art.models import ArtModels, RegisteredModel
 from insitu.backend.protocols.art.responses import json_endpoint, read_json
