@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 from fake_openai import FakeOpenAI
-from processes import fork_server
-
-# Before any test imports transformers: for the docstrings of its fields each class of the configuration has all loaded
-# modules inspected, and those of transformers take seconds.
-import insitu.training.runtime  # noqa: F401
+from processes import fork_server, forked_python
 
 # One thread each: the models are tiny, and several processes share the cores. Child processes inherit it.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
@@ -64,3 +60,16 @@ def pytest_cmdline_main(config: pytest.Config) -> Iterator[None]:
     """One fork server for all workers."""
     with contextlib.nullcontext() if hasattr(config, "workerinput") else fork_server():
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The workers are forked, too: each would import for a quarter of a minute."""
+    if getattr(session.config.option, "tx", None):
+        session.config.option.tx = [f"popen//python={forked_python()}"] * len(session.config.option.tx)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Before any test imports transformers: for the docstrings of its fields each class of the configuration has all
+    loaded modules inspected, and those of transformers take seconds."""
+    import insitu.training.runtime  # noqa: F401

@@ -1,10 +1,11 @@
-"""Forks commands of insitu from one process that has imported everything: `python fork_server.py SOCKET PYTHON`.
+"""Forks Python programs from one process that has imported everything: `python fork_server.py SOCKET PYTHON`.
 
 Importing torch, transformers and the control plane takes several seconds of CPU, and a training run needs two processes
-that do. A forked command is still a real process, with its own pid, signals, folder, environment, output and exit code.
-The server imports nothing before the first command. It kills a command whose client is gone, and ends when its standard
-input does. PYTHON replaces `sys.executable` in the commands, so that what they start is forked as well. The clients are
-in `processes.py`.
+that do, as does each pytest worker. A forked program is still a real process, with its own pid, signals, folder,
+environment, input, output and exit code. Programs are the commands of insitu, scripts and code (`-c`).
+The server imports nothing before the first program. It kills a program whose client is gone, and ends when its standard
+input does. PYTHON replaces `sys.executable` in commands of insitu, so that what they start is forked as well. The
+clients are in `processes.py`.
 """
 
 import atexit
@@ -15,6 +16,7 @@ import importlib
 import json
 import os
 import pkgutil
+import runpy
 import selectors
 import signal
 import socket
@@ -27,6 +29,8 @@ from typing import Any, NoReturn
 
 LIBRARIES = [
     "PIL.PngImagePlugin",
+    "anthropic.resources.beta",
+    "langchain_core.tracers.event_stream",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "openai.resources",
@@ -40,7 +44,7 @@ LIBRARIES = [
     "uvicorn.protocols.websockets.auto",
     "uvloop",
 ]
-"""What commands import when they run; a command can import more."""
+"""What programs import when they run; a program can import more."""
 OPTIONAL = ("insitu.__main__", "insitu.adapters.art", "insitu.frameworks")
 """Parts of insitu that import a library of an extra."""
 
@@ -100,8 +104,8 @@ def preload() -> None:
 
 
 def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """A command as a line of JSON, with the descriptors of its stdout and stderr."""
-    data, descriptors, _, _ = socket.recv_fds(client, 2**20, 2)
+    """A program as a line of JSON, with the descriptors of its stdin, stdout and stderr."""
+    data, descriptors, _, _ = socket.recv_fds(client, 2**20, 3)
     while not data.endswith(b"\n"):
         data += client.recv(2**20)
     return json.loads(data), descriptors
@@ -120,14 +124,15 @@ def report_ended(running: dict[int, socket.socket]) -> Iterator[socket.socket]:
 
 
 def run(request: dict[str, Any], descriptors: list[int], python: str) -> NoReturn:
-    """Run the command in this process, as `python -m insitu` would in a fresh one."""
+    """Run the program in this process, as Python would in a fresh one."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, descriptor in enumerate([os.open(os.devnull, os.O_RDONLY), *descriptors]):
+        for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
         os.closerange(3, 1024)
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
         os.chdir(request["folder"])
@@ -137,8 +142,7 @@ def run(request: dict[str, Any], descriptors: list[int], python: str) -> NoRetur
         sys.path[:1] = [request["folder"], *(path.split(os.pathsep) if path else ())]
         if action := os.environ.get("PYTHONWARNINGS"):
             warnings.simplefilter(action)  # type: ignore[arg-type]
-        sys.argv, sys.executable = ["insitu", *request["arguments"]], python
-        code = exit_code()
+        code = exit_code(request["arguments"], python)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -148,9 +152,18 @@ def run(request: dict[str, Any], descriptors: list[int], python: str) -> NoRetur
         os._exit(code)
 
 
-def exit_code() -> int:
+def exit_code(arguments: list[str], python: str) -> int:
+    """Runs `-m insitu ...`, `-c CODE ...` or `SCRIPT ...`."""
     try:
-        importlib.import_module("insitu.cli").main()
+        if arguments[:2] == ["-m", "insitu"]:
+            sys.argv, sys.executable = ["insitu", *arguments[2:]], python
+            importlib.import_module("insitu.cli").main()
+        elif arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            exec(arguments[1], {"__name__": "__main__"})
+        else:
+            sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(arguments[0]))
+            runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 0

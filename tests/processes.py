@@ -47,9 +47,14 @@ def fork_server() -> Iterator[None]:
                 process.communicate()
 
 
+def forked_python() -> str:
+    """A Python for scripts and for `-c CODE`, in which everything has been imported already."""
+    return str(Path(os.environ[_ADDRESS]).with_name("python"))
+
+
 def install_forked_command(path: Path) -> None:
     """Writes `insitu` as a program for tests that run it from a shell; it is forked as well."""
-    path.write_text(f'#!/bin/sh\nexec {Path(os.environ[_ADDRESS]).with_name("python")} -m insitu "$@"\n')
+    path.write_text(f'#!/bin/sh\nexec {forked_python()} -m insitu "$@"\n')
     path.chmod(0o755)
 
 
@@ -61,13 +66,13 @@ def wait_until(holds: Callable[[], Any]) -> None:
 
 
 class Command:
-    """A command that the fork server runs."""
+    """A program that the fork server runs: the arguments of Python, and stdin, stdout and stderr."""
 
-    def __init__(self, arguments: list[str], folder: str, environment: dict[str, str], outputs: list[int]) -> None:
+    def __init__(self, arguments: list[str], folder: str, environment: dict[str, str], descriptors: list[int]) -> None:
         self._server = socket.socket(socket.AF_UNIX)
         self._server.connect(os.environ[_ADDRESS])
         request = {"arguments": arguments, "folder": folder, "environment": environment}
-        socket.send_fds(self._server, [json.dumps(request).encode() + b"\n"], outputs)
+        socket.send_fds(self._server, [json.dumps(request).encode() + b"\n"], descriptors)
         self.returncode: int | None = None
         self.pid = self._answer()
 
@@ -117,11 +122,12 @@ class Process(Command):
 
     def __init__(self, arguments: list[str], folder: str, environment: dict[str, str]) -> None:
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        nothing = os.open(os.devnull, os.O_RDONLY)
         try:
-            super().__init__(arguments, folder, environment, [out_end, err_end])
+            super().__init__(["-m", "insitu", *arguments], folder, environment, [nothing, out_end, err_end])
         finally:
-            os.close(out_end)
-            os.close(err_end)
+            for descriptor in (nothing, out_end, err_end):
+                os.close(descriptor)
         self.stdout, self.stderr = (os.fdopen(pipe, encoding="utf-8") for pipe in (out, err))
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
@@ -186,10 +192,12 @@ def serving(*arguments: Any, folder: Path | None = None, **variables: str) -> It
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `-m insitu ...` as this process: its output is ours, our signals and our death are its, its end is ours."""
-    if arguments[:2] != ["-m", "insitu"]:
+    """Runs a program as this process: input and output are ours, our signals and our death are its, its end is ours."""
+    while arguments[0] in ("-u", "-B"):  # execnet starts the pytest workers with it
+        del arguments[0]
+    if arguments[0].startswith("-") and arguments[0] != "-c" and arguments[:2] != ["-m", "insitu"]:
         os.execv(sys.executable, [sys.executable, *arguments])
-    command = Command(arguments[2:], os.getcwd(), dict(os.environ), [1, 2])
+    command = Command(arguments, os.getcwd(), dict(os.environ), [0, 1, 2])
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: command.send_signal(number))
     code = command.wait()

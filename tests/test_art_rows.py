@@ -1,6 +1,7 @@
 """ART's groups as training rows: against what ART's own modules compute, and what clients of two releases sent."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from tiny_models import byte_tokenizer
 
 from insitu.backend.inference.tokenizer import ChatTokenizer
-from insitu.backend.protocols.art.rows import ArtBatch, BatchOptions, build_batch
+from insitu.backend.protocols.art.rows import ArtBatch, build_batch
 from insitu.backend.protocols.art.settings import parse_plan
 from insitu.backend.protocols.art.trajectories import ArtModel, parse_groups, parse_model
 from insitu.backend.training.losses import PolicyBatch, policy_loss, row_weights
@@ -25,10 +26,9 @@ CASES = [
 ]
 
 
-def batch_of(data: list, **changes) -> ArtBatch:
-    options = {"scale_rewards": True, "advantage_balance": 0.0, "max_length": 4096}
+def batch_of(data: list, max_length: int = 4096, **changes) -> ArtBatch:
     tokens = ChatTokenizer(byte_tokenizer())
-    return build_batch(parse_groups(data), BatchOptions(**options | changes), tokens.render_prompt, 320)
+    return build_batch(parse_groups(data), replace(plan_of(), **changes), tokens.render_prompt, max_length, 320)
 
 
 def recorded(release: str) -> list:

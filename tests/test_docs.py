@@ -30,7 +30,7 @@ from typing import Any
 import click
 import pytest
 import yaml
-from processes import HANGS, install_forked_command, serving
+from processes import HANGS, forked_python, install_forked_command, serving
 
 from insitu.config import load_config
 from insitu.config.yaml_loader import parse_yaml
@@ -84,6 +84,7 @@ class Desk:
         self.exported, self.programs = self.folder / ".exported", self.folder / ".programs"
         self.programs.mkdir()
         install_forked_command(self.programs / "insitu")
+        (self.programs / "python").symlink_to(forked_python())
         (self.folder / "runs").mkdir()
         shutil.copytree(ROOT / EXAMPLE, self.folder / EXAMPLE, ignore=shutil.ignore_patterns("__pycache__"))
         for rows in (self.folder / EXAMPLE).glob("*.jsonl"):

@@ -24,9 +24,8 @@ from insitu.config import Config, load_config
 from insitu.errors import BackendUnavailable, ConfigError, RequestRefused
 from insitu.evaluation import service as service_module
 from insitu.evaluation.collector import open_workflow
-from insitu.evaluation.episode_protocol import EPISODES, decode, encode
 from insitu.evaluation.episodes import EpisodeOptions, run_episode
-from insitu.evaluation.remote import RemoteWorkflow
+from insitu.evaluation.remote import EPISODES, RemoteWorkflow, decode, encode
 from insitu.evaluation.run import EvaluationRun
 from insitu.evaluation.service import WorkflowService
 from insitu.plugin_api import Builder, PolicyEndpoint

@@ -157,8 +157,9 @@ async def test_what_a_trainer_has_not_weighed_gets_the_default_advantages(backen
         for _ in range(2):
             group = [trajectory(1.0), trajectory(0.0)]
             await adapter.submit(TrajectoryCollection(trajectories=[group], run_id="r"))
-            assert [row.token_ids for t in group for row in t.rows] == [[1, 2, 3]] * 2
-            assert group[0].rows[0].advantages[1] == -group[1].rows[0].advantages[1] > 0
+            _, *rows = list(backend.jobs.values())[-1]
+            assert [row["token_ids"] for row in rows] == [[1, 2, 3]] * 2
+            assert rows[0]["advantages"][1] == -rows[1]["advantages"][1] > 0
         with pytest.raises(JobFailed, match="none of 1 trajectories has rows or captured calls"):
             await adapter.submit(TrajectoryCollection(trajectories=[[Trajectory(reward=1)]], run_id="r"))
     assert list(backend.jobs) == ["r/1", "r/2"]  # a job each: nobody says which epoch they are of

@@ -3,13 +3,13 @@
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import forked_python
 
 from insitu.backend.training.losses import PolicyBatch, policy_loss, row_weights
 from insitu.schemas.training_jobs import LossSettings
@@ -80,7 +80,7 @@ def own(count: int) -> list[str]:
 
 def test_reference_values():
     """The script that checks any such file passes on ours, in values and gradients to 1e-6."""
-    done = subprocess.run([sys.executable, ROOT / "scripts/check_losses.py", VECTORS], capture_output=True, text=True)
+    done = subprocess.run([forked_python(), ROOT / "scripts/check_losses.py", VECTORS], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok   loss") == 9
     assert done.stdout.count("ok   advantages") == 5

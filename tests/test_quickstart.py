@@ -1,4 +1,4 @@
-"""What `make quickstart` runs, for two epochs: the example as it is shipped, and HTTP between the processes."""
+"""What `make quickstart` runs, for two epochs and on a part of its rows, with HTTP between the processes."""
 
 import json
 import os
@@ -8,6 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CONFIG = "examples/tic_tac_toe/grpo.yml"
+TRAINED, HELD_OUT = 16, 200
+"""Rows; the example has 64 and 600."""
 
 
 def test_make_quickstart_runs_the_example() -> None:
@@ -19,7 +21,16 @@ def test_make_quickstart_runs_the_example() -> None:
 
 def test_two_epochs_of_the_quickstart(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    options = ("-o", "finetuning.num_epochs", "2", "-o", "finetuning.output_dir", str(folder))
+    held_out = tmp_path / "held_out.jsonl"
+    rows = (ROOT / "examples/tic_tac_toe/validation.jsonl").read_text().splitlines(keepends=True)
+    held_out.write_text("".join(rows[:HELD_OUT]))
+    overrides = {
+        "finetuning.num_epochs": 2,
+        "finetuning.output_dir": folder,
+        "finetuning.validation.dataset": held_out,
+        "trajectory_builders.episodes.rows_per_epoch": TRAINED,
+    }
+    options = [str(word) for override in overrides.items() for word in ("-o", *override)]
     done = subprocess.run(
         [sys.executable, "-m", "insitu", "finetune", "--config_file", CONFIG, *options],
         cwd=ROOT,
@@ -30,13 +41,13 @@ def test_two_epochs_of_the_quickstart(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     validations = json.loads((folder / "validation_history.json").read_text())
     assert [v["epoch"] for v in validations] == [0, 2]
-    assert all(v["num_examples"] >= 600 for v in validations)
+    assert all(v["num_examples"] == HELD_OUT for v in validations)
     assert validations[0]["avg_reward"] <= 0.60
     assert validations[0]["ci95"][0] < validations[0]["avg_reward"] < validations[0]["ci95"][1]
     metrics = [json.loads(line) for line in (folder / "training_metrics.jsonl").read_text().splitlines()]
     assert [m["policy_version"] for m in metrics] == [1, 2]
     for m in metrics:
-        assert m["num_trajectories"] == 512
+        assert m["num_trajectories"] == 8 * TRAINED
         assert m["logprob_gap"] < 1e-3
         assert abs(m["ratio_mean"] - 1) < 1e-3
         assert m["grad_norm"] > 0

@@ -63,7 +63,7 @@ def test_untrained_calls_are_context_and_alone_make_no_row() -> None:
 
 def test_what_training_needs_must_be_there() -> None:
     for lacking in (call(4, None, [1]), call(4, [1], None)):
-        with pytest.raises(TrajectoryError, match="episode e: call 4 is to be trained but has no token ids"):
+        with pytest.raises(TrajectoryError, match="episode e: call 4 is trained but has no token ids"):
             rows_of([lacking], {0: 1.0}, "e")
         assert rows_of([lacking], {}, "e") == []
     unknown = call(4, [1], [2, 3])

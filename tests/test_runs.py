@@ -4,6 +4,8 @@ Two functions that ask two models each; what the backend sampled is compared wit
 """
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -251,3 +253,21 @@ async def test_an_epoch_that_the_curriculum_leaves_empty_is_no_failure_unless_al
     assert second["policy_version"] == first["policy_version"] + 1
     with pytest.raises(TrajectoryError, match="no epoch trained anything"):
         await train(path, easy, ("finetuning.num_epochs", "1"))
+
+
+async def test_a_rollout_passes_every_file_of_the_walk(write: Any, served: Served) -> None:
+    """The walk in CONTRIBUTING, measured: each of its files runs code between the start of an epoch and its job."""
+    executed: set[str] = set()
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        executed.add(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        await train(project(write, served, {}))
+    finally:
+        sys.setprofile(None)
+    text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    walk = re.findall(r"^\d+\. `([\w/]+\.py)`", text, re.M)
+    assert len(walk) > 10
+    assert [name for name in walk if not any(file.endswith(f"/insitu/{name}") for file in executed)] == []

@@ -324,8 +324,8 @@ def test_target_model_names_llms_by_key_model_or_step(bench: Bench) -> None:
         ([status("running")], JobFailed, "is running"),
         ([], TrajectoryError, "no epoch trained anything"),
         ([None, None], TrajectoryError, "no epoch trained anything"),
-        (None, PluginError, "ScriptedTrainer.run gave None"),
-        ([{"status": "completed"}], PluginError, "must give a list of TrainingJobStatus"),
+        (None, PluginError, "ScriptedTrainer.run returned None"),
+        ([{"status": "completed"}], PluginError, "not a list of TrainingJobStatus"),
     ],
 )
 async def test_a_run_that_did_not_do_what_was_asked_fails(
@@ -384,7 +384,7 @@ async def test_a_failing_cleanup_does_not_hide_what_came_before(bench: Bench, ca
 
     with pytest.raises(JobFailed, match="out of memory"):
         await bench.finetune(script, at_end=fails)
-    assert "cleanup failed too: RuntimeError: the cable is out" in caplog.text
+    assert "cleanup also failed: RuntimeError: the cable is out" in caplog.text
 
 
 @pytest.mark.parametrize("says", ["nan", "raise"])

@@ -1,7 +1,6 @@
 """Text completions are recorded, stored, shown and trained as chats are, whoever asks for them."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import orjson
 import pytest
 from factories import digits_project, read_lines, write_rows
 from fake_openai import FakeOpenAI, encode, logprob
-from processes import run_project
+from processes import forked_python, run_project
 from test_backend_inference import TOKEN, backend
 from test_inspection import show
 from tiny_models import save_tiny_model
@@ -222,7 +221,9 @@ print(ask(openai.OpenAI(), "gpt-3.5-turbo-instruct", json.load(sys.stdin)["quest
 @pytest.mark.parametrize("way", ["in process", "through the gateway"])
 def test_text_completions_are_trained(tmp_path: Path, way: str) -> None:
     """Two prompts an episode, the second of which goes on from the first answer, against a log of what was sampled."""
-    block = {"_type": "texts"} if way == "in process" else {"_type": "command", "command": [sys.executable, "agent.py"]}
+    block = (
+        {"_type": "texts"} if way == "in process" else {"_type": "command", "command": [forked_python(), "agent.py"]}
+    )
     (tmp_path / "texts_plugin.py").write_text(IN_PROCESS)
     (tmp_path / "agent.py").write_text(PROGRAM)
     write_rows(tmp_path, [{"say": f"Row {i}: 1 2 3 "} for i in range(2)])

@@ -3,7 +3,12 @@
 import asyncio
 import gzip
 import logging
-from collections.abc import AsyncIterator, Iterator
+import os
+import re
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -11,7 +16,6 @@ import aiohttp
 import orjson
 from pydantic import Field, SecretStr, model_validator
 
-from insitu.adapters.backend_process import BackendProcess
 from insitu.advantages.estimator import training_rows
 from insitu.builder import Builder
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
@@ -33,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "insitu"
 _ATTEMPTS = 4
+_READY = re.compile(r"insitu backend ready at (http://\S+)")
 _FINAL_STATUSES = ("completed", "failed", "canceled")
 
 
@@ -76,6 +81,80 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         return self
 
 
+class BackendProcess:
+    """A child process that logs to `log` and exits when this process does, even after SIGKILL."""
+
+    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+        self.token = secrets.token_urlsafe()
+        """Required with every request, to keep other users of this machine out."""
+        self._arguments = arguments
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, startup_timeout: float) -> str:
+        """Returns the URL once the backend is ready. Raises BackendUnavailable with the end of its log otherwise."""
+        await asyncio.to_thread(self._log.parent.mkdir, parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "insitu", "backend", *self._arguments, "--parent_pid", str(os.getpid())]
+        with self._log.open("ab") as log:
+            # a new session, so that Ctrl-C reaches only this process, which then stops the child
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "INSITU_BACKEND_TOKEN": self.token},
+            )
+        try:
+            async with asyncio.timeout(startup_timeout):
+                url = await self._ready_url(self._process)
+        except TimeoutError:
+            await self.stop()
+            raise BackendUnavailable(
+                f"insitu backend was not ready after {startup_timeout:g} s; {self._log_tail()}"
+            ) from None
+        except BaseException:  # the process must not outlive a failed start
+            await self.stop()
+            raise
+        logger.info("backend process %d at %s", self._process.pid, url)
+        return url
+
+    async def _ready_url(self, process: asyncio.subprocess.Process) -> str:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            if match := _READY.search(line.decode(errors="replace")):
+                return match.group(1)
+        code = await process.wait()
+        raise BackendUnavailable(f"insitu backend exited with code {code} before it was ready; {self._log_tail()}")
+
+    def exit_report(self) -> str | None:
+        """The exit code and the end of the log if the process has exited on its own."""
+        if self._process is None or self._process.returncode is None:
+            return None
+        return f"the backend process exited with code {self._process.returncode}; {self._log_tail()}"
+
+    def _log_tail(self) -> str:
+        try:
+            lines = self._log.read_text(errors="replace").strip().splitlines()[-8:]
+        except OSError:
+            lines = []
+        return f"the end of its log ({self._log}):\n  " + "\n  ".join(lines or ["(empty)"])
+
+    async def stop(self) -> None:
+        """Terminates the process, and kills it after five seconds."""
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None:
+            return
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                process.send_signal(signal_number)
+                await asyncio.wait_for(process.wait(), timeout=5.0)
+            except ProcessLookupError:
+                return
+            except TimeoutError:
+                continue
+            return
+
+
 class InsituTrainerAdapter(TrainerAdapter):
     """Submits training rows to an `insitu backend` and follows the jobs."""
 
@@ -93,7 +172,10 @@ class InsituTrainerAdapter(TrainerAdapter):
         await super().initialize(run_config)
         if self._model is not None and self._process is None:
             folder = Path(run_config.output_dir) / "backend"
-            self._process = BackendProcess(self._arguments(self._model, folder), folder / "backend.log")
+            options = {key: str(getattr(self.config, key)) for key in ("name", "device", "dtype")}
+            options |= {"model": self._model, "port": "0", "output_dir": str(folder)}
+            arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
+            self._process = BackendProcess(arguments, folder / "backend.log")
             self._address = await self._process.start(self.config.startup_timeout)
         if self._session is None:
             headers = {"Authorization": f"Bearer {self._token()}"}
@@ -120,11 +202,6 @@ class InsituTrainerAdapter(TrainerAdapter):
                 raise
             logger.info("%s; assuming a Hugging Face Hub name", error)
             return model
-
-    def _arguments(self, model: str, folder: Path) -> list[str]:
-        config = self.config
-        options = {"model": model, "name": config.name, "port": 0, "device": config.device, "dtype": config.dtype}
-        return [t for k, v in (options | {"output_dir": folder}).items() for t in (f"--{k}", str(v))]
 
     async def close(self) -> None:
         """Stops the child process, if any, and closes the connections."""
@@ -179,17 +256,13 @@ class InsituTrainerAdapter(TrainerAdapter):
         key = f"{trajectories.run_id}/{epoch}"
         body = await asyncio.to_thread(_gzip_lines, head, rows)
         headers = {"Content-Encoding": "gzip", "Content-Type": "application/jsonl", "Idempotency-Key": key}
-        state = JobState.model_validate(
-            await self._request("POST", "/v1/train/jobs", data=body, headers=headers, attempts=_ATTEMPTS)
-        )
-        return TrainingJobRef(
-            run_id=trajectories.run_id, backend=BACKEND, metadata={"job_id": state.id, "key": key, "epoch": epoch}
-        )
+        job = await self._request("POST", "/v1/train/jobs", data=body, headers=headers, attempts=_ATTEMPTS)
+        metadata = {"job_id": JobState.model_validate(job).id, "key": key, "epoch": epoch}
+        return TrainingJobRef(run_id=trajectories.run_id, backend=BACKEND, metadata=metadata)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        return _status(
-            ref, JobState.model_validate(await self._request("GET", self._job_path(ref), attempts=_ATTEMPTS))
-        )
+        state = await self._request("GET", self._job_path(ref), attempts=_ATTEMPTS)
+        return _status(ref, JobState.model_validate(state))
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
         """Follows the job's event stream; polls every `poll_interval` seconds if the stream breaks."""
@@ -248,13 +321,8 @@ class InsituTrainerAdapter(TrainerAdapter):
 
 def _gzip_lines(head: dict[str, Any], rows: list[Any]) -> bytes:
     """The job as gzipped JSON lines. Compression level 1 pays off even on loopback."""
-
-    def lines() -> Iterator[bytes]:
-        yield orjson.dumps(head)
-        for row in rows:
-            yield orjson.dumps(row.__dict__ if not row.__pydantic_extra__ else row.model_dump())
-
-    return gzip.compress(b"\n".join(lines()) + b"\n", compresslevel=1)
+    records = [head, *(row.__dict__ if not row.__pydantic_extra__ else row.model_dump() for row in rows)]
+    return gzip.compress(b"\n".join(map(orjson.dumps, records)) + b"\n", compresslevel=1)
 
 
 async def _error_of(response: aiohttp.ClientResponse) -> BackendError:
@@ -273,14 +341,13 @@ async def _error_of(response: aiohttp.ClientResponse) -> BackendError:
 
 
 def _status(ref: TrainingJobRef, state: JobState) -> TrainingJobStatus:
-    metadata = {"policy_version": state.policy_version, "checkpoint": state.checkpoint, **state.metrics}
     return TrainingJobStatus(
         run_id=ref.run_id,
         backend=ref.backend,
         status=TrainingStatusEnum(state.status),
         progress=state.progress,
         message=state.message,
-        metadata=metadata,
+        metadata={"policy_version": state.policy_version, "checkpoint": state.checkpoint, **state.metrics},
     )
 
 

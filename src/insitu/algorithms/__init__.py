@@ -1,1 +1,1 @@
-"""Pure functions without I/O or torch, needed by the loop and by the backend alike."""
+"""Pure functions without I/O or torch: the curriculum, and statistics."""

@@ -23,14 +23,7 @@ from insitu.schemas.finetuning import FinetuneConfig, RewardFunctionConfig, Trai
 logger = logging.getLogger(__name__)
 
 _STRICT = ConfigDict(extra="ignore", use_attribute_docstrings=True, arbitrary_types_allowed=True)
-_COMPONENT_SECTIONS = (
-    reg.LLM,
-    reg.FUNCTION,
-    reg.TTC_STRATEGY,
-    reg.TRAJECTORY_BUILDER,
-    reg.TRAINER_ADAPTER,
-    reg.TRAINER,
-)
+_COMPONENT_SECTIONS = tuple(kind for kind in reg.KINDS if not kind.section.startswith("eval."))
 _SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
 _SECRET = re.compile(r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$", re.IGNORECASE)
 
@@ -181,7 +174,11 @@ class _Validator:
             self._fail_if_any()
         config.general = general
         self._import_plugins(config)
-        self._components(config, data)
+        for kind in _COMPONENT_SECTIONS:
+            for name, block in self._mapping_of(data.get(kind.section), kind.section).items():
+                self._store(config, kind, name, block, f"{kind.section}.{name}")
+        if data.get("workflow") is not None:
+            self._store(config, reg.FUNCTION, WORKFLOW, data["workflow"], "workflow")
         evaluation = self._mapping_of(data.get("eval"), "eval", allowed=("general", "evaluators"))
         config.eval = self._model(EvalGeneralConfig, evaluation.get("general"), "eval.general") or EvalGeneralConfig()
         settings = evaluation.get("general")
@@ -213,13 +210,6 @@ class _Validator:
                     self.problems.append(f"general.plugins: no module named {module!r} (also searched in {folder})")
                     continue
                 raise PluginError(f"general.plugins: {module!r} could not be imported: {error!r}") from error
-
-    def _components(self, config: Config, data: dict[str, Any]) -> None:
-        for kind in _COMPONENT_SECTIONS:
-            for name, block in self._mapping_of(data.get(kind.section), kind.section).items():
-                self._store(config, kind, name, block, f"{kind.section}.{name}")
-        if data.get("workflow") is not None:
-            self._store(config, reg.FUNCTION, WORKFLOW, data["workflow"], "workflow")
 
     def _store(self, config: Config, kind: Kind, name: Any, block: Any, where: str) -> None:
         self.present.add((kind.section, str(name)))

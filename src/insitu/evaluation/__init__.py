@@ -1,1 +1,5 @@
-"""Datasets, evaluators, and the scheduler that runs the workflow on rows x repetitions."""
+"""Runs the workflow on dataset rows and scores the episodes.
+
+In: a configuration and its builder. Out: finished episodes (`collector`, read it first), and evaluations
+with their files (`run`). `remote` and `service` are the two ends of a workflow service.
+"""

@@ -4,6 +4,7 @@ import codecs
 import csv
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.config import Config
 from insitu.errors import ConfigError
-from insitu.evaluation.episode_protocol import read_step
+from insitu.evaluation.remote import read_step
 from insitu.registry import DATASET, not_found, register_dataset_loader, registry
 from insitu.schemas.components import DatasetBaseConfig
 from insitu.schemas.evaluation import EvalInputItem
@@ -84,14 +85,6 @@ def _csv_rows(path: Path) -> Rows:
             yield row
 
 
-def _parquet_rows(path: Path) -> Rows:
-    return _table_rows(path, "read_parquet")
-
-
-def _excel_rows(path: Path) -> Rows:
-    return _table_rows(path, "read_excel")
-
-
 def _table_rows(path: Path, reader: str) -> Rows:
     try:
         import polars
@@ -109,8 +102,8 @@ for _name, _reader in (
     ("json", _json_rows),
     ("jsonl", _jsonl_rows),
     ("csv", _csv_rows),
-    ("parquet", _parquet_rows),
-    ("xls", _excel_rows),
+    ("parquet", partial(_table_rows, reader="read_parquet")),
+    ("xls", partial(_table_rows, reader="read_excel")),
 ):
     _config = type(f"{_name.capitalize()}DatasetConfig", (FileDatasetConfig,), {"__module__": __name__}, name=_name)
     register_dataset_loader(config_type=_config)(_reader)

@@ -1,6 +1,6 @@
 """The workflow as a service: episodes for trainers in other processes, and plain requests.
 
-    POST /v1/episodes   one attempt at an episode, streamed as JSON lines (see `episode_protocol`)
+    POST /v1/episodes   one attempt at an episode, streamed as JSON lines (see `remote`)
     GET  /v1/episodes   what is served here
     POST /generate      {"input": ...} -> {"value": ...}
     GET  /health
@@ -24,7 +24,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from insitu.builder import Builder
 from insitu.config import Config
 from insitu.errors import InsituError, describe_error
-from insitu.evaluation.episode_protocol import (
+from insitu.evaluation.episodes import AttemptResult, classify, fail, in_process, is_own_cancellation
+from insitu.evaluation.remote import (
     EPISODES,
     HEARTBEAT_SECONDS,
     PROTOCOL,
@@ -35,7 +36,6 @@ from insitu.evaluation.episode_protocol import (
     ServedPolicy,
     encode,
 )
-from insitu.evaluation.episodes import AttemptResult, classify, fail, in_process, is_own_cancellation
 from insitu.http_format import error_body, http_url
 from insitu.registry import LLM
 from insitu.schemas.episodes import DropReason, Episode, Outcome

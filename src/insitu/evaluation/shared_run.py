@@ -35,12 +35,16 @@ def current_builder() -> Builder | None:
 @contextmanager
 def share(builder: Builder) -> Iterator[RunState]:
     """Makes `builder` and its run state current for all evaluations started in the body and in its tasks."""
+    if builder.run is not None:
+        yield builder.run
+        return
     builder.run = RunState(asyncio.Semaphore(builder.config.max_concurrency), asyncio.get_running_loop())
     token = _current.set(builder)
     try:
         yield builder.run
     finally:
         _current.reset(token)
+        builder.run = None
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from insitu.algorithms.statistics import mean_ci95
@@ -10,7 +11,7 @@ from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 from insitu.evaluation.evaluators import number, scores_by_row
 from insitu.evaluation.run import EvaluationRun
-from insitu.evaluation.shared_run import current_builder, evaluation_request
+from insitu.evaluation.shared_run import current_builder, evaluation_request, share
 from insitu.schemas.episodes import Episode
 from insitu.schemas.evaluation import EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneConfig
@@ -47,7 +48,8 @@ async def validate(
         options["override"] = () if run.validation_config_file else run.override
     reps = validation.reps if validation is not None else 1
     request = evaluation_request(run, dataset=dataset, reps=reps, write_output=False, **options)
-    output = await EvaluationRun(request, builder, on_episode, training=False).run_and_evaluate()
+    with nullcontext() if builder is None else share(builder):
+        output = await EvaluationRun(request, builder, on_episode, training=False).run_and_evaluate()
     return validation_metrics(output, run_config, epoch)
 
 

@@ -38,18 +38,8 @@ from insitu.trajectories.builder import GroupRecord
 
 logger = logging.getLogger(__name__)
 
-_BACKEND_METRICS = (
-    "loss",
-    "kl",
-    "entropy",
-    "grad_norm",
-    "clip_fraction",
-    "tokens",
-    "rows",
-    "steps",
-    "learning_rate",
-    "logprob_gap",
-    "ratio_mean",
+_BACKEND_METRICS = frozenset(
+    "loss kl entropy grad_norm clip_fraction tokens rows steps learning_rate logprob_gap ratio_mean".split()  # noqa: SIM905
 )
 
 
@@ -271,7 +261,7 @@ class InsituTrainer(Trainer):
         finally:
             self.report.end()
         metadata = status.metadata or {}
-        backend = {name: metadata[name] for name in _BACKEND_METRICS if name in metadata}
+        backend = {name: value for name, value in metadata.items() if name in _BACKEND_METRICS}
         result = replace(self.results[epoch], job=status.status, backend=backend)
         result = self.results[epoch] = result.timed("train", time.perf_counter() - started)
         if status.status is not TrainingStatusEnum.COMPLETED:

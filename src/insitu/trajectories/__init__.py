@@ -1,1 +1,1 @@
-"""Episodes -> trajectories -> groups -> training rows."""
+"""Turns finished episodes into trajectories, grouped by row: `builder`, with the `conversations` of each episode."""

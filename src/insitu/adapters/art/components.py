@@ -5,9 +5,8 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from insitu.adapters.art.config import ARTTrainerAdapterConfig, ARTTrainerConfig, ARTTrajectoryBuilderConfig
+from insitu.adapters.art.config import ARTTrainerAdapterConfig, ARTTrainerConfig, ARTTrajectoryBuilderConfig, load_art
 from insitu.adapters.art.conversion import check_order
-from insitu.adapters.art.library import load_art
 from insitu.adapters.art.trainer_adapter import ARTTrainerAdapter
 from insitu.advantages.credit import CallAdvantages
 from insitu.advantages.estimator import AdvantageEstimator, estimated_by_backend
@@ -26,9 +25,6 @@ class ARTTrajectoryBuilder(EpisodesBuilder):
     """
 
     needs_token_ids = False  # ART servers render prompts themselves and get the sampled tokens from the logprobs
-
-    def __init__(self, trajectory_builder_config: ARTTrajectoryBuilderConfig, builder: Builder) -> None:
-        super().__init__(trajectory_builder_config, builder)
 
     @property
     def evaluation_runs(self) -> dict[str, list[asyncio.Task[Any]]]:

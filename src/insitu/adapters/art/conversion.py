@@ -20,7 +20,7 @@ from typing import Any
 from insitu.errors import TrajectoryError
 from insitu.http_format import format_token_id
 from insitu.schemas.episodes import ModelCall
-from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory
+from insitu.schemas.finetuning import EpisodeItemRole, Trajectory
 from insitu.trajectories.conversations import Turn, conversations
 
 _FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "function_call")
@@ -56,7 +56,10 @@ def art_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     label = episode_label(trajectory.id)
     if not math.isfinite(trajectory.reward):
         raise TrajectoryError(f"{label}: its reward is {trajectory.reward}; allowed: a finite number")
-    histories = _call_histories(trajectory) if trajectory.trained_calls else [_item_history(trajectory.episode)]
+    if trajectory.trained_calls:
+        histories = _call_histories(trajectory)
+    else:
+        histories = [{"messages_and_choices": [_item_turn(item) for item in trajectory.episode], "tools": None}]
     if not any("message" in turn for history in histories for turn in history["messages_and_choices"]):
         raise TrajectoryError(f"{label}: no assistant message has logprobs; there is nothing to train")
     histories.sort(key=lambda history: -len(history["messages_and_choices"]))
@@ -73,22 +76,14 @@ def art_trajectory(trajectory: Trajectory) -> dict[str, Any]:
 def _call_histories(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Each trained call is a choice in exactly one history; all other calls are plain messages."""
     trained = {trajectory.calls[index].index for index in trajectory.trained_calls}
-    return [
-        history
-        for turns in conversations(trajectory.calls)
-        for history in _split_by_tools([turn if _is_trained(turn, trained) else Turn(turn.message) for turn in turns])
-    ]
+    return [history for turns in conversations(trajectory.calls) for history in _split_by_tools(turns, trained)]
 
 
-def _is_trained(turn: Turn, trained: set[int]) -> bool:
-    return turn.call is not None and turn.call.index in trained
-
-
-def _split_by_tools(turns: list[Turn]) -> list[dict[str, Any]]:
-    """One history per set of tools in a conversation, each up to the last completion with these tools."""
+def _split_by_tools(turns: list[Turn], trained: set[int]) -> list[dict[str, Any]]:
+    """One history per set of tools in a conversation, each up to the last trained call with these tools."""
     by_tools: dict[str, list[int]] = {}
     for index, turn in enumerate(turns):
-        if turn.call is not None:
+        if turn.call is not None and turn.call.index in trained:
             by_tools.setdefault(json.dumps(turn.call.tools or None), []).append(index)
     return [
         {
@@ -124,12 +119,8 @@ def _choice(message: dict[str, Any], logprobs: Any, finish_reason: str | None) -
     }
 
 
-def _item_history(items: Sequence[Any]) -> dict[str, Any]:
+def _item_turn(item: Any) -> dict[str, Any]:
     """The documented conversion, for trajectories without calls."""
-    return {"messages_and_choices": [_item_turn(item) for item in items], "tools": None}
-
-
-def _item_turn(item: EpisodeItem) -> dict[str, Any]:
     metadata = item.metadata or {}
     extra = {name: metadata[name] for name in ("tool_calls", "tool_call_id", "name") if metadata.get(name) is not None}
     message = {"role": _ROLES.get(item.role, item.role.value), "content": item.content, **extra}

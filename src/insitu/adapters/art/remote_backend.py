@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -106,15 +107,12 @@ class _RemoteBackend:
         body = {"config": config.model_dump(), "dev_config": dict(dev_config), "verbose": verbose}
         data = await asyncio.to_thread(_body_with_groups, model, trajectory_groups, body)
         headers = {"Idempotency-Key": key} if key else {}
-        try:
-            async with self._open("POST", self._base_url + "/_train_model", data, _TRAINING, **headers) as response:
-                if response.status >= 400:
-                    raise await _error_of(response)
-                async for line in response.content:
-                    if line.strip():
-                        yield self._metrics(line)
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise self._unavailable(error) from error
+        async with self._open("POST", self._base_url + "/_train_model", data, _TRAINING, **headers) as response:
+            if response.status >= 400:
+                raise await _error_of(response)
+            async for line in response.content:
+                if line.strip():
+                    yield self._metrics(line)
 
     async def failure_of(self, key: str) -> str | None:
         """Why the training job of this key failed, if the server reports it (`insitu backend` does, at /art/jobs)."""
@@ -157,9 +155,8 @@ class _RemoteBackend:
         await self._post(path, model.safe_model_dump())
 
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
-        await self._post(
-            "/_delete_checkpoint_files", {"model": model.safe_model_dump(), "steps_to_keep": steps_to_keep}
-        )
+        body = {"model": model.safe_model_dump(), "steps_to_keep": steps_to_keep}
+        await self._post("/_delete_checkpoint_files", body)
 
     async def health(self) -> str | None:
         """The problem with the server, or None if `/healthcheck` or `/health` returns 200."""
@@ -170,8 +167,8 @@ class _RemoteBackend:
                     if response.status == 200:
                         return None
                     problem = f"{self._base_url}{path} answered {response.status}"
-            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                return str(self._unavailable(error))
+            except BackendUnavailable as error:
+                return str(error)
         return problem
 
     async def _post(self, path: str, body: Any, limit: aiohttp.ClientTimeout = _SHORT) -> Any:
@@ -180,22 +177,27 @@ class _RemoteBackend:
     async def _request(
         self, method: str, url: str, data: bytes | None, limit: aiohttp.ClientTimeout, **headers: str
     ) -> Any:
-        try:
-            async with self._open(method, url, data, limit, **headers) as response:
-                if response.status >= 400:
-                    raise await _error_of(response)
-                text = await response.read()
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise self._unavailable(error) from error
+        async with self._open(method, url, data, limit, **headers) as response:
+            if response.status >= 400:
+                raise await _error_of(response)
+            text = await response.read()
         try:
             return orjson.loads(text or b"null")
         except orjson.JSONDecodeError as error:
             raise self._unexpected(url, text.decode(errors="replace")) from error
 
-    def _open(self, method: str, url: str, data: bytes | None, limit: aiohttp.ClientTimeout, **headers: str) -> Any:
+    @asynccontextmanager
+    async def _open(
+        self, method: str, url: str, data: bytes | None, limit: aiohttp.ClientTimeout, **headers: str
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Raises BackendUnavailable for a lost connection."""
         if self._session is None or self._session.closed:
             self._session = aiohttp.ClientSession(headers=self._headers)
-        return self._session.request(method, url, data=data, timeout=limit, headers=headers)
+        try:
+            async with self._session.request(method, url, data=data, timeout=limit, headers=headers) as response:
+                yield response
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise self._unavailable(error) from error
 
     def _unexpected(self, where: str, body: Any) -> BackendError:
         url = where if "://" in where else self._base_url + where
@@ -222,11 +224,8 @@ def serialize_group(group: Any) -> orjson.Fragment:
 
 
 def _history(history: Any) -> dict[str, Any]:
-    turns = history.messages_and_choices
-    return {
-        "messages_and_choices": [turn if isinstance(turn, dict) else turn.model_dump() for turn in turns],
-        "tools": history.tools,
-    }
+    turns = [turn if isinstance(turn, dict) else turn.model_dump() for turn in history.messages_and_choices]
+    return {"messages_and_choices": turns, "tools": history.tools}
 
 
 def _body_with_groups(model: Any, groups: Iterable[Any], fields: dict[str, Any]) -> bytes:

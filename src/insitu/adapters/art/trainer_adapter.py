@@ -5,15 +5,15 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from openai.types.chat.chat_completion import Choice
 from pydantic import ValidationError
 
-from insitu.adapters.art.config import ARTTrainerAdapterConfig
+from insitu.adapters.art.config import ARTTrainerAdapterConfig, internal_config, load_art, server_config, train_config
 from insitu.adapters.art.conversion import art_trajectory, check_order, episode_label
-from insitu.adapters.art.library import internal_config, load_art, server_config, train_config
 from insitu.adapters.art.remote_backend import mean_metrics, remote_backend, serialize_group
 from insitu.errors import BackendUnavailable, InsituError, JobFailed, TrajectoryError
 from insitu.http_format import gc_paused, http_url
@@ -87,9 +87,8 @@ class ARTTrainerAdapter(TrainerAdapter):
         self._model_internal_config = internal_config(self._art, backend)
         self._server_config = server_config(self._art, backend)
         self._train_config, self._dev_config = train_config(self._art, adapter_config.training)
-        self.remote_backend: art.Backend = remote_backend(
-            self._art, http_url(backend.ip, backend.port), backend.api_key
-        )
+        url = http_url(backend.ip, backend.port)
+        self.remote_backend: art.Backend = remote_backend(self._art, url, backend.api_key)
         self.model: art.TrainableModel = self._art.TrainableModel(
             name=backend.name,
             project=backend.project,
@@ -106,6 +105,10 @@ class ARTTrainerAdapter(TrainerAdapter):
         """The last submitted training task of each run."""
         return self._training_jobs
 
+    @property
+    def _remote(self) -> Any:
+        return self.remote_backend
+
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Registers the model with the server. Raises BackendUnavailable if the server is not healthy."""
         await super().initialize(run_config)
@@ -113,16 +116,12 @@ class ARTTrainerAdapter(TrainerAdapter):
             raise BackendUnavailable(f"the ART server cannot be used: {problem}")
         await self.model.register(self.remote_backend, _openai_client_config=self._server_config)
 
-    @property
-    def _remote(self) -> Any:
-        return self.remote_backend
-
     def training_settings(self) -> dict[str, Any]:
         return self.config.training.model_dump(mode="json", exclude_none=True)
 
     async def is_healthy(self) -> bool:
         problem = await self._remote.health()
-        if problem:
+        if problem is not None:
             logger.warning("%s", problem)
         return problem is None
 
@@ -139,10 +138,8 @@ class ARTTrainerAdapter(TrainerAdapter):
         await self._remote.list_names()
         name = self._remote._model_inference_name(self.model)
         key = self.model.inference_api_key or self.config.backend.api_key
-        return PolicyEndpoint(self._remote.inference_url, name, key, step, self._current_name)
-
-    def _current_name(self) -> str:
-        return str(self._remote._model_inference_name(self.model))
+        current_name = partial(self._remote._model_inference_name, self.model)
+        return PolicyEndpoint(self._remote.inference_url, name, key, step, current_name)
 
     async def _validate_episode_order(self, traj: Trajectory) -> None:
         """Raises ValueError if ART cannot train this order of roles, see `check_order`."""
@@ -154,11 +151,14 @@ class ARTTrainerAdapter(TrainerAdapter):
         """One ART group per list. Raises ValueError for a trajectory that ART cannot train."""
         for trajectory in (t for group in trajectory_lists for t in group):
             await self._validate_episode_order(trajectory)
-        return await asyncio.to_thread(self._art_groups, trajectory_lists)
 
-    def _art_groups(self, trajectory_lists: list[list[Trajectory]]) -> "list[art.TrajectoryGroup]":
-        with gc_paused():
-            return [self._art.TrajectoryGroup([self._art_trajectory(t) for t in group]) for group in trajectory_lists]
+        def convert() -> "list[art.TrajectoryGroup]":
+            with gc_paused():
+                return [
+                    self._art.TrajectoryGroup([self._art_trajectory(t) for t in group]) for group in trajectory_lists
+                ]
+
+        return await asyncio.to_thread(convert)
 
     def _art_trajectory(self, trajectory: Trajectory) -> "art.Trajectory":
         fields = art_trajectory(trajectory)
@@ -287,14 +287,23 @@ class ARTTrainerAdapter(TrainerAdapter):
         job = self._job(ref)
         task = job.task
         assert task is not None
+        progress = message = None
         if not task.done():
-            return _status(ref, job, TrainingStatusEnum.RUNNING, _progress(job), None)
-        if task.cancelled():
-            return _status(ref, job, TrainingStatusEnum.CANCELED, None, "canceled")
-        if (error := task.exception()) is not None:
-            return _status(ref, job, TrainingStatusEnum.FAILED, None, f"{type(error).__name__}: {error}")
-        return _status(
-            ref, job, TrainingStatusEnum.COMPLETED, 100.0, job.lost_reply and f"trained, but {job.lost_reply}"
+            status = TrainingStatusEnum.RUNNING
+            if total := mean_metrics(job.step_metrics[-1:]).get("num_gradient_steps"):
+                progress = 100.0 * len(job.step_metrics) / total
+        elif task.cancelled():
+            status, message = TrainingStatusEnum.CANCELED, "canceled"
+        elif (error := task.exception()) is not None:
+            status, message = TrainingStatusEnum.FAILED, f"{type(error).__name__}: {error}"
+        else:
+            status, progress = TrainingStatusEnum.COMPLETED, 100.0
+            message = job.lost_reply and f"trained, but {job.lost_reply}"
+        metrics: dict[str, Any] = {"tokens": job.sampled_tokens, **known_metrics(mean_metrics(job.step_metrics))}
+        if job.final_step is not None:
+            metrics["step"] = job.final_step
+        return TrainingJobStatus(
+            run_id=ref.run_id, backend=BACKEND, status=status, progress=progress, message=message, metadata=metrics
         )
 
     def _job(self, ref: TrainingJobRef) -> _Job:
@@ -313,22 +322,6 @@ class ARTTrainerAdapter(TrainerAdapter):
 
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         logger.info("job %s: %s", (ref.metadata or {}).get("job"), metrics)
-
-
-def _status(
-    ref: TrainingJobRef, job: _Job, status: TrainingStatusEnum, progress: float | None, message: str | None
-) -> TrainingJobStatus:
-    metrics: dict[str, Any] = {"tokens": job.sampled_tokens, **known_metrics(mean_metrics(job.step_metrics))}
-    if job.final_step is not None:
-        metrics["step"] = job.final_step
-    return TrainingJobStatus(
-        run_id=ref.run_id, backend=BACKEND, status=status, progress=progress, message=message, metadata=metrics
-    )
-
-
-def _progress(job: _Job) -> float | None:
-    total = mean_metrics(job.step_metrics[-1:]).get("num_gradient_steps")
-    return 100.0 * len(job.step_metrics) / total if total else None
 
 
 def _sampled_tokens(collection: TrajectoryCollection) -> int:

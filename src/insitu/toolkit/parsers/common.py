@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from insitu.errors import TrajectoryError
-from insitu.evaluation.episode_protocol import plain
+from insitu.evaluation.remote import plain
 from insitu.http_format import parse_token_ids
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, IntermediateStepType
 

@@ -1,9 +1,9 @@
 """The protocols of OpenPipe ART: its official clients sample from and train this backend.
 
-routes        the endpoints of `art run`; serverless: those of `art.ServerlessBackend`
+routes        the endpoints of `art run` and of `art.ServerlessBackend`
 jobs          a client's training request as a training job
 trajectories  parses what clients send; settings: their configuration as training settings; rows: training rows
-models        the models that clients train, their names and checkpoints; metrics_log: what was logged for each step
+models        the models that clients train, their names, checkpoints and logged metrics
 responses     request bodies, errors, and the streamed response of a training request
 """
 
@@ -11,8 +11,7 @@ from insitu.backend.http import ApiRoute
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.jobs import ArtJobs
 from insitu.backend.protocols.art.models import ArtModels
-from insitu.backend.protocols.art.routes import art_routes
-from insitu.backend.protocols.art.serverless import serverless_routes
+from insitu.backend.protocols.art.routes import art_routes, serverless_routes
 
 
 def routes(services: Services) -> list[ApiRoute]:

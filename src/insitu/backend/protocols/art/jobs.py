@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from insitu.backend.protocols import Services
-from insitu.backend.protocols.art.models import ArtModels, RegisteredModel
-from insitu.backend.protocols.art.rows import ArtBatch, BatchOptions, build_batch
+from insitu.backend.protocols.art.models import ArtModels
+from insitu.backend.protocols.art.rows import ArtBatch, build_batch
 from insitu.backend.protocols.art.settings import TrainPlan, parse_plan
 from insitu.backend.protocols.art.trajectories import ArtGroup, ArtModel, parse_groups
 from insitu.backend.training.batches import optimizer_steps
@@ -123,7 +123,9 @@ class ArtJobs:
     async def _start(self, request: TrainRequest) -> ArtJob:
         registered = await self._models.open(request.model)
         plan = parse_plan(request.model, request.config, request.dev_config)
-        self._warn_ignored(registered, plan)
+        if ignored := sorted(set(plan.ignored) - registered.ignored_settings):
+            registered.ignored_settings.update(ignored)
+            logger.warning("model %s: settings without effect here: %s", registered.model.key, ", ".join(ignored))
         groups, batch = await asyncio.to_thread(self._build_batch, request, plan)
         lora = plan.settings.lora or registered.learner.lora
         settings = plan.settings.model_copy(update={"steps_per_iteration": batch.sequences or None, "lora": lora})
@@ -155,24 +157,11 @@ class ArtJobs:
 
     def _build_batch(self, request: TrainRequest, plan: TrainPlan) -> tuple[list[ArtGroup], ArtBatch]:
         groups = parse_groups(request.groups)
-        limit = self._loaded.max_length
-        options = BatchOptions(
-            plan.scale_rewards,
-            plan.advantage_balance,
-            min(plan.max_length or limit, limit),
-            plan.packed_length,
-            plan.max_length,
-        )
 
         def render(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[int]:
             return self._tokenizer.render_prompt(messages, tools, plan.template_kwargs)
 
-        return groups, build_batch(groups, options, render, self._loaded.vocab_size)
-
-    def _warn_ignored(self, registered: RegisteredModel, plan: TrainPlan) -> None:
-        if new := sorted(set(plan.ignored) - registered.ignored_settings):
-            registered.ignored_settings.update(new)
-            logger.warning("model %s: settings without effect here: %s", registered.model.key, ", ".join(new))
+        return groups, build_batch(groups, plan, render, self._loaded.max_length, self._loaded.vocab_size)
 
     def get(self, id: str) -> ArtJob:
         if id not in self._jobs:

@@ -15,7 +15,8 @@ import numpy as np
 
 from insitu.advantages.credit import AdvantageConfig, group_advantages
 from insitu.advantages.estimator import rows_of
-from insitu.backend.protocols.art.trajectories import ArtGroup, ArtHistory, ArtTrajectory
+from insitu.backend.protocols.art.settings import TrainPlan
+from insitu.backend.protocols.art.trajectories import ArtGroup, ArtHistory
 from insitu.backend.training.batches import Row
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import ModelCall, TrainingRow
@@ -37,22 +38,13 @@ class ArtBatch:
     trainable_groups: int = 0
 
 
-@dataclass(frozen=True)
-class BatchOptions:
-    """Lengths in tokens: `max_length` of a row; `packed_length` of a packed sequence, None for the default, which
-    `sequence_limit` (the client's maximum sequence length) bounds."""
-
-    scale_rewards: bool
-    advantage_balance: float
-    max_length: int
-    packed_length: int | None = None
-    sequence_limit: int | None = None
-
-
-def build_batch(groups: Sequence[ArtGroup], options: BatchOptions, render: Render, vocab_size: int) -> ArtBatch:
-    """Raises RequestRefused for invalid token ids or rewards."""
+def build_batch(
+    groups: Sequence[ArtGroup], plan: TrainPlan, render: Render, max_length: int, vocab_size: int
+) -> ArtBatch:
+    """`max_length` is the model's. Raises RequestRefused for invalid token ids or rewards."""
     batch = ArtBatch()
-    convention = AdvantageConfig(scale="population_std" if options.scale_rewards else "none", epsilon=1e-6)
+    row_limit = min(plan.max_length or max_length, max_length)
+    convention = AdvantageConfig(scale="population_std" if plan.scale_rewards else "none", epsilon=1e-6)
     advantages: dict[str, float] = {}
     rows_by_group: list[list[TrainingRow]] = []
     for number, group in enumerate(groups):
@@ -66,12 +58,15 @@ def build_batch(groups: Sequence[ArtGroup], options: BatchOptions, render: Rende
                 batch.dropped["equal_rewards"] += 1
                 continue
             episode = f"{number}/{index}"
-            rows = _training_rows(trajectory, episode, render, vocab_size)
-            fitting = [row for row in rows if len(row.token_ids) <= options.max_length]
+            rows: list[TrainingRow] = []
+            for history in trajectory.histories:
+                calls = _calls(history, render, vocab_size, episode)
+                rows += rows_of(calls, dict.fromkeys(range(len(calls)), 1.0), episode)
+            fitting = [row for row in rows if len(row.token_ids) <= row_limit]
             batch.dropped["too_long"] += len(rows) - len(fitting)
             batch.dropped["no_logprobs"] += not rows
             if fitting:
-                advantages[episode] = _balance(advantage, options.advantage_balance)
+                advantages[episode] = _balance(advantage, plan.advantage_balance)
                 group_rows += fitting
         rows_by_group.append(group_rows)
     mean = sum(map(abs, advantages.values())) / max(len(advantages), 1)
@@ -79,7 +74,7 @@ def build_batch(groups: Sequence[ArtGroup], options: BatchOptions, render: Rende
         batch.dropped["no_weight"] += len(advantages)  # advantage_balance is 1 or -1 and all have the other sign
     else:
         batch.rows = [_row(row, advantages[row.episode] / mean) for group in rows_by_group for row in group]
-        batch.sequences = _count_sequences(rows_by_group, options)
+        batch.sequences = _count_sequences(rows_by_group, plan)
     batch.dropped = +batch.dropped
     return batch
 
@@ -87,14 +82,6 @@ def build_batch(groups: Sequence[ArtGroup], options: BatchOptions, render: Rende
 def _balance(advantage: float, balance: float) -> float:
     """`balance` above 0 scales down negative advantages, below 0 positive ones."""
     return advantage * (1 - max(balance, 0.0) if advantage < 0 else 1 + min(balance, 0.0))
-
-
-def _training_rows(trajectory: ArtTrajectory, episode: str, render: Render, vocab_size: int) -> list[TrainingRow]:
-    rows: list[TrainingRow] = []
-    for history in trajectory.histories:
-        calls = _calls(history, render, vocab_size, episode)
-        rows += rows_of(calls, dict.fromkeys(range(len(calls)), 1.0), episode)
-    return rows
 
 
 def _calls(history: ArtHistory, render: Render, vocab_size: int, episode: str) -> list[ModelCall]:
@@ -131,11 +118,11 @@ def _row(row: TrainingRow, advantage: float) -> Row:
     )
 
 
-def _count_sequences(groups: Sequence[Sequence[TrainingRow]], options: BatchOptions) -> int:
+def _count_sequences(groups: Sequence[Sequence[TrainingRow]], plan: TrainPlan) -> int:
     """Number of sequences ART packs the rows into, in order; rows of a group share their common prefix once."""
     longest = max(len(row.token_ids) for rows in groups for row in rows)
     default = math.ceil(longest / PACKING_MULTIPLE) * PACKING_MULTIPLE
-    length = options.packed_length or min(default, options.sequence_limit or default)
+    length = plan.packed_length or min(default, plan.max_length or default)
     sequences, room = 1, length
     for rows in groups:
         prefix = _shared_prefix(rows)

@@ -80,8 +80,15 @@ def parse_plan(model: ArtModel, config: Mapping[str, Any], dev_config: Mapping[s
         "kl": {"beta": reader.pop("beta", float, 0.0), "estimator": "k3"},
         "loss_agg_mode": "sequence",
         "seed": reader.pop("peft_args.random_state", int, 3407),
-        "lora": _lora(reader) if model.config.get("peft_args") else None,
+        "lora": None,
     }
+    if model.config.get("peft_args"):
+        settings["lora"] = {
+            "rank": reader.pop("peft_args.r", int, 8),
+            "alpha": reader.pop("peft_args.lora_alpha", float, 16),
+            "dropout": reader.pop("peft_args.lora_dropout", float, 0.0),
+            "target_modules": reader.pop("peft_args.target_modules", list, None) or "all-linear",
+        }
     balance = reader.pop("advantage_balance", float, 0.0)
     if not -1 <= balance <= 1:
         raise _refused("advantage_balance", balance, "from -1 to 1")
@@ -166,15 +173,6 @@ def _optimizer(reader: _Reader) -> dict[str, Any]:
         ),
         "weight_decay": reader.pop("trainer_args.weight_decay", float, 0.1),
         "max_grad_norm": reader.pop("trainer_args.max_grad_norm", float, 0.1),
-    }
-
-
-def _lora(reader: _Reader) -> dict[str, Any]:
-    return {
-        "rank": reader.pop("peft_args.r", int, 8),
-        "alpha": reader.pop("peft_args.lora_alpha", float, 16),
-        "dropout": reader.pop("peft_args.lora_dropout", float, 0.0),
-        "target_modules": reader.pop("peft_args.target_modules", list, None) or "all-linear",
     }
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import AsyncIterator
+from typing import TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,6 +16,7 @@ from insitu.schemas.training_jobs import TrainingSettings
 CHUNK_BYTES = 1 << 18
 """Bytes decompressed before other tasks of the event loop run."""
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
+M = TypeVar("M", bound=BaseModel)
 
 
 class Limits(BaseModel):
@@ -59,7 +61,7 @@ async def read_job(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) 
     number = 0
     async for line in _lines(_decoded(chunks, encoding, limits), limits):
         if header is None:
-            header = _header(line)
+            header = _parse_line(JobHeader, line, "line 1 (settings)")
             continue
         number += 1
         if number > header.num_rows:
@@ -88,9 +90,8 @@ async def _decoded(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) 
                 try:
                     part = unzip.decompress(chunk, CHUNK_BYTES)
                 except zlib.error as error:
-                    raise _refused(
-                        f"Content-Encoding is gzip, but the body is not: {error}", "Content-Encoding"
-                    ) from None
+                    problem = f"Content-Encoding is gzip, but the body is not: {error}"
+                    raise _refused(problem, "Content-Encoding") from None
                 chunk = unzip.unconsumed_tail
                 if unzip.unused_data:
                     raise _refused("there is data after the end of the gzip stream", "Content-Encoding")
@@ -118,20 +119,29 @@ async def _lines(chunks: AsyncIterator[bytes], limits: Limits) -> AsyncIterator[
         yield rest
 
 
-def _header(line: bytes) -> JobHeader:
+def _parse_line(model: type[M], line: bytes, where: str) -> M:
+    """Raises RequestRefused with pydantic's first error: the key and its value, or the allowed keys."""
     try:
-        return JobHeader.model_validate_json(line)
+        return model.model_validate_json(line)
     except ValidationError as error:
-        raise _invalid("line 1 (settings)", error) from None
+        first = error.errors(include_url=False)[0]
+    key = ".".join(map(str, first["loc"]))
+    problem = first["msg"]
+    if first["type"] == "extra_forbidden":
+        is_setting = len(first["loc"]) == 2 and first["loc"][0] == "settings"
+        known = f"; there are {', '.join(sorted(TrainingSettings.model_fields))}" if is_setting else ""
+        problem = f"there is no such key{known}"
+    elif first["type"] == "json_invalid":
+        problem = f"not JSON: {first['ctx']['error']}"
+    elif isinstance(first["input"], str | int | float | bool | None):
+        problem += f", not {first['input']!r}"
+    raise _refused(f"{where}: {key + ': ' if key else ''}{problem}", key or None)
 
 
 def _row(line: bytes, number: int, limits: Limits) -> Row | None:
     """Returns None for a row without trained tokens."""
     where = f"row {number}"
-    try:
-        sent = _RowLine.model_validate_json(line)
-    except ValidationError as error:
-        raise _invalid(where, error) from None
+    sent = _parse_line(_RowLine, line, where)
     length = len(sent.token_ids)
     for name in ("loss_mask", "logprobs", "advantages"):
         values = getattr(sent, name)
@@ -141,16 +151,14 @@ def _row(line: bytes, number: int, limits: Limits) -> Row | None:
         raise _refused(f"{where}: token_ids has {length} entries; the model takes {limits.max_length}", "token_ids")
     for index, token in enumerate(sent.token_ids):
         if not 0 <= token < limits.vocab_size:
-            raise _refused(
-                f"{where}: token_ids[{index}] is {token}; the vocabulary ends at {limits.vocab_size - 1}", "token_ids"
-            )
+            problem = f"token_ids[{index}] is {token}; the vocabulary ends at {limits.vocab_size - 1}"
+            raise _refused(f"{where}: {problem}", "token_ids")
     for index, bit in enumerate(sent.loss_mask):
         if bit not in (0, 1):
             raise _refused(f"{where}: loss_mask[{index}] is {bit}; allowed: 0, 1", "loss_mask")
     if sent.loss_mask and sent.loss_mask[0]:
-        raise _refused(
-            f"{where}: loss_mask[0] is 1, but the first token has no context to predict it from", "loss_mask"
-        )
+        problem = "loss_mask[0] is 1, but the first token has no context to predict it from"
+        raise _refused(f"{where}: {problem}", "loss_mask")
     positions = [index for index, bit in enumerate(sent.loss_mask) if bit]
     if not positions:
         return None
@@ -171,22 +179,6 @@ def _finite(where: str, name: str, values: list[float | None], positions: list[i
         if value is None or not abs(value) <= _MAX_FLOAT32:
             raise _refused(f"{where}: {name}[{index}] is {value}, but that token is trained (loss_mask 1)", name)
     return np.array([values[index] for index in positions], dtype=np.float32)
-
-
-def _invalid(where: str, error: ValidationError) -> RequestRefused:
-    """pydantic's first error, with the key and its value, or the existing keys."""
-    first = error.errors(include_url=False)[0]
-    key = ".".join(map(str, first["loc"]))
-    problem = first["msg"]
-    if first["type"] == "extra_forbidden":
-        model = TrainingSettings if first["loc"][0] == "settings" else None
-        known = sorted(model.model_fields) if model and len(first["loc"]) == 2 else []
-        problem = "there is no such key" + (f"; there are {', '.join(known)}" if known else "")
-    elif first["type"] == "json_invalid":
-        problem = f"not JSON: {first['ctx']['error']}"
-    elif isinstance(first["input"], str | int | float | bool | None):
-        problem += f", not {first['input']!r}"
-    return _refused(f"{where}: {key + ': ' if key else ''}{problem}", key or None, "invalid_job")
 
 
 def _refused(message: str, param: str | None = None, code: str = "invalid_job", *, status: int = 400) -> RequestRefused:

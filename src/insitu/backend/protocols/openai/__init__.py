@@ -1,8 +1,7 @@
 """The OpenAI-compatible endpoints: completions of chats and of texts, and the list of models.
 
-completions           the endpoint of both kinds: a request in, the engine's outputs out, streamed or not
-chat, text            the two kinds: request, prompt, and format of the response
-requests, responses   what both kinds share
+completions  the endpoint of both kinds: a request in, the engine's outputs out, streamed or not
+chat, text   the two kinds: request, prompt, and format of the response; base: what both share
 """
 
 from pydantic import BaseModel

@@ -11,8 +11,14 @@ from pydantic import Field, PrivateAttr
 from insitu.backend.inference.sampling import MAX_TOP_LOGPROBS
 from insitu.backend.inference.scheduler import OutputDelta, SampledToken
 from insitu.backend.inference.tokenizer import ChatTokenizer, overlap
-from insitu.backend.protocols.openai.requests import FinishReason, RequestModel, SamplingRequest
-from insitu.backend.protocols.openai.responses import ResponseBase, ResponseFormatter, ResponseModel
+from insitu.backend.protocols.openai.base import (
+    FinishReason,
+    RequestModel,
+    ResponseBase,
+    ResponseFormatter,
+    ResponseModel,
+    SamplingRequest,
+)
 from insitu.errors import RequestRefused
 
 TOOL_CALL_START = "<tool_call>"

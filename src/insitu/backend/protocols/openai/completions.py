@@ -12,8 +12,7 @@ from insitu.backend.http import parse_body, read_body, refused_response, wait_fo
 from insitu.backend.inference.engine import Engine, ModelRegistry, WeightVersion
 from insitu.backend.inference.sampling import GenerationRequest
 from insitu.backend.inference.scheduler import OutputDelta
-from insitu.backend.protocols.openai.requests import SamplingRequest, parse_request
-from insitu.backend.protocols.openai.responses import ResponseFormatter
+from insitu.backend.protocols.openai.base import ResponseFormatter, SamplingRequest, parse_request
 from insitu.errors import BackendError, RequestRefused
 from insitu.http_format import DONE, error_body, format_event
 
@@ -74,27 +73,18 @@ class CompletionEndpoint:
         model = self._models.find(request.model)
         if model.returns_token_ids:
             request.enable_token_ids()
-        prompts = request.prompts(self._engine.tokenizer)
+        prompts, key = request.prompts(self._engine.tokenizer), request.prompt_key
+        vocab_size, max_length = self._engine.vocab_size, self._engine.options.max_length
         for prompt in prompts:
-            self._check(prompt, request.prompt_key)
-        return request, request.generation_requests(prompts, self._engine.options.max_length), model.weights
-
-    def _check(self, prompt: list[int], key: str) -> None:
-        """Raises RequestRefused for prompts that are empty, too long or contain unknown token ids."""
-        max_length = self._engine.options.max_length
-        if not prompt:
-            raise RequestRefused(f"{key} gives a prompt without tokens", param=key)
-        if max(prompt) >= self._engine.vocab_size:  # on a GPU an index out of range would end the process
-            raise RequestRefused(
-                f"{key} gives a prompt with token {max(prompt)}; the vocabulary ends at {self._engine.vocab_size - 1}",
-                param=key,
-            )
-        if len(prompt) >= max_length:
-            raise RequestRefused(
-                f"the prompt has {len(prompt)} tokens; prompt and completion together may have {max_length}",
-                param=key,
-                code="context_length_exceeded",
-            )
+            if not prompt:
+                raise RequestRefused(f"{key} gives a prompt without tokens", param=key)
+            if max(prompt) >= vocab_size:  # on a GPU an index out of range would end the process
+                problem = f"a prompt with token {max(prompt)}; the vocabulary ends at {vocab_size - 1}"
+                raise RequestRefused(f"{key} gives {problem}", param=key)
+            if len(prompt) >= max_length:
+                problem = f"the prompt has {len(prompt)} tokens; prompt and completion together may have {max_length}"
+                raise RequestRefused(problem, param=key, code="context_length_exceeded")
+        return request, request.generation_requests(prompts, max_length), model.weights
 
     async def _complete(self, job: Job, formatter: ResponseFormatter, receive: Receive, send: Send) -> None:
         _, requests, weights = job
@@ -104,12 +94,8 @@ class CompletionEndpoint:
         if self._log is not None:
             self._log.write(requests, outputs, streamed=False)
         body = orjson.dumps(formatter.response(outputs))
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"x-policy-version", str(outputs[0].version).encode()),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        length = (b"content-length", str(len(body)).encode())
+        await send(_response_start(outputs[0].version, b"application/json", length))
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, job: Job, formatter: ResponseFormatter, receive: Receive, send: Send) -> None:
@@ -127,7 +113,8 @@ class CompletionEndpoint:
         try:
             async for index, delta in self._engine.stream(requests, weights):
                 if not any(deltas):
-                    await send(_stream_start(delta.version))
+                    no_cache = (b"cache-control", b"no-cache")
+                    await send(_response_start(delta.version, b"text/event-stream; charset=utf-8", no_cache))
                 deltas[index].append(delta)
                 await send(_event(orjson.dumps(formatter.chunk(index, delta))))
             if request.include_usage:
@@ -162,12 +149,8 @@ async def _cancel_on_disconnect(work: Coroutine[Any, Any, T], receive: Receive) 
         task.cancel()
 
 
-def _stream_start(version: int) -> dict[str, Any]:
-    headers = [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-policy-version", str(version).encode()),
-    ]
+def _response_start(version: int, content_type: bytes, header: tuple[bytes, bytes]) -> dict[str, Any]:
+    headers = [(b"content-type", content_type), header, (b"x-policy-version", str(version).encode())]
     return {"type": "http.response.start", "status": 200, "headers": headers}
 
 

@@ -9,8 +9,13 @@ from pydantic_core import PydanticCustomError
 from insitu.backend.inference.sampling import MAX_TOP_LOGPROBS
 from insitu.backend.inference.scheduler import OutputDelta
 from insitu.backend.inference.tokenizer import ChatTokenizer
-from insitu.backend.protocols.openai.requests import FinishReason, SamplingRequest
-from insitu.backend.protocols.openai.responses import ResponseBase, ResponseFormatter, ResponseModel
+from insitu.backend.protocols.openai.base import (
+    FinishReason,
+    ResponseBase,
+    ResponseFormatter,
+    ResponseModel,
+    SamplingRequest,
+)
 from insitu.errors import RequestRefused
 
 MAX_CHOICES = 1024
