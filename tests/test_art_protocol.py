@@ -138,6 +138,7 @@ async def test_a_recorded_session_of_0_5_18(loaded, tmp_path):
                 jobs[before["id"]] = answer["id"]
             elif path.endswith("/events"):
                 while answer["data"][-1]["type"] not in ("training_ended", "training_failed"):
+                    await asyncio.sleep(0.05)
                     answer = (await client.get(path)).json()
                 assert [event["type"] for event in answer["data"]] == [event["type"] for event in before["data"]]
                 assert answer["data"][0] == before["data"][0]

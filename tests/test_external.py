@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from factories import digits_project, read_lines, write_rows
 from fake_openai import FakeOpenAI, encode
-from processes import HANGS, run_project
+from processes import HANGS, forked_python, run_project
 
 from insitu.config import load_config
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
@@ -91,8 +91,10 @@ if {stream}:
 else:
     print(openai.OpenAI().chat.completions.create(**asked).choices[0].message.content)
 """
-    env = {"PYTHONPATH": str(Path(sys.prefix) / "openai2")} if release == 2 else {}
-    assert await output(tmp_path, server, code, env=env) == "echo: hi"
+    block: dict[str, Any] = {"command": [forked_python(), "agent.py"]}
+    if release == 2:
+        block = {"env": {"PYTHONPATH": str(Path(sys.prefix) / "openai2")}}
+    assert await output(tmp_path, server, code, **block) == "echo: hi"
 
 
 async def test_arguments_environment_and_forms_of_answer(tmp_path: Path, server: FakeOpenAI) -> None:

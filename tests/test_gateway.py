@@ -170,7 +170,7 @@ async def test_responses_go_on_from_the_previous_one(server: FakeOpenAI) -> None
 async def test_several_models(server: FakeOpenAI) -> None:
     with FakeOpenAI(policy_version=None) as judge_server, FakeOpenAI() as other:
         judge = connect("judge", OpenAIConfig(model_name="big"), Endpoint("big", judge_server.base_url, "none"))
-        options = {"aliases": {"gpt-4o": "judge"}, "upstream": Upstream(other.base_url)}
+        options = {"aliases": {"gpt-4o": "judge"}, "upstream": Upstream(base_url=other.base_url)}
         async with gateway_to(model(server), judge, **options) as gateway:
             with EpisodeScope(training=frozenset({"player"})) as scope, gateway.endpoint(scope) as door:
                 async with plain(door) as client:

@@ -175,7 +175,7 @@ async def test_text_after_a_call_is_of_the_same_message() -> None:
         (b"<html>", "closed before its end"),
         (written(*SAID[:2], {"error": {"message": "boom", "code": 500}}), "boom"),
         (written(*SAID[:2], {"error": "boom"}), "boom"),
-        (written(FIRST, {"choices": [{"index": "0", "delta": {"content": "a"}}]}), "cannot be understood"),
+        (written(FIRST, {"choices": [{"index": "0", "delta": {"content": "a"}}]}), "cannot be parsed"),
         (written({"choices": [{"delta": {}, "finish_reason": "stop", "logprobs": {"content": [{}]}}]}), "KeyError"),
     ],
 )

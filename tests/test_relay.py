@@ -182,7 +182,7 @@ async def test_agents_do_not_train(server: Watched) -> None:
                 status, answer = await ask_raw(door, path)
                 assert (status, answer["error"]["code"]) == (403, "not_for_agents")
     with Watched() as other:
-        async with gateway_to(model(server), upstream=Upstream(other.base_url)) as gateway:
+        async with gateway_to(model(server), upstream=Upstream(base_url=other.base_url)) as gateway:
             with EpisodeScope() as scope, gateway.endpoint(scope) as door:
                 assert (await ask_raw(door, "/v1/train/jobs"))[0] == 200  # the key there is the agents' own
         assert other.seen[-1].path == "/v1/train/jobs"

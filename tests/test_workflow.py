@@ -45,9 +45,9 @@ async def test_input_is_converted_to_the_declared_model(value: Any) -> None:
 
 
 async def test_a_value_that_does_not_fit_is_told_with_function_and_types() -> None:
-    with pytest.raises(WorkflowError, match=r"function shop takes Order, which a value of type int cannot"):
+    with pytest.raises(WorkflowError, match=r"function shop takes Order; a value of type int cannot"):
         await function(describe, "shop").ainvoke(3)
-    with pytest.raises(WorkflowError, match=r"function shop takes Order, which a value of type str .* JSON"):
+    with pytest.raises(WorkflowError, match=r"function shop takes Order; a value of type str .* JSON"):
         await function(describe, "shop").ainvoke("a pear")
 
 

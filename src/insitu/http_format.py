@@ -15,14 +15,14 @@ import orjson
 DONE = b"[DONE]"
 """Data of the last event of a streamed completion."""
 MALFORMED = (LookupError, TypeError, AttributeError, ValueError)
-"""What reading JSON of an unexpected shape raises, `orjson.loads` included."""
+"""Exceptions raised by reading JSON of an unexpected shape, and by `orjson.loads`."""
 
 _TOKEN_ID = "token_id:"
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
 def url_host(host: str) -> str:
-    """A host as it is written in a URL: IPv6 addresses in brackets."""
+    """Formats a host for a URL: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -17,7 +17,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """What a request wants completed: its prompts, each as messages, and `n` choices of each.
+    """The prompts of a request, each as messages, and the number `n` of choices per prompt.
 
     A text prompt is one user message; a prompt of token ids is one with the ids as JSON.
     """
@@ -39,8 +39,8 @@ class CompletionRequest:
 
     def prompt_of(self, index: int) -> tuple[Messages, int]:
         """The prompt of the choice with this `index`, and which of that prompt's choices it is."""
-        which, choice = divmod(index, self.n) if len(self.prompts) > 1 else (0, index)
-        return self.prompts[min(which, len(self.prompts) - 1)], choice
+        prompt, choice = divmod(index, self.n) if len(self.prompts) > 1 else (0, index)
+        return self.prompts[min(prompt, len(self.prompts) - 1)], choice
 
 
 def parse_completion_request(path: str, request: Any) -> CompletionRequest | None:
@@ -49,26 +49,16 @@ def parse_completion_request(path: str, request: Any) -> CompletionRequest | Non
         return None
     route = next((route for route in (CHAT, TEXT) if path.endswith(f"/{route}")), None)
     prompt: Any = request.get("messages" if route == CHAT else "prompt")
-    prompts = None
-    if route == CHAT:
-        prompts = [prompt] if isinstance(prompt, list) else None
-    elif route == TEXT:
-        prompts = [[{"role": "user", "content": _as_text(each)}] for each in _text_prompts(prompt)]
-    if route is None or not prompts:
+    if route is None or not isinstance(prompt, list if route == CHAT else str | list):
         return None
+    prompts: list[Any] = [prompt]
+    if route == TEXT:  # `prompt` is a text, token ids, or a list of either
+        texts = prompt if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)) else [prompt]
+        texts = [text if isinstance(text, str) else orjson.dumps(text).decode() for text in texts]
+        prompts = [[{"role": "user", "content": text}] for text in texts]
     n = request.get("n")
-    return CompletionRequest(route, prompts, n if isinstance(n, int) and n > 0 else 1, orjson.dumps(prompt))
-
-
-def _text_prompts(prompt: Any) -> list[Any]:
-    """The prompts of a text completion: `prompt` is a text, token ids, or a list of either."""
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        return prompt
-    return [prompt] if isinstance(prompt, str | list) and prompt != [] else []
-
-
-def _as_text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else orjson.dumps(prompt).decode()
+    n = n if isinstance(n, int) and n > 0 else 1
+    return CompletionRequest(route, prompts, n, orjson.dumps(prompt)) if prompts else None
 
 
 def choice_message(choice: dict[str, Any]) -> dict[str, Any] | None:

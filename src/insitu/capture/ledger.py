@@ -32,7 +32,7 @@ class OpenStep(NamedTuple):
 
 
 class CallSite(NamedTuple):
-    """Where in a workflow code runs: in which function and step, and in which episode, if any."""
+    """The function, step and episode that the running code belongs to."""
 
     invocation: Invocation
     step: OpenStep | None = None
@@ -59,8 +59,8 @@ class IdPool:
         self._next += 1
         return self._next - 1
 
-    def release(self, number: int) -> None:
-        heapq.heappush(self._released, number)
+    def release(self, id_: int) -> None:
+        heapq.heappush(self._released, id_)
 
 
 class PendingCall(NamedTuple):
@@ -74,8 +74,8 @@ class PendingCall(NamedTuple):
 class CallLedger:
     """The model calls of one episode, or of a plain run.
 
-    `name` is the episode's in log messages. `training` says which calls are trained: all, none, or those to some keys
-    of `llms`; these need logprobs, and token ids too if `needs_token_ids`. `on_call` is called with each recorded call.
+    `name` identifies the episode in log messages. `training` selects the trained calls: all, none, or those to some
+    keys of `llms`; they need logprobs, and token ids if `needs_token_ids`. `on_call` is called with each recorded call.
     """
 
     def __init__(

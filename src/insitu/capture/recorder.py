@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _NOT_SAMPLING = frozenset(("model", "messages", "prompt", "tools", "stream", "stream_options"))
 _HINTS = {
+    "tokens": "ask without `echo`",
     "token ids": "the server must support `return_token_ids` (vLLM from 0.10.2 on, and `insitu backend`)",
     "logprobs": "the server must support `logprobs: true` (vLLM: do not start it with --max-logprobs 0)",
 }
@@ -57,7 +58,7 @@ class Recorder:
         self.current_model = current_model
         self._warned = False
 
-    def refuse_late_call(self, ledger: CallLedger) -> None:
+    def count_late_call(self, ledger: CallLedger) -> None:
         """Counts a request that outlived its episode; only the first is a warning, for there may be many."""
         ledger.late_calls += 1
         level, self._warned = logging.INFO if self._warned else logging.WARNING, True
@@ -72,14 +73,14 @@ class Recorder:
         if ledger is None or method != "POST" or not path.endswith("/completions"):
             return None
         if ledger.closed:
-            self.refuse_late_call(ledger)
+            self.count_late_call(ledger)
             return None
         if ledger.capture_error is not None:
             raise ledger.capture_error
         try:
             body = orjson.loads(content)
         except orjson.JSONDecodeError:
-            return None  # the server will say what is wrong with it
+            return None  # the server rejects it
         parsed = parse_completion_request(path, body)
         return None if parsed is None else Exchange(self, ledger, site, body, parsed)
 
@@ -100,7 +101,7 @@ class Exchange:
         """Why the response is not a completion."""
         self._trains = ledger.trains(recorder.llm)
         if self._trains and body.get("echo"):
-            raise self._capture_error("tokens", "would repeat the prompt in the answer", "ask without `echo`")
+            raise self._capture_error("tokens", "would repeat the prompt in the answer")
         self.streamed = bool(body.get("stream"))
         logprobs = body.get("logprobs")
         self._filter = ResponseFilter(
@@ -123,7 +124,11 @@ class Exchange:
     def complete(self, status: int, headers: Mapping[str, str], content: bytes) -> bytes:
         """Records a response that was not streamed; returns its body without what the client did not request."""
         if status >= 400:
-            self._refused(status, content)
+            self.fail(f"http {status}")
+            for what, option in (("token ids", b"return_token_ids"), ("logprobs", b"logprobs")):
+                if self._trains and status < 500 and option in content:
+                    refusal = content[:300].decode(errors="replace")
+                    raise self._capture_error(what, f"refused a request for them ({refusal})")
             return content
         try:
             response = orjson.loads(content)
@@ -160,7 +165,7 @@ class Exchange:
                 self.fail("empty stream")
         except MALFORMED as malformed:
             self.fail("unreadable answer")
-            error = f"the stream cannot be understood: {malformed!r}"
+            error = f"the stream cannot be parsed: {malformed!r}"
         return error
 
     @property
@@ -182,16 +187,10 @@ class Exchange:
             self._open = False
             self._ledger.abandon(self._call, reason)
 
-    def _refused(self, status: int, content: bytes) -> None:
-        self.fail(f"http {status}")
-        for what, word in (("token ids", b"return_token_ids"), ("logprobs", b"logprobs")):
-            if self._trains and status < 500 and word in content:
-                raise self._lacks(what, f"refused a request for them ({content[:300].decode(errors='replace')})")
-
     def _record(self, response: dict[str, Any], headers: Mapping[str, str], error: str | None = None) -> None:
         if self._ledger.closed:
             self._open = False
-            self._recorder.refuse_late_call(self._ledger)
+            self._recorder.count_late_call(self._ledger)
             return
         calls = list(self._calls(response, headers, error))
         self._open = False
@@ -228,23 +227,19 @@ class Exchange:
 
     def _check(self, call: ModelCall) -> None:
         if call.logprobs is None:
-            raise self._lacks("logprobs", "answered without them")
+            raise self._capture_error("logprobs", "answered without them")
         if call.token_ids is None or call.prompt_token_ids is None:
-            if not self._ledger.needs_token_ids:
-                return
-            raise self._lacks("token ids", "answered without them")
-        if len(call.logprobs) != len(call.token_ids):
+            if self._ledger.needs_token_ids:
+                raise self._capture_error("token ids", "answered without them")
+        elif len(call.logprobs) != len(call.token_ids):
             counts = f"answered with {len(call.logprobs)} for {len(call.token_ids)} token ids"
-            raise self._lacks("logprobs", counts)
+            raise self._capture_error("logprobs", counts)
 
-    def _lacks(self, what: str, did: str) -> CaptureError:
-        return self._capture_error(what, did, _HINTS[what])
-
-    def _capture_error(self, what: str, did: str, hint: str) -> CaptureError:
+    def _capture_error(self, what: str, did: str) -> CaptureError:
         """Also kept in the ledger: the episode fails with it even if the workflow swallows the exception."""
         error = self._recorder.error_type(
             f"training needs the {what} of every model call, but {self._recorder.server} (model "
-            f"{self._body.get('model')!r}) {did}: {hint}"
+            f"{self._body.get('model')!r}) {did}: {_HINTS[what]}"
         )
         self._ledger.capture_error = error
         return error

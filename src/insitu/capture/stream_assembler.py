@@ -29,17 +29,19 @@ class StreamAssembler:
     def feed(self, chunk: bytes) -> bytes:
         """Takes a chunk of the stream; returns the bytes to pass on."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
-        return b"".join(self._line(line + b"\n") for line in lines)
-
-    def _line(self, line: bytes) -> bytes:
-        line = line.removeprefix(codecs.BOM_UTF8)
-        if line.startswith(b"data:"):
-            self._data_lines.append(line)
-            return b""
-        return self._event() + line if line in (b"\n", b"\r\n") else line
+        passed = bytearray()
+        for line in lines:
+            line = line.removeprefix(codecs.BOM_UTF8) + b"\n"
+            if line.startswith(b"data:"):
+                self._data_lines.append(line)
+                continue
+            if line in (b"\n", b"\r\n"):
+                passed += self._event()
+            passed += line
+        return bytes(passed)
 
     def _event(self) -> bytes:
-        """The event that is complete now: its data joined to one line, unchanged if possible."""
+        """Completes an event; returns its data lines unchanged if possible, else joined to one."""
         lines, self._data_lines = self._data_lines, []
         data = b"".join(line[5:] for line in lines)
         try:
@@ -110,18 +112,14 @@ def merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
             message[name] = value
 
 
-def _guess_index(piece: dict[str, Any], calls: list[dict[str, Any]]) -> int:
-    """The call that a piece without `index` belongs to: one that names a function starts a call or repeats its id."""
-    if not (piece.get("function") or {}).get("name"):
-        return max(len(calls) - 1, 0)
-    ids = [call.get("id") for call in calls]
-    return ids.index(piece["id"]) if piece.get("id") and piece["id"] in ids else len(calls)
-
-
 def _merge_part(parts: list[dict[str, Any]], piece: dict[str, Any]) -> None:
     index = piece.get("index")
-    if index is None:
-        index = piece["index"] = _guess_index(piece, parts)
+    if index is None:  # a piece that names a function starts a call, or repeats the id of one
+        index = max(len(parts) - 1, 0)
+        if (piece.get("function") or {}).get("name"):
+            ids = [part.get("id") for part in parts]
+            index = ids.index(piece["id"]) if piece.get("id") and piece["id"] in ids else len(parts)
+        piece["index"] = index
     while len(parts) <= index:
         parts.append({})
     rest = {name: value for name, value in piece.items() if name != "index"}

@@ -48,7 +48,10 @@ class _RecordingTransport:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._session: aiohttp.ClientSession | None = None
-        self._loop = _running_loop()
+        try:
+            self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop = None
         self._sync_transport: Any = None
         self._lock = threading.Lock()
 
@@ -168,13 +171,6 @@ class _SyncStream:
     def close(self) -> None:
         self._stream.close()
         self._exchange.end(self._headers)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def _new_session() -> aiohttp.ClientSession:

@@ -1,10 +1,10 @@
 """Agent frameworks: one module each, imported on first use.
 
-`builder.get_llm(name, wrapper_type=NAME)` calls `make_llm(plain)` of `insitu.frameworks.NAME`, which returns the
+`builder.get_llm(name, wrapper_type=NAME)` calls `make_llm(llm)` of `insitu.frameworks.NAME`, which returns the
 framework's model object over one of these clients:
 
-    async_client(plain), sync_client(plain)     the official OpenAI client
-    async_http(plain, sdk), sync_http(...)      an `httpx` or `httpx2` client, depending on the SDK
+    async_client(llm), sync_client(llm)      the official OpenAI client
+    async_http(llm, sdk), sync_http(...)     an `httpx` or `httpx2` client, depending on the SDK
 
 All of them record calls, override the model name of a request, add the configured sampling parameters that a request
 does not set, and are closed with the builder.
@@ -36,36 +36,36 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
 
-def async_http(plain: ModelClient, sdk: ModuleType | None = None) -> Any:
+def async_http(llm: ModelClient, sdk: ModuleType | None = None) -> Any:
     """An `AsyncClient` of the HTTP library that `sdk` (default: `openai`) uses."""
     http = http_library(sdk)
-    client = http.AsyncClient(transport=translating_transport(http)(plain), follow_redirects=True)
-    plain.closers.append(client.aclose)
+    client = http.AsyncClient(transport=translating_transport(http)(llm), follow_redirects=True)
+    llm.closers.append(client.aclose)
     return client
 
 
-def sync_http(plain: ModelClient, sdk: ModuleType | None = None) -> Any:
+def sync_http(llm: ModelClient, sdk: ModuleType | None = None) -> Any:
     """A `Client` of the HTTP library that `sdk` (default: `openai`) uses."""
     http = http_library(sdk)
-    client = http.Client(transport=translating_transport(http)(plain), follow_redirects=True)
-    plain.closers.append(client.close)
+    client = http.Client(transport=translating_transport(http)(llm), follow_redirects=True)
+    llm.closers.append(client.close)
     return client
 
 
-def async_client(plain: ModelClient) -> "AsyncOpenAI":
-    return plain.client.with_options(http_client=async_http(plain))
+def async_client(llm: ModelClient) -> "AsyncOpenAI":
+    return llm.client.with_options(http_client=async_http(llm))
 
 
-def sync_client(plain: ModelClient) -> "OpenAI":
+def sync_client(llm: ModelClient) -> "OpenAI":
     from openai import OpenAI
 
-    client = plain.client
+    client = llm.client
     return OpenAI(
         base_url=client.base_url,
         api_key=client.api_key,
         timeout=client.timeout,
         max_retries=client.max_retries,
-        http_client=sync_http(plain),
+        http_client=sync_http(llm),
     )
 
 

@@ -21,10 +21,10 @@ from insitu.workflow.llms import ModelClient
 _TOOLS = ToolSteps("adk")
 
 
-def make_llm(plain: ModelClient) -> LiteLlm:
+def make_llm(llm: ModelClient) -> LiteLlm:
     """For `LlmAgent(model=...)`."""
-    timeout = {} if plain.config.timeout is None else {"timeout": plain.config.timeout}
-    return _ReportingLlm(model=f"openai/{plain.model}", client=async_client(plain), **timeout)
+    timeout = {} if llm.config.timeout is None else {"timeout": llm.config.timeout}
+    return _ReportingLlm(model=f"openai/{llm.model}", client=async_client(llm), **timeout)
 
 
 class _ReportingLlm(LiteLlm):
@@ -54,15 +54,12 @@ class _ReportingLlm(LiteLlm):
             raise
         final = [response for response in held if not response.partial]
         metadata = TraceMetadata.model_construct(chat_responses=final)
-        data = StreamEventData(input=request, output=_text(final))
+        parts = [part for response in final if response.content for part in response.content.parts or ()]
+        text = "".join(part.text for part in parts if part.text and not part.thought)
+        data = StreamEventData(input=request, output=text)
         push("adk", IntermediateStepType.LLM_END, run_id, name, data, metadata=metadata)
         for response in held:  # after LLM_END: ADK runs the tools of a response before it resumes this generator
             yield response
-
-
-def _text(responses: list[LlmResponse]) -> str:
-    parts = [part for response in responses if response.content for part in response.content.parts or ()]
-    return "".join(part.text for part in parts if part.text and not part.thought)
 
 
 class ToolReports(BasePlugin):

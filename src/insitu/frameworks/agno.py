@@ -15,9 +15,9 @@ from insitu.workflow.llms import ModelClient
 _TOOLS = ToolSteps("agno")
 
 
-def make_llm(plain: ModelClient) -> OpenAILike:
+def make_llm(llm: ModelClient) -> OpenAILike:
     """For `Agent(model=...)`."""
-    return OpenAILike(id=plain.model, client=sync_client(plain), async_client=async_client(plain))
+    return OpenAILike(id=llm.model, client=sync_client(llm), async_client=async_client(llm))
 
 
 async def tool_hook(function_name: str, function_call: Callable[..., Awaitable[Any]], arguments: dict[str, Any]) -> Any:

@@ -17,19 +17,19 @@ from insitu.workflow.llms import ModelClient
 tool_step = ToolSteps("anthropic").around
 
 
-def make_llm(plain: ModelClient) -> anthropic.AsyncAnthropic:
+def make_llm(llm: ModelClient) -> anthropic.AsyncAnthropic:
     """A client that always calls this model, whatever model a request names."""
-    return anthropic.AsyncAnthropic(http_client=async_http(plain, anthropic), **_options(plain))
+    return anthropic.AsyncAnthropic(http_client=async_http(llm, anthropic), **_options(llm))
 
 
-def sync_client(plain: ModelClient) -> anthropic.Anthropic:
-    return anthropic.Anthropic(http_client=sync_http(plain, anthropic), **_options(plain))
+def sync_client(llm: ModelClient) -> anthropic.Anthropic:
+    return anthropic.Anthropic(http_client=sync_http(llm, anthropic), **_options(llm))
 
 
-def _options(plain: ModelClient) -> dict[str, Any]:
+def _options(llm: ModelClient) -> dict[str, Any]:
     return {
-        "base_url": str(plain.client.base_url).rstrip("/").removesuffix("/v1"),
-        "api_key": plain.client.api_key,
-        "timeout": plain.config.timeout or anthropic.DEFAULT_TIMEOUT,  # openai's may belong to another HTTP library
-        "max_retries": plain.client.max_retries,
+        "base_url": str(llm.client.base_url).rstrip("/").removesuffix("/v1"),
+        "api_key": llm.client.api_key,
+        "timeout": llm.config.timeout or anthropic.DEFAULT_TIMEOUT,  # openai's may belong to another HTTP library
+        "max_retries": llm.client.max_retries,
     }

@@ -7,7 +7,6 @@ agent = AssistantAgent("looker", client, workbench=ReportingWorkbench([FunctionT
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from autogen_core import CancellationToken
 from autogen_core.models import ModelFamily
 from autogen_core.tools import StaticStreamWorkbench, ToolResult
 from autogen_ext.models.openai import OpenAIChatCompletionClient
@@ -18,10 +17,10 @@ from insitu.workflow.llms import ModelClient
 _TOOLS = ToolSteps("autogen")
 
 
-def make_llm(plain: ModelClient) -> OpenAIChatCompletionClient:
+def make_llm(llm: ModelClient) -> OpenAIChatCompletionClient:
     """For `AssistantAgent(model_client=...)`. Declares all capabilities: the server decides."""
     return OpenAIChatCompletionClient(
-        model=plain.model,
+        model=llm.model,
         model_info={
             "vision": True,
             "function_calling": True,
@@ -30,11 +29,11 @@ def make_llm(plain: ModelClient) -> OpenAIChatCompletionClient:
             "multiple_system_messages": True,
             "family": ModelFamily.UNKNOWN,
         },
-        base_url=str(plain.client.base_url),
-        api_key=plain.client.api_key,
-        timeout=plain.client.timeout,
-        max_retries=plain.client.max_retries,
-        http_client=async_http(plain),
+        base_url=str(llm.client.base_url),
+        api_key=llm.client.api_key,
+        timeout=llm.client.timeout,
+        max_retries=llm.client.max_retries,
+        http_client=async_http(llm),
     )
 
 
@@ -42,26 +41,18 @@ class ReportingWorkbench(StaticStreamWorkbench):
     """Pushes TOOL_ steps to the current episode for each tool run."""
 
     async def call_tool(
-        self,
-        name: str,
-        arguments: Mapping[str, Any] | None = None,
-        cancellation_token: CancellationToken | None = None,
-        call_id: str | None = None,
+        self, name: str, arguments: Mapping[str, Any] | None = None, *args: Any, **kwargs: Any
     ) -> ToolResult:
         with _TOOLS.around(name, arguments) as returned:
-            result = await super().call_tool(name, arguments, cancellation_token, call_id)
+            result = await super().call_tool(name, arguments, *args, **kwargs)
             returned(result, _error_of(result))
             return result
 
     async def call_tool_stream(
-        self,
-        name: str,
-        arguments: Mapping[str, Any] | None = None,
-        cancellation_token: CancellationToken | None = None,
-        call_id: str | None = None,
+        self, name: str, arguments: Mapping[str, Any] | None = None, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any | ToolResult, None]:
         with _TOOLS.around(name, arguments) as returned:
-            async for item in super().call_tool_stream(name, arguments, cancellation_token, call_id):
+            async for item in super().call_tool_stream(name, arguments, *args, **kwargs):
                 returned(item, _error_of(item))
                 yield item
 

@@ -20,17 +20,17 @@ _FAILED = ("Error executing tool: ", "I encountered an error while trying to use
 """Prefixes of results that report an exception; hooks get no other sign of it."""
 
 
-def make_llm(plain: ModelClient) -> OpenAICompletion:
+def make_llm(llm: ModelClient) -> OpenAICompletion:
     """For `Agent(llm=...)`."""
-    llm = OpenAICompletion(
-        model=plain.model,
-        base_url=str(plain.client.base_url),
-        api_key=plain.client.api_key,
+    model = OpenAICompletion(
+        model=llm.model,
+        base_url=str(llm.client.base_url),
+        api_key=llm.client.api_key,
         custom_openai=True,  # stays with Chat Completions
     )
     # Its http_client parameter cannot serve both the sync and the async client.
-    llm._client, llm._async_client = sync_client(plain), async_client(plain)
-    return llm
+    model._client, model._async_client = sync_client(llm), async_client(llm)
+    return model
 
 
 def _before(context: ToolCallHookContext) -> None:

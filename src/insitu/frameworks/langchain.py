@@ -24,19 +24,19 @@ from insitu.workflow.llms import ModelClient, http_library
 _ARGUMENT_NAMES = {"stop": "stop_sequences"}  # parameters that ChatOpenAI names differently
 
 
-def make_llm(plain: ModelClient) -> ChatOpenAI:
-    """The same model with the same parameters; its asynchronous calls share `plain`'s connections."""
+def make_llm(llm: ModelClient) -> ChatOpenAI:
+    """The same model with the same parameters; its asynchronous calls share the connections of `llm`."""
     http = http_library()
-    sync_client = http.Client(transport=recording_transport(http)(plain.recorder), follow_redirects=True)
-    plain.closers.append(sync_client.close)
-    params = {_ARGUMENT_NAMES.get(name, name): value for name, value in plain.params.items()}
+    sync_client = http.Client(transport=recording_transport(http)(llm.recorder), follow_redirects=True)
+    llm.closers.append(sync_client.close)
+    params = {_ARGUMENT_NAMES.get(name, name): value for name, value in llm.params.items()}
     return ChatOpenAI(
-        model=plain.model,
-        base_url=str(plain.client.base_url),
-        api_key=lambda: plain.client.api_key,
-        timeout=plain.client.timeout,
-        max_retries=plain.client.max_retries,
-        http_async_client=plain.http_client,
+        model=llm.model,
+        base_url=str(llm.client.base_url),
+        api_key=lambda: llm.client.api_key,
+        timeout=llm.client.timeout,
+        max_retries=llm.client.max_retries,
+        http_async_client=llm.http_client,
         http_client=sync_client,
         use_responses_api=False,
         **params,

@@ -31,23 +31,23 @@ _CONTEXT_WINDOW = 2**17
 """LlamaIndex truncates histories to this many tokens; the server enforces the real limit."""
 
 
-def make_llm(plain: ModelClient) -> OpenAILike:
+def make_llm(llm: ModelClient) -> OpenAILike:
     """Does not send LlamaIndex's default temperature."""
-    params = {"temperature": None, **plain.params}
+    params = {"temperature": None, **llm.params}
     max_tokens = params.pop("max_tokens", None)
     return OpenAILike(
-        model=plain.model,
-        api_base=str(plain.client.base_url),
-        api_key=plain.client.api_key,
+        model=llm.model,
+        api_base=str(llm.client.base_url),
+        api_key=llm.client.api_key,
         is_chat_model=True,
         is_function_calling_model=True,
         context_window=_CONTEXT_WINDOW,
         max_tokens=max_tokens,
         additional_kwargs=params,
-        timeout=plain.config.timeout or 600.0,
-        max_retries=plain.client.max_retries,
-        http_client=sync_http(plain),
-        async_http_client=async_http(plain),
+        timeout=llm.config.timeout or 600.0,
+        max_retries=llm.client.max_retries,
+        http_client=sync_http(llm),
+        async_http_client=async_http(llm),
     )
 
 

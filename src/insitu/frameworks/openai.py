@@ -17,6 +17,6 @@ __all__ = ["make_llm", "sync_client", "tool_step"]
 tool_step = ToolSteps("openai").around
 
 
-def make_llm(plain: ModelClient) -> AsyncOpenAI:
+def make_llm(llm: ModelClient) -> AsyncOpenAI:
     """A client that always calls this model, whatever model a request names."""
-    return async_client(plain)
+    return async_client(llm)

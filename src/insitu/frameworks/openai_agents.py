@@ -14,9 +14,9 @@ from insitu.frameworks import ToolSteps, async_client
 from insitu.workflow.llms import ModelClient
 
 
-def make_llm(plain: ModelClient) -> OpenAIChatCompletionsModel:
+def make_llm(llm: ModelClient) -> OpenAIChatCompletionsModel:
     """For `Agent(model=...)`."""
-    return OpenAIChatCompletionsModel(model=plain.model, openai_client=async_client(plain))
+    return OpenAIChatCompletionsModel(model=llm.model, openai_client=async_client(llm))
 
 
 class _ToolReports(TracingProcessor):
@@ -34,17 +34,10 @@ class _ToolReports(TracingProcessor):
             data = span.span_data
             self._tools.end(span.span_id, data.output, span.error, arguments=data.input)
 
-    def on_trace_start(self, trace: Any) -> None:
-        pass
-
-    def on_trace_end(self, trace: Any) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass
-
-    def force_flush(self) -> None:
-        pass
+    def on_trace_start(self, trace: Any) -> None: ...
+    def on_trace_end(self, trace: Any) -> None: ...
+    def shutdown(self) -> None: ...
+    def force_flush(self) -> None: ...
 
 
 add_trace_processor(_ToolReports())

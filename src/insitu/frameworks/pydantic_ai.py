@@ -18,9 +18,9 @@ from insitu.workflow.llms import ModelClient
 _TOOLS = ToolSteps("pydantic_ai")
 
 
-def make_llm(plain: ModelClient) -> OpenAIChatModel:
+def make_llm(llm: ModelClient) -> OpenAIChatModel:
     """For `Agent(model, ...)`."""
-    return OpenAIChatModel(plain.model, provider=OpenAIProvider(openai_client=async_client(plain)))
+    return OpenAIChatModel(llm.model, provider=OpenAIProvider(openai_client=async_client(llm)))
 
 
 class ToolReports(AbstractCapability[Any]):

@@ -16,9 +16,9 @@ from insitu.workflow.llms import ModelClient
 _TOOLS = ToolSteps("semantic_kernel")
 
 
-def make_llm(plain: ModelClient) -> OpenAIChatCompletion:
+def make_llm(llm: ModelClient) -> OpenAIChatCompletion:
     """For `Kernel(services=...)` and `ChatCompletionAgent(service=...)`; its service_id is the key under `llms`."""
-    return OpenAIChatCompletion(ai_model_id=plain.model, service_id=plain.name, async_client=async_client(plain))
+    return OpenAIChatCompletion(ai_model_id=llm.model, service_id=llm.name, async_client=async_client(llm))
 
 
 async def tool_filter(

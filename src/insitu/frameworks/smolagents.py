@@ -17,11 +17,11 @@ from insitu.workflow.llms import ModelClient
 _TOOLS = ToolSteps("smolagents")
 
 
-def make_llm(plain: ModelClient) -> OpenAIModel:
+def make_llm(llm: ModelClient) -> OpenAIModel:
     """For `ToolCallingAgent(model=...)` and `CodeAgent(model=...)`."""
-    client = plain.client
-    settings = {"timeout": client.timeout, "max_retries": client.max_retries, "http_client": sync_http(plain)}
-    return _Model(plain.model, api_base=str(client.base_url), api_key=client.api_key, client_kwargs=settings)
+    client = llm.client
+    settings = {"timeout": client.timeout, "max_retries": client.max_retries, "http_client": sync_http(llm)}
+    return _Model(llm.model, api_base=str(client.base_url), api_key=client.api_key, client_kwargs=settings)
 
 
 class _Model(OpenAIModel):

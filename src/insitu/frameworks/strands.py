@@ -15,9 +15,9 @@ from insitu.workflow.llms import ModelClient
 _TOOLS = ToolSteps("strands")
 
 
-def make_llm(plain: ModelClient) -> OpenAIModel:
+def make_llm(llm: ModelClient) -> OpenAIModel:
     """For `Agent(model=...)`. Strands streams unless configured with `update_config(stream=False)`."""
-    return OpenAIModel(client=async_client(plain), model_id=plain.model)
+    return OpenAIModel(client=async_client(llm), model_id=llm.model)
 
 
 class ToolReports(HookProvider):

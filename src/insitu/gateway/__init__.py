@@ -1,4 +1,4 @@
-"""Records agents that are not built here: other programs, services, and clients of other APIs.
+"""Records external agents: other programs, services, and clients of other APIs.
 
 In: their requests to OpenAI's or Anthropic's APIs. Out: completions of the workflow's models, recorded like every other
 call. Read `server` first (the gateway), then `dialects` (the APIs), `agents` (the workflows `command` and `http`) and

@@ -13,17 +13,17 @@ import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal
 
 import aiohttp
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import Field
 from yarl import URL
 
 from insitu.builder import Builder
 from insitu.errors import BackendUnavailable, EpisodeTimeout, WorkflowError
 from insitu.gateway.programs import run_program
-from insitu.gateway.server import BindConfig, EpisodeEndpoint, Gateway, Upstream
+from insitu.gateway.server import Address, EpisodeEndpoint, Gateway, GatewayConfig, Upstream
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.workflow.context import Context, EpisodeScope, current_scope
 from insitu.workflow.conversion import convert, json_form
@@ -35,48 +35,6 @@ _TRANSIENT = (429, 502, 503, 504)
 """Statuses of a service after which the episode is retried."""
 
 
-def _address(value: str) -> str:
-    url = URL(value.replace("{port}", "1"))  # raises ValueError itself, for a port that is not a number, for example
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ValueError(f"{value!r} is not an HTTP URL; expected http://host:port/path")
-    return value
-
-
-Address = Annotated[str, AfterValidator(_address)]
-
-
-class ElsewhereConfig(BaseModel):
-    """An OpenAI-compatible server for unrecognised model names, and for other requests such as embeddings."""
-
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
-
-    base_url: Address
-    """URL up to and including `/v1`."""
-    api_key: SecretStr | None = None
-    """API key."""
-
-
-class GatewayConfig(BaseModel):
-    """Bind address and public URL of the gateway; by default, only this machine can reach it."""
-
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
-
-    host: str = Field(default="127.0.0.1", min_length=1)
-    """Address to bind; `0.0.0.0` binds all interfaces."""
-    port: int = Field(default=0, ge=0, le=65535)
-    """Port to bind; 0 picks a free one."""
-    address: Address | None = None
-    """Public URL given to agents in a container or on another machine; `{port}` is replaced by the port."""
-
-    @model_validator(mode="after")
-    def _is_reachable(self) -> Self:
-        if self.address is None and self.host in ("0.0.0.0", "::"):
-            raise ValueError(f"agents cannot connect to host {self.host}: set `address`, the URL given to them")
-        if self.address is not None and self.port == 0 and "{port}" not in self.address:
-            raise ValueError("port 0 is a different port on each start: set `port`, or use {port} in `address`")
-        return self
-
-
 class ExternalConfig(FunctionBaseConfig):
     """Settings of both kinds of external agent."""
 
@@ -84,7 +42,7 @@ class ExternalConfig(FunctionBaseConfig):
     """Model for the agent's requests; the default for unrecognised model names."""
     models: dict[str, LLMRef] = Field(default_factory=dict)
     """Further models, by the names that the agent requests."""
-    elsewhere: ElsewhereConfig | None = None
+    elsewhere: Upstream | None = None
     """Server for unrecognised model names; none: `llm` answers them."""
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     """The gateway that agents call instead of their model server."""
@@ -134,12 +92,8 @@ def _endpoint(gateway: Gateway) -> Iterator[EpisodeEndpoint]:
 
 
 async def _gateway(config: ExternalConfig, builder: Builder) -> Gateway:
-    names = list(dict.fromkeys((config.llm, *config.models.values())))
-    upstream = None
-    if (other := config.elsewhere) is not None:
-        upstream = Upstream(other.base_url, other.api_key.get_secret_value() if other.api_key else "none")
-    bind = BindConfig(config.gateway.host, config.gateway.port, config.gateway.address)
-    return Gateway([await builder.get_llm(name) for name in names], config.models, upstream, bind)
+    names = dict.fromkeys((config.llm, *config.models.values()))
+    return Gateway([await builder.get_llm(name) for name in names], config.models, config.elsewhere, config.gateway)
 
 
 def environment(endpoint: EpisodeEndpoint, extra: Mapping[str, str]) -> dict[str, str]:
@@ -166,40 +120,51 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, default=json_form).encode()
 
 
-class _Command:
-    def __init__(self, config: CommandConfig, gateway: Gateway, folder: Path) -> None:
-        self._config = config
-        self._gateway = gateway
-        self._cwd = folder / (config.cwd or "")
-        program = config.command[0]
-        self._program = str(folder / program) if os.sep in program else program  # absolute paths stay as they are
+def _parse_json_answer(output: bytes, source: str) -> Any:
+    try:
+        return orjson.loads(output)
+    except orjson.JSONDecodeError as error:
+        start = output[:200].decode(errors="replace")
+        raise WorkflowError(f"{source}: the answer is not JSON ({error}): {start!r}") from None
 
-    async def run(self, value: Any) -> Any:
-        config, context = self._config, Context.get()
+
+@register_function(config_type=CommandConfig)
+async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
+    name, folder = config.command[0], builder.config.folder
+    program = str(folder / name) if os.sep in name else name  # absolute paths stay as they are
+
+    async def run(value: Any) -> Any:
+        context = Context.get()
         row = context.row if context.row is not None else {"question": value}
         values = {**(row if isinstance(row, dict) else {}), "input": value, "row_id": context.row_id or ""}
-        arguments = [_fill(part, values) for part in config.command[1:]]
+        field = re.compile(rf"\{{({'|'.join(map(re.escape, values))})\}}")  # one pass: values are not templates
+        arguments = [field.sub(lambda match: convert(values[match[1]], str), part) for part in config.command[1:]]
         stdin = {"row": _json(row), "input": convert(value, str).encode(errors="replace"), "none": b""}[config.stdin]
         with ExitStack() as until_exit:
-            endpoint = until_exit.enter_context(_endpoint(self._gateway))
-            program = await run_program(
-                [self._program, *arguments],
+            endpoint = until_exit.enter_context(_endpoint(gateway))
+            done = await run_program(
+                [program, *arguments],
                 stdin,
-                cwd=self._cwd,
+                cwd=folder / (config.cwd or ""),
                 env=environment(endpoint, config.env),
                 time_limit=config.timeout,
                 max_output=config.max_output,
                 on_exit=until_exit.close,
             )
-        if program.output_too_long:
-            raise WorkflowError(f"{config.command[0]} printed more than max_output: {config.max_output} bytes")
-        if code := program.exit_code:
+        if done.output_too_long:
+            raise WorkflowError(f"{name} printed more than max_output: {config.max_output} bytes")
+        if code := done.exit_code:
             how = f"ended with exit code {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
-            message = f"{config.command[0]} {how}: {program.errors}"
+            message = f"{name} {how}: {done.errors}"
             if endpoint.failure:
                 raise BackendUnavailable(f"{message} (its model: {endpoint.failure})")
             raise WorkflowError(message)
-        return _parse_answer(bytes(program.output), config.answer, config.command[0])
+        if config.answer == "text":
+            return done.output.decode(errors="replace").strip()
+        return _parse_json_answer(bytes(done.output), name)
+
+    async with await _gateway(config, builder) as gateway:
+        yield FunctionInfo.from_fn(run, description=f"Runs {name}")
 
 
 def _signal_name(number: int) -> str:
@@ -209,32 +174,13 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _fill(template: str, values: Mapping[str, Any]) -> str:
-    """Replaces each `{name}` by its value, in one pass: values are not templates."""
-    names = "|".join(re.escape(name) for name in values)
-    return re.sub(rf"\{{({names})\}}", lambda match: convert(values[match[1]], str), template)
+@register_function(config_type=HttpConfig)
+async def http_agent(config: HttpConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
+    headers = {"Content-Type": "application/json", **config.headers}
 
-
-def _parse_answer(output: bytes, kind: str, program: str) -> Any:
-    if kind == "text":
-        return output.decode(errors="replace").strip()
-    try:
-        return orjson.loads(output)
-    except orjson.JSONDecodeError as error:
-        start = output[:200].decode(errors="replace")
-        raise WorkflowError(f"{program}: the answer is not JSON ({error}): {start!r}") from None
-
-
-class _Http:
-    def __init__(self, config: HttpConfig, gateway: Gateway, session: aiohttp.ClientSession) -> None:
-        self._config = config
-        self._gateway = gateway
-        self._session = session
-
-    async def run(self, value: Any) -> Any:
-        config, context = self._config, Context.get()
-        headers = {"Content-Type": "application/json", **config.headers}
-        with _endpoint(self._gateway) as endpoint:
+    async def run(value: Any) -> Any:
+        context = Context.get()
+        with _endpoint(gateway) as endpoint:
             model = {
                 "openai_base_url": endpoint.openai_url,
                 "anthropic_base_url": endpoint.anthropic_url,
@@ -242,8 +188,8 @@ class _Http:
             }
             data = _json({"input": value, "row_id": context.row_id, "row": context.row, "model": model})
             try:
-                async with self._session.post(config.url, data=data, headers=headers) as response:
-                    content = await self._read(response)
+                async with session.post(config.url, data=data, headers=headers) as response:
+                    content = await _read(response, config)
             except aiohttp.ClientError as error:
                 raise BackendUnavailable(f"no answer from {config.url}: {type(error).__name__}: {error}") from error
             except TimeoutError as error:
@@ -254,7 +200,7 @@ class _Http:
             raise BackendUnavailable(message) if is_transient else WorkflowError(message)
         if response.content_type != "application/json":
             return content.decode(errors="replace")
-        answer = _parse_answer(content, "json", config.url)
+        answer = _parse_json_answer(content, config.url)
         if config.answer_key is None:
             return answer
         if not isinstance(answer, dict) or config.answer_key not in answer:
@@ -262,32 +208,20 @@ class _Http:
             raise WorkflowError(f"{config.url} answered without the key {config.answer_key!r}; available: {existing}")
         return answer[config.answer_key]
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        content = bytearray()
-        async for chunk in response.content.iter_any():
-            content += chunk
-            if len(content) > self._config.max_output:
-                response.close()
-                raise WorkflowError(
-                    f"{self._config.url} answered more than max_output: {self._config.max_output} bytes"
-                )
-        return bytes(content)
-
-
-@register_function(config_type=CommandConfig)
-async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
-    async with await _gateway(config, builder) as gateway:
-        yield FunctionInfo.from_fn(
-            _Command(config, gateway, builder.config.folder).run, description=f"Runs {config.command[0]}"
-        )
-
-
-@register_function(config_type=HttpConfig)
-async def http_agent(config: HttpConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
     timeout = aiohttp.ClientTimeout(total=config.timeout, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0)  # the number of concurrent episodes is limited elsewhere
     async with (
         await _gateway(config, builder) as gateway,
         aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
     ):
-        yield FunctionInfo.from_fn(_Http(config, gateway, session).run, description=f"Asks {config.url}")
+        yield FunctionInfo.from_fn(run, description=f"Asks {config.url}")
+
+
+async def _read(response: aiohttp.ClientResponse, config: HttpConfig) -> bytes:
+    content = bytearray()
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > config.max_output:
+            response.close()
+            raise WorkflowError(f"{config.url} answered more than max_output: {config.max_output} bytes")
+    return bytes(content)

@@ -1,6 +1,6 @@
 """Runs the programs of external agents, each in a process group that does not outlive its run.
 
-Separate from `agents`, so that code which only ends programs does not import the gateway.
+Separate from `agents`, so that ending programs does not require importing the gateway.
 """
 
 import asyncio
@@ -22,12 +22,11 @@ _groups: set[int] = set()
 
 
 class Program(asyncio.SubprocessProtocol):
-    """A started program: `exited` is done once it has exited or printed too much, `closed` once its pipes are."""
+    """A started program: `exited` is set once it has exited or printed too much, `closed` once its pipes are closed."""
 
     def __init__(self, max_output: int) -> None:
-        loop = asyncio.get_running_loop()
-        self.exited: asyncio.Future[None] = loop.create_future()
-        self.closed: asyncio.Future[None] = loop.create_future()
+        self.exited = asyncio.Event()
+        self.closed = asyncio.Event()
         self.exit_code = 0
         """Negative: the number of the signal that ended it."""
         self.output = bytearray()
@@ -40,18 +39,13 @@ class Program(asyncio.SubprocessProtocol):
             return
         self.output += data[: self._max_output + 1 - len(self.output)]
         if self.output_too_long:
-            self._done(self.exited)
+            self.exited.set()
 
     def process_exited(self) -> None:
-        self._done(self.exited)
+        self.exited.set()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._done(self.closed)
-
-    @staticmethod
-    def _done(future: asyncio.Future[None]) -> None:
-        if not future.done():
-            future.set_result(None)
+        self.closed.set()
 
     @property
     def output_too_long(self) -> bool:
@@ -91,7 +85,7 @@ async def run_program(
         pipe.write(stdin)
         pipe.close()
         async with asyncio.timeout(time_limit) as timer:
-            await program.exited
+            await program.exited.wait()
     except TimeoutError:
         if not timer.expired():
             raise
@@ -99,8 +93,9 @@ async def run_program(
     finally:
         on_exit()
         await _end_group(group)
-        if not program.closed.done():
-            await asyncio.wait([program.closed], timeout=GRACE)  # for the rest of the output
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE):
+                await program.closed.wait()  # for the rest of the output
         transport.close()
     program.exit_code = transport.get_returncode() or 0
     return program

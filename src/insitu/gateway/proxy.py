@@ -180,7 +180,7 @@ async def _pass_stream(
         try:
             translated = translator.feed(exchange.feed(chunk))
         except MALFORMED as error:
-            return f"the stream of the model's server cannot be understood: {error!r}"
+            return f"the stream of the model's server cannot be parsed: {error!r}"
         failure = translator.failure
         if exchange.is_done:
             failure = exchange.end(answer.headers, failure)

@@ -15,11 +15,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import aiohttp
 import orjson
 from aiohttp import web
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 from yarl import URL
 
 from insitu.capture.completion_format import CHAT
@@ -45,25 +46,46 @@ _OPERATOR_ROUTES = ("train/", "preview/", "load_lora_adapter", "unload_lora_adap
 """Routes that change what a server serves (`insitu backend`, vLLM); the gateway's API key would allow them."""
 
 
-@dataclass(frozen=True)
-class Upstream:
-    """The server for requests that name no known model, or are not model calls (embeddings, files)."""
+def _check_url(value: str) -> str:
+    url = URL(value.replace("{port}", "1"))  # raises ValueError itself, for a port that is not a number, for example
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"{value!r} is not an HTTP URL; expected http://host:port/path")
+    return value
 
-    base_url: str
-    api_key: str = "none"
+
+Address = Annotated[str, AfterValidator(_check_url)]
 
 
-@dataclass(frozen=True)
-class BindConfig:
-    """Bind address and, if different, the public URL; `{port}` in it is replaced by the port."""
+class Upstream(BaseModel):
+    """An OpenAI-compatible server for unrecognised model names, and for other requests such as embeddings."""
 
-    host: str = "127.0.0.1"
-    port: int = 0
-    address: str | None = None
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
-    def public_url(self, host: str, port: int) -> str:
-        """The URL for agents of a gateway that is bound to `host` and `port`."""
-        return http_url(host, port) if self.address is None else self.address.replace("{port}", str(port)).rstrip("/")
+    base_url: Address
+    """URL up to and including `/v1`."""
+    api_key: SecretStr | None = None
+    """API key."""
+
+
+class GatewayConfig(BaseModel):
+    """Bind address and public URL of the gateway; by default, only this machine can reach it."""
+
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address to bind; `0.0.0.0` binds all interfaces."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port to bind; 0 picks a free one."""
+    address: Address | None = None
+    """Public URL given to agents in a container or on another machine; `{port}` is replaced by the port."""
+
+    @model_validator(mode="after")
+    def _is_reachable(self) -> Self:
+        if self.address is None and self.host in ("0.0.0.0", "::"):
+            raise ValueError(f"agents cannot connect to host {self.host}: set `address`, the URL given to them")
+        if self.address is not None and self.port == 0 and "{port}" not in self.address:
+            raise ValueError("port 0 is a different port on each start: set `port`, or use {port} in `address`")
+        return self
 
 
 @dataclass
@@ -103,7 +125,7 @@ class Gateway:
         llms: Sequence[ModelClient],
         aliases: Mapping[str, str] | None = None,
         upstream: Upstream | None = None,
-        bind: BindConfig | None = None,
+        bind: GatewayConfig | None = None,
     ) -> None:
         if not llms:
             raise ConfigError("a gateway needs at least one model of the section llms")
@@ -114,7 +136,7 @@ class Gateway:
             self._by_name[alias] = self._by_name[name]
         self._default = llms[0]
         self._upstream = upstream
-        self._bind = bind or BindConfig()
+        self._bind = bind or GatewayConfig()
         self._endpoints: dict[str, EpisodeEndpoint] = {}
         self._ended: OrderedDict[str, tuple[str, weakref.ref[CallLedger]]] = OrderedDict()
         self._runner: web.AppRunner | None = None
@@ -137,7 +159,8 @@ class Gateway:
             await self._runner.cleanup()
             where = f"{self._bind.host}:{self._bind.port}"
             raise ConfigError(f"gateway: cannot listen at {where}: {error.strerror or error}") from error
-        self.address = self._bind.public_url(*self._runner.addresses[0][:2])
+        host, port = self._runner.addresses[0][:2]
+        self.address = (self._bind.address or http_url(host, port)).replace("{port}", str(port)).rstrip("/")
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -181,10 +204,14 @@ class Gateway:
             if request.method != "POST" or route.text not in DIALECTS:
                 return await self._forward(request, route, body)
             data = proxy.parse_json(body, request.headers.get("Content-Encoding", ""))
-            llm = self._find_llm(data.get("model"))
+            llm = self._by_name.get(str(data.get("model")), self._default if self._upstream is None else None)
             if llm is None:
                 return await self._forward(request, route, body)
-            return await self._complete(request, endpoint, llm, _translate(endpoint, dialect, data))
+            try:
+                translation = dialect(data, endpoint.memories.setdefault(dialect, {}))
+            except MALFORMED as error:
+                raise RequestRefused(f"the request is malformed: {type(error).__name__} {error}") from error
+            return await self._complete(request, endpoint, llm, translation)
         except RequestRefused as error:
             return _json(dialect.error(str(error), error.status, error.param, error.code), error.status)
         except CaptureError as error:
@@ -214,11 +241,6 @@ class Gateway:
             ended.late_calls += 1
         raise RequestRefused(f"the episode {name} of this address has ended", status=410, code="episode_ended")
 
-    def _find_llm(self, name: Any) -> ModelClient | None:
-        """The model that a request means; None if the request goes upstream as it is."""
-        llm = self._by_name.get(str(name))
-        return llm if llm is not None or self._upstream is not None else self._default
-
     async def _complete(
         self, request: web.Request, endpoint: EpisodeEndpoint, llm: ModelClient, translation: Translation
     ) -> web.StreamResponse:
@@ -230,11 +252,16 @@ class Gateway:
         if exchange is None:
             key, kind = ("messages", "a list") if translation.route == CHAT else ("prompt", "text or token ids")
             raise RequestRefused(f"{key} is missing, or is not {kind}", param=key)
+        url = f"{str(llm.client.base_url).rstrip('/')}/{translation.route}"
+        headers: Any = {"Content-Type": "application/json", "Authorization": f"Bearer {llm.client.api_key}"}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=llm.config.timeout or _READ_TIMEOUT)
+        content = proxy.payload(exchange.content)
+        assert self._session is not None
         try:
-            async with self._post(llm, translation.route, exchange.content) as answer:
+            async with self._session.post(url, data=content, headers=headers, timeout=timeout) as answer:
                 if exchange.streamed and answer.status < 400:
                     return await proxy.stream(request, answer, exchange, translation, endpoint.note_failure)
-                content = exchange.complete(answer.status, answer.headers, await answer.read())
+                received = exchange.complete(answer.status, answer.headers, await answer.read())
                 if exchange.malformed is not None:
                     raise aiohttp.ClientPayloadError(f"its response is not a completion: {exchange.malformed}")
         except BaseException as error:  # also a cancellation is a failed attempt; re-raised
@@ -244,43 +271,28 @@ class Gateway:
         endpoint.failure = f"it answered with status {answer.status}" if is_busy else None
         headers = proxy.response_headers(answer)
         if not translation.verbatim:
-            content = proxy.translate_response(translation, answer.status, content)
+            received = proxy.translate_response(translation, answer.status, received)
             headers["Content-Type"] = "application/json"
-        return web.Response(body=content, status=answer.status, headers=headers)
-
-    def _post(self, llm: ModelClient, route: str, content: bytes) -> Any:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {llm.client.api_key}"}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=llm.config.timeout or _READ_TIMEOUT)
-        assert self._session is not None
-        url = _join(llm.client.base_url, route)
-        return self._session.post(url, data=proxy.payload(content), headers=headers, timeout=timeout)
+        return web.Response(body=received, status=answer.status, headers=headers)
 
     async def _forward(self, request: web.Request, route: Route, body: bytes) -> web.StreamResponse:
         """Sends a request upstream as it is, and returns the response as it comes in."""
         if self._upstream is None and route.text.startswith(_OPERATOR_ROUTES):
             raise RequestRefused(f"{route.text} is not available to agents", status=403, code="not_for_agents")
-        client = self._default.client
-        upstream = self._upstream or Upstream(str(client.base_url), client.api_key)
+        if self._upstream is None:
+            base_url, api_key = str(self._default.client.base_url), self._default.client.api_key
+        else:
+            base_url, key = self._upstream.base_url, self._upstream.api_key
+            api_key = key.get_secret_value() if key else "none"
         query = request.rel_url.raw_query_string
-        url = URL(_join(upstream.base_url, route.raw) + (f"?{query}" if query else ""), encoded=True)
+        url = URL(f"{base_url.rstrip('/')}/{route.raw}" + (f"?{query}" if query else ""), encoded=True)
         headers = proxy.forwarded_headers(request.headers)
-        headers.update({"Authorization": f"Bearer {upstream.api_key}", "x-api-key": upstream.api_key})
+        headers.update({"Authorization": f"Bearer {api_key}", "x-api-key": api_key})
         assert self._session is not None
         async with self._session.request(
             request.method, url, data=proxy.payload(body), headers=headers, allow_redirects=False
         ) as answer:
             return await proxy.forward(request, answer)
-
-
-def _join(base_url: Any, route: str) -> str:
-    return f"{str(base_url).rstrip('/')}/{route}"
-
-
-def _translate(endpoint: EpisodeEndpoint, dialect: Dialect, data: dict[str, Any]) -> Translation:
-    try:
-        return dialect(data, endpoint.memories.setdefault(dialect, {}))
-    except MALFORMED as error:
-        raise RequestRefused(f"the request is malformed: {type(error).__name__} {error}") from error
 
 
 def _json(data: dict[str, Any], status: int) -> web.Response:

@@ -1,12 +1,12 @@
-"""The episode that is running, and what a workflow's code can ask of it.
+"""The running episode, and its interface for workflow code.
 
     scope = EpisodeScope(key=key, seed=7, training=True)
     with scope:
         answer = await workflow.ainvoke(row["question"])
     scope.calls, scope.steps, scope.rewards.by_call
 
-All of it is reached through context variables: concurrent episodes do not see each other, and tasks started inside an
-episode belong to it.
+The episode is found through context variables: concurrent episodes are isolated, and tasks started inside an episode
+belong to it.
 """
 
 import math
@@ -26,8 +26,8 @@ from insitu.workflow.steps import IntermediateStepManager, OnStep, add_call_meta
 class StepRewards:
     """Sums of step rewards by call index.
 
-    A reward falls to the latest call of the running function, or else of the episode. Calls that are not trained are
-    passed over once the function has made one that is: a reward that falls to one of these trains nothing.
+    A reward is credited to the latest call of the running function, or else of the episode. Once the function has made
+    a trained call, its other calls get no rewards: a reward of a call that is not trained has no effect.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class StepRewards:
         self._trained: set[int] = set()
 
     def add_call(self, call: ModelCall, invocation: Invocation, is_trained: bool) -> None:
-        """Rewards now fall to this call, in all functions it was made in."""
+        """Credits further rewards to this call, in all functions it was made in."""
         if is_trained:
             self._trained.add(call.index)
         if is_trained or self.latest_call not in self._trained:
@@ -45,11 +45,11 @@ class StepRewards:
         for name in call.functions:
             if is_trained or self._latest_in.get(name) not in self._trained:
                 self._latest_in[name] = call.index
-        around: Invocation | None = invocation
-        while around is not None:
-            if is_trained or around.latest_call not in self._trained:
-                around.latest_call = call.index
-            around = around.caller
+        running: Invocation | None = invocation
+        while running is not None:
+            if is_trained or running.latest_call not in self._trained:
+                running.latest_call = call.index
+            running = running.caller
 
     def add(self, value: float, invocation: Invocation, function: str | None = None) -> None:
         """Adds to the reward of the latest call made in `invocation`, or in the function named `function`."""
@@ -130,7 +130,7 @@ class EpisodeScope:
         return self
 
     def close(self) -> None:
-        """Nothing is recorded any more."""
+        """Ends the episode: later calls and steps are not recorded."""
         if not self.ledger.closed:
             self.ledger.close()
             self.step_manager.complete()
@@ -148,7 +148,7 @@ class EpisodeScope:
                 reported.append(call)
         else:
             self.step_manager.push_past(site, *llm_step_payloads(call))
-        if not self.ledger.training or self.ledger.trains(call.llm):  # in training no reward falls to a judge's call
+        if not self.ledger.training or self.ledger.trains(call.llm):  # in training, a judge's call gets no reward
             self.rewards.add_call(call, site.invocation, is_targeted(call.functions, self._target_functions))
 
     def _keep_step(self, step: IntermediateStep) -> None:
@@ -198,7 +198,7 @@ def current_scope() -> EpisodeScope | None:
 
 
 class Context:
-    """What a workflow's code can know of the run it is part of: `Context.get()`."""
+    """The running episode as workflow code sees it: `Context.get()`."""
 
     def __init__(self, scope: EpisodeScope) -> None:
         self._scope = scope
@@ -243,6 +243,6 @@ class Context:
         """Adds to the step reward of the latest model call of the running function, or else of the episode.
 
         `function` names another function, at any depth; raises WorkflowError if that has made no call. In training,
-        calls that are not trained (a judge's, for example) are passed over.
+        calls that are not trained (a judge's, for example) are skipped.
         """
         self._scope.reward(value, function)

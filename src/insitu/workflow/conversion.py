@@ -58,7 +58,7 @@ def convert(value: Any, wanted: Any) -> Any:
     adapter = _adapter(wanted)
     if isinstance(value, BaseModel):
         value = value.model_dump()
-    if isinstance(value, str | bytes) and (is_model(wanted) or not _scalar(wanted)):
+    if isinstance(value, str | bytes) and (is_model(wanted) or wanted not in (int, float, bool)):
         return adapter.validate_json(value)
     return adapter.validate_python(value)
 
@@ -77,10 +77,6 @@ def _adapter(wanted: Any) -> TypeAdapter[Any]:
         return TypeAdapter(wanted, config=None if is_model(wanted) else {"arbitrary_types_allowed": True})
     except PydanticUserError:  # dataclasses, for example, have their own configuration
         return TypeAdapter(wanted)
-
-
-def _scalar(wanted: Any) -> bool:
-    return wanted in (int, float, bool)
 
 
 def is_model(kind: Any) -> bool:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ValidationError
 
@@ -74,13 +74,12 @@ class FunctionInfo:
         """From a function that returns an answer, one that streams it, or both."""
         if single_fn is None and stream_fn is None:
             raise PluginError("FunctionInfo.create needs single_fn, stream_fn or both")
-        known = {name: others.pop(name, None) for name in ("input_schema", "description")}
-        known |= {name: others.pop(name, None) for name in ("single_to_stream_fn", "stream_to_single_fn")}
         for name in ("single_output_schema", "stream_output_schema"):  # the annotations say the same
             others.pop(name, None)
-        if others:
-            raise PluginError(f"FunctionInfo.create does not know {', '.join(sorted(others))}")
-        return cls(single_fn=single_fn, stream_fn=stream_fn, converters=converters or (), **known)
+        known = {"input_schema", "description", "single_to_stream_fn", "stream_to_single_fn"}
+        if unknown := others.keys() - known:
+            raise PluginError(f"FunctionInfo.create does not know {', '.join(sorted(unknown))}")
+        return cls(single_fn=single_fn, stream_fn=stream_fn, converters=converters or (), **others)
 
 
 class Function:
@@ -114,18 +113,13 @@ class Function:
 
     async def ainvoke(self, value: Any = None, to_type: Any = None) -> Any:
         """Runs on `value`, converted to the declared type; the answer is converted to `to_type`, if any."""
-        run = _Run(self.name, value)
-        try:
+        with _Run(self.name, value) as run:
             args, kwargs = self._arguments(value)
             if self._info.single_fn is not None:
                 run.result = await self._info.single_fn(*args, **kwargs)
             else:
-                run.result = await self._collect(self._open_stream(args, kwargs))
-        except BaseException as error:  # reported in FUNCTION_END; re-raised
-            run.error = error
-            raise
-        finally:
-            run.leave()
+                assert self._info.stream_fn is not None
+                run.result = await self._collect(self._info.stream_fn(*args, **kwargs))
         return run.result if to_type is None else self._convert(run.result, to_type, "answers")
 
     async def astream(self, value: Any = None, to_type: Any = None) -> AsyncGenerator[Any, None]:
@@ -133,11 +127,10 @@ class Function:
         if self._info.stream_fn is None and self._info.single_to_stream_fn is None:
             yield await self.ainvoke(value, to_type)
             return
-        run = _Run(self.name, value)
-        try:
+        with _Run(self.name, value) as run:
             args, kwargs = self._arguments(value)
             if self._info.stream_fn is not None:
-                stream = self._open_stream(args, kwargs)
+                stream = self._info.stream_fn(*args, **kwargs)
             else:
                 assert self._info.single_fn is not None
                 assert self._info.single_to_stream_fn is not None
@@ -145,15 +138,6 @@ class Function:
             async with aclosing(run.each(stream)) as pieces:
                 async for piece in pieces:
                     yield piece if to_type is None else self._convert(piece, to_type, "streams")
-        except BaseException as error:  # reported in FUNCTION_END; re-raised
-            run.error = error
-            raise
-        finally:
-            run.leave()
-
-    def _open_stream(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncIterator[Any]:
-        assert self._info.stream_fn is not None
-        return self._info.stream_fn(*args, **kwargs)
 
     async def _collect(self, stream: AsyncIterator[Any]) -> Any:
         """Joins a stream: text is concatenated, a single piece is the answer, else the list of pieces is."""
@@ -201,34 +185,37 @@ class Function:
                 first = error.errors(include_url=False)[0]
                 reason = ": ".join(part for part in (".".join(map(str, first["loc"])), first["msg"]) if part)
             raise WorkflowError(
-                f"function {self.name} {verb} {type_name(wanted)}, which a value of type {type(value).__name__} "
-                f"cannot be made into: {reason}"
+                f"function {self.name} {verb} {type_name(wanted)}; a value of type {type(value).__name__} "
+                f"cannot be converted: {reason}"
             ) from error
 
 
 class _Run:
-    """One invocation; enters the function when created, leaves it in `leave`."""
+    """One invocation: a context manager that enters the function and leaves it."""
 
     def __init__(self, name: str, value: Any) -> None:
-        self._outside = caller = current_call_site.get()
-        node = InvocationNode.model_construct(
-            function_id=uuid.uuid4().hex,
-            function_name=name,
-            parent_id=caller.invocation.node.function_id,
-            parent_name=caller.invocation.node.function_name,
-        )
         self._name, self._value = name, value
         self._uuid = str(uuid.uuid4())
         self.result: Any = None
-        self.error: BaseException | None = None
-        invocation = Invocation(node, (*caller.invocation.names, name), caller.invocation)
-        current_call_site.set(CallSite(invocation, caller.step, caller.ledger))
-        self._push(IntermediateStepType.FUNCTION_START, StreamEventData(input=value))
-        self._inside = current_call_site.get()
 
-    def leave(self) -> None:
+    def __enter__(self) -> Self:
+        self._outside = caller = current_call_site.get()
+        node = InvocationNode.model_construct(
+            function_id=uuid.uuid4().hex,
+            function_name=self._name,
+            parent_id=caller.invocation.node.function_id,
+            parent_name=caller.invocation.node.function_name,
+        )
+        invocation = Invocation(node, (*caller.invocation.names, self._name), caller.invocation)
+        current_call_site.set(CallSite(invocation, caller.step, caller.ledger))
+        self._push(IntermediateStepType.FUNCTION_START, StreamEventData(input=self._value))
+        self._inside = current_call_site.get()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         current_call_site.set(self._inside)
-        self._push(IntermediateStepType.FUNCTION_END, StreamEventData(input=self._value, output=self.result))
+        data = StreamEventData(input=self._value, output=self.result)
+        self._push(IntermediateStepType.FUNCTION_END, data, None if error is None else {"error": repr(error)})
         current_call_site.set(self._outside)
 
     async def each(self, stream: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
@@ -253,8 +240,7 @@ class _Run:
             if isinstance(stream, AsyncGenerator):
                 await stream.aclose()
 
-    def _push(self, event_type: IntermediateStepType, data: StreamEventData) -> None:
-        metadata = None if self.error is None else {"error": repr(self.error)}
+    def _push(self, event_type: IntermediateStepType, data: StreamEventData, metadata: Any = None) -> None:
         payload = IntermediateStepPayload(
             event_type=event_type, name=self._name, UUID=self._uuid, data=data, metadata=metadata
         )

@@ -9,7 +9,7 @@ import importlib
 import inspect
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ _FOR_THE_CLIENT = frozenset(("stream", "timeout", "extra_body", "extra_headers",
 
 
 class SamplingConfig(LLMBaseConfig):
-    """How to sample. What is not given is left to the server."""
+    """Sampling parameters; unset ones are left to the server."""
 
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature; 0 is greedy."""
@@ -178,47 +178,19 @@ def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> ModelClien
         **options,
     )
     return ModelClient(
-        client=client,
-        model=endpoint.model,
-        params=config.params(),
-        name=name,
-        config=config,
-        http_client=http_client,
-        recorder=recorder,
-        closers=[client.close],
+        client, endpoint.model, config.params(), name, config, http_client, recorder, closers=[client.close]
     )
 
 
-def _api_key(config: OpenAIConfig, variable: str) -> str:
-    """The configured key, or the environment's; a self-hosted server may need none."""
-    if config.api_key is not None:
-        return config.api_key.get_secret_value()
-    key = os.environ.get(variable)
-    if key is None and config.base_url in (None, NIMConfig.model_fields["base_url"].default):
-        raise ConfigError(f"llms: model {config.model_name!r} needs a key: set api_key, or the variable {variable}")
-    return key or "none"
-
-
-@asynccontextmanager
-async def _live(config: SamplingConfig, endpoint: Endpoint) -> AsyncIterator[ModelClient]:
-    llm = connect(name_being_built(), config, endpoint)
-    try:
-        yield llm
-    finally:
-        await llm.aclose()
-
-
+@register_llm_provider(config_type=NIMConfig)
 @register_llm_provider(config_type=OpenAIConfig)
 async def openai_llm(config: OpenAIConfig, builder: Builder) -> AsyncIterator[ModelClient]:
-    endpoint = Endpoint(config.model_name, config.base_url, _api_key(config, "OPENAI_API_KEY"))
-    async with _live(config, endpoint) as llm:
-        yield llm
-
-
-@register_llm_provider(config_type=NIMConfig)
-async def nim_llm(config: NIMConfig, builder: Builder) -> AsyncIterator[ModelClient]:
-    endpoint = Endpoint(config.model_name, config.base_url, _api_key(config, "NVIDIA_API_KEY"))
-    async with _live(config, endpoint) as llm:
+    variable = "NVIDIA_API_KEY" if isinstance(config, NIMConfig) else "OPENAI_API_KEY"
+    key = os.environ.get(variable) if config.api_key is None else config.api_key.get_secret_value()
+    if key is None and config.base_url in (None, NIMConfig.model_fields["base_url"].default):
+        raise ConfigError(f"llms: model {config.model_name!r} needs a key: set api_key, or the variable {variable}")
+    endpoint = Endpoint(config.model_name, config.base_url, key or "none")  # a self-hosted server may need no key
+    async with aclosing(connect(name_being_built(), config, endpoint)) as llm:
         yield llm
 
 
@@ -226,5 +198,5 @@ async def nim_llm(config: NIMConfig, builder: Builder) -> AsyncIterator[ModelCli
 async def policy_llm(config: PolicyConfig, builder: Builder) -> AsyncIterator[ModelClient]:
     served = await builder.policy_endpoint()
     endpoint = Endpoint(served.model, served.base_url, served.api_key, served.current_model)
-    async with _live(config, endpoint) as llm:
+    async with aclosing(connect(name_being_built(), config, endpoint)) as llm:
         yield llm

@@ -1,8 +1,9 @@
-"""The intermediate steps of one episode: what caused them, who listens, and the steps of recorded model calls."""
+"""The intermediate steps of one episode: their parents, their subscribers, and the steps of recorded model calls."""
 
 import logging
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from insitu.capture.ledger import CallSite, OpenStep, current_call_site
@@ -22,17 +23,18 @@ logger = logging.getLogger(__name__)
 OnStep = Callable[[IntermediateStep], None]
 
 
+@dataclass(eq=False)
 class Subscription:
     """Ends with `unsubscribe()`, which may be called more than once."""
 
-    def __init__(self, manager: "IntermediateStepManager", on_next: OnStep, others: tuple[Any, Any]) -> None:
-        self._manager = manager
-        self.on_next = on_next
-        self.on_error, self.on_complete = others
+    manager: "IntermediateStepManager"
+    on_next: OnStep
+    on_error: Callable[[Exception], None] | None
+    on_complete: Callable[[], None] | None
 
     def unsubscribe(self) -> None:
-        if self in self._manager.subscriptions:
-            self._manager.subscriptions.remove(self)
+        if self in self.manager.subscriptions:
+            self.manager.subscriptions.remove(self)
 
 
 class IntermediateStepManager:
@@ -48,23 +50,22 @@ class IntermediateStepManager:
         site = current_call_site.get()
         state = payload.event_state
         if state is IntermediateStepState.START:
-            parent = self._innermost(site)
+            parent = self._parent(site)
             self._parents[payload.UUID] = parent
             step = OpenStep(payload.UUID, payload.event_category, site.step)
             current_call_site.set(CallSite(site.invocation, step, site.ledger))
         elif state is IntermediateStepState.END:
-            parent = self._parents.pop(payload.UUID, "") or self._innermost(site)
+            parent = self._parents.pop(payload.UUID, "") or self._parent(site)
             if site.step is not None and site.step.uuid == payload.UUID:
                 current_call_site.set(CallSite(site.invocation, site.step.outer, site.ledger))
         else:
-            parent = self._parents.get(payload.UUID) or self._innermost(site)
-        self._publish(IntermediateStep(parent_id=parent, function_ancestry=site.invocation.node, payload=payload))
+            parent = self._parents.get(payload.UUID) or self._parent(site)
+        self._publish(site, parent, payload)
 
     def push_past(self, site: CallSite, *payloads: IntermediateStepPayload) -> None:
         """Records events at `site` that are over, START and END together; no step stays open."""
         for payload in payloads:
-            parent = self._innermost(site)
-            self._publish(IntermediateStep(parent_id=parent, function_ancestry=site.invocation.node, payload=payload))
+            self._publish(site, self._parent(site), payload)
 
     def innermost(self, site: CallSite) -> OpenStep | None:
         """The innermost step around `site` that is still open; another task may have pushed an END."""
@@ -73,11 +74,12 @@ class IntermediateStepManager:
             step = step.outer
         return step
 
-    def _innermost(self, site: CallSite) -> str:
+    def _parent(self, site: CallSite) -> str:
         step = self.innermost(site)
         return "root" if step is None else step.uuid
 
-    def _publish(self, step: IntermediateStep) -> None:
+    def _publish(self, site: CallSite, parent: str, payload: IntermediateStepPayload) -> None:
+        step = IntermediateStep(parent_id=parent, function_ancestry=site.invocation.node, payload=payload)
         if self._keep is not None:
             self._keep(step)
         for subscription in tuple(self.subscriptions):
@@ -96,7 +98,7 @@ class IntermediateStepManager:
         on_complete: Callable[[], None] | None = None,
     ) -> Subscription:
         """Calls `on_next` with every later step, and `on_complete` when the episode has ended."""
-        subscription = Subscription(self, on_next, (on_error, on_complete))
+        subscription = Subscription(self, on_next, on_error, on_complete)
         self.subscriptions.append(subscription)
         return subscription
 
@@ -109,7 +111,7 @@ class IntermediateStepManager:
 
 
 def call_metadata(call: ModelCall) -> dict[str, Any]:
-    """What a step's metadata says of a recorded call, in addition to what frameworks report."""
+    """The step metadata of a recorded call, added to what frameworks report."""
     return {
         "call": call.index,
         "model": call.model,

@@ -9,17 +9,12 @@ from typing import Any
 
 import orjson
 
-from insitu.errors import RequestRefused
-from insitu.gateway.dialects.base import Translation, join_text, refuse_unsupported
+from insitu.gateway.dialects.base import Translation, join_text, refuse_unsupported, unsupported_type
 from insitu.http_format import format_event
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "stream")
-_KNOWN = frozenset(
-    (
-        *(*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences"),
-        *("metadata", "service_tier", "cache_control"),  # without effect on the answer
-    )
-)
+_IGNORED = ("metadata", "service_tier", "cache_control")  # no effect on the completion
+_KNOWN = frozenset((*_SAME, *_IGNORED, "messages", "system", "tools", "tool_choice", "stop_sequences"))
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "disabled"},),
     "top_k": (0, -1),
@@ -27,6 +22,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "context_management": ({},),
 }
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 _ERRORS = {
     401: "authentication_error",
@@ -44,64 +40,54 @@ def _chat_request(request: dict[str, Any], memory: dict[str, str]) -> dict[str, 
     messages: list[dict[str, Any]] = []
     if system := join_text(request.get("system"), ("text",), "system"):
         messages.append({"role": "system", "content": system})
-    for number, message in enumerate(request.get("messages") or ()):
-        messages.extend(_messages(message, f"messages.{number}", memory))
+    for index, message in enumerate(request.get("messages") or ()):
+        messages.extend(_messages(message, f"messages.{index}", memory))
     chat["messages"] = messages
     if stops := request.get("stop_sequences"):
         chat["stop"] = stops
     if tools := request.get("tools"):
-        chat["tools"] = [_tool(tool, number) for number, tool in enumerate(tools)]
+        chat["tools"] = [_tool(tool, index) for index, tool in enumerate(tools)]
     if choice := request.get("tool_choice"):
-        chat |= _tool_choice(choice)
+        chat["tool_choice"] = _TOOL_CHOICES.get(str(choice.get("type")), "auto")
+        if choice.get("type") == "tool":
+            chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+        if choice.get("disable_parallel_tool_use"):
+            chat["parallel_tool_calls"] = False
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat
 
 
-def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
+def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
-        raise RequestRefused(
-            f"tools.{number} is of type {tool['type']!r}, which the server would have to run; allowed: custom",
-            param="tools",
-            code="unsupported",
-        )
+        raise unsupported_type(f"tools.{index}", tool["type"], "custom", "tools")
     function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get("input_schema")}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
-    kind = choice.get("type")
-    mapped: Any = {"auto": "auto", "any": "required", "none": "none"}.get(str(kind))
-    if kind == "tool":
-        mapped = {"type": "function", "function": {"name": choice.get("name")}}
-    parallel = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
-    return {"tool_choice": mapped or "auto", **parallel}
-
-
 def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """One message as chat messages; tool results become separate messages, before the text."""
+    """Converts one message; tool results become separate messages before the text."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for number, block in enumerate(content or ()):
+    for index, block in enumerate(content or ()):
         kind = block.get("type")
         if kind == "text":
             texts.append(block["text"])
         elif kind == "tool_use" and role == "assistant":
-            function = {"name": block["name"], "arguments": _as_sampled(block, memory)}
+            arguments, value = memory.get(block["id"]), block.get("input") or {}
+            if arguments is None or _arguments(arguments) != value:  # not sampled in this episode, or changed
+                arguments = orjson.dumps(value).decode()
+            function = {"name": block["name"], "arguments": arguments}
             calls.append({"id": block["id"], "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            result = join_text(block.get("content"), ("text",), f"{where}.content.{number}.content")
+            result = join_text(block.get("content"), ("text",), f"{where}.content.{index}.content")
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": result}
         elif kind not in ("thinking", "redacted_thinking"):  # reasoning is not sent back to the server
-            raise RequestRefused(
-                f"{where}.content.{number} is of type {kind!r}; allowed: text, tool_use, tool_result",
-                param=where,
-                code="unsupported",
-            )
+            raise unsupported_type(f"{where}.content.{index}", kind, "text, tool_use, tool_result", where)
     if calls:
         yield {"role": role, "content": "".join(texts) or None, "tool_calls": calls}
     elif texts:
@@ -109,15 +95,15 @@ def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> It
 
 
 class MessagesTranslation(Translation):
-    """`memory` holds the arguments of tool calls in the model's own words, by the call's id."""
+    """`memory` maps the id of each tool call to its arguments exactly as the model wrote them."""
 
     def __init__(self, request: dict[str, Any], memory: dict[str, Any]) -> None:
         refuse_unsupported(request, _KNOWN, _NEUTRAL)
         super().__init__(_chat_request(request, memory), memory)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._begun = False
-        self._block = -1  # the latest block is the open one
-        self._calls: dict[int, tuple[str, int]] = {}  # id and block of each tool call, by its index
+        self._block = -1  # index of the latest content block, the only open one
+        self._calls: dict[int, tuple[str, int]] = {}  # id and block index of each tool call
         self._text_open = False
         self._stop: tuple[str, str | None] = ("end_turn", None)
         self._usage: dict[str, Any] = {}
@@ -155,7 +141,10 @@ class MessagesTranslation(Translation):
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             if delta.get("content"):
-                yield from self._text(delta["content"])
+                if not self._text_open:
+                    yield from self._open({"type": "text", "text": ""})
+                    self._text_open = True
+                yield self._delta(self._block, {"type": "text_delta", "text": delta["content"]})
             for part in delta.get("tool_calls") or ():
                 yield from self._call(part)
             if choice.get("finish_reason"):
@@ -165,12 +154,6 @@ class MessagesTranslation(Translation):
         if not self._begun:
             self._begun = True
             yield _event({"type": "message_start", "message": self._message(chunk, [])})
-
-    def _text(self, text: str) -> Iterator[bytes]:
-        if not self._text_open:
-            yield from self._open({"type": "text", "text": ""})
-            self._text_open = True
-        yield self._delta(self._block, {"type": "text_delta", "text": text})
 
     def _call(self, part: dict[str, Any]) -> Iterator[bytes]:
         function, index = part.get("function") or {}, part.get("index", 0)
@@ -187,8 +170,7 @@ class MessagesTranslation(Translation):
     def _open(self, block: dict[str, Any]) -> Iterator[bytes]:
         yield from self._close()
         self._block += 1
-        data = {"type": "content_block_start", "index": self._block, "content_block": block}
-        yield _event(data)
+        yield _event({"type": "content_block_start", "index": self._block, "content_block": block})
 
     def _close(self) -> Iterator[bytes]:
         if self._block >= 0:
@@ -219,14 +201,8 @@ def _event(data: dict[str, Any]) -> bytes:
     return format_event(orjson.dumps(data), data["type"])
 
 
-def _as_sampled(block: dict[str, Any], memory: dict[str, str]) -> str:
-    """A tool call's arguments exactly as the model wrote them, unless the agent has changed their value."""
-    sampled, value = memory.get(block["id"]), block.get("input") or {}
-    return sampled if sampled is not None and _arguments(sampled) == value else orjson.dumps(value).decode()
-
-
 def _arguments(text: str | None) -> Any:
-    """A tool call's arguments as an object; text that is not a JSON object is passed on under the key `arguments`."""
+    """A tool call's arguments as an object; text that is not a JSON object is wrapped as `{"arguments": text}`."""
     try:
         value = orjson.loads(text or "{}")
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""What a dialect is, OpenAI's completions as the trivial ones, and helpers for the others."""
+"""The interface of a dialect, its implementations for OpenAI's completions, and helpers for the others."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from insitu.http_format import error_body, error_message, format_event, parse_ev
 
 
 class Translation(ABC):
-    """One request of an agent, translated to a completion; translates the response back.
+    """Translates one request of an agent to a completion request, and the response back. Subclasses are dialects.
 
-    A subclass is a dialect. Its constructor raises RequestRefused for a request that cannot be translated. `memory`
-    holds what the dialect keeps from one request of an episode to the next.
+    The constructor raises RequestRefused for a request that cannot be translated. `memory` is the dialect's state for
+    one episode.
     """
 
     route = CHAT
-    """Where `request` is sent."""
+    """Route of `request` below `/v1`."""
     verbatim = False
-    """Whether responses are passed on unchanged: the agent and the server use the same API."""
+    """Whether responses pass through unchanged: the agent and the server use the same API."""
 
     def __init__(self, request: dict[str, Any], memory: dict[str, Any]) -> None:
         self.request = request
@@ -33,11 +33,11 @@ class Translation(ABC):
 
     @abstractmethod
     def events(self, chunk: dict[str, Any]) -> Iterator[bytes]:
-        """The events for the agent of one chunk of a streamed completion."""
+        """The agent's events for one chunk of a streamed completion."""
 
     @abstractmethod
     def end(self, failure: str | None = None) -> Iterator[bytes]:
-        """The last events of a stream; `failure` is why it broke off."""
+        """The final events of a stream; `failure` is why it ended early."""
 
     @staticmethod
     def error(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -45,9 +45,9 @@ class Translation(ABC):
         return error_body(message, status, param, code)
 
     def completion_request(self, params: dict[str, Any], model: str) -> dict[str, Any]:
-        """The request for the server: the agent's, with the configured `params` that it does not set."""
+        """The request for the server: the agent's, plus the configured `params` that it does not set."""
         params = dict(params)
-        if self.route == TEXT and params.pop("logprobs", False):  # there it is the number of alternatives
+        if self.route == TEXT and params.pop("logprobs", False):  # the number of alternatives in this API
             params["logprobs"] = params.pop("top_logprobs", 0)
         if "max_completion_tokens" in self.request and "max_tokens" not in self.request:
             params.pop("max_tokens", None)  # the agent has set the same limit by its newer name
@@ -55,7 +55,7 @@ class Translation(ABC):
 
 
 class ChatTranslation(Translation):
-    """OpenAI's chat completions, which servers understand as they are."""
+    """OpenAI's chat completions, which need no translation."""
 
     verbatim = True
 
@@ -63,7 +63,7 @@ class ChatTranslation(Translation):
         return completion
 
     def events(self, chunk: dict[str, Any]) -> Iterator[bytes]:
-        raise NotImplementedError("passed on unchanged")
+        raise NotImplementedError("chunks pass through unchanged")
 
     def end(self, failure: str | None = None) -> Iterator[bytes]:
         if failure is not None:
@@ -77,7 +77,7 @@ class TextTranslation(ChatTranslation):
 
 
 class StreamTranslator:
-    """Translates a streamed completion chunk by chunk, up to an event in which the server reports a failure."""
+    """Translates a streamed completion chunk by chunk, until the server reports an error in an event."""
 
     def __init__(self, translation: Translation) -> None:
         self._translation = translation
@@ -102,22 +102,25 @@ class StreamTranslator:
 
 
 def refuse_unsupported(request: dict[str, Any], known: frozenset[str], neutral: dict[str, tuple[Any, ...]]) -> None:
-    """Raises RequestRefused for a parameter that has no counterpart, unless its value is `neutral` (has no effect)."""
+    """Raises RequestRefused for a parameter without counterpart, unless its value is `neutral` (has no effect)."""
     for name, value in request.items():
         if name not in known and value is not None and value not in neutral.get(name, ()):
             raise RequestRefused(f"{name} cannot be passed on to a chat completion", param=name, code="unsupported")
 
 
+def unsupported_type(where: str, kind: Any, allowed: str, param: str) -> RequestRefused:
+    reason = ", which the server would have to run" if param == "tools" else ""
+    return RequestRefused(f"{where} is of type {kind!r}{reason}; allowed: {allowed}", param=param, code="unsupported")
+
+
 def join_text(content: Any, kinds: tuple[str, ...], where: str) -> str:
-    """The text of a message's content; raises RequestRefused for parts that are not of these kinds."""
+    """The text of a message's content; raises RequestRefused for parts of other kinds."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in kinds:
-            raise RequestRefused(
-                f"{where}.{number} is of type {kind!r}; allowed: {', '.join(kinds)}", param=where, code="unsupported"
-            )
+            raise unsupported_type(f"{where}.{number}", kind, ", ".join(kinds), where)
         texts.append(part.get("text", ""))
     return "".join(texts)

@@ -1,7 +1,7 @@
 """OpenAI's Responses (`POST /v1/responses`) as chat completions.
 
-Source: https://platform.openai.com/docs/api-reference/responses and its page on streaming. Answers are remembered for
-`previous_response_id` as long as the episode lasts.
+Source: https://platform.openai.com/docs/api-reference/responses and its page on streaming. Responses are kept for
+`previous_response_id` until the episode ends.
 """
 
 import time
@@ -12,17 +12,20 @@ from typing import Any
 import orjson
 
 from insitu.errors import RequestRefused
-from insitu.gateway.dialects.base import Translation, join_text, refuse_unsupported
+from insitu.gateway.dialects.base import Translation, join_text, refuse_unsupported, unsupported_type
 from insitu.http_format import format_event
 
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed", "user")
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "reasoning", "text", "truncation")
-_KNOWN = frozenset(
-    (
-        *(*_SAME, *_ECHOED, "input", "tools", "tool_choice", "store", "include", "service_tier", "prompt_cache_key"),
-        *("prompt_cache_retention", "safety_identifier", "stream_options"),
-    )
+_IGNORED = (
+    "store",
+    "service_tier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "stream_options",
 )
+_KNOWN = frozenset((*_SAME, *_ECHOED, *_IGNORED, "input", "tools", "tool_choice", "include", "stream_options"))
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"background": (False,), "max_tool_calls": (), "conversation": (), "prompt": ()}
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _TEXT = ("input_text", "output_text", "text", "summary_text", "refusal")
@@ -43,8 +46,14 @@ def _chat_request(request: dict[str, Any], history: list[dict[str, Any]]) -> dic
     if request.get("instructions"):
         chat["messages"] = [{"role": "system", "content": request["instructions"]}, *chat["messages"]]
     if tools := request.get("tools"):
-        chat["tools"] = [_tool(tool, number) for number, tool in enumerate(tools)]
-        chat |= _tool_choice(request.get("tool_choice"))
+        chat["tools"] = [_tool(tool, index) for index, tool in enumerate(tools)]
+        choice = request.get("tool_choice")
+        if isinstance(choice, dict):
+            if choice.get("type") != "function":
+                raise RequestRefused(f"tool_choice is {choice!r}; allowed: a function", param="tool_choice")
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        if choice is not None:
+            chat["tool_choice"] = choice
     form = (request.get("text") or {}).get("format") or {}
     if form.get("type", "text") != "text":
         schema = {name: value for name, value in form.items() if name != "type"}
@@ -54,31 +63,19 @@ def _chat_request(request: dict[str, Any], history: list[dict[str, Any]]) -> dic
     return chat
 
 
-def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
+def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise RequestRefused(
-            f"tools.{number} is of type {tool.get('type')!r}, which the server would have to run; allowed: function",
-            param="tools",
-            code="unsupported",
-        )
+        raise unsupported_type(f"tools.{index}", tool.get("type"), "function", "tools")
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
 
-def _tool_choice(choice: Any) -> dict[str, Any]:
-    if isinstance(choice, dict):
-        if choice.get("type") != "function":
-            raise RequestRefused(f"tool_choice is {choice!r}; allowed: a function", param="tool_choice")
-        return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}}
-    return {} if choice is None else {"tool_choice": choice}
-
-
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as chat messages; the items of one response (text, tool calls) become one assistant message again."""
+    """Converts items to chat messages; the items of one response (text, tool calls) become one assistant message."""
     messages: list[dict[str, Any]] = []
-    answering = False
-    for number, item in enumerate(items):
-        kind, where = item.get("type", "message"), f"input.{number}"
+    answering = False  # whether the previous item is the assistant's
+    for index, item in enumerate(items):
+        kind, where = item.get("type", "message"), f"input.{index}"
         if kind == "reasoning":  # reasoning is not sent back to the server
             continue
         if kind == "message":
@@ -97,17 +94,14 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             output = join_text(item.get("output"), _TEXT, where)
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
         else:
-            raise RequestRefused(
-                f"{where} is of type {kind!r}; allowed: message, function_call, function_call_output, reasoning",
-                param="input",
-                code="unsupported",
-            )
+            allowed = "message, function_call, function_call_output, reasoning"
+            raise unsupported_type(where, kind, allowed, "input")
         answering = messages[-1]["role"] == "assistant"
     return messages
 
 
 class ResponsesTranslation(Translation):
-    """`memory` holds the messages of each response's conversation, by the response's id."""
+    """`memory` maps the id of each response to the messages of its conversation."""
 
     def __init__(self, request: dict[str, Any], memory: dict[str, Any]) -> None:
         refuse_unsupported(request, _KNOWN, _NEUTRAL)
@@ -124,7 +118,7 @@ class ResponsesTranslation(Translation):
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = request.get("model")
-        self._number = -1
+        self._sequence_number = -1
         self._output: list[dict[str, Any]] = []
         self._text: dict[str, Any] | None = None
         self._calls: dict[int, dict[str, Any]] = {}
@@ -147,13 +141,11 @@ class ResponsesTranslation(Translation):
         return self._finished()
 
     def _finished(self) -> dict[str, Any]:
-        answer = {name: value for name, value in self._answer().items() if name in ("role", "content", "tool_calls")}
+        """The final response; its conversation is kept for `previous_response_id`."""
+        answer = (_messages(self._output) or [{"role": "assistant", "content": ""}])[-1]
         sent = self.request["messages"][1 if self._original.get("instructions") else 0 :]
         self.memory[self._id] = [*sent, answer]
         return self._response("incomplete" if self._finish in _INCOMPLETE else "completed")
-
-    def _answer(self) -> dict[str, Any]:
-        return (_messages(self._output) or [{"role": "assistant", "content": ""}])[-1]
 
     def _response(self, status: str) -> dict[str, Any]:
         request = self._original
@@ -176,8 +168,8 @@ class ResponsesTranslation(Translation):
         }
 
     def _event(self, kind: str, **data: Any) -> bytes:
-        self._number += 1
-        return format_event(orjson.dumps({"type": kind, "sequence_number": self._number, **data}), kind)
+        self._sequence_number += 1
+        return format_event(orjson.dumps({"type": kind, "sequence_number": self._sequence_number, **data}), kind)
 
     def events(self, chunk: dict[str, Any]) -> Iterator[bytes]:
         self._model = chunk.get("model", self._model)
