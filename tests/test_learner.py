@@ -13,10 +13,9 @@ import torch
 from tiny_models import save_tiny_model
 
 from insitu.backend.model import LoadedModel, load_model
-from insitu.backend.training.batches import Row, collate, micro_batches, optimizer_steps
+from insitu.backend.training.batches import Row, Scorer, collate, micro_batches, optimizer_steps
 from insitu.backend.training.learner import Learner
 from insitu.backend.training.optimizer_loop import learning_rate
-from insitu.backend.training.scoring import Scorer
 from insitu.errors import BackendError, JobFailed, RequestRefused
 from insitu.schemas.training_jobs import TrainingSettings
 
@@ -135,7 +134,7 @@ def test_many_logits_are_computed_in_chunks(llama, monkeypatch):
         return (scores.logprobs_N, *torch.autograd.grad(scores.logprobs_N.sum(), list(module.parameters())))
 
     whole = gradients()
-    monkeypatch.setattr("insitu.backend.training.scoring.CHUNK_ELEMENTS", 320 * 5)
+    monkeypatch.setattr("insitu.backend.training.batches.CHUNK_ELEMENTS", 320 * 5)
     for a, b in zip(whole, gradients(), strict=True):
         assert torch.allclose(a, b, atol=1e-4)
 
@@ -393,7 +392,7 @@ def test_the_learning_rate_over_a_run():
 
 
 def test_folders_are_replaced_whole(tmp_path):
-    from insitu.backend.training.checkpoints import atomic_folder
+    from insitu.backend.training.policy import atomic_folder
 
     target = tmp_path / "step_000001"
     for content in ("old", "new"):

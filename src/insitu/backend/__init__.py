@@ -1,6 +1,6 @@
 """One process that serves a model over an OpenAI-compatible endpoint and trains it; start reading at server.
 
-server       creates the parts, listens and stops; http and openapi belong to it
+server       creates the parts, listens and stops; http: what its routes share
 protocols/   the HTTP interfaces, one package each: openai, native (training jobs), art (OpenPipe ART)
 inference/   sampling: from token ids to completions
 training/    training: from rows to new weights

@@ -1,6 +1,7 @@
 """The single thread that touches the weights: sampling steps and training micro-batches alternate in it."""
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -24,7 +25,7 @@ class ComputeThread:
 
     def __init__(self) -> None:
         self.sampler: Callable[[], bool] | None = None
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._driven: deque[_DrivenGenerator] = deque()
         self._thread = threading.Thread(target=self._run, name="insitu-compute", daemon=True)
 
@@ -33,13 +34,13 @@ class ComputeThread:
 
     def close(self, timeout: float | None = None) -> None:
         """Stops after the current step, waiting up to `timeout` seconds; closes driven generators."""
-        self._inbox.put(_stop)
+        self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout)
 
     def wake(self) -> None:
         """Signals that there may be something to sample; thread-safe."""
-        self._inbox.put(_wake)
+        self._inbox.put(lambda: None)
 
     async def call(self, fn: Callable[..., T], *args: Any) -> T:
         """Runs `fn(*args)` in the thread and returns its result."""
@@ -48,11 +49,9 @@ class ComputeThread:
 
         def run() -> None:
             try:
-                value = fn(*args)
+                post(loop, settle, done, fn(*args))
             except BaseException as error:  # raised in the awaiting caller
-                _post(loop, _fail, done, error)
-            else:
-                _post(loop, _resolve, done, value)
+                post(loop, settle, done, error)
 
         self._inbox.put(run)
         return await done
@@ -78,32 +77,21 @@ class ComputeThread:
         """Consumes the inbox; blocks on it only if there is nothing to sample or drive."""
         busy = False
         while True:
-            task = self._next(block=not busy)
-            while task is not None:
-                if task is _stop:
-                    return self._close_driven()
-                task()
-                task = self._next(block=False)
-            busy = self._sample()
+            block = not busy
+            with contextlib.suppress(queue.Empty):
+                while (task := self._inbox.get(block)) is not None:
+                    task()
+                    block = False
+                for drive in self._driven:
+                    drive.cancelled = True
+                    drive.advance()
+                return
+            busy = self.sampler is not None and self.sampler()
             if self._driven:
                 drive = self._driven.popleft()
                 if drive.advance():
                     self._driven.append(drive)
             busy = busy or bool(self._driven)
-
-    def _next(self, block: bool) -> Callable[[], None] | None:
-        try:
-            return self._inbox.get(block)
-        except queue.Empty:
-            return None
-
-    def _sample(self) -> bool:
-        return self.sampler() if self.sampler is not None else False
-
-    def _close_driven(self) -> None:
-        for drive in self._driven:
-            drive.cancelled = True
-            drive.advance()
 
 
 class _DrivenGenerator:
@@ -121,20 +109,20 @@ class _DrivenGenerator:
         try:
             if self.cancelled:
                 self.steps.close()
-                _post(self.loop, self.done.cancel)
+                post(self.loop, self.done.cancel)
                 return False
             event = next(self.steps)
         except StopIteration as end:
-            _post(self.loop, _resolve, self.done, end.value)
+            post(self.loop, settle, self.done, end.value)
             return False
         except BaseException as error:  # raised in the awaiting caller
-            _post(self.loop, _fail, self.done, error)
+            post(self.loop, settle, self.done, error)
             return False
-        _post(self.loop, self.on_event, event)
+        post(self.loop, self.on_event, event)
         return True
 
 
-def _post(loop: asyncio.AbstractEventLoop, fn: Callable[..., Any], *args: Any) -> None:
+def post(loop: asyncio.AbstractEventLoop, fn: Callable[..., Any], *args: Any) -> None:
     """Runs `fn` on the event loop; does nothing if the loop has closed."""
     try:
         loop.call_soon_threadsafe(fn, *args)
@@ -142,19 +130,11 @@ def _post(loop: asyncio.AbstractEventLoop, fn: Callable[..., Any], *args: Any) -
         logger.debug("the event loop closed before a result reached it")
 
 
-def _resolve(future: asyncio.Future, value: Any) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _fail(future: asyncio.Future, error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
-
-
-def _wake() -> None:
-    """Inbox entry that wakes the thread."""
-
-
-def _stop() -> None:
-    """Inbox entry that ends the thread."""
+def settle(future: asyncio.Future, outcome: Any) -> None:
+    """Sets the future's result, or its exception if `outcome` is one; does nothing if it is done or cancelled."""
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

@@ -1,16 +1,18 @@
-"""What all routes share: JSON responses, error handlers, body limits, disconnects and the bearer token."""
+"""What all routes share: responses, error handlers, request bodies, the bearer token, and the OpenAPI document."""
 
 import asyncio
 import base64
 import hmac
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from insitu.errors import BackendError, RequestRefused
@@ -45,31 +47,17 @@ def refused_response(error: RequestRefused) -> JSON:
     return error_response(str(error), error.status, error.param, error.code)
 
 
-async def _on_refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestRefused)
-    return refused_response(error)
+async def _on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestRefused):
+        return refused_response(error)
+    if isinstance(error, HTTPException):
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return error_response(message, error.status_code, headers=error.headers)
+    known = isinstance(error, BackendError)
+    return error_response(str(error) if known else f"the server failed: {type(error).__name__}: {error}", 500)
 
 
-async def _on_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return error_response(message, error.status_code, headers=error.headers)
-
-
-async def _on_backend(request: Request, error: Exception) -> Response:
-    return error_response(str(error), 500)
-
-
-async def _on_anything(request: Request, error: Exception) -> Response:
-    return error_response(f"the server failed: {type(error).__name__}: {error}", 500)
-
-
-EXCEPTION_HANDLERS: dict[Any, Any] = {
-    RequestRefused: _on_refused,
-    HTTPException: _on_http,
-    BackendError: _on_backend,
-    Exception: _on_anything,
-}
+EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys((RequestRefused, HTTPException, BackendError, Exception), _on_error)
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:
@@ -147,3 +135,98 @@ class TokenGate:
         elif scheme.lower() != b"bearer":
             return False
         return hmac.compare_digest(credentials, self._token)
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """Every response with a status of 400 or above."""
+
+    error: ErrorDetail
+
+
+class ApiRoute(Route):
+    """One method of one path. `request` lists the line types of a JSON Lines body; `events` is the model of each event.
+
+    `public` routes need no token.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        endpoint: Any,
+        summary: str,
+        *,
+        request: Sequence[type[BaseModel]] = (),
+        request_type: str = "application/json",
+        response: type[BaseModel] | None = None,
+        events: type[BaseModel] | None = None,
+        headers: Sequence[str] = (),
+        public: bool = False,
+    ) -> None:
+        super().__init__(path, endpoint, methods=[method])
+        self.method = method
+        self.summary = summary
+        self.request = request
+        self.request_type = request_type
+        self.response = response
+        self.events = events
+        self.headers = headers
+        self.public = public
+
+    @property
+    def models(self) -> set[type[BaseModel]]:
+        return {*self.request, *filter(None, (self.response, self.events))}
+
+    def operation(self) -> dict[str, Any]:
+        """The OpenAPI operation object."""
+        path_params = [part[1:-1] for part in self.path_format.split("/") if part.startswith("{")]
+        text = {"type": "string"}
+        parameters: list[dict[str, Any]]
+        parameters = [{"name": name, "in": "path", "required": True, "schema": text} for name in path_params]
+        parameters += [{"name": name, "in": "header", "schema": text} for name in self.headers]
+        content = {}
+        if self.response is not None:
+            content["application/json"] = {"schema": _ref(self.response)}
+        if self.events is not None:
+            content["text/event-stream"] = {"schema": _ref(self.events)}
+        failure = {"application/json": {"schema": _ref(ErrorBody)}}
+        responses = {
+            "200": {"description": "Done", "content": content},
+            "default": {"description": "Refused or failed", "content": failure},
+        }
+        operation: dict[str, Any] = {"summary": self.summary, "responses": responses}
+        if parameters:
+            operation["parameters"] = parameters
+        if self.request:
+            kinds = [_ref(model) for model in self.request]
+            schema = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+            operation["requestBody"] = {"required": True, "content": {self.request_type: {"schema": schema}}}
+        return operation
+
+
+def openapi_document(routes: Sequence[ApiRoute], version: str) -> dict[str, Any]:
+    models = {ErrorBody}.union(*(route.models for route in routes))
+    ordered = sorted(models, key=lambda model: model.__name__)
+    template = "#/components/schemas/{model}"
+    _, schemas = models_json_schema([(model, "validation") for model in ordered], ref_template=template)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path_format, {})[route.method.lower()] = route.operation()
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "insitu backend", "version": version},
+        "paths": paths,
+        "components": {"schemas": schemas["$defs"], "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"token": []}],
+    }
+
+
+def _ref(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{model.__name__}"}

@@ -46,8 +46,14 @@ def load_model(source: str, device: str = "auto", dtype: str = "auto") -> Loaded
     base, adapter = _base_and_adapter(source)
     base = str(Path(base).resolve()) if Path(base).exists() else base  # stored in adapter checkpoints
     config = _config(base)
-    tokenizer = _tokenizer(source if adapter and _has_tokenizer(source) else base)
-    torch_dtype = _dtype(dtype, torch_device, config)
+    tokenizer = _tokenizer(source if adapter and (Path(source) / "tokenizer.json").exists() else base)
+    if dtype == "auto":
+        stored = getattr(config, "dtype", None)
+        torch_dtype = torch.float32 if torch_device.type == "cpu" or stored is None else stored
+    elif dtype in DTYPES:
+        torch_dtype = DTYPES[dtype]
+    else:
+        raise BackendError(f"dtype is {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
     module = _weights(base, torch_dtype)
     if adapter:
         from peft import PeftModel
@@ -68,15 +74,6 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BackendError(f"device is {name!r}, but torch finds no CUDA device")
     return device
-
-
-def _dtype(name: str, device: torch.device, config: "PreTrainedConfig") -> torch.dtype:
-    if name == "auto":
-        stored = getattr(config, "dtype", None)
-        return torch.float32 if device.type == "cpu" or stored is None else stored
-    if name not in DTYPES:
-        raise BackendError(f"dtype is {name!r}; allowed: auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
 
 
 def _base_and_adapter(source: str) -> tuple[str, bool]:
@@ -129,10 +126,6 @@ def _tokenizer(source: str) -> "PreTrainedTokenizerBase":
             f"the tokenizer of {source} has no tokenizer.json; save it with a release of tokenizers first"
         )
     return tokenizer
-
-
-def _has_tokenizer(source: str) -> bool:
-    return (Path(source) / "tokenizer.json").exists()
 
 
 def _weights(base: str, dtype: torch.dtype) -> nn.Module:

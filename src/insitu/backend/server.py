@@ -21,12 +21,10 @@ from starlette.types import ASGIApp
 import insitu
 from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread
-from insitu.backend.http import EXCEPTION_HANDLERS, JSON, TokenGate
-from insitu.backend.inference.engine import Engine
+from insitu.backend.http import EXCEPTION_HANDLERS, JSON, ApiRoute, TokenGate, openapi_document
+from insitu.backend.inference.engine import Engine, ModelRegistry, PolicyModels
 from insitu.backend.inference.scheduler import EngineOptions
-from insitu.backend.inference.served_models import ModelRegistry, PolicyModels
 from insitu.backend.model import LoadedModel, load_model
-from insitu.backend.openapi import ApiRoute, openapi_document
 from insitu.backend.protocols import Services, protocol_routes
 from insitu.backend.training.jobs import Jobs
 from insitu.backend.training.learner import Learners
@@ -79,7 +77,15 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     compute = ComputeThread()
     lora = LoRASettings(rank=options.lora_rank, alpha=2 * options.lora_rank) if options.lora_rank else None
     learners = Learners(loaded, output_dir, lora)
-    engine = Engine(loaded, compute, learners.load_version, _engine_options(loaded, options))
+    on_gpu = loaded.device.type != "cpu"
+    limits = EngineOptions(
+        max_length=min(options.max_length or loaded.max_length, loaded.max_length),
+        max_batch=options.max_batch or (256 if on_gpu else 128),
+        prefill_tokens=8192 if on_gpu else 512,
+        prefix_bytes=2**31 if on_gpu else 2**28,
+        threads=options.threads,
+    )
+    engine = Engine(loaded, compute, learners.load_version, limits)
     jobs = Jobs(learners.default, compute, engine.publish, output_dir)
     models = ModelRegistry(PolicyModels(options.name, lambda: learners.default.versions))
     services = Services(options, loaded, compute, engine, learners, jobs, models, output_dir)
@@ -168,16 +174,11 @@ async def _stop_on_signal(server: uvicorn.Server, parent_pid: int | None) -> Asy
 
 async def _watch_parent(pid: int, stop: Callable[[], None]) -> None:
     """Polls a process and calls `stop` once it has ended."""
-    alive = _is_parent if _is_parent(pid) else _is_alive
-    while alive(pid):  # noqa: ASYNC110 - another process cannot set an event
+    is_parent = os.getppid() == pid  # children of a killed parent are reassigned immediately, before it is reaped
+    while os.getppid() == pid if is_parent else _is_alive(pid):  # noqa: ASYNC110 - another process cannot set an event
         await asyncio.sleep(PARENT_POLL_SECONDS)
     logger.info("process %d has ended; stopping", pid)
     stop()
-
-
-def _is_parent(pid: int) -> bool:
-    """Also detects a killed, unreaped parent: its children are reassigned immediately."""
-    return os.getppid() == pid
 
 
 def _is_alive(pid: int) -> bool:
@@ -185,20 +186,9 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # a process of another user
+        pass
     return True
-
-
-def _engine_options(loaded: LoadedModel, options: BackendOptions) -> EngineOptions:
-    on_gpu = loaded.device.type != "cpu"
-    return EngineOptions(
-        max_length=min(options.max_length or loaded.max_length, loaded.max_length),
-        max_batch=options.max_batch or (256 if on_gpu else 128),
-        prefill_tokens=8192 if on_gpu else 512,
-        prefix_bytes=2**31 if on_gpu else 2**28,
-        threads=options.threads,
-    )
 
 
 @contextlib.contextmanager

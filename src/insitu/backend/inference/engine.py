@@ -1,4 +1,4 @@
-"""Continuous batching over every weight version in use.
+"""Continuous batching over every weight version in use, and the model names that select one.
 
     await engine.complete(requests)  ->  inbox  ->  step(): admit, prefill, decode  ->  OutputDelta on the event loop
 
@@ -9,24 +9,25 @@ ones that were requested recently.
 """
 
 import asyncio
+import functools
 import logging
 import os
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from insitu.backend.compute import ComputeThread
+from insitu.backend.compute import ComputeThread, post, settle
 from insitu.backend.inference.runner import BatchShapes, check_supported
 from insitu.backend.inference.sampling import GenerationRequest
 from insitu.backend.inference.scheduler import EngineOptions, OutputDelta, Scheduler, SequenceState
 from insitu.backend.inference.tokenizer import ChatTokenizer, IncrementalDetokenizer, StopChecker
 from insitu.backend.model import LoadedModel
-from insitu.errors import BackendError
+from insitu.errors import BackendError, RequestRefused
 
 Result = tuple[SequenceState, OutputDelta | BaseException]
 
@@ -87,20 +88,15 @@ class Engine:
         module = self._loaded.module
         count = sum(parameter.numel() for parameter in module.parameters())
         cores = os.cpu_count() or 1
-        options = self.options
+        options, on_cpu = self.options, self._loaded.device.type == "cpu"
         torch.set_num_threads(options.threads or (1 if count < SINGLE_THREAD_BELOW else cores))
         if options.schedulers is not None:
             self._schedulers_per_version = options.schedulers
-        elif (
-            self._loaded.device.type == "cpu"
-            and options.threads is None
-            and SINGLE_SCHEDULER_BELOW <= count < SINGLE_THREAD_BELOW
-        ):
+        elif on_cpu and options.threads is None and SINGLE_SCHEDULER_BELOW <= count < SINGLE_THREAD_BELOW:
             self._schedulers_per_version = min(cores, MAX_SCHEDULERS)
-        if self._schedulers_per_version > 1:
-            self._pool = ThreadPoolExecutor(
-                self._schedulers_per_version, "insitu-sampling", torch.set_num_threads, (1,)
-            )
+        workers = self._schedulers_per_version
+        if workers > 1:
+            self._pool = ThreadPoolExecutor(workers, "insitu-sampling", torch.set_num_threads, (1,))
         check_supported(module)
         self._shapes = BatchShapes(module, options.max_batch, options.prefill_tokens, options.max_length)
         self.publish(module, 0)
@@ -124,11 +120,9 @@ class Engine:
 
     def retire(self, weights: WeightVersion) -> None:
         """Stops serving a version (None: the whole policy) that was deleted. Runs in the compute thread."""
-        retired = [
-            each for each in self._recent if each.policy == weights.policy and weights.version in (None, each.version)
-        ]
-        for each in retired:
-            del self._recent[each]
+        for each in list(self._recent):
+            if each.policy == weights.policy and weights.version in (None, each.version):
+                del self._recent[each]
         if weights.version is None:
             self._latest.pop(weights.policy, None)
         self._drop_idle()
@@ -139,9 +133,8 @@ class Engine:
         """One completion per request, all by the same weights."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[OutputDelta]] = [loop.create_future() for _ in requests]
-        sequences = [
-            SequenceState(*request, _resolver(future), False) for request, future in zip(requests, futures, strict=True)
-        ]
+        notify = [functools.partial(settle, future) for future in futures]
+        sequences = [SequenceState(*request, each) for request, each in zip(requests, notify, strict=True)]
         with self._submitted(loop, sequences, weights):
             outputs = await asyncio.gather(*futures)
         for output, sequence in zip(outputs, sequences, strict=True):
@@ -157,7 +150,11 @@ class Engine:
         """Like `complete`, but yields (choice index, delta) as tokens are sampled."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, OutputDelta | BaseException]] = asyncio.Queue()
-        sequences = [SequenceState(*request, _forwarder(queue, index), True) for index, request in enumerate(requests)]
+
+        def forward(index: int, output: OutputDelta | BaseException) -> None:
+            queue.put_nowait((index, output))
+
+        sequences = [SequenceState(*request, functools.partial(forward, i), True) for i, request in enumerate(requests)]
         with self._submitted(loop, sequences, weights):
             unfinished = len(sequences)
             while unfinished:
@@ -260,10 +257,7 @@ class Engine:
         for loop in {sequence.loop for sequence, _ in results}:
             assert loop is not None  # set on admission
             batch = [(sequence.notify, output) for sequence, output in results if sequence.loop is loop]
-            try:
-                loop.call_soon_threadsafe(_notify_all, batch)
-            except RuntimeError:
-                logger.debug("the event loop closed before %d results reached it", len(batch))
+            post(loop, _notify_all, batch)
 
 
 def _canonical(version: int, policy: str) -> WeightVersion:
@@ -285,17 +279,65 @@ def _notify_all(batch: list[tuple[Callable[[Any], None], Any]]) -> None:
         notify(output)
 
 
-def _resolver(future: asyncio.Future[OutputDelta]) -> Callable[[OutputDelta | BaseException], None]:
-    def notify(output: OutputDelta | BaseException) -> None:
-        if future.done():
-            return
-        if isinstance(output, BaseException):
-            future.set_exception(output)
-        else:
-            future.set_result(output)
+class ServedModel(NamedTuple):
+    """Weights behind a model name, and their current version.
 
-    return notify
+    `returns_token_ids`: the client sends completions back for training, so each choice carries logprobs, sampled token
+    ids (as `token_id:N`) and prompt token ids even if the request does not ask for them.
+    """
+
+    weights: WeightVersion
+    version: int
+    returns_token_ids: bool = False
 
 
-def _forwarder(queue: asyncio.Queue, index: int) -> Callable[[OutputDelta | BaseException], None]:
-    return lambda output: queue.put_nowait((index, output))
+class ModelProvider(Protocol):
+    """A source of model names, such as a protocol's trained models."""
+
+    def find(self, name: str) -> ServedModel | None: ...
+
+    def names(self) -> list[str]: ...
+
+
+class PolicyModels:
+    """`NAME` for the latest weights of the backend's own policy, `NAME@K` for version K."""
+
+    def __init__(self, name: str, versions: Callable[[], Sequence[int]]) -> None:
+        self._name = name
+        self._versions = versions
+
+    def find(self, name: str) -> ServedModel | None:
+        if name == self._name:
+            return ServedModel(LATEST, self._versions()[-1])
+        policy, _, version = name.rpartition("@")
+        if policy == self._name and version.isdecimal() and int(version) in self._versions():
+            return ServedModel(WeightVersion(int(version)), int(version))
+        return None
+
+    def names(self) -> list[str]:
+        return [self._name, *(f"{self._name}@{version}" for version in self._versions())]
+
+
+class ModelRegistry:
+    """All served model names; protocols add theirs with `add`."""
+
+    def __init__(self, *providers: ModelProvider) -> None:
+        self._providers = list(providers)
+
+    def add(self, provider: ModelProvider) -> None:
+        self._providers.append(provider)
+
+    def find(self, name: str) -> ServedModel:
+        """Raises RequestRefused (404) with the existing names."""
+        for provider in self._providers:
+            if model := provider.find(name):
+                return model
+        raise RequestRefused(
+            f"there is no model {name!r}; existing: {', '.join(self.names())}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+    def names(self) -> list[str]:
+        return [name for provider in self._providers for name in provider.names()]

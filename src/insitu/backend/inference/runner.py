@@ -55,10 +55,13 @@ class Runner:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.device = _device_of(module)
+        weight = next(module.parameters())
+        self.device, self._dtype = weight.device, weight.dtype
         self.cache = SlotCache(text_config(module).num_hidden_layers)
-        self._dtype = _dtype_of(module)
-        parameters = inspect.signature(_innermost(module).forward).parameters
+        model: Any = module
+        if hasattr(module, "get_base_model"):  # a PEFT wrapper
+            model = model.get_base_model()
+        parameters = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def prefill(
@@ -81,8 +84,10 @@ class Runner:
             tokens_RC[row, first:] = prompt[start : span.end]
             position_RC[row, first:] = write_RC[row, first:] = range(start, span.end)
         positions = self._tensor(position_RC)
-        if start == 0:
-            masked = self._prompt_mask(self._tensor(padding_R), columns)
+        if start == 0:  # causal and without padding, which attends to itself only
+            column = torch.arange(columns, device=self.device)
+            visible = (column <= column[:, None]) & (column >= self._tensor(padding_R)[:, None, None])
+            masked = ~(visible | (column == column[:, None]))
         else:
             masked = torch.arange(start + columns, device=self.device) > positions[..., None]
         fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -117,12 +122,6 @@ class Runner:
         )
         return output.logits[:, -1]
 
-    def _prompt_mask(self, padding_R: torch.Tensor, columns: int) -> torch.Tensor:
-        """(R, C, C), for spans at a prompt's start: causal and without padding; padding attends to itself only."""
-        column = torch.arange(columns, device=self.device)
-        visible_RCT = (column <= column[:, None]) & (column >= padding_R[:, None, None])
-        return ~(visible_RCT | (column == column[:, None]))
-
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
@@ -133,7 +132,8 @@ class BatchShapes:
     def __init__(self, module: nn.Module, max_rows: int, prefill_tokens: int, max_length: int) -> None:
         self._module = module
         # Kernels of other devices guarantee nothing, and bfloat16 rounding would hide differences from the probe.
-        self._exact = _device_of(module).type == "cpu" and _dtype_of(module) == torch.float32
+        weight = next(module.parameters())
+        self._exact = weight.device.type == "cpu" and weight.dtype == torch.float32
         self._prefill_tokens = prefill_tokens
         self._prefill_rows: dict[int, tuple[int, ...]] = {}
         self._vocabulary = text_config(module).vocab_size
@@ -238,19 +238,19 @@ def check_supported(module: nn.Module) -> None:
     """Raises BackendError if the model computes other logits over this cache than without one."""
     name = text_config(module).model_type
     prompt = np.random.default_rng(0).integers(0, text_config(module).vocab_size, 21).tolist()
-    device = _device_of(module)
+    weight = next(module.parameters())
     try:
         with torch.inference_mode():
-            plain_TV = module(input_ids=torch.tensor([prompt], device=device)).logits[0].float()
+            expected_TV = module(input_ids=torch.tensor([prompt], device=weight.device)).logits[0].float()
             runner = Runner(module)
             chunk = runner.prefill([prompt[:-1]], [1], [next_span(len(prompt) - 1, 0)], 2)[0]
             token, position = np.array([0, prompt[-1]]), np.array([0, len(prompt) - 1])
             step_V = runner.decode(token, position, np.array([False, True]))[1]
             served_2V = torch.stack([chunk.logits_V, step_V]).float()
-            error = (served_2V - plain_TV[-2:]).abs().max() / plain_TV[-2:].abs().max().clamp_min(1e-6)
+            error = (served_2V - expected_TV[-2:]).abs().max() / expected_TV[-2:].abs().max().clamp_min(1e-6)
     except Exception as failure:  # an unsupported model can fail in any way
         raise BackendError(f"{name} models cannot be served here: {failure}") from failure
-    allowed = 1e-3 if _dtype_of(module) == torch.float32 else 0.1
+    allowed = 1e-3 if weight.dtype == torch.float32 else 0.1
     if not error < allowed:
         raise BackendError(
             f"{name} models cannot be served here: with cached keys and values the logits are off by {error:.2g} "
@@ -258,19 +258,6 @@ def check_supported(module: nn.Module) -> None:
         )
 
 
-def _device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
-
-
-def _dtype_of(module: nn.Module) -> torch.dtype:
-    return next(module.parameters()).dtype
-
-
 def text_config(module: Any) -> Any:
     """Configuration of the language model, also if it is part of a larger model."""
     return module.config.get_text_config()
-
-
-def _innermost(module: Any) -> nn.Module:
-    """The transformers model inside a PEFT wrapper."""
-    return module.get_base_model() if hasattr(module, "get_base_model") else module

@@ -101,21 +101,18 @@ def _draw(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
     temperature_B = torch.from_numpy(np.where(greedy, 1.0, metadata.temperature_B).astype(np.float32)).to(device)
     probs_BV = torch.softmax(logits_BV / temperature_B[:, None], dim=-1)
     if (metadata.top_p_B < 1).any():
-        probs_BV = _nucleus(probs_BV, torch.from_numpy(metadata.top_p_B).to(device))
+        # Keeps the smallest set of most likely tokens with mass `top_p` (Holtzman et al. 2020).
+        top_p_B1 = torch.from_numpy(metadata.top_p_B).to(device)[:, None]
+        sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
+        before_BV = sorted_BV.double().cumsum(dim=-1) - sorted_BV.double()
+        cut_BV = (before_BV >= top_p_B1) & (top_p_B1 < 1)
+        probs_BV = torch.where(torch.zeros_like(cut_BV).scatter(-1, order_BV, cut_BV), 0.0, probs_BV)
     cdf_BV = probs_BV.double().cumsum(dim=-1)
     threshold_B = torch.from_numpy(uniforms(metadata.seed_B, metadata.index_B)).to(device) * cdf_BV[:, -1]
     tokens_B = torch.searchsorted(cdf_BV, threshold_B[:, None], right=True)[:, 0]
     if greedy.any():
         tokens_B = torch.where(torch.from_numpy(greedy).to(device), logits_BV.argmax(dim=-1), tokens_B)
     return tokens_B
-
-
-def _nucleus(probs_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
-    """Zeroes all but the smallest set of most likely tokens with mass `top_p` (Holtzman et al. 2020)."""
-    sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
-    before_BV = sorted_BV.double().cumsum(dim=-1) - sorted_BV.double()
-    cut_BV = (before_BV >= top_p_B[:, None]) & (top_p_B < 1)[:, None]
-    return torch.where(torch.zeros_like(cut_BV).scatter(-1, order_BV, cut_BV), 0.0, probs_BV)
 
 
 def _mix(x: Any) -> Any:

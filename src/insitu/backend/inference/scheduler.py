@@ -262,14 +262,9 @@ class Scheduler:
 
     def _banned(self, sequences: list[SequenceState]) -> tuple[list[int], list[int]]:
         """(rows, tokens): the end-of-turn tokens of sequences that have not reached their `min_tokens`."""
-        rows: list[int] = []
-        tokens: list[int] = []
-        for row, sequence in enumerate(sequences):
-            if len(sequence.tokens) < sequence.params.min_tokens:
-                for token in self._tokenizer.eos_token_ids:
-                    rows.append(row)
-                    tokens.append(token)
-        return rows, tokens
+        eos_token_ids = self._tokenizer.eos_token_ids
+        short = [row for row, sequence in enumerate(sequences) if len(sequence.tokens) < sequence.params.min_tokens]
+        return [row for row in short for _ in eos_token_ids], list(eos_token_ids) * len(short)
 
     def _append(self, sequence: SequenceState, sampled: SamplerOutput, row: int) -> Delivery | None:
         top = None

@@ -147,11 +147,7 @@ def _raw_bytes(symbol: str) -> bytes | None:
         return None
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's bytes-to-unicode table, inverted: printable bytes map to themselves, the others to U+0100 onwards."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
+# GPT-2's bytes-to-unicode table, inverted: printable bytes map to themselves, the others to U+0100 onwards.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF = {chr(b): b for b in _PRINTABLE} | {chr(0x100 + i): b for i, b in enumerate(_OTHERS)}

@@ -11,10 +11,9 @@ from pkgutil import iter_modules
 
 from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread
-from insitu.backend.inference.engine import Engine
-from insitu.backend.inference.served_models import ModelRegistry
+from insitu.backend.http import ApiRoute
+from insitu.backend.inference.engine import Engine, ModelRegistry
 from insitu.backend.model import LoadedModel
-from insitu.backend.openapi import ApiRoute
 from insitu.backend.training.jobs import Jobs
 from insitu.backend.training.learner import Learners
 

@@ -123,12 +123,21 @@ class Jobs:
     async def _train(self, job: Job, settings: TrainingSettings, rows: Sequence[Row]) -> None:
         """Waits for earlier jobs, then for the compute thread; always ends the job."""
         finished: list[TrainedVersion] = []
+
+        def steps() -> Generator[Progress, None, None]:
+            """Trains and publishes without other work in between."""
+            trained = yield from job.learner.run(settings, rows)
+            self._publish(trained.module, trained.version, job.learner.policy_name)
+            finished.append(trained)
+
+        def report(event: Progress) -> None:
+            metrics = {} if event.metrics is None else {"metrics": event.metrics}
+            job.update(keep=event.metrics is not None, progress=event.percent, **metrics)
+
         try:
             async with self._lock:
                 job.update(status="running", metrics={"rows": len(rows)})
-                await self._compute.drive(
-                    self._steps(job.learner, settings, rows, finished), lambda event: _report(job, event)
-                )
+                await self._compute.drive(steps(), report)
         except asyncio.CancelledError:
             # If the job finished before the cancellation, its weights are already served.
             if not finished:
@@ -148,14 +157,6 @@ class Jobs:
             )
         self._write_record(job)
 
-    def _steps(
-        self, learner: Learner, settings: TrainingSettings, rows: Sequence[Row], finished: list[TrainedVersion]
-    ) -> Generator[Progress, None, None]:
-        """Trains and publishes without other work in between."""
-        trained = yield from learner.run(settings, rows)
-        self._publish(trained.module, trained.version, learner.policy_name)
-        finished.append(trained)
-
     def _write_record(self, job: Job) -> None:
         draft = self._folder / f".{job.state.id}.json"
         try:
@@ -164,10 +165,3 @@ class Jobs:
             draft.rename(self._folder / f"{job.state.id}.json")
         except OSError as error:  # a full disk: the job is valid, and its state is still available over HTTP
             logger.warning("the record of job %s was not written: %s", job.state.id, error)
-
-
-def _report(job: Job, event: Progress) -> None:
-    if event.metrics is None:
-        job.update(keep=False, progress=event.percent)
-    else:
-        job.update(progress=event.percent, metrics=event.metrics)

@@ -1,5 +1,6 @@
 """Trains a policy: a job's rows to the next version's weights, ready to serve, and their checkpoint."""
 
+import functools
 import logging
 import math
 import shutil
@@ -14,19 +15,19 @@ from torch import Tensor, nn
 
 from insitu.backend.inference.engine import WeightVersion
 from insitu.backend.model import LoadedModel, load_model
-from insitu.backend.training.batches import Row
-from insitu.backend.training.checkpoints import (
+from insitu.backend.training.batches import Row, Scorer
+from insitu.backend.training.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers
+from insitu.backend.training.policy import (
+    OPTIMIZER_FILE,
     TrainingRecord,
     atomic_folder,
-    delete_optimizer,
+    build_policy,
+    loaded_adapter,
     read_optimizer,
     read_record,
     saved_checkpoints,
     write_training_state,
 )
-from insitu.backend.training.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers
-from insitu.backend.training.policy import build_policy, loaded_adapter
-from insitu.backend.training.scoring import Scorer
 from insitu.errors import JobFailed, RequestRefused
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
@@ -64,14 +65,12 @@ class Learner:
         self._state: TrainState | None = None
         self._scorer = Scorer(loaded)
         self._workers = Workers(loaded)
-        self._reference: nn.Module | None = None
         source = str(Path(loaded.source).resolve()) if Path(loaded.source).exists() else loaded.source
         self._origin = read_record(source) or TrainingRecord(step=0, version=0, started_from=source)
         self._origin_folder = Path(source)
         self._default_lora = lora
         self._lora = self._origin.lora or loaded_adapter(loaded.module)
         self._lora_fixed = self._lora is not None or self._origin.step > 0
-        self._tokenizer_files: dict[str, bytes] = {}
 
     @property
     def lora(self) -> LoRASettings | None:
@@ -141,11 +140,9 @@ class Learner:
         if version == 0:
             return self.loaded.module
         if version not in self._checkpoints:
+            known = ", ".join(map(str, self.versions))
             raise RequestRefused(
-                f"there is no version {version}; there are {', '.join(map(str, (0, *self._checkpoints)))}",
-                status=404,
-                param="model",
-                code="model_not_found",
+                f"there is no version {version}; there are {known}", status=404, param="model", code="model_not_found"
             )
         policy = build_policy(self.loaded, self._lora, seed=0)
         policy.load(self._checkpoints[version])
@@ -170,7 +167,7 @@ class Learner:
         self._lora, self._lora_fixed = state.policy.lora, True
         for version in self._checkpoints:
             if version <= self.version - KEPT_OPTIMIZER_STATES:
-                delete_optimizer(self._checkpoints[version])
+                (self._checkpoints[version] / OPTIMIZER_FILE).unlink(missing_ok=True)
         metrics |= {
             "tokens": sum(len(row.positions) for row in rows),
             "rows": len(rows),
@@ -194,17 +191,15 @@ class Learner:
         for name, parameter in policy.trainable.items():
             if f"exp_avg.{name}" in saved:
                 optimizer.state[parameter] = {key: saved[f"{key}.{name}"].to(parameter.device) for key in MOMENTS}
-        return TrainState(policy, optimizer, self._scorer, self._workers, self._starting_weights)
+        return TrainState(policy, optimizer, self._scorer, self._workers, lambda: self._reference)
 
-    def _starting_weights(self) -> nn.Module:
+    @functools.cached_property
+    def _reference(self) -> nn.Module:
         """The weights that training started from, possibly in an earlier process."""
-        if self._reference is None:
-            if self._origin.step == 0:
-                self._reference = self.loaded.module
-            else:
-                dtype = str(self.loaded.dtype).removeprefix("torch.")
-                self._reference = load_model(self._origin.started_from, str(self.loaded.device), dtype).module
-        return self._reference
+        if self._origin.step == 0:
+            return self.loaded.module
+        dtype = str(self.loaded.dtype).removeprefix("torch.")
+        return load_model(self._origin.started_from, str(self.loaded.device), dtype).module
 
     def _save_checkpoint(self, state: TrainState, served: nn.Module) -> Path:
         step = self._origin.step + self.version + 1
@@ -219,20 +214,17 @@ class Learner:
                 tensors[f"weights.{name}"] = parameter.detach()
         with atomic_folder(target) as draft:
             state.policy.save(draft, served)
-            for name, content in self._read_tokenizer_files().items():
+            for name, content in self._tokenizer_files.items():
                 (draft / name).write_bytes(content)
             write_training_state(draft, record, tensors)
         return target
 
-    def _read_tokenizer_files(self) -> dict[str, bytes]:
+    @functools.cached_property
+    def _tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files, which are the same in every checkpoint."""
-        if not self._tokenizer_files:
-            with tempfile.TemporaryDirectory() as folder:
-                self.loaded.tokenizer.save_pretrained(folder)
-                self._tokenizer_files = {
-                    path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()
-                }
-        return self._tokenizer_files
+        with tempfile.TemporaryDirectory() as folder:
+            self.loaded.tokenizer.save_pretrained(folder)
+            return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
 
 
 def _adamw(parameters: dict[str, nn.Parameter], device: torch.device) -> torch.optim.AdamW:
@@ -256,15 +248,10 @@ def _check_finite(module: nn.Module, settings: TrainingSettings) -> None:
 def _same_adapters(requested: LoRASettings | None, current: LoRASettings | None) -> bool:
     if requested is None or current is None:
         return requested is current
-    if isinstance(requested.target_modules, str) and not isinstance(current.target_modules, str):
-        # An adapter's file lists the modules that `all-linear` selected.
-        requested = requested.model_copy(update={"target_modules": current.target_modules})
-    return _sort_targets(requested) == _sort_targets(current)
-
-
-def _sort_targets(lora: LoRASettings) -> LoRASettings:
-    targets = lora.target_modules
-    return lora if isinstance(targets, str) else lora.model_copy(update={"target_modules": sorted(targets)})
+    named, trained = (sorted(m) if isinstance(m := lora.target_modules, list) else m for lora in (requested, current))
+    # A checkpoint of adapters lists the modules that a name such as `all-linear` selected.
+    same_targets = named == trained or (isinstance(named, str) and not isinstance(trained, str))
+    return same_targets and requested == current.model_copy(update={"target_modules": requested.target_modules})
 
 
 class Learners:

@@ -70,8 +70,20 @@ def policy_loss(new_BT: Tensor, batch: PolicyBatch, settings: LossSettings) -> P
     old_BT, rollout_BT = _masked(batch.old_BT, mask_BT), _masked(batch.rollout_BT, mask_BT)
     advantage_BT = _masked(batch.advantage_BT, mask_BT)
 
-    ratio_BT = _ratio(new_BT, old_BT, mask_BT, settings)
-    token_loss_BT = _objective(new_BT, ratio_BT, advantage_BT, settings)
+    difference_BT = new_BT - old_BT
+    if settings.importance_sampling_level == "sequence":
+        mean_B1 = difference_BT.sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
+        difference_BT = mean_B1.expand_as(difference_BT)
+    ratio_BT = difference_BT.exp()
+    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    if settings.objective == "cispo":
+        low, high = settings.cispo_floor, settings.cispo_cap
+        token_loss_BT = -ratio_BT.detach().clamp(low, high) * advantage_BT * new_BT
+    else:
+        token_loss_BT = torch.maximum(-advantage_BT * ratio_BT, -advantage_BT * ratio_BT.clamp(low, high))
+        if settings.dual_clip is not None:
+            bounded_BT = torch.minimum(token_loss_BT, -advantage_BT * settings.dual_clip)
+            token_loss_BT = torch.where(advantage_BT < 0, bounded_BT, token_loss_BT)
     if settings.truncated_importance is not None:
         correction_BT = (old_BT - rollout_BT).exp().clamp(max=settings.truncated_importance)
         token_loss_BT = token_loss_BT * correction_BT.detach()
@@ -86,7 +98,7 @@ def policy_loss(new_BT: Tensor, batch: PolicyBatch, settings: LossSettings) -> P
         off_policy_BT = new_BT - rollout_BT
         return PolicyLoss(
             loss=loss,
-            clipped=(_out_of_bounds(ratio_BT, settings) & mask_BT).sum(),
+            clipped=(((ratio_BT < low) | (ratio_BT > high)) & mask_BT).sum(),
             kl=_masked(kl_BT, mask_BT).double().sum(),
             gap=off_policy_BT.double().abs().sum(),
             sampled_ratio=_masked(off_policy_BT.double().exp(), mask_BT).sum(),
@@ -103,29 +115,3 @@ def kl_estimate(new_BT: Tensor, ref_BT: Tensor, settings: KLSettings) -> Tensor:
 
 def _masked(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.where(mask_BT, values_BT, 0.0)
-
-
-def _ratio(new_BT: Tensor, old_BT: Tensor, mask_BT: Tensor, settings: LossSettings) -> Tensor:
-    difference_BT = new_BT - old_BT
-    if settings.importance_sampling_level == "sequence":
-        mean_B1 = difference_BT.sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
-        difference_BT = mean_B1.expand_as(difference_BT)
-    return difference_BT.exp()
-
-
-def _objective(new_BT: Tensor, ratio_BT: Tensor, advantage_BT: Tensor, settings: LossSettings) -> Tensor:
-    if settings.objective == "cispo":
-        return -ratio_BT.detach().clamp(settings.cispo_floor, settings.cispo_cap) * advantage_BT * new_BT
-    clamped_BT = ratio_BT.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    loss_BT = torch.maximum(-advantage_BT * ratio_BT, -advantage_BT * clamped_BT)
-    if settings.dual_clip is None:
-        return loss_BT
-    bounded_BT = torch.minimum(loss_BT, -advantage_BT * settings.dual_clip)
-    return torch.where(advantage_BT < 0, bounded_BT, loss_BT)
-
-
-def _out_of_bounds(ratio_BT: Tensor, settings: LossSettings) -> Tensor:
-    """Where the ratio lies outside the bounds of the objective."""
-    if settings.objective == "cispo":
-        return (ratio_BT < settings.cispo_floor) | (ratio_BT > settings.cispo_cap)
-    return (ratio_BT < 1 - settings.clip_low) | (ratio_BT > 1 + settings.clip_high)

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from insitu.backend.model import LoadedModel
-from insitu.backend.training.batches import MicroBatch, Row, collate, micro_batches, optimizer_steps, pad
+from insitu.backend.training.batches import MicroBatch, Row, Scorer, collate, micro_batches, optimizer_steps, pad
 from insitu.backend.training.losses import PolicyBatch, kl_estimate, policy_loss, row_weights
 from insitu.backend.training.policy import TrainablePolicy
-from insitu.backend.training.scoring import Scorer
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.training_jobs import TrainingSettings
 
@@ -146,12 +145,7 @@ class OptimizerLoop:
             rate = learning_rate(self._settings, number, len(plan))
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
-            computing = self._compute(indices)
-            try:
-                while True:
-                    yield Progress(100 * (number + next(computing)) / len(plan))
-            except StopIteration as end:
-                sums = end.value
+            sums = yield from self._compute(indices, number, len(plan))
             steps.append(self._optimizer_step(sums, self._count_tokens(indices)))
             yield Progress(100 * (number + 1) / len(plan), step_metrics(steps[-1:], self._settings))
         metrics = step_metrics(steps, self._settings)
@@ -181,8 +175,8 @@ class OptimizerLoop:
         for index, logprobs in zip(part, logprobs_BK.cpu().numpy(), strict=True):
             self._old[index] = logprobs[: len(self._rows[index].positions)]
 
-    def _compute(self, indices: list[int]) -> Generator[float, None, dict[str, float]]:
-        """Computes the gradients of one optimizer step; yields the completed fraction, returns the sums in SUMS."""
+    def _compute(self, indices: list[int], step: int, steps: int) -> Generator[Progress, None, dict[str, float]]:
+        """Computes the gradients of optimizer step `step` (from 0) of `steps`; returns the sums in SUMS."""
         rows = [self._rows[index] for index in indices]
         weights = row_weights([len(row.positions) for row in rows], [row.episode for row in rows], self._settings)
         row_weight = dict(zip(indices, weights, strict=True))
@@ -195,17 +189,14 @@ class OptimizerLoop:
                 results = self._workers.map(backward, parts, sequential=self._policy.has_dropout)
             for part, (sums, gradients) in zip(parts, results, strict=True):  # in this order, for reproducible sums
                 totals += sums
-                self._accumulate(gradients)
+                for parameter, gradient in zip(self._parameters, gradients, strict=False):
+                    if parameter.grad is None:
+                        parameter.grad = gradient
+                    elif gradient is not None:
+                        parameter.grad += gradient
                 done += len(part)
-            yield done / len(indices)
+            yield Progress(100 * (step + done / len(indices)) / steps)
         return dict(zip(SUMS, totals.tolist(), strict=True))
-
-    def _accumulate(self, gradients: Sequence[Tensor | None]) -> None:
-        for parameter, gradient in zip(self._parameters, gradients, strict=False):
-            if parameter.grad is None:
-                parameter.grad = gradient
-            elif gradient is not None:
-                parameter.grad += gradient
 
     def _backward(self, part: list[int], row_weight: dict[int, float]) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Returns the sums, and with several workers the gradients, which workers must not accumulate concurrently."""

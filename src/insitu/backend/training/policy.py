@@ -1,18 +1,33 @@
-"""Trainable weights: a full copy of the model's, or LoRA adapters over weights shared with the served model."""
+"""Trainable weights, all of the model's or LoRA adapters over weights shared with the served model; and their files.
+
+A checkpoint folder is a model that `insitu backend --model` loads, plus the state to resume training from it:
+
+checkpoints/step_000012/
+    config.json model.safetensors, or adapter_config.json adapter_model.safetensors; tokenizer and its template
+    optimizer.safetensors    AdamW's moments by parameter name, float32 weights where others are served
+    training.json            TrainingRecord
+"""
 
 import contextlib
 import copy
+import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from pydantic import BaseModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from insitu.backend.model import LoadedModel, quiet_peft
 from insitu.errors import BackendError
 from insitu.schemas.training_jobs import LoRASettings
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+RECORD_FILE = "training.json"
 
 
 @dataclass
@@ -51,11 +66,12 @@ class TrainablePolicy:
     def served(self) -> nn.Module:
         """A frozen copy in the dtypes of the loaded model, sharing its untrained tensors."""
         if self.lora is not None:
-            weights = {name: p.detach().to(self.loaded.dtype, copy=True) for name, p in self.trainable.items()}
-            return _frozen(replace_weights(self.module, weights))
-        dtypes = {name: p.dtype for name, p in self.loaded.module.named_parameters()}
+            base, dtypes = self.module, dict.fromkeys(self.trainable, self.loaded.dtype)
+        else:
+            base = self.loaded.module
+            dtypes = {name: p.dtype for name, p in base.named_parameters()}
         weights = {name: p.detach().to(dtypes[name], copy=True) for name, p in self.trainable.items()}
-        return _frozen(replace_weights(self.loaded.module, weights))
+        return replace_weights(base, weights).requires_grad_(False)
 
     def save(self, folder: Path, served: nn.Module) -> None:
         """Saves adapters in float32, full weights in the served dtype."""
@@ -68,7 +84,9 @@ class TrainablePolicy:
     def load(self, folder: Path) -> None:
         """Loads the weights that `save` wrote."""
         if self.lora is None:
-            saved: Iterable[tuple[str, Tensor]] = _from_pretrained(self.loaded, folder).named_parameters()
+            model_class, attention = type(self.loaded.module), self.loaded.module.config._attn_implementation  # type: ignore[union-attr]
+            module = model_class.from_pretrained(folder, dtype=self.loaded.dtype, attn_implementation=attention)  # type: ignore[attr-defined]
+            saved: Iterable[tuple[str, Tensor]] = module.to(self.loaded.device).named_parameters()
         else:
             prefix = f".{self.module.active_adapter}."
             short = {name.replace(prefix, "."): name for name in self.trainable}
@@ -84,18 +102,14 @@ class TrainablePolicy:
 
 def build_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> TrainablePolicy:
     """A trainable copy of `loaded`, which is not modified; `seed` initializes new adapters."""
-    if lora is None:
-        weights = {name: p.detach().to(torch.float32, copy=True) for name, p in loaded.module.named_parameters()}
-        module = replace_weights(loaded.module, weights)
-    elif loaded_adapter(loaded.module) is not None:
-        adapters = {name: p for name, p in loaded.module.named_parameters() if "lora_" in name}
-        weights = {name: p.detach().to(torch.float32, copy=True) for name, p in adapters.items()}
-        module = replace_weights(loaded.module, weights)
-    else:
+    if lora is not None and loaded_adapter(loaded.module) is None:
         module = _with_adapters(loaded, lora, seed)
-        weights = {name: p for name, p in module.named_parameters() if "lora_" in name}
+    else:
+        trained = {name: p for name, p in loaded.module.named_parameters() if lora is None or "lora_" in name}
+        weights = {name: p.detach().to(torch.float32, copy=True) for name, p in trained.items()}
+        module = replace_weights(loaded.module, weights)
     for name, parameter in module.named_parameters():
-        if name in weights:
+        if lora is None or "lora_" in name:
             parameter.requires_grad_(True)
     return TrainablePolicy(module, lora, loaded)
 
@@ -129,10 +143,6 @@ def replace_weights(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     return copy.deepcopy(module, shared).eval()
 
 
-def _frozen(module: nn.Module) -> nn.Module:
-    return module.requires_grad_(False).eval()
-
-
 def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
@@ -151,8 +161,73 @@ def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Mod
             raise BackendError(f"lora.target_modules is {lora.target_modules!r}: {error}") from error
 
 
-def _from_pretrained(loaded: LoadedModel, folder: Path) -> nn.Module:
-    """The folder's weights in the class and dtype of the loaded model."""
-    model_class = type(loaded.module)
-    attention = loaded.module.config._attn_implementation  # type: ignore[union-attr]
-    return model_class.from_pretrained(folder, dtype=loaded.dtype, attn_implementation=attention).to(loaded.device)  # type: ignore[attr-defined]
+class TrainingRecord(BaseModel):
+    """`step` counts all jobs since the start of training, `version` those of the process that wrote the checkpoint.
+
+    `started_from` is the model that training started from, the reference of the KL penalty. Without `lora` all weights
+    are trained.
+    """
+
+    step: int
+    version: int
+    started_from: str
+    lora: LoRASettings | None = None
+
+
+def read_record(source: str | Path) -> TrainingRecord | None:
+    """The record of a checkpoint folder; None for any other source."""
+    path = Path(source) / RECORD_FILE
+    try:
+        return TrainingRecord.model_validate_json(path.read_text()) if path.is_file() else None
+    except ValueError as error:  # pydantic's, and UnicodeDecodeError
+        raise BackendError(f"{path} cannot be read: {error}") from error
+
+
+def saved_checkpoints(folder: Path) -> dict[Path, TrainingRecord]:
+    """The checkpoints in `folder`, oldest first."""
+    records = [(path, read_record(path)) for path in sorted(folder.glob("step_*"))]
+    return {path: record for path, record in records if record is not None}
+
+
+def read_optimizer(folder: Path) -> dict[str, Tensor]:
+    """The optimizer state; empty if it was deleted."""
+    path = folder / OPTIMIZER_FILE
+    return load_file(path) if path.is_file() else {}
+
+
+def write_training_state(folder: Path, record: TrainingRecord, optimizer: dict[str, Tensor]) -> None:
+    save_file(optimizer, folder / OPTIMIZER_FILE)
+    (folder / RECORD_FILE).write_text(record.model_dump_json(indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Yields a temporary folder that replaces `target` on success and is deleted on failure.
+
+    `target` is complete at any time, even after a power failure.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield draft
+        draft.chmod(0o755)
+        for path in [*draft.rglob("*"), draft]:
+            _sync(path)
+        if target.exists():
+            replaced = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+            target.rename(replaced / "old")
+            draft.rename(target)
+            shutil.rmtree(replaced)
+        else:
+            draft.rename(target)
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -7,7 +7,7 @@ models        the models that clients train, their names, checkpoints and logged
 responses     request bodies, errors, and the streamed response of a training request
 """
 
-from insitu.backend.openapi import ApiRoute
+from insitu.backend.http import ApiRoute
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.jobs import ArtJobs
 from insitu.backend.protocols.art.models import ArtModels

@@ -12,8 +12,7 @@ from statistics import fmean, pstdev
 from typing import Any
 from urllib.parse import quote
 
-from insitu.backend.inference.engine import WeightVersion
-from insitu.backend.inference.served_models import ServedModel
+from insitu.backend.inference.engine import ServedModel, WeightVersion
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.settings import parse_plan
 from insitu.backend.protocols.art.trajectories import ArtGroup, ArtModel, optional

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from insitu.backend.openapi import ApiRoute
+from insitu.backend.http import ApiRoute
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.jobs import ArtJob, ArtJobs, TrainRequest
 from insitu.backend.protocols.art.models import ArtModels, RegisteredModel

@@ -8,8 +8,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from insitu.backend.http import JSON
-from insitu.backend.openapi import ApiRoute
+from insitu.backend.http import JSON, ApiRoute
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from insitu.backend.protocols.openai.completions import CompletionEndpoint, SampleLog
