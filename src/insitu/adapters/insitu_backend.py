@@ -109,9 +109,8 @@ class BackendProcess:
                 url = await self._ready_url(self._process)
         except TimeoutError:
             await self.stop()
-            raise BackendUnavailable(
-                f"insitu backend was not ready after {startup_timeout:g} s; {self._log_tail()}"
-            ) from None
+            problem = f"insitu backend was not ready after {startup_timeout:g} s; {self._log_tail()}"
+            raise BackendUnavailable(problem) from None
         except BaseException:  # the process must not outlive a failed start
             await self.stop()
             raise

@@ -171,10 +171,8 @@ class ARTTrainerAdapter(TrainerAdapter):
             converted = self._art.Trajectory.model_validate(fields)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise TrajectoryError(
-                f"{episode_label(trajectory.id)}: {where} is {first['input']!r}: {first['msg']}"
-            ) from None
+            problem = f"{'.'.join(map(str, first['loc']))} is {first['input']!r}: {first['msg']}"
+            raise TrajectoryError(f"{episode_label(trajectory.id)}: {problem}") from None
         for target, history in zip((converted, *converted.additional_histories), histories, strict=True):
             target.tools = history["tools"]  # ART reorders their keys, and chat templates print keys in order
         return converted

@@ -112,12 +112,10 @@ class RegisteredModel:
         return None
 
     def names(self) -> list[str]:
-        steps = self.learner.versions
-        return [
-            name
-            for base, separator in self._name_forms()
-            for name in (base, *(f"{base}{separator}{step}" for step in steps))
-        ]
+        names: list[str] = []
+        for base, separator in self._name_forms():
+            names += [base, *(f"{base}{separator}{step}" for step in self.learner.versions)]
+        return names
 
     def _name_forms(self) -> tuple[tuple[str, str], ...]:
         return (self.model.name, "@"), (ARTIFACT + self.model.key, ":step")
@@ -139,17 +137,13 @@ class ArtModels:
         """Raises RequestRefused if this backend cannot train the model."""
         for key, value in (("entity", model.entity), ("project", model.project), ("name", model.name)):
             if value in ("", ".", ".."):
-                raise RequestRefused(
-                    f"the model's {key} is {value!r}, which is not a folder name", status=422, param=key
-                )
+                problem = f"the model's {key} is {value!r}, which is not a folder name"
+                raise RequestRefused(problem, status=422, param=key)
         base = optional(optional(model.config, "init_args", dict) or {}, "model_name", str) or model.base_model
         if base is None or not self._is_loaded_model(base):
-            raise RequestRefused(
-                f"base_model is {base!r}, but this backend has loaded {self._source!r}, also served as {self._name!r}",
-                status=409,
-                param="base_model",
-                code="other_base_model",
-            )
+            problem = f"this backend has loaded {self._source!r}, also served as {self._name!r}"
+            message = f"base_model is {base!r}, but {problem}"
+            raise RequestRefused(message, status=409, param="base_model", code="other_base_model")
         parse_plan(model, {}, {})  # refuses unsupported configuration now instead of after the first episodes
         for other in self._models.values():
             if other.model.name == model.name and other.model.key != model.key:
@@ -224,9 +218,5 @@ class ArtModels:
 
 
 def _name_taken(model: ArtModel, reason: str) -> RequestRefused:
-    return RequestRefused(
-        f"the name {model.name!r} of {model.key} is taken: {reason}; rename one of them",
-        status=409,
-        param="name",
-        code="name_taken",
-    )
+    message = f"the name {model.name!r} of {model.key} is taken: {reason}; rename one of them"
+    return RequestRefused(message, status=409, param="name", code="name_taken")

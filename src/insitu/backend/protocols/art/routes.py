@@ -174,9 +174,8 @@ def _parse_smoothing(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value <= 1:
-        raise RequestRefused(
-            f"benchmark_smoothing is {text!r}; allowed: above 0, at most 1", status=422, param="benchmark_smoothing"
-        )
+        problem = f"benchmark_smoothing is {text!r}; allowed: above 0, at most 1"
+        raise RequestRefused(problem, status=422, param="benchmark_smoothing")
     return value
 
 
@@ -242,9 +241,8 @@ class _ServerlessEndpoints(_Endpoints):
         return _page(events, request)
 
     async def train_sft(self, request: Request) -> None:
-        raise RequestRefused(
-            "supervised training is not supported here: its data would be stored at W&B", status=501, code="unsupported"
-        )
+        problem = "supervised training is not supported here: its data would be stored at W&B"
+        raise RequestRefused(problem, status=501, code="unsupported")
 
     def _model(self, request: Request) -> RegisteredModel:
         return self._models.get(request.path_params["id"])

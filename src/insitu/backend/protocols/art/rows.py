@@ -45,6 +45,7 @@ def build_batch(
     batch = ArtBatch()
     row_limit = min(plan.max_length or max_length, max_length)
     convention = AdvantageConfig(scale="population_std" if plan.scale_rewards else "none", epsilon=1e-6)
+    balance = plan.advantage_balance  # above 0 it scales down negative advantages, below 0 positive ones
     advantages: dict[str, float] = {}
     rows_by_group: list[list[TrainingRow]] = []
     for number, group in enumerate(groups):
@@ -66,7 +67,7 @@ def build_batch(
             batch.dropped["too_long"] += len(rows) - len(fitting)
             batch.dropped["no_logprobs"] += not rows
             if fitting:
-                advantages[episode] = _balance(advantage, plan.advantage_balance)
+                advantages[episode] = advantage * (1 - max(balance, 0.0) if advantage < 0 else 1 + min(balance, 0.0))
                 group_rows += fitting
         rows_by_group.append(group_rows)
     mean = sum(map(abs, advantages.values())) / max(len(advantages), 1)
@@ -77,11 +78,6 @@ def build_batch(
         batch.sequences = _count_sequences(rows_by_group, plan)
     batch.dropped = +batch.dropped
     return batch
-
-
-def _balance(advantage: float, balance: float) -> float:
-    """`balance` above 0 scales down negative advantages, below 0 positive ones."""
-    return advantage * (1 - max(balance, 0.0) if advantage < 0 else 1 + min(balance, 0.0))
 
 
 def _calls(history: ArtHistory, render: Render, vocab_size: int, episode: str) -> list[ModelCall]:
@@ -97,10 +93,8 @@ def _calls(history: ArtHistory, render: Render, vocab_size: int, episode: str) -
             raise _refused(f"trajectory {episode}: there is no prompt before choice {index}")
         for token in (*prompt, *choice.token_ids):
             if not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise _refused(
-                    f"trajectory {episode}: choice {index} has the token id {token!r}; the vocabulary ends at "
-                    f"{vocab_size - 1}"
-                )
+                problem = f"choice {index} has the token id {token!r}; the vocabulary ends at {vocab_size - 1}"
+                raise _refused(f"trajectory {episode}: {problem}")
         calls.append(
             ModelCall(index, "", [], prompt_token_ids=prompt, token_ids=choice.token_ids, logprobs=choice.logprobs)
         )

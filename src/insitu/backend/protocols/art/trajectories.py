@@ -105,14 +105,11 @@ def _parse_group(data: Any, path: str) -> ArtGroup:
 def _parse_trajectory(data: Any, path: str) -> ArtTrajectory:
     keys = drop_nulls(_typed(data, dict, path))
     additional = optional(keys, "additional_histories", list, path) or []
-    own = {key: keys[key] for key in ("messages_and_choices", "tools") if key in keys}
+    histories = [_parse_history(each, f"{path}.additional_histories.{n}") for n, each in enumerate(additional)]
     metrics = optional(keys, "metrics", dict, path) or {}
     return ArtTrajectory(
         float(optional(keys, "reward", (int, float), path) or 0.0),
-        [
-            _parse_history(own, path),
-            *(_parse_history(each, f"{path}.additional_histories.{n}") for n, each in enumerate(additional)),
-        ],
+        [_parse_history(keys, path), *histories],
         {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)},
     )
 
@@ -149,7 +146,8 @@ def _parse_message(data: Any, path: str) -> ArtMessage:
     if "message" not in keys or "finish_reason" not in keys:
         return ArtMessage(_template_message(keys, path))
     message = _template_message(_typed(keys["message"], dict, f"{path}.message"), f"{path}.message")
-    entries = _logprob_entries(keys, path)
+    choice_logprobs = drop_nulls(optional(keys, "logprobs", dict, path) or {})
+    entries = choice_logprobs.get("content") or choice_logprobs.get("refusal") or []
     # Tokens written as text are not used: the same text may be tokenized in several ways.
     tokens = (each.get("token") if isinstance(each, dict) else None for each in entries)
     ids = optional(keys, "token_ids", list, path) or parse_token_ids(tokens)
@@ -159,11 +157,6 @@ def _parse_message(data: Any, path: str) -> ArtMessage:
     if len(ids) != len(logprobs):
         raise _refused(f"{path} has {len(ids)} token_ids and {len(logprobs)} logprobs", path)
     return ArtMessage(message, ids, logprobs, optional(keys, "prompt_token_ids", list, path))
-
-
-def _logprob_entries(choice: Mapping[str, Any], path: str) -> list[Any]:
-    logprobs = drop_nulls(optional(choice, "logprobs", dict, path) or {})
-    return logprobs.get("content") or logprobs.get("refusal") or []
 
 
 def _template_message(data: Mapping[str, Any], path: str) -> dict[str, Any]:

@@ -247,8 +247,5 @@ class ResponseFormatter:
 
     def _usage(self, completion_tokens: int) -> dict[str, int]:
         prompt_tokens = sum(map(len, self._prompts[:: self._options.n or 1]))
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        }
+        total = prompt_tokens + completion_tokens
+        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}

@@ -87,13 +87,12 @@ class ChatRequest(SamplingRequest):
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as chat templates expect them: content as text, arguments of tool calls as objects."""
-    return [_template_message(message, index) for index, message in enumerate(messages)]
-
-
-def _template_message(message: Message, index: int) -> dict[str, Any]:
-    formatted = {"role": message.role, "content": _text(message.content, index), **(message.model_extra or {})}
-    if message.tool_calls:
-        formatted["tool_calls"] = [_template_tool_call(call) for call in message.tool_calls]
+    formatted = []
+    for index, message in enumerate(messages):
+        keys = {"role": message.role, "content": _text(message.content, index), **(message.model_extra or {})}
+        if message.tool_calls:
+            keys["tool_calls"] = [_template_tool_call(call) for call in message.tool_calls]
+        formatted.append(keys)
     return formatted
 
 
@@ -102,11 +101,9 @@ def _text(content: str | list[dict[str, Any]] | None, index: int) -> str:
         return content
     for part in content or []:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise RequestRefused(
-                f"messages.{index}.content has a part of type {part.get('type')!r}; only text is supported",
-                param=f"messages.{index}.content",
-                code="unsupported",
-            )
+            key = f"messages.{index}.content"
+            problem = f"{key} has a part of type {part.get('type')!r}; only text is supported"
+            raise RequestRefused(problem, param=key, code="unsupported")
     return "".join(part["text"] for part in content or [])
 
 
@@ -124,9 +121,8 @@ def _template_tool_call(call: dict[str, Any]) -> dict[str, Any]:
 def split_tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
     """The content before the first tool call, and the calls.
 
-    The format is that of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-
-    If one call cannot be parsed, the entire text is content: sampled text is never dropped.
+    Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If one call cannot
+    be parsed, the entire text is content: sampled text is never dropped.
     """
     calls = []
     for match in _TOOL_CALL.finditer(text):
@@ -134,9 +130,7 @@ def split_tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
         if call is None:
             return text, []
         calls.append(call)
-    if not calls:
-        return text, []
-    return text[: text.index(TOOL_CALL_START)].rstrip() or None, calls
+    return (text[: text.index(TOOL_CALL_START)].rstrip() or None) if calls else text, calls
 
 
 def _parse_tool_call(text: str) -> dict[str, Any] | None:

@@ -49,10 +49,8 @@ class TextRequest(SamplingRequest):
         if isinstance(self.prompt, str) or not several or isinstance(several[0], int):
             several = [self.prompt]
         if len(several) * (self.n or 1) > MAX_CHOICES:
-            raise RequestRefused(
-                f"prompt holds {len(several)} prompts, with n {self.n or 1} each; allowed: {MAX_CHOICES} choices",
-                param="prompt",
-            )
+            problem = f"prompt holds {len(several)} prompts, with n {self.n or 1} each; allowed: {MAX_CHOICES} choices"
+            raise RequestRefused(problem, param="prompt")
         special = self.add_special_tokens is not False
         return [tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt for prompt in several]
 
