@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from insitu.algorithms.curriculum import CurriculumState, apply_curriculum, percentile, select, subsample
+from insitu.algorithms.curriculum import CurriculumState, apply_curriculum, drop_reasons, included_fraction, subsample
 from insitu.config import load_config
 from insitu.errors import ConfigError, TrajectoryError
 from insitu.plugin_api import Builder
@@ -63,10 +63,10 @@ def included_by_the_book(config: CurriculumLearningConfig, history: list[Rewards
 
 def test_percentiles_of_the_defaults() -> None:
     config = curriculum()
-    shares = [percentile(config, epoch) for epoch in range(1, 26)]
+    shares = [included_fraction(config, epoch) for epoch in range(1, 26)]
     assert shares == [0.3] * 5 + [0.5] * 5 + [0.7] * 5 + [0.9] * 5 + [1.0] * 5
     odd = curriculum(initial_percentile=0.1, increment_percentile=1, expansion_interval=1)
-    assert [percentile(odd, e) for e in (1, 2, 3)] == [0.1, 1.0, 1.0]
+    assert [included_fraction(odd, e) for e in (1, 2, 3)] == [0.1, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("examples", [1, 2, 7, 10, 33, 100])
@@ -79,7 +79,7 @@ def test_the_schedule_over_25_epochs(examples: int, settings: dict[str, Any]) ->
     history = epochs_of(examples, examples)
     before: set[str] = set()
     for epoch, rewards in enumerate(history, 1):
-        dropped = select(config, state, epoch, rewards, seed=0)
+        dropped = drop_reasons(config, state, epoch, rewards, seed=0)
         assert state.included_groups == included_by_the_book(config, history[:epoch])
         assert before <= state.included_groups
         if (epoch - 1) % config.expansion_interval and before:
@@ -89,7 +89,7 @@ def test_the_schedule_over_25_epochs(examples: int, settings: dict[str, Any]) ->
         assert dropped == {
             e: "curriculum" if e not in before else "no_variance" for e in rewards if e not in before or e in flat
         }
-        assert state.current_percentile == percentile(config, epoch)
+        assert state.current_percentile == included_fraction(config, epoch)
         assert state.total_groups == len({e for past in history[:epoch] for e in past})
 
 
@@ -98,31 +98,34 @@ def test_sizes(examples: int, sizes: tuple[int, ...]) -> None:
     config = curriculum(min_reward_diff=0)
     state = fresh(config)
     rewards = {f"{i}": [float(i), i + 1.0] for i in range(examples)}
-    kept = [len(rewards) - len(select(config, state, epoch, rewards, 0)) for epoch in range(1, 26)]
+    kept = [len(rewards) - len(drop_reasons(config, state, epoch, rewards, 0)) for epoch in range(1, 26)]
     assert kept == [n for n in sizes for _ in range(5)]
-    assert select(config, fresh(config), 1, rewards, 0).keys() == {f"{i}" for i in range(examples - sizes[0])}
+    assert drop_reasons(config, fresh(config), 1, rewards, 0).keys() == {f"{i}" for i in range(examples - sizes[0])}
 
 
 def test_difficulty_is_the_mean_over_all_epochs_so_far() -> None:
     config = curriculum(initial_percentile=0.5, increment_percentile=0.25, expansion_interval=2, min_reward_diff=0)
     state = fresh(config)
-    select(config, state, 1, {"a": [4, 4], "b": [3, 3], "c": [0, 0], "d": [2, 2]}, 0)
+    drop_reasons(config, state, 1, {"a": [4, 4], "b": [3, 3], "c": [0, 0], "d": [2, 2]}, 0)
     assert state.included_groups == {"a", "b"}
-    select(config, state, 2, {"a": [0, 0], "b": [0, 0], "c": [3, 3]}, 0)
+    drop_reasons(config, state, 2, {"a": [0, 0], "b": [0, 0], "c": [3, 3]}, 0)
     assert state.included_groups == {"a", "b"}
-    select(config, state, 3, {"c": [3, 3], "d": [1, 1]}, 0)  # c: (0 + 3 + 3) / 3 = 2, d: (2 + 1) / 2 = 1.5
+    drop_reasons(config, state, 3, {"c": [3, 3], "d": [1, 1]}, 0)  # c: (0 + 3 + 3) / 3 = 2, d: (2 + 1) / 2 = 1.5
     assert state.included_groups == {"a", "b", "c"}
 
 
 def test_groups_below_the_least_difference_are_left_out() -> None:
     config = curriculum(initial_percentile=1, min_reward_diff=0.1)
     rewards = {"at": [0.2, 0.3], "below": [0.2, 0.29], "none": [0.5, 0.5], "above": [0.0, 1.0]}
-    assert select(config, fresh(config), 1, rewards, 0) == {"below": "no_variance", "none": "no_variance"}
+    assert drop_reasons(config, fresh(config), 1, rewards, 0) == {"below": "no_variance", "none": "no_variance"}
 
 
 def test_everything_may_be_left_out() -> None:
     config = curriculum(random_subsample=0.5)
-    assert select(config, fresh(config), 1, {"a": [1, 1], "b": [1, 1]}, 0) == {"a": "no_variance", "b": "curriculum"}
+    assert drop_reasons(config, fresh(config), 1, {"a": [1, 1], "b": [1, 1]}, 0) == {
+        "a": "no_variance",
+        "b": "curriculum",
+    }
 
 
 def test_the_subsample_is_seeded_and_never_empty() -> None:
@@ -134,10 +137,10 @@ def test_the_subsample_is_seeded_and_never_empty() -> None:
     assert subsample([], 0.5, 1, 0) == []
     config = curriculum(initial_percentile=1, random_subsample=0.25, min_reward_diff=0.1)
     rewards: Rewards = {f"{i}": [0.0, 1.0] if i < 8 else [1.0, 1.0] for i in range(12)}
-    dropped = select(config, fresh(config), 3, rewards, 5)
+    dropped = drop_reasons(config, fresh(config), 3, rewards, 5)
     assert sorted(dropped.values()).count("subsample") == 6
     assert all(str(dropped[f"{i}"]) == "no_variance" for i in range(8, 12))
-    assert dropped == select(config, fresh(config), 3, rewards, 5)
+    assert dropped == drop_reasons(config, fresh(config), 3, rewards, 5)
 
 
 # on a collection of groups, for every trainer
@@ -231,13 +234,13 @@ def test_a_group_tells_its_example_by_its_metadata(key: str) -> None:
 
 def test_groups_of_no_known_example_are_refused() -> None:
     nameless = TrajectoryCollection(trajectories=[[Trajectory(reward=1)]], run_id="r")
-    with pytest.raises(TrajectoryError, match=r"group 0 does not name its example.* row_id, example_id, id"):
+    with pytest.raises(TrajectoryError, match=r"group 0 has no example id.* row_id, example_id, id"):
         apply_curriculum(nameless, curriculum(), documented(), 1)
     twice = collection({"a": [0.0, 1.0]})
     twice.trajectories *= 2
     with pytest.raises(TrajectoryError, match="groups 0 and 1 both belong to example 'a'"):
         apply_curriculum(twice, curriculum(), documented(), 1)
-    with pytest.raises(TrajectoryError, match="requested for epoch 0; the first epoch is 1"):
+    with pytest.raises(TrajectoryError, match="epochs are numbered from 1, got 0"):
         apply_curriculum(collection({"a": [0.0, 1.0]}), curriculum(), documented(), 0)
 
 

@@ -375,7 +375,7 @@ async def test_failed_episodes_of_run_eval_are_said(bench: Bench, caplog: pytest
         return await gives_one(trainer)
 
     await bench.finetune(script)
-    assert "1 of 2 episodes failed; the first, of row 1: ValueError: no legs" in caplog.text
+    assert "1 of 2 episodes failed; first failure (row 1): ValueError: no legs" in caplog.text
 
 
 async def test_a_failing_cleanup_does_not_hide_what_came_before(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The parts of the loop that a plugin may replace: trajectory builder, trainer adapter and trainer."""
+"""The components of the training loop that a plugin can replace: trajectory builder, trainer adapter and trainer."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -37,21 +37,23 @@ class TrajectoryBuilder(ABC):
 
     @property
     def episodes_per_epoch(self) -> int | None:
-        """Episodes in an epoch, for progress bars; None if unknown."""
+        """Number of episodes per epoch, for progress bars; None if unknown."""
         return None
 
     async def run_eval(self) -> EvaluationRunOutput:
-        """Runs and scores the workflow once on each row of the run's dataset; each call samples another generation.
+        """Runs one rollout per dataset row and scores it; each call produces one more generation per row.
 
-        Concurrent calls share the run's components and its limit on episodes in flight, and each writes into its own
-        folder `generation_<n>` of `eval.general.output_dir`.
+        Concurrent calls share the run's components and concurrency limit; each writes to its own `generation_<n>`
+        folder under `eval.general.output_dir`.
         """
-        run = self.run_config.run_configuration
-        if run is None:
-            raise ConfigError("run_eval() needs finetuning.run_configuration, which the finetune command sets")
-        request = evaluation_request(run, config_file=run.config_file, dataset=run.dataset, override=run.override)
+        options = self.run_config.run_configuration
+        if options is None:
+            raise ConfigError("run_eval() requires finetuning.run_configuration (set by the finetune command)")
+        request = evaluation_request(
+            options, config_file=options.config_file, dataset=options.dataset, override=options.override
+        )
         output = await EvaluationRun(request, training=True).run_and_evaluate()
-        _warn_of_failures(output)
+        _warn_about_failed_episodes(output)
         return output
 
     @abstractmethod
@@ -63,19 +65,19 @@ class TrajectoryBuilder(ABC):
         """Waits for the collection to finish and returns its trajectories."""
 
     async def compute_reward(self, output_item: EvalOutputItem, meta: dict[str, Any] | None = None) -> float:
-        """The reward of a scored item; 0.0 without a score, though unscored items are dropped before this is called."""
+        """The reward of a scored item. Unscored items are dropped before; 0.0 is only the documented fallback."""
         return float(output_item.score) if output_item.score is not None else 0.0
 
     @abstractmethod
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Reports how collecting went."""
+        """Logs metrics of the collection."""
 
 
 class TrainerAdapter(ABC):
-    """Submits trajectories to a training backend and follows its jobs."""
+    """Submits trajectories to a training backend and tracks its jobs."""
 
     computes_advantages = False
-    """Whether the backend computes the advantages from rewards, so that advantages computed here would be lost."""
+    """True if the backend computes advantages from rewards and ignores any sent with the trajectories."""
 
     def __init__(self, adapter_config: TrainerAdapterConfig) -> None:
         self.adapter_config = adapter_config
@@ -86,11 +88,11 @@ class TrainerAdapter(ABC):
         self.adapter_config.reward = run_config.reward_function
 
     async def policy_endpoint(self) -> PolicyEndpoint | None:
-        """Where the model it trains is served; None if the adapter does not know."""
+        """Where the policy being trained is served; None if unknown."""
         return None
 
     def training_settings(self) -> dict[str, Any]:
-        """The settings of a training job, for the header of the run."""
+        """The settings of a training job, shown in the header of the run."""
         return {}
 
     @abstractmethod
@@ -103,15 +105,15 @@ class TrainerAdapter(ABC):
 
     @abstractmethod
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        """The status of the job, also after it has ended."""
+        """The job's current status; works after it has ended too."""
 
     @abstractmethod
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
-        """The job's final status; `poll_interval` in seconds, if polling is needed."""
+        """Waits for the job and returns its final status. `poll_interval`: seconds between polls, if it is polled."""
 
     @abstractmethod
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Reports how the job went."""
+        """Logs metrics of the job."""
 
 
 class Trainer(ABC):
@@ -143,11 +145,11 @@ class Trainer(ABC):
 
     @abstractmethod
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
-        """Collects and submits one epoch; None if it trained nothing."""
+        """Collects one epoch and submits it for training; returns None if there was nothing to train on."""
 
     @abstractmethod
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """Runs all epochs; returns a final status for each."""
+        """Runs `num_epochs` epochs and returns the final job status of each; None for one that trained nothing."""
 
     @abstractmethod
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
@@ -159,18 +161,19 @@ class Trainer(ABC):
 
     @abstractmethod
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Records an epoch."""
+        """Logs metrics of an epoch."""
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
-        """Scores the held-out dataset with the current model; a failure is reported under `error`, never as a reward.
+        """Scores the held-out dataset with the current model. Seeds are the same in every call.
 
-        Every call samples the same episodes as far as the model is the same. A run with a failed validation fails.
+        If validation fails, the metrics contain `error` and no reward, or the exception propagates. Either way the
+        failure is recorded and the finetuning run fails.
         """
         builder = current_builder()
-        failed = [] if builder is None or builder.run is None else builder.run.failed_validations
+        failed = builder.run.failed_validations if builder is not None and builder.run is not None else []
         try:
             metrics = await validate(self.run_config, epoch)
-        except Exception as error:  # also recorded, in case the trainer ignores it
+        except Exception as error:  # recorded too, in case the trainer swallows the exception
             failed.append(f"at epoch {epoch}: {error}")
             raise
         if "error" in metrics:
@@ -180,19 +183,23 @@ class Trainer(ABC):
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
-        """The groups that this epoch trains on."""
-        raise NotImplementedError("a trainer that uses curriculum learning overrides apply_curriculum_learning")
+        """Returns the groups to train on in this epoch."""
+        raise NotImplementedError("trainers that support curriculum learning must override apply_curriculum_learning")
 
     def get_curriculum_state(self) -> dict[str, Any]:
         """A JSON-serializable copy of the state."""
         return {k: sorted(v) if isinstance(v, set) else v for k, v in self._curriculum_state.items()}
 
 
-def _warn_of_failures(output: EvaluationRunOutput) -> None:
-    """A plugin may drop failed items silently."""
+def _warn_about_failed_episodes(output: EvaluationRunOutput) -> None:
+    """Warns about failed episodes here, because a plugin might drop them silently."""
     items = output.eval_input.eval_input_items
     failed = [item for item in items if item.error is not None]
     if failed:
         logger.warning(
-            "%d of %d episodes failed; the first, of row %r: %s", len(failed), len(items), failed[0].id, failed[0].error
+            "%d of %d episodes failed; first failure (row %r): %s",
+            len(failed),
+            len(items),
+            failed[0].id,
+            failed[0].error,
         )

@@ -1,4 +1,8 @@
-"""Which groups an epoch trains on: the easiest share first, grown step by step, then those with enough variance."""
+"""Curriculum learning: which groups an epoch trains on.
+
+It starts with the easiest (or hardest) fraction of the examples and expands it at fixed intervals; then it drops groups
+with too small a range of rewards, and subsamples the rest if configured.
+"""
 
 import hashlib
 import logging
@@ -20,9 +24,11 @@ _ID_KEYS = ("row_id", "example_id", "id")
 
 
 class CurriculumState(BaseModel):
-    """The examples included so far, and the mean rewards that rank all examples.
+    """The examples included so far, and the mean rewards used to rank all examples.
 
-    `epoch` is the last epoch selected for (0 before the first); `reward_sums` holds (sum of group means, groups).
+    `epoch` is the last epoch processed (0 before the first). `reward_sums` maps each example to (sum of its groups'
+    mean rewards, number of groups). The documented names mislead: `current_percentile` is a fraction in (0, 1], and
+    `total_groups` and `included_groups` count and name examples.
     """
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
@@ -42,43 +48,44 @@ def apply_curriculum(
     epoch: int,
     seed: int = 0,
 ) -> TrajectoryCollection:
-    """The groups that `epoch` (first: 1) trains on; the others are counted in `dropped`.
+    """Returns the groups to train on in `epoch` (1-based) and counts the others in `dropped`.
 
-    Updates `state`, a trainer's `_curriculum_state`: call it once per epoch. The metadata of each group's trajectories
-    names its example as `row_id`, `example_id` or `id`; raises TrajectoryError otherwise.
+    Updates `state`, a trainer's `_curriculum_state`, so call it exactly once per epoch. The metadata of each group's
+    trajectories must name its example as `row_id`, `example_id` or `id`; otherwise raises TrajectoryError.
     """
     if not config.enabled:
         return collection
     if epoch < 1:
-        raise TrajectoryError(f"curriculum requested for epoch {epoch}; the first epoch is 1")
-    examples = examples_of(collection)
-    groups = {e: group for e, group in zip(examples, collection.trajectories, strict=True) if group}
-    known = CurriculumState.model_validate(state)
-    dropped = select(config, known, epoch, {e: [t.reward for t in group] for e, group in groups.items()}, seed)
-    state.update(known)
+        raise TrajectoryError(f"epochs are numbered from 1, got {epoch}")
+    examples = example_ids(collection)
+    groups = zip(examples, collection.trajectories, strict=True)
+    rewards = {example: [t.reward for t in group] for example, group in groups if group}
+    curriculum = CurriculumState.model_validate(state)
+    dropped = drop_reasons(config, curriculum, epoch, rewards, seed)
+    state.update(curriculum)
     kept = drop_groups(collection, {i: str(dropped[e]) for i, e in enumerate(examples) if e in dropped})
     logger.log(
         logging.INFO if kept.trajectories else logging.WARNING,
-        "epoch %d: the curriculum trains on %d of %d groups (%.0f %%: %d of %d examples); dropped groups: %s",
+        "epoch %d: training on %d of %d groups; the curriculum includes %.0f%% of the examples (%d of %d); dropped: %s",
         epoch,
         len(kept.trajectories),
         len(examples),
-        100 * known.current_percentile,
-        len(known.included_groups),
-        known.total_groups,
+        100 * curriculum.current_percentile,
+        len(curriculum.included_groups),
+        curriculum.total_groups,
         ", ".join(f"{n} {reason}" for reason, n in sorted(Counter(map(str, dropped.values())).items())) or "none",
     )
     return kept
 
 
-def examples_of(collection: TrajectoryCollection) -> list[str]:
+def example_ids(collection: TrajectoryCollection) -> list[str]:
     """The example id of each group; raises TrajectoryError for a missing or repeated id."""
     seen: dict[str, int] = {}
     for index, group in enumerate(collection.trajectories):
-        example = _example_of(group) if group else f"(empty group {index})"
+        example = _example_id(group) if group else f"(empty group {index})"
         if example is None:
             raise TrajectoryError(
-                f"group {index} does not name its example: the metadata of its trajectories needs "
+                f"group {index} has no example id: the metadata of its trajectories must contain "
                 f"one of {', '.join(_ID_KEYS)}"
             )
         if example in seen:
@@ -89,13 +96,13 @@ def examples_of(collection: TrajectoryCollection) -> list[str]:
     return list(seen)
 
 
-def _example_of(group: Sequence[Trajectory]) -> str | None:
+def _example_id(group: Sequence[Trajectory]) -> str | None:
     metadata = group[0].metadata or {}
     return next((str(metadata[key]) for key in _ID_KEYS if metadata.get(key) is not None), None)
 
 
 def drop_groups(collection: TrajectoryCollection, reasons: Mapping[int, str]) -> TrajectoryCollection:
-    """A copy without the groups at the indices in `reasons`, whose trajectories are counted as dropped."""
+    """Returns a copy without the groups indexed by `reasons`; their trajectories are counted as dropped."""
     dropped, by_id = Counter(collection.dropped), dict(collection.drop_reasons)
     for index, reason in reasons.items():
         dropped[reason] += len(collection.trajectories[index])
@@ -104,35 +111,37 @@ def drop_groups(collection: TrajectoryCollection, reasons: Mapping[int, str]) ->
     return collection.model_copy(update={"trajectories": kept, "dropped": dict(dropped), "drop_reasons": by_id})
 
 
-def percentile(config: CurriculumLearningConfig, epoch: int) -> float:
-    """The share of examples in training at `epoch` (first: 1)."""
+def included_fraction(config: CurriculumLearningConfig, epoch: int) -> float:
+    """The fraction of the examples included at `epoch` (1-based)."""
     expansions = (epoch - 1) // config.expansion_interval
-    # rounded: 0.3 + 0.2 * 2 must include 70 of 100 examples, not 71
+    # rounds off float error, so that 0.3 + 2 * 0.2 includes 70 of 100 examples, not 71
     return min(1.0, round(config.initial_percentile + config.increment_percentile * expansions, 9))
 
 
-def select(
+def drop_reasons(
     config: CurriculumLearningConfig,
     state: CurriculumState,
     epoch: int,
     rewards: Mapping[str, Sequence[float]],
     seed: int,
 ) -> dict[str, DropReason]:
-    """The examples dropped at `epoch`, each with its reason; `rewards` holds every group's rewards by example id.
+    """Updates `state` for `epoch` and returns the reason for each example to drop.
 
-    Updates `state`. The included set only grows: at the first epoch and at each expansion, to
-    ceil(percentile x number of examples), by the easiest (or hardest) examples not yet included.
+    `rewards` maps example ids to the rewards of their groups. The included set only grows: at the first epoch and at
+    each expansion the easiest (or hardest) remaining examples are added, up to ceil(fraction x number of examples).
     """
     for example, group in rewards.items():
         total, count = state.reward_sums.get(example, (0.0, 0))
         state.reward_sums[example] = (total + sum(group) / len(group), count + 1)
     state.total_groups = len(state.reward_sums)
     state.epoch = epoch
-    _expand(config, state)
+    _expand_if_due(config, state)
     dropped = {e: DropReason.CURRICULUM for e in rewards if e not in state.included_groups}
-    ranges = {e: round(max(g) - min(g), 9) for e, g in rewards.items()}  # 0.3 - 0.2 is not below 0.1
-    flat = [e for e in rewards if e not in dropped and ranges[e] < config.min_reward_diff]
-    dropped |= dict.fromkeys(flat, DropReason.NO_VARIANCE)
+    ranges = {
+        e: round(max(g) - min(g), 9) for e, g in rewards.items()
+    }  # rounds off float error: 0.3 - 0.2 is not below 0.1
+    low_range = [e for e in rewards if e not in dropped and ranges[e] < config.min_reward_diff]
+    dropped |= dict.fromkeys(low_range, DropReason.NO_VARIANCE)
     if config.random_subsample is not None:
         rest = [e for e in rewards if e not in dropped]
         kept = set(subsample(rest, config.random_subsample, epoch, seed))
@@ -140,28 +149,28 @@ def select(
     return dropped
 
 
-def _expand(config: CurriculumLearningConfig, state: CurriculumState) -> None:
-    share = percentile(config, state.epoch)
-    starts = not state.included_groups
-    if not starts and share == state.current_percentile and (state.epoch - 1) % config.expansion_interval:
+def _expand_if_due(config: CurriculumLearningConfig, state: CurriculumState) -> None:
+    fraction = included_fraction(config, state.epoch)
+    is_expansion_epoch = (state.epoch - 1) % config.expansion_interval == 0
+    if state.included_groups and not is_expansion_epoch and fraction == state.current_percentile:
         return
-    state.current_percentile = share
+    state.current_percentile = fraction
     state.last_expansion_epoch = state.epoch
-    size = max(1, math.ceil(round(share * len(state.reward_sums), 9)))
-    sign = 1 if config.sort_ascending else -1
+    size = max(1, math.ceil(round(fraction * len(state.reward_sums), 9)))
+    sign = 1 if config.sort_ascending else -1  # ascending by mean reward: hardest first
 
     def rank(example: str) -> tuple[float, str]:
         total, count = state.reward_sums[example]
         return (sign * total / count, example)
 
-    waiting = sorted((e for e in state.reward_sums if e not in state.included_groups), key=rank)
-    state.included_groups |= set(waiting[: max(0, size - len(state.included_groups))])
+    remaining = sorted((e for e in state.reward_sums if e not in state.included_groups), key=rank)
+    state.included_groups |= set(remaining[: max(0, size - len(state.included_groups))])
 
 
-def subsample(examples: Sequence[str], share: float, epoch: int, seed: int) -> list[str]:
-    """A random `share` of the examples (at least one, if any), the same for the same seed and epoch."""
+def subsample(examples: Sequence[str], fraction: float, epoch: int, seed: int) -> list[str]:
+    """A random fraction of the examples (at least one, unless empty), deterministic given seed and epoch."""
     if not examples:
         return []
     digest = hashlib.blake2b(f"{seed}|subsample|{epoch}".encode(), digest_size=8).digest()
-    size = max(1, round(share * len(examples)))
+    size = max(1, round(fraction * len(examples)))
     return random.Random(int.from_bytes(digest, "big")).sample(sorted(examples), size)

@@ -1,10 +1,10 @@
-"""smolagents: an `OpenAIModel` on a recording client, and a tool wrapper that reports tool runs as steps.
+"""smolagents: an `OpenAIModel` whose calls are recorded, and a tool wrapper that records tool runs as steps.
 
 model = await builder.get_llm("player", wrapper_type="smolagents")
 agent = ToolCallingAgent([ReportingTool(look)], model)
 answer = await asyncio.to_thread(agent.run, question)
 
-Its agents block: run them with `asyncio.to_thread`, which keeps the episode.
+smolagents agents are synchronous: run them with `asyncio.to_thread`, which carries over the current episode.
 """
 
 from typing import Any
@@ -18,33 +18,35 @@ _TOOLS = ToolSteps("smolagents")
 
 
 def make_llm(llm: ModelClient) -> OpenAIModel:
-    """For `ToolCallingAgent(model=...)` and `CodeAgent(model=...)`."""
+    """Returns a model for `ToolCallingAgent` or `CodeAgent`."""
     client = llm.client
-    settings = {"timeout": client.timeout, "max_retries": client.max_retries, "http_client": sync_http(llm)}
-    return _Model(llm.model, api_base=str(client.base_url), api_key=client.api_key, client_kwargs=settings)
+    client_kwargs = {"timeout": client.timeout, "max_retries": client.max_retries, "http_client": sync_http(llm)}
+    return _AutoToolChoiceModel(
+        llm.model, api_base=str(client.base_url), api_key=client.api_key, client_kwargs=client_kwargs
+    )
 
 
-class _Model(OpenAIModel):
-    """Sends `tool_choice: auto` instead of smolagents' `required`.
+class _AutoToolChoiceModel(OpenAIModel):
+    """Defaults `tool_choice` to `auto` instead of smolagents' `required`.
 
-    Forced tool calls change the sampling distribution, and many servers do not support them.
+    Constrained decoding would sample from another distribution than the trained one, and many servers lack it.
     """
 
     def generate(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().generate(messages, *args, **_auto(kwargs))
+        return super().generate(messages, *args, **_with_auto_tool_choice(kwargs))
 
     def generate_stream(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().generate_stream(messages, *args, **_auto(kwargs))
+        return super().generate_stream(messages, *args, **_with_auto_tool_choice(kwargs))
 
 
-def _auto(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_auto_tool_choice(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"tool_choice": "auto", **kwargs} if kwargs.get("tools_to_call_from") else kwargs
 
 
 class ReportingTool(Tool):
-    """Wraps a tool to push TOOL_ steps, for calls by the agent and by code it has written."""
+    """Wraps a tool so that each call pushes TOOL_ steps, whether made by the agent or by code it generated."""
 
-    skip_forward_signature_validation = True
+    skip_forward_signature_validation = True  # forward(*args, **kwargs) does not match `inputs`
 
     def __init__(self, tool: Tool) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ class ReportingTool(Tool):
         self.name, self.description = tool.name, tool.description
         self.inputs, self.output_type = tool.inputs, tool.output_type
         self.output_schema = getattr(tool, "output_schema", None)
-        self.is_initialized = True
+        self.is_initialized = True  # the wrapped tool does its own setup
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(self.inputs, args, strict=False)), **kwargs}
