@@ -220,7 +220,7 @@ def test_few_groups_or_none(
     (said,) = caplog.records
     assert said.levelname == ("INFO" if kept else "WARNING")
     assert said.getMessage().startswith(
-        f"epoch 1: the curriculum trains on {len(kept)} of {len(rewards)} groups (30 %: 1 of {len(rewards)} examples);"
+        f"epoch 1: training on {len(kept)} of {len(rewards)} groups; the curriculum includes 30% of the examples (1 of "
     )
     assert all(reason in said.getMessage() for reason in dropped)
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -29,33 +28,6 @@ from insitu.schemas.evaluation import EvaluatorInfo
 from insitu.schemas.finetuning import PolicyEndpoint
 
 logger = logging.getLogger(__name__)
-
-
-class GenerationCounter:
-    """Numbers the generations of a row: no two collections for training sample it with the same seed."""
-
-    def __init__(self) -> None:
-        self._taken = 0
-
-    def take(self, count: int) -> int:
-        """Reserves `count` numbers and returns the first."""
-        first, self._taken = self._taken, self._taken + count
-        return first
-
-
-@dataclass
-class RunState:
-    """What all evaluations of one finetuning run share, whether the trainer or a plugin starts them.
-
-    `episode_slots` limits the episodes in flight. `validations` counts held-out evaluations; `failed_validations`
-    describes those without a score.
-    """
-
-    episode_slots: asyncio.Semaphore
-    loop: asyncio.AbstractEventLoop
-    generations: GenerationCounter = field(default_factory=GenerationCounter)
-    validations: int = 0
-    failed_validations: list[str] = field(default_factory=list)
 
 
 def _adder(kind: Kind) -> Callable[["Builder", str, TypedBaseModel], Awaitable[Any]]:
@@ -98,14 +70,13 @@ class Builder:
     """Builds each block on first use and keeps it alive until `aclose`.
 
     Without a `config` only blocks that are added exist. One builder serves a whole run: its epochs, evaluations and
-    validations share it. A builder with a `parent` serves another file inside the parent's run: it shares the run's
-    state and its live trainer adapter, so that an llm of `_type: policy` is the model under training.
+    validations share it. A builder with a `parent` serves another file inside the parent's run: it uses the parent's
+    live trainer adapters, so that an llm of `_type: policy` is the model under training.
     """
 
     def __init__(self, config: Config | None = None, parent: "Builder | None" = None) -> None:
         self.config = config or Config()
         self.parent = parent
-        self.run: RunState | None = parent.run if parent is not None else None
         self._live: dict[tuple[str, str], asyncio.Future[Any]] = {}
         self._added: dict[tuple[str, str], TypedBaseModel] = {}
         self._stack = AsyncExitStack()
@@ -139,6 +110,8 @@ class Builder:
 
     async def get(self, kind: Kind, name: str) -> Any:
         """The live object of a block; concurrent callers share one."""
+        if self.parent is not None and kind is TRAINER_ADAPTER and name in self.parent.config.names(kind):
+            return await self.parent.get(kind, name)
         return await self._once((kind.section, name), lambda: self._build(kind, name))
 
     async def _once(self, key: tuple[str, str], build: Callable[[], Awaitable[Any]]) -> Any:
@@ -217,8 +190,6 @@ class Builder:
         return await self.get(TRAJECTORY_BUILDER, name)
 
     async def get_trainer_adapter(self, name: str) -> Any:
-        if self.parent is not None:
-            return await self.parent.get_trainer_adapter(name)
         return await self.get(TRAINER_ADAPTER, name)
 
     async def get_trainer(self, name: str, trajectory_builder: Any, trainer_adapter: Any) -> Any:

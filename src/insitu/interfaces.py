@@ -6,8 +6,8 @@ from typing import Any
 
 from insitu.errors import ConfigError
 from insitu.evaluation.run import EvaluationRun
-from insitu.evaluation.shared_run import current_builder, evaluation_request
-from insitu.evaluation.validation import validate
+from insitu.evaluation.shared_run import current_run, evaluation_request
+from insitu.evaluation.validation import validate, validation_request
 from insitu.schemas.evaluation import EvalOutputItem, EvaluationRunOutput
 from insitu.schemas.finetuning import (
     CurriculumLearningConfig,
@@ -169,8 +169,9 @@ class Trainer(ABC):
         If validation fails, the metrics contain `error` and no reward, or the exception propagates. Either way the
         failure is recorded and the finetuning run fails.
         """
-        builder = current_builder()
-        failed = builder.run.failed_validations if builder is not None and builder.run is not None else []
+        validation_request(self.run_config)  # without a dataset nothing is validated: that is not a failed validation
+        run = current_run()
+        failed = run.failed_validations if run is not None else []
         try:
             metrics = await validate(self.run_config, epoch)
         except Exception as error:  # recorded too, in case the trainer swallows the exception

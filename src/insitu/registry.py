@@ -63,6 +63,8 @@ def _built_in() -> dict[str, dict[str, str]]:
     for point in points:
         if point.group.startswith("insitu."):
             found.setdefault(point.group.removeprefix("insitu."), {})[point.name] = point.value
+    if not found:
+        raise PluginError("insitu's installed metadata lacks its components: reinstall it (pip install -e .)")
     return found
 
 

@@ -13,6 +13,7 @@ from insitu.builder import Builder
 from insitu.errors import WorkflowError
 from insitu.evaluation.episodes import Attempt, EpisodeOptions, in_process, is_own_cancellation, run_episode
 from insitu.evaluation.remote import RemoteWorkflow
+from insitu.evaluation.shared_run import RunState
 from insitu.registry import FUNCTION, LLM
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import Episode, EpisodeKey
@@ -33,35 +34,40 @@ async def collect(
     options: EpisodeOptions,
     service: FinetuneRunConfig | EvaluationRunConfig | None,
     finish: Finish,
+    run: RunState | None,
+    limit: int,
 ) -> AsyncGenerator[Episode, None]:
     """Runs an episode for each task and yields it after `finish(row, episode)`, in the order of completion.
 
-    At most `eval.general.max_concurrency` episodes are in flight. `service` names the `endpoint` of a workflow
-    service, if any. Close the generator (`aclosing`) to cancel what is in flight.
+    At most `limit` episodes are in flight, and no more than `run` has slots. `service` names the `endpoint` of a
+    workflow service, if any. Close the generator (`aclosing`) to cancel what is in flight.
     """
 
-    async def run(attempt: Attempt, task: Task) -> Episode:
+    async def run_task(attempt: Attempt, task: Task) -> Episode:
         row, key = task
-        async with _episode_slot(builder):
+        async with _episode_slot(run):
             episode = await run_episode(attempt, row, key, options)
         await finish(row, episode)
         return episode
 
     trained = options.training if isinstance(options.training, frozenset) else ()
-    async with open_workflow(builder, service, trained) as attempt:
-        async with aclosing(run_limited(tasks, partial(run, attempt), builder.config.max_concurrency)) as episodes:
+    async with open_workflow(builder, service, trained, run) as attempt:
+        async with aclosing(run_limited(tasks, partial(run_task, attempt), limit)) as episodes:
             async for episode in episodes:
                 yield episode
 
 
-def _episode_slot(builder: Builder) -> AbstractAsyncContextManager[object]:
+def _episode_slot(run: RunState | None) -> AbstractAsyncContextManager[object]:
     """Waits for one of the run's episode slots; an episode started within an episode shares its slot."""
-    return nullcontext() if builder.run is None or current_scope() is not None else builder.run.episode_slots
+    return nullcontext() if run is None or current_scope() is not None else run.episode_slots
 
 
 @asynccontextmanager
 async def open_workflow(
-    builder: Builder, service: FinetuneRunConfig | EvaluationRunConfig | None, trained: Collection[str] = ()
+    builder: Builder,
+    service: FinetuneRunConfig | EvaluationRunConfig | None,
+    trained: Collection[str] = (),
+    run: RunState | None = None,
 ) -> AsyncIterator[Attempt]:
     """Runs attempts in this process, or in the service at `endpoint`.
 
@@ -69,7 +75,8 @@ async def open_workflow(
     of the llms in `trained`.
     """
     config = builder.config
-    own_workflow = builder.parent is not None and WORKFLOW in config.names(FUNCTION)  # the service runs the parent's
+    # a service runs the workflow of the run, not that of another file
+    own_workflow = run is not None and run.builder is not builder and WORKFLOW in config.names(FUNCTION)
     if service is None or service.endpoint is None or own_workflow:
         yield in_process(await builder.get_workflow())
         return

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -101,7 +101,12 @@ class EpisodeOptions:
 
     @classmethod
     def of(
-        cls, config: Config, training: frozenset[str], result: ResultPath | None, needs_token_ids: bool
+        cls,
+        config: Config,
+        training: frozenset[str],
+        result: ResultPath | None,
+        needs_token_ids: bool,
+        target_functions: Sequence[str],
     ) -> "EpisodeOptions":
         return cls(
             config.general.seed,
@@ -110,7 +115,7 @@ class EpisodeOptions:
             training,
             result,
             needs_token_ids,
-            tuple(config.finetuning.target_functions),
+            tuple(target_functions),
         )
 
 

@@ -14,14 +14,14 @@ import orjson
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from insitu.builder import Builder, GenerationCounter
+from insitu.builder import Builder
 from insitu.config import Config
 from insitu.errors import ConfigError
 from insitu.evaluation.collector import collect
 from insitu.evaluation.datasets import FileDatasetConfig, dataset_config, load_dataset
 from insitu.evaluation.episodes import EpisodeOptions, ResultPath
 from insitu.evaluation.evaluators import score
-from insitu.evaluation.shared_run import components, current_builder, is_held_out
+from insitu.evaluation.shared_run import GenerationCounter, components, current_run, is_held_out
 from insitu.registry import EVALUATOR
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey
 from insitu.schemas.evaluation import (
@@ -75,10 +75,9 @@ class EvaluationRun:
 
     def _take_generations(self) -> None:
         """Runs before the first await, so that evaluations are numbered in the order they are started."""
-        builder = self._builder or current_builder()
-        run = builder.run if builder is not None else None
+        run = current_run()
         if self._training is None:
-            self._training = run is not None and not is_held_out(self.config.dataset, builder.config)  # type: ignore[union-attr]
+            self._training = run is not None and not is_held_out(self.config.dataset, run.builder.config)
         if self._training:
             self._first_generation = (run.generations if run else _generations).take(self.config.reps)
         elif run is not None:
@@ -112,7 +111,8 @@ class EvaluationRun:
     async def _collect(self, loaded: Config, builder: Builder, items: list[EvalInputItem]) -> None:
         """Runs the workflow on `items` and fills them in."""
         trained = loaded.trained_llms() if self._training else frozenset()
-        options = EpisodeOptions.of(loaded, trained, self._result, needs_token_ids=False)  # plugins may train on text
+        targets = loaded.finetuning.target_functions
+        options = EpisodeOptions.of(loaded, trained, self._result, False, targets)  # plugins may lack token ids
         epoch = 1 if self._training else 0  # a held-out row never samples with the seed of a training row
 
         async def fill_in(item: EvalInputItem, episode: Episode) -> None:
@@ -120,7 +120,8 @@ class EvaluationRun:
             item.error, item.reason = episode.error, episode.reason
 
         tasks = ((i, EpisodeKey("eval", epoch, str(i.id), self._first_generation + i.rep)) for i in items)
-        async with aclosing(collect(builder, tasks, options, self.config, fill_in)) as episodes:
+        collecting = collect(builder, tasks, options, self.config, fill_in, current_run(), loaded.max_concurrency)
+        async with aclosing(collecting) as episodes:
             async for episode in episodes:
                 if self._on_episode is not None:
                     self._on_episode(episode)

@@ -9,61 +9,89 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from insitu.builder import Builder, RunState
+from insitu.builder import Builder
 from insitu.config import Config, load_config
 from insitu.schemas.evaluation import EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
 
-_current: ContextVar[Builder | None] = ContextVar("insitu_run", default=None)
+
+class GenerationCounter:
+    """Numbers the generations of a row: no two collections for training sample it with the same seed."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def take(self, count: int) -> int:
+        """Reserves `count` numbers and returns the first."""
+        first, self._taken = self._taken, self._taken + count
+        return first
 
 
-def current_builder() -> Builder | None:
-    """The builder of the finetuning run that the running code belongs to.
+@dataclass
+class RunState:
+    """A finetuning run as its evaluations see it, whether the trainer or a plugin starts them.
+
+    `episode_slots` limits the episodes in flight. `validations` counts held-out evaluations; `failed_validations`
+    describes those without a score.
+    """
+
+    builder: Builder
+    loop: asyncio.AbstractEventLoop
+    episode_slots: asyncio.Semaphore
+    generations: GenerationCounter = field(default_factory=GenerationCounter)
+    validations: int = 0
+    failed_validations: list[str] = field(default_factory=list)
+
+
+_current: ContextVar[RunState | None] = ContextVar("insitu_run", default=None)
+
+
+def current_run() -> RunState | None:
+    """The finetuning run that the running code belongs to.
 
     None in another event loop (in a thread, say): live components belong to their loop.
     """
-    builder = _current.get()
-    if builder is None or builder.run is None or builder.run.loop is not asyncio.get_running_loop():
-        return None
-    return builder
+    run = _current.get()
+    return run if run is not None and run.loop is asyncio.get_running_loop() else None
 
 
 @contextmanager
 def share(builder: Builder) -> Iterator[RunState]:
-    """Makes `builder` and its run state current for all evaluations started in the body and in its tasks."""
-    if builder.run is not None:
-        yield builder.run
+    """Makes the run of `builder` current for all evaluations started in the body and in its tasks."""
+    run = current_run()
+    if run is not None and run.builder is builder:
+        yield run
         return
-    builder.run = RunState(asyncio.Semaphore(builder.config.max_concurrency), asyncio.get_running_loop())
-    token = _current.set(builder)
+    run = RunState(builder, asyncio.get_running_loop(), asyncio.Semaphore(builder.config.max_concurrency))
+    token = _current.set(run)
     try:
-        yield builder.run
+        yield run
     finally:
         _current.reset(token)
-        builder.run = None
 
 
 @asynccontextmanager
 async def components(request: EvaluationRunConfig, builder: Builder | None) -> AsyncIterator[tuple[Config, Builder]]:
-    """The file of an evaluation and a builder for it: that of the run, a child of it for another file, or a new one.
+    """The file of an evaluation and a builder for it: `builder`, else that of the run, a child of it, or a new one.
 
-    A child has the run's `finetuning` section and trainer adapter, so its policy is the model under training.
+    A child evaluates another file with the run's `finetuning` section and trainer adapter, so that its policy is the
+    model under training.
     """
-    builder = builder or current_builder()
-    if builder is not None and builder.run is None:
-        yield load_config(request.config_file, request.override), builder
-        return
-    if builder is not None and _is_for(request, builder.config):
-        yield builder.config, builder
+    run = current_run()
+    if builder is None and run is not None and _is_for(request, run.builder.config):
+        yield run.builder.config, run.builder
         return
     loaded = load_config(request.config_file, request.override)
     if builder is not None:
-        loaded = replace(loaded, finetuning=builder.config.finetuning)
-    async with Builder(loaded, parent=builder) as own:
+        yield loaded, builder
+        return
+    if run is not None:
+        loaded = replace(loaded, finetuning=run.builder.config.finetuning)
+    async with Builder(loaded, parent=run.builder if run is not None else None) as own:
         yield loaded, own
 
 

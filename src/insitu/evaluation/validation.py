@@ -11,9 +11,9 @@ from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 from insitu.evaluation.evaluators import number, scores_by_row
 from insitu.evaluation.run import EvaluationRun
-from insitu.evaluation.shared_run import current_builder, evaluation_request, share
+from insitu.evaluation.shared_run import current_run, evaluation_request, share
 from insitu.schemas.episodes import Episode
-from insitu.schemas.evaluation import EvaluationRunOutput
+from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneConfig
 
 
@@ -31,26 +31,30 @@ async def validate(
     builder: Builder | None = None,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> dict[str, Any]:
-    """Scores the held-out dataset on the components of `builder`, or of the current finetuning run.
+    """Scores the held-out dataset in the run of `builder`, or in the current finetuning run.
 
     Returns a record of `validation_history.json`, with `error` and no reward if nothing could be scored.
     """
-    run, validation = run_config.run_configuration, run_config.validation
-    dataset = validation.dataset if validation is not None else run and run.validation_dataset
-    if dataset is None:
-        raise ConfigError("validation needs a dataset: finetuning.validation.dataset or --validation_dataset")
-    base = builder or current_builder()
-    options: dict[str, Any] = {}
-    if base is not None:
-        options["config_file"] = held_out_config(base.config)
-    elif run is not None:
-        options["config_file"] = run.validation_config_file or run.config_file
-        options["override"] = () if run.validation_config_file else run.override
-    reps = validation.reps if validation is not None else 1
-    request = evaluation_request(run, dataset=dataset, reps=reps, write_output=False, **options)
     with nullcontext() if builder is None else share(builder):
-        output = await EvaluationRun(request, builder, on_episode, training=False).run_and_evaluate()
+        request = validation_request(run_config)
+        output = await EvaluationRun(request, None, on_episode, training=False).run_and_evaluate()
     return validation_metrics(output, run_config, epoch)
+
+
+def validation_request(run_config: FinetuneConfig) -> EvaluationRunConfig:
+    """The evaluation of the held-out dataset; raises ConfigError if none is configured."""
+    options, validation, run = run_config.run_configuration, run_config.validation, current_run()
+    dataset = (options and options.validation_dataset) or (validation and validation.dataset)
+    if not dataset or (run is None and options is None):
+        raise ConfigError("validation needs a dataset: finetuning.validation.dataset or --validation_dataset")
+    file: dict[str, Any] = {}
+    if run is not None:
+        file["config_file"] = held_out_config(run.builder.config)
+    elif options is not None:
+        file["config_file"] = options.validation_config_file or options.config_file
+        file["override"] = () if options.validation_config_file else options.override
+    reps = validation.reps if validation is not None else 1
+    return evaluation_request(options, dataset=dataset, reps=reps, write_output=False, **file)
 
 
 def validation_metrics(output: EvaluationRunOutput, run_config: FinetuneConfig, epoch: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from insitu.advantages.credit import AdvantageConfig, Credit, credit_by_function
 from insitu.advantages.estimator import AdvantageEstimator, GroupRelativeEstimator, estimate_epoch
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
 from insitu.builder import Builder, name_being_built
-from insitu.errors import BackendError, ConfigError, InsituError, JobFailed, TrajectoryError
+from insitu.errors import BackendError, ConfigError, InsituError, JobFailed, PluginError, TrajectoryError
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.registry import register_trainer
 from insitu.schemas.episodes import Episode
@@ -126,6 +126,9 @@ class InsituTrainer(Trainer):
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
+        for part, interface in ((trajectory_builder, TrajectoryBuilder), (trainer_adapter, TrainerAdapter)):
+            if not isinstance(part, interface):
+                raise PluginError(f"{type(part).__name__} is not a {interface.__name__}: derive it from that class")
         if self.computes_advantages and trainer_adapter.computes_advantages:
             adapter = trainer_adapter.adapter_config.type
             raise ConfigError(
@@ -241,7 +244,12 @@ class InsituTrainer(Trainer):
                 + (f"; most often {first[0][0]}" if first else "")
                 + f" (all of them: {self.store.folder / 'episodes.jsonl'})"
             )
-        return collection.model_copy(update={"epoch": epoch})
+        groups = [[*group] for group in collection.trajectories]
+        for number, group in enumerate(groups):
+            for k, trajectory in enumerate(group):
+                if trajectory.id is None:  # a plugin's builder may give none
+                    group[k] = trajectory.model_copy(update={"id": f"{run_id}/{epoch}/group {number}/{k}"})
+        return collection.model_copy(update={"epoch": epoch, "trajectories": groups})
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int

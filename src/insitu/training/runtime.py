@@ -14,13 +14,13 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, TypeVar
 
-from insitu.builder import Builder, RunState
+from insitu.builder import Builder
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError, describe_error
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.episodes import ResultPath
 from insitu.evaluation.remote import RemoteWorkflow
-from insitu.evaluation.shared_run import share
+from insitu.evaluation.shared_run import RunState, share
 from insitu.evaluation.validation import held_out_config
 from insitu.gateway.programs import kill_programs
 from insitu.interfaces import Trainer

@@ -114,8 +114,9 @@ class RunStore:
         known = {t.id: {str(t.calls[k].index): a for k, a in sorted(of_calls.items())} for t, of_calls in advantages}
         records = []
         for t in collected:
-            dropped, of_calls = drop_reasons.get(str(t.id)), known.get(t.id, {})
-            records.append({"epoch": epoch, "episode": t.id, "dropped": dropped, "advantages": of_calls})
+            dropped = drop_reasons.get(str(t.id)) or (t.metadata or {}).get("dropped")
+            record = {"epoch": epoch, "episode": t.id, "dropped": dropped, "advantages": known.get(t.id, {})}
+            records.append(record)
         self.append("advantages.jsonl", records)
 
 

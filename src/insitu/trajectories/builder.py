@@ -19,6 +19,7 @@ from insitu.evaluation.collector import Task, collect
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.episodes import EpisodeOptions, ResultPath
 from insitu.evaluation.evaluators import number, score
+from insitu.evaluation.shared_run import current_run
 from insitu.interfaces import TrajectoryBuilder
 from insitu.registry import LLM, register_trajectory_builder
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
@@ -165,7 +166,8 @@ class EpisodesBuilder(TrajectoryBuilder):
         evaluator = await self._builder.get_evaluator(name)
         service = self.run_config.run_configuration
         result = ResultPath.parse(service.result_json_path) if service else None
-        options = EpisodeOptions.of(self._file, self._file.trained_llms(), result, self.needs_token_ids)
+        targets = self.run_config.target_functions
+        options = EpisodeOptions.of(self._file, self._file.trained_llms(), result, self.needs_token_ids, targets)
 
         def tasks() -> Iterator[Task]:
             for row in self.rows_of_epoch(collection.epoch):
@@ -176,7 +178,9 @@ class EpisodesBuilder(TrajectoryBuilder):
             await self._reward(episode, row, evaluator, name)
             episode.steps = []  # only the evaluator needs them; an epoch of steps would not fit into memory
 
-        async with aclosing(collect(self._builder, tasks(), options, service, finish)) as episodes:
+        limit = self._file.max_concurrency
+        collecting = collect(self._builder, tasks(), options, service, finish, current_run(), limit)
+        async with aclosing(collecting) as episodes:
             await self._gather(episodes, collection)
 
     async def _gather(self, episodes: AsyncIterator[Episode], collection: _Collection) -> None:
