@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 import yaml
 from fake_openai import FakeOpenAI
@@ -14,6 +15,10 @@ from processes import fork_server, forked_python
 
 # One thread each: the models are tiny, and several processes share the cores. Child processes inherit it.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+
+# No test depends on how fast the machine is.
+hypothesis.settings.register_profile("insitu", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("insitu")
 
 if TYPE_CHECKING:
     from tiny_backend import Served

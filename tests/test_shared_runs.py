@@ -203,6 +203,52 @@ async def test_evaluations_at_once_share_the_components_and_one_limit(bench: Ben
     assert [seed for output in outputs for seed in seeds(output)] == first
 
 
+async def test_a_builder_that_the_plugin_made_is_part_of_the_run(bench: Bench) -> None:
+    outputs: list[EvaluationRunOutput] = []
+
+    async def script(trainer: ScriptedTrainer) -> Any:
+        config = load_config(bench.file)
+        async with Builder(config) as own:
+            runs = [EvaluationRun(EvaluationRunConfig(config_file=config), own) for _ in range(3)]
+            outputs.extend(await asyncio.gather(*(run.run_and_evaluate() for run in runs)))
+        return await gives_one(trainer)
+
+    await bench.finetune(script)
+    (parts,) = plain_parts.made
+    assert parts.most == 3
+    every = [seed for output in outputs for seed in seeds(output)]
+    assert len(set(every)) == len(every) == 12
+    folders = {output.workflow_output_file.parent for output in outputs}  # type: ignore[union-attr]
+    assert folders == {bench.folder / "eval" / f"generation_{n}" for n in range(3)}
+
+
+async def test_the_runs_builder_in_another_event_loop_is_no_part_of_the_run(bench: Bench) -> None:
+    async def script(trainer: ScriptedTrainer) -> Any:
+        def elsewhere() -> list[Any]:
+            async def evaluate() -> list[Any]:
+                config = load_config(bench.file)
+                async with Builder(config) as own:
+                    return seeds(await EvaluationRun(EvaluationRunConfig(config_file=config), own).run_and_evaluate())
+
+            return asyncio.run(evaluate())
+
+        there, here = await asyncio.gather(asyncio.to_thread(elsewhere), trainer.trajectory_builder.run_eval())
+        assert len(there) == len(seeds(here)) == 4
+        assert set(there).isdisjoint(seeds(here))  # held-out seeds: it does not collect for training
+        return await gives_one(trainer)
+
+    await bench.finetune(script)
+
+
+async def test_asking_for_a_validation_without_a_dataset_is_not_a_failed_validation(bench: Bench) -> None:
+    async def script(trainer: ScriptedTrainer) -> Any:
+        with pytest.raises(ConfigError, match="validation needs a dataset"):
+            await trainer.run_validation_evaluation(1, "r1")
+        return await gives_one(trainer)
+
+    assert [status.status for status in await bench.finetune(script)] == [TrainingStatusEnum.COMPLETED]
+
+
 async def test_validation_samples_the_same_each_time_and_gathering_does_not(bench: Bench) -> None:
     seen: list[list[Any]] = []
 

@@ -195,24 +195,26 @@ class InsituTrainer(Trainer):
         served = await self.trainer_adapter.policy_endpoint()
         collection = await self._collect(epoch, run_id)
         collected = [t for group in collection.trajectories for t in group]
-        statistics = self._reward_statistics(epoch, run_id, collection)
-        _check_versions(collection, served)
-        collection, advantages = estimate_epoch(self.apply_curriculum_learning(collection, epoch), self._estimator())
-        self.store.append_advantages(epoch, collected, collection.drop_reasons, advantages)
-        state = self.get_curriculum_state() if self.curriculum_config.enabled else None
-        self.results[epoch] = EpochResult(
-            collected=statistics,
-            trained={
-                "curriculum_percentile": state and state["current_percentile"],
-                "curriculum_state": state and {k: v for k, v in state.items() if k != "reward_sums"},
-                "filtered_trajectories": sum(map(len, collection.trajectories)),
-                "filtered_groups": len(collection.trajectories),
-                "credit_by_function": credit_by_function(credited_calls(advantages, self.run_config.target_functions)),
-            },
+        result = self.results[epoch] = EpochResult(
+            collected=self._reward_statistics(epoch, run_id, collection),
+            trained={},
             dropped=collection.dropped,
             policy_version=served.version if served is not None else None,
             seconds={"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         )
+        _check_versions(collection, served)
+        collection, advantages = estimate_epoch(self.apply_curriculum_learning(collection, epoch), self._estimator())
+        self.store.append_advantages(epoch, collected, collection.drop_reasons, advantages)
+        state = self.get_curriculum_state() if self.curriculum_config.enabled else None
+        trained = {
+            "curriculum_percentile": state and state["current_percentile"],
+            "curriculum_state": state and {k: v for k, v in state.items() if k != "reward_sums"},
+            "filtered_trajectories": sum(map(len, collection.trajectories)),
+            "filtered_groups": len(collection.trajectories),
+            "credit_by_function": credit_by_function(credited_calls(advantages, self.run_config.target_functions)),
+        }
+        result = replace(result, trained=trained, dropped=collection.dropped)
+        self.results[epoch] = result.timed("collect", time.perf_counter() - started)
         if not any(collection.trajectories):
             self.report.note(f"epoch {epoch} trains nothing: every episode was dropped")
             return None
