@@ -18,7 +18,7 @@ from insitu.errors import RequestRefused
 
 DATA = Path(__file__).parent / "data/art"
 VECTORS = json.loads((DATA / "vectors.json").read_text())
-RELEASES = {"0.5.4": "A", "0.5.18": "B"}
+RELEASES = {"0.5.4": True, "0.5.18": False}  # whether a legacy client
 CASES = [
     pytest.param(release, case, id=f"{release}-{number}")
     for release in RELEASES
@@ -37,8 +37,8 @@ def recorded(release: str) -> list:
     return next(e["body"]["trajectory_groups"] for e in requests if "trajectory_groups" in (e["body"] or {}))
 
 
-def plan_of(generation: str = "B", config=None, dev_config=None, internal=None):
-    return parse_plan(ArtModel("m", "p", config=internal or {}, generation=generation), config or {}, dev_config or {})
+def plan_of(config=None, dev_config=None, internal=None, *, legacy=False):
+    return parse_plan(ArtModel("m", "p", config=internal or {}, legacy=legacy), config or {}, dev_config or {})
 
 
 @pytest.mark.parametrize(("release", "case"), CASES)
@@ -50,7 +50,7 @@ def test_rows_advantages_and_loss_are_those_of_art(release, case):
     advantages = np.concatenate([row.advantages for row in rows])
     np.testing.assert_allclose(advantages, case["advantages"], rtol=1e-5)
 
-    settings = plan_of(RELEASES[release], dev_config=case["config"]).settings
+    settings = plan_of(dev_config=case["config"], legacy=RELEASES[release]).settings
     weights = row_weights([len(row.positions) for row in rows], [row.episode for row in rows], settings)
     new = torch.tensor(case["new_logprobs"], requires_grad=True)
     filled = torch.arange(max(len(row.positions) for row in rows)) < torch.tensor([[len(r.positions)] for r in rows])
@@ -167,8 +167,8 @@ def test_what_cannot_be_read_is_named(change, complaint):
         batch_of(groups)
 
 
-def test_defaults_of_the_generations():
-    old, new = plan_of("A").settings, plan_of("B").settings
+def test_defaults_of_legacy_and_later_clients():
+    old, new = plan_of(legacy=True).settings, plan_of().settings
     assert (old.objective, old.clip_low, old.clip_high) == ("clip", 0.2, 0.2)
     assert (new.objective, new.cispo_floor, new.cispo_cap) == ("cispo", 0.0, 5.0)
     for settings in (old, new):
@@ -205,7 +205,7 @@ def test_what_is_asked_arrives():
         },
         "chat_template_kwargs": {"enable_thinking": False},
     }
-    plan = plan_of("A", {"learning_rate": 1e-3, "beta": 0.3}, dev, internal)
+    plan = plan_of({"learning_rate": 1e-3, "beta": 0.3}, dev, internal, legacy=True)
     settings = plan.settings
     assert (settings.clip_low, settings.clip_high, settings.importance_sampling_level) == (0.1, 0.4, "sequence")
     assert (settings.old_logprobs, settings.truncated_importance) == ("recomputed", 2.0)
@@ -219,8 +219,8 @@ def test_what_is_asked_arrives():
 
 
 def test_a_null_bound_is_the_other_one():
-    assert plan_of("B", dev_config={"epsilon": 2.0, "epsilon_high": None}).settings.cispo_cap == 3.0
-    assert plan_of("B", dev_config={"epsilon": 2.0}).settings.cispo_cap == 5.0
+    assert plan_of(dev_config={"epsilon": 2.0, "epsilon_high": None}).settings.cispo_cap == 3.0
+    assert plan_of(dev_config={"epsilon": 2.0}).settings.cispo_cap == 5.0
 
 
 @pytest.mark.parametrize(
@@ -252,13 +252,13 @@ def test_a_null_bound_is_the_other_one():
 )  # fmt: skip
 def test_what_cannot_be_done_as_asked_is_refused_by_name(config, dev, internal, named):
     with pytest.raises(RequestRefused, match=named):
-        plan_of("B", config, dev, internal)
+        plan_of(config, dev, internal)
 
 
-def test_models_of_the_generations():
+def test_models_of_legacy_and_later_clients():
     """Clients from 0.5.9 on send a base_path; nulls are absent."""
     sent = {"name": "a", "project": "p", "base_model": "b", "entity": None, "_internal_config": {"peft_args": None}}
-    assert parse_model(sent) == ArtModel("a", "p", base_model="b", generation="A")
-    assert parse_model(sent | {"base_path": ".art"}).generation == "B"
+    assert parse_model(sent) == ArtModel("a", "p", base_model="b", legacy=True)
+    assert parse_model(sent | {"base_path": ".art"}).legacy is False
     with pytest.raises(RequestRefused, match="model has no name"):
         parse_model({"project": "p"})

@@ -255,13 +255,13 @@ REFUSED = [
     ({"model": "policy", "messages": HELLO, "response_format": {"type": "json"}}, 400, "response_format", "text"),
     ({"model": "policy", "messages": HELLO, "temprature": 1}, 400, "temprature", "not supported"),
     ({"model": "policy", "messages": HELLO, "tool_choice": "required"}, 400, "tool_choice", "auto"),
-    ({"model": "other", "messages": HELLO}, 404, "model", "existing: policy, policy@0"),
-    ({"model": "policy@²", "messages": HELLO}, 404, "model", "existing: policy, policy@0"),
+    ({"model": "other", "messages": HELLO}, 404, "model", "known models: policy, policy@0"),
+    ({"model": "policy@²", "messages": HELLO}, 404, "model", "known models: policy, policy@0"),
     ({"model": "policy", "messages": HELLO, "stop": ["x"] * 65}, 400, "stop", "65 entries; allowed: 64"),
     ({"model": "policy", "messages": HELLO, "chat_template_kwargs": {"messages": []}}, 400, "messages", ".*"),
     ({"model": "policy", "messages": HELLO, "chat_template_kwargs": {"self": 1}}, 400, "messages", "multiple"),
     (DEEP, 400, "messages", "recursion"),
-    ({"model": "policy@7", "messages": HELLO}, 404, "model", "existing: policy, policy@0"),
+    ({"model": "policy@7", "messages": HELLO}, 404, "model", "known models: policy, policy@0"),
     ({"model": "policy", "messages": [{"role": "user", "content": "x" * 300}]}, 400, "messages", r"3\d\d tokens.*256"),
     ({"model": "policy", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
      "messages.0.content", "'image_url'; only text"),
@@ -286,7 +286,7 @@ REFUSED_TEXTS = [
     ({"model": "policy", "prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
     ({"model": "policy", "prompt": "a", "best_of": 2}, 400, "best_of", "not supported"),
     ({"model": "policy", "prompt": "a", "messages": HELLO}, 400, "messages", "not supported"),
-    ({"model": "policy@7", "prompt": "a"}, 404, "model", "existing: policy, policy@0"),
+    ({"model": "policy@7", "prompt": "a"}, 404, "model", "known models: policy, policy@0"),
 ]
 
 
@@ -338,7 +338,7 @@ def test_other_paths_methods_and_tokens(served):
 def test_models_are_listed(client):
     assert [model.id for model in client.models.list()] == ["policy", "policy@0"]
     assert client.models.retrieve("policy@0").id == "policy@0"
-    with pytest.raises(openai.NotFoundError, match="existing: policy"):
+    with pytest.raises(openai.NotFoundError, match="known models: policy"):
         client.models.retrieve("gpt-4o")
 
 

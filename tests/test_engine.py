@@ -449,7 +449,7 @@ def computing():
         compute.close()
 
 
-async def test_sampling_takes_turns_with_a_driven_generator():
+async def test_sampling_steps_alternate_with_the_steps_of_a_generator():
     trace: list[str] = []
 
     def sampler() -> bool:
@@ -463,16 +463,16 @@ async def test_sampling_takes_turns_with_a_driven_generator():
         return "trained"
 
     with computing() as compute:
-        await compute.call(setattr, compute, "sampler", sampler)
+        await compute.call(setattr, compute, "sampling_step", sampler)
         events: list[int] = []
-        assert await compute.drive(steps(), events.append) == "trained"
-        await compute.call(setattr, compute, "sampler", None)
+        assert await compute.run_interleaved(steps(), events.append) == "trained"
+        await compute.call(setattr, compute, "sampling_step", None)
     assert events == [0, 1, 2]
     between = "".join(word[0] for word in trace).strip("s")
     assert between == "tstst"
 
 
-async def test_a_cancelled_drive_closes_its_generator_in_the_thread():
+async def test_cancelling_the_caller_closes_the_generator_in_the_thread():
     closed_in: list[str] = []
 
     def steps():
@@ -484,7 +484,7 @@ async def test_a_cancelled_drive_closes_its_generator_in_the_thread():
 
     with computing() as compute:
         started = asyncio.Event()
-        task = asyncio.create_task(compute.drive(steps(), lambda _: started.set()))
+        task = asyncio.create_task(compute.run_interleaved(steps(), lambda _: started.set()))
         await started.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -493,14 +493,14 @@ async def test_a_cancelled_drive_closes_its_generator_in_the_thread():
         assert await compute.call(sum, [1, 2]) == 3
 
 
-async def test_errors_reach_whoever_awaits():
+async def test_errors_reach_the_awaiting_caller():
     def steps():
         yield 1
         raise ValueError("bad row")
 
     with computing() as compute:
         with pytest.raises(ValueError, match="bad row"):
-            await compute.drive(steps(), lambda _: None)
+            await compute.run_interleaved(steps(), lambda _: None)
         with pytest.raises(ZeroDivisionError):
             await compute.call(lambda: 1 / 0)
 

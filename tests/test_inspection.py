@@ -184,7 +184,7 @@ def test_several_are_listed_with_what_became_of_them(run: Path) -> None:
 
 def test_what_a_server_weighs_is_told_as_sent(tmp_path: Path) -> None:
     made = Run(tmp_path / "run")
-    made.store.write("run.json", {"advantages": "the ART server's"})
+    made.store.write("run.json", {"advantages": "computed by the ART server"})
     made.add("r1", episode(0, "r1"), episode(1, "r1"))
     made.weigh({2: None}, episode(0, "r1"), episode(1, "r1"))
     made.store.close()

@@ -19,7 +19,7 @@ from insitu.backend.http import EXCEPTION_HANDLERS
 from insitu.backend.model import load_model
 from insitu.backend.protocols.native import job_routes
 from insitu.backend.protocols.native.uploads import Limits, read_job
-from insitu.backend.training.jobs import Jobs
+from insitu.backend.training.jobs import TrainingQueue
 from insitu.backend.training.learner import Learner
 from insitu.errors import RequestRefused
 
@@ -42,7 +42,7 @@ async def serving(loaded, folder):
     compute.start()
     learner = Learner(loaded, folder)
     published: list[int] = []
-    jobs = Jobs(learner, compute, lambda module, version, policy: published.append(version), folder)
+    jobs = TrainingQueue(learner, compute, lambda module, version, policy: published.append(version), folder)
     app = Starlette(
         routes=job_routes(jobs, Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length)),
         exception_handlers=EXCEPTION_HANDLERS,

@@ -114,4 +114,4 @@ class RequestRefused(BackendError):
 
 
 class JobFailed(BackendError):
-    """A training job failed or was cancelled."""
+    """A training job failed or was canceled."""

@@ -1,4 +1,4 @@
-"""The single thread that touches the weights: sampling steps and training micro-batches alternate in it."""
+"""The single thread that accesses the weights, interleaving sampling steps with training micro-batches."""
 
 import asyncio
 import contextlib
@@ -19,28 +19,29 @@ logger = logging.getLogger(__name__)
 class ComputeThread:
     """Runs everything that reads or writes weights sequentially, so that no locks are needed.
 
-    Each round runs all pending calls, then one sampling step, then one step of a driven generator (training). So a
-    training job delays sampling by one micro-batch at most. `sampler` returns whether it has more to sample.
+    Each iteration runs all pending calls, one sampling step, and one step of an interleaved generator (a training
+    job), so training delays a sampling step by at most one micro-batch. `sampling_step()` returns whether there is more
+    to sample.
     """
 
     def __init__(self) -> None:
-        self.sampler: Callable[[], bool] | None = None
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._driven: deque[_DrivenGenerator] = deque()
+        self.sampling_step: Callable[[], bool] | None = None
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: shut down
+        self._generators: deque[_InterleavedGenerator] = deque()
         self._thread = threading.Thread(target=self._run, name="insitu-compute", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self, timeout: float | None = None) -> None:
-        """Stops after the current step, waiting up to `timeout` seconds; closes driven generators."""
-        self._inbox.put(None)
+        """Stops the thread after its current step and closes the running generators; waits up to `timeout` seconds."""
+        self._requests.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout)
 
     def wake(self) -> None:
-        """Signals that there may be something to sample; thread-safe."""
-        self._inbox.put(lambda: None)
+        """Wakes the thread because there may be new sampling work; thread-safe."""
+        self._requests.put(lambda: None)
 
     async def call(self, fn: Callable[..., T], *args: Any) -> T:
         """Runs `fn(*args)` in the thread and returns its result."""
@@ -49,53 +50,54 @@ class ComputeThread:
 
         def run() -> None:
             try:
-                post(loop, settle, done, fn(*args))
-            except BaseException as error:  # raised in the awaiting caller
-                post(loop, settle, done, error)
+                call_in_loop(loop, set_outcome, done, fn(*args))
+            except BaseException as error:  # re-raised in the awaiting caller
+                call_in_loop(loop, set_outcome, done, error)
 
-        self._inbox.put(run)
+        self._requests.put(run)
         return await done
 
-    async def drive(self, steps: Generator[E, None, R], on_event: Callable[[E], None]) -> R:
-        """Runs `steps` to its end, interleaved with other work; passes what it yields to `on_event` on the event loop.
+    async def run_interleaved(self, steps: Generator[E, None, R], on_event: Callable[[E], None]) -> R:
+        """Runs the generator to completion, interleaved with other work.
 
-        If the caller is cancelled, returns only after the generator has been closed in the thread.
+        Calls `on_event` on the event loop with each value it yields. If the caller is cancelled, returns only after the
+        generator has been closed in the thread.
         """
-        drive = _DrivenGenerator(asyncio.get_running_loop(), steps, on_event)
-        self._inbox.put(lambda: self._driven.append(drive))
+        generator = _InterleavedGenerator(asyncio.get_running_loop(), steps, on_event)
+        self._requests.put(lambda: self._generators.append(generator))
         try:
-            return await asyncio.shield(drive.done)
+            return await asyncio.shield(generator.done)
         except asyncio.CancelledError:
-            drive.cancelled = True
+            generator.cancelled = True
             self.wake()
-            await asyncio.wait([drive.done])
-            if not drive.done.cancelled():
-                drive.done.exception()
+            await asyncio.wait([generator.done])
+            if not generator.done.cancelled():
+                generator.done.exception()  # marks the exception as retrieved
             raise
 
     def _run(self) -> None:
-        """Consumes the inbox; blocks on it only if there is nothing to sample or drive."""
+        """Main loop; blocks on the queue only when idle."""
         busy = False
         while True:
             block = not busy
             with contextlib.suppress(queue.Empty):
-                while (task := self._inbox.get(block)) is not None:
-                    task()
+                while (request := self._requests.get(block)) is not None:
+                    request()
                     block = False
-                for drive in self._driven:
-                    drive.cancelled = True
-                    drive.advance()
+                for generator in self._generators:
+                    generator.cancelled = True
+                    generator.advance()
                 return
-            busy = self.sampler is not None and self.sampler()
-            if self._driven:
-                drive = self._driven.popleft()
-                if drive.advance():
-                    self._driven.append(drive)
-            busy = busy or bool(self._driven)
+            busy = self.sampling_step is not None and self.sampling_step()
+            if self._generators:
+                generator = self._generators.popleft()
+                if generator.advance():
+                    self._generators.append(generator)
+            busy = busy or bool(self._generators)
 
 
-class _DrivenGenerator:
-    """A running generator and the future of its result."""
+class _InterleavedGenerator:
+    """A running generator and the future for its return value."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, steps: Generator[Any, None, Any], on_event: Callable) -> None:
         self.loop = loop
@@ -109,29 +111,29 @@ class _DrivenGenerator:
         try:
             if self.cancelled:
                 self.steps.close()
-                post(self.loop, self.done.cancel)
+                call_in_loop(self.loop, self.done.cancel)
                 return False
             event = next(self.steps)
         except StopIteration as end:
-            post(self.loop, settle, self.done, end.value)
+            call_in_loop(self.loop, set_outcome, self.done, end.value)
             return False
-        except BaseException as error:  # raised in the awaiting caller
-            post(self.loop, settle, self.done, error)
+        except BaseException as error:  # re-raised in the awaiting caller
+            call_in_loop(self.loop, set_outcome, self.done, error)
             return False
-        post(self.loop, self.on_event, event)
+        call_in_loop(self.loop, self.on_event, event)
         return True
 
 
-def post(loop: asyncio.AbstractEventLoop, fn: Callable[..., Any], *args: Any) -> None:
-    """Runs `fn` on the event loop; does nothing if the loop has closed."""
+def call_in_loop(loop: asyncio.AbstractEventLoop, fn: Callable[..., Any], *args: Any) -> None:
+    """Calls `fn` on the event loop, from any thread; does nothing if the loop is closed."""
     try:
         loop.call_soon_threadsafe(fn, *args)
     except RuntimeError:
-        logger.debug("the event loop closed before a result reached it")
+        logger.debug("dropped a result: the event loop is closed")
 
 
-def settle(future: asyncio.Future, outcome: Any) -> None:
-    """Sets the future's result, or its exception if `outcome` is one; does nothing if it is done or cancelled."""
+def set_outcome(future: asyncio.Future, outcome: Any) -> None:
+    """Sets the future's result, or its exception if `outcome` is one; does nothing if it is already done."""
     if future.done():
         return
     if isinstance(outcome, BaseException):

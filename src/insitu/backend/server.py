@@ -26,7 +26,7 @@ from insitu.backend.inference.engine import Engine, ModelRegistry, PolicyModels
 from insitu.backend.inference.scheduler import EngineOptions
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.protocols import Services, protocol_routes
-from insitu.backend.training.jobs import Jobs
+from insitu.backend.training.jobs import TrainingQueue
 from insitu.backend.training.learner import Learners
 from insitu.errors import BackendError
 from insitu.http_format import http_url
@@ -54,7 +54,7 @@ class Backend:
     app: ASGIApp
     compute: ComputeThread
     engine: Engine
-    jobs: Jobs
+    jobs: TrainingQueue
 
     async def start(self) -> None:
         """Starts serving the model. Raises BackendError if it is not supported."""
@@ -86,7 +86,7 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
         threads=options.threads,
     )
     engine = Engine(loaded, compute, learners.load_version, limits)
-    jobs = Jobs(learners.default, compute, engine.publish, output_dir)
+    jobs = TrainingQueue(learners.default, compute, engine.publish, output_dir)
     models = ModelRegistry(PolicyModels(options.name, lambda: learners.default.versions))
     services = Services(options, loaded, compute, engine, learners, jobs, models, output_dir)
 

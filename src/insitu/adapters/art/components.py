@@ -21,26 +21,27 @@ from insitu.trajectories.builder import EpisodesBuilder
 class ARTTrajectoryBuilder(EpisodesBuilder):
     """Runs the workflow `num_generations` times per row and groups the episodes by row.
 
-    All generations of a run share one task and one concurrency limit.
+    One asyncio task collects all generations of a run, under one concurrency limit.
     """
 
-    needs_token_ids = False  # ART servers render prompts themselves and get the sampled tokens from the logprobs
+    needs_token_ids = False  # ART applies the chat template itself and recovers the sampled tokens from the logprobs
 
     @property
     def evaluation_runs(self) -> dict[str, list[asyncio.Task[Any]]]:
-        """The collecting task of each run that was started and not finalized."""
-        return {run_id: [c.task] for run_id, c in self._runs.items() if c.task is not None}
+        """The asyncio task collecting each run that has started but not been finalized."""
+        return {run_id: [collection.task] for run_id, collection in self._runs.items() if collection.task is not None}
 
 
 class ARTTrainer(InsituTrainer):
-    """The built-in training loop, with advantages computed by the ART server.
+    """The built-in training loop, except that the ART server computes the advantages.
 
-    Groups without reward variance and conversations that ART cannot train are dropped and counted.
+    Groups whose rewards are all equal and conversations ART cannot train on are dropped and counted.
     """
 
     computes_advantages = False
 
     def __init__(self, trainer_config: ARTTrainerConfig, builder: Builder) -> None:
+        # the built-in loop runs with its defaults; trainer_config holds the plugin's own settings
         super().__init__(InsituTrainerConfig(), builder)
         self.trainer_config = trainer_config
         self.run_id = f"art_run_{uuid.uuid4().hex[:8]}"
@@ -50,10 +51,10 @@ class ARTTrainer(InsituTrainer):
 
 
 class _ServerEstimator:
-    """Drops what the ART server cannot train; it computes the advantages of the rest."""
+    """Drops trajectories the ART server cannot train on; the server computes the advantages of the rest."""
 
     def settings(self) -> dict[str, Any]:
-        return {"advantages": "the ART server's"}
+        return {"advantages": "computed by the ART server"}
 
     def drop_reason(self, trajectory: Trajectory) -> DropReason | None:
         try:
@@ -79,7 +80,7 @@ async def art_trajectory_builder(
 
 @register_trainer_adapter(config_type=ARTTrainerAdapterConfig)
 async def art_trainer_adapter(config: ARTTrainerAdapterConfig, builder: Builder) -> AsyncIterator[ARTTrainerAdapter]:
-    await asyncio.to_thread(load_art)  # takes seconds; keeps the event loop free
+    await asyncio.to_thread(load_art)  # importing ART takes seconds: do it off the event loop
     adapter = ARTTrainerAdapter(config)
     try:
         yield adapter

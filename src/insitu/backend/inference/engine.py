@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from insitu.backend.compute import ComputeThread, post, settle
+from insitu.backend.compute import ComputeThread, call_in_loop, set_outcome
 from insitu.backend.inference.runner import BatchShapes, check_supported
 from insitu.backend.inference.sampling import GenerationRequest
 from insitu.backend.inference.scheduler import EngineOptions, OutputDelta, Scheduler, SequenceState
@@ -82,7 +82,7 @@ class Engine:
     async def start(self) -> None:
         """Checks the model, probes its batch shapes and starts sampling; `compute` must be running."""
         await self._compute.call(self._prepare)
-        self._compute.sampler = self.step
+        self._compute.sampling_step = self.step
 
     def _prepare(self) -> None:
         module = self._loaded.module
@@ -133,7 +133,7 @@ class Engine:
         """One completion per request, all by the same weights."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[OutputDelta]] = [loop.create_future() for _ in requests]
-        notify = [functools.partial(settle, future) for future in futures]
+        notify = [functools.partial(set_outcome, future) for future in futures]
         sequences = [SequenceState(*request, each) for request, each in zip(requests, notify, strict=True)]
         with self._submitted(loop, sequences, weights):
             outputs = await asyncio.gather(*futures)
@@ -257,7 +257,7 @@ class Engine:
         for loop in {sequence.loop for sequence, _ in results}:
             assert loop is not None  # set on admission
             batch = [(sequence.notify, output) for sequence, output in results if sequence.loop is loop]
-            post(loop, _notify_all, batch)
+            call_in_loop(loop, _notify_all, batch)
 
 
 def _canonical(version: int, policy: str) -> WeightVersion:
@@ -333,7 +333,7 @@ class ModelRegistry:
             if model := provider.find(name):
                 return model
         raise RequestRefused(
-            f"there is no model {name!r}; existing: {', '.join(self.names())}",
+            f"no such model: {name!r}; known models: {', '.join(self.names())}",
             status=404,
             param="model",
             code="model_not_found",

@@ -14,7 +14,7 @@ from insitu.backend.compute import ComputeThread
 from insitu.backend.http import ApiRoute
 from insitu.backend.inference.engine import Engine, ModelRegistry
 from insitu.backend.model import LoadedModel
-from insitu.backend.training.jobs import Jobs
+from insitu.backend.training.jobs import TrainingQueue
 from insitu.backend.training.learner import Learners
 
 
@@ -27,7 +27,7 @@ class Services:
     compute: ComputeThread
     engine: Engine
     learners: Learners
-    jobs: Jobs
+    jobs: TrainingQueue
     models: ModelRegistry
     output_dir: Path
 

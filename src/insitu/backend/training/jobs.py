@@ -1,4 +1,4 @@
-"""The queue of training jobs: one trains at a time, and a key is trained on at most once."""
+"""The training queue: jobs run one at a time, and a repeated idempotency key returns the existing job."""
 
 import asyncio
 import logging
@@ -19,14 +19,17 @@ from insitu.schemas.training_jobs import JobState, TrainingSettings
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 15.0
-"""Interval without events after which `Job.events` yields None, for a keep-alive to the client."""
+"""`TrainingJob.events` yields None after this long without an event, so that the caller can send a keep-alive."""
+
+PublishWeights = Callable[[nn.Module, int, str], None]
+"""Called with (module, version, policy name) on the compute thread once a job's new weights are ready to serve."""
 
 
-class Job:
-    """One job: its state, and `history`, the states reported as events."""
+class TrainingJob:
+    """A training job: its current `state` and `history`, the states emitted as events."""
 
-    def __init__(self, key: str | None, learner: Learner) -> None:
-        self.state = JobState(id=f"job-{uuid.uuid4().hex}", status="pending", key=key)
+    def __init__(self, idempotency_key: str | None, learner: Learner) -> None:
+        self.state = JobState(id=f"job-{uuid.uuid4().hex}", status="pending", key=idempotency_key)
         self.learner = learner
         self.history: list[JobState] = [self.state]
         self.task: asyncio.Task[None] | None = None
@@ -36,22 +39,22 @@ class Job:
     def ended(self) -> bool:
         return self.state.status in ("completed", "failed", "canceled")
 
-    def update(self, *, keep: bool = True, **changes: Any) -> None:
-        """Changes the state; with `keep` it is reported as an event."""
+    def update(self, *, emit: bool = True, **changes: Any) -> None:
+        """Changes the state; with `emit`, also appends it to `history` and wakes `events()`."""
         self.state = self.state.model_copy(update=changes)
-        if keep:
+        if emit:
             self.history.append(self.state)
             self._changed.set()
             self._changed = asyncio.Event()
 
     async def events(self) -> AsyncIterator[JobState | None]:
-        """Yields every state from the first to the last, and None after each `HEARTBEAT_SECONDS` without one."""
-        sent = 0
+        """Yields the states in `history` until the job ends; None after each `HEARTBEAT_SECONDS` without a new one."""
+        next_index = 0
         while True:
             changed = self._changed
-            while sent < len(self.history):
-                sent += 1
-                yield self.history[sent - 1]
+            while next_index < len(self.history):
+                yield self.history[next_index]
+                next_index += 1
             if self.ended:
                 return
             try:
@@ -60,58 +63,59 @@ class Job:
                 yield None
 
 
-class Jobs:
-    """The jobs of this process; `learner` is the default.
-
-    `publish(module, version, policy_name)` is called in the compute thread when a job has produced new weights.
-    """
+class TrainingQueue:
+    """The training jobs of this process; `learner` trains jobs submitted without one."""
 
     def __init__(
-        self, learner: Learner, compute: ComputeThread, publish: Callable[[nn.Module, int, str], None], output_dir: Path
+        self, learner: Learner, compute: ComputeThread, publish_weights: PublishWeights, output_dir: Path
     ) -> None:
         self._learner = learner
         self._compute = compute
-        self._publish = publish
+        self._publish_weights = publish_weights
         self._folder = output_dir / "jobs"
-        self._jobs: dict[str, Job] = {}
-        self._by_key: dict[str, Job] = {}
-        self._lock = asyncio.Lock()  # first come, first served
+        self._jobs: dict[str, TrainingJob] = {}
+        self._by_idempotency_key: dict[str, TrainingJob] = {}
+        self._lock = asyncio.Lock()  # FIFO: jobs run in submission order
 
-    def find_by_key(self, key: str | None) -> Job | None:
-        """The job with this key; None if it failed or was canceled, because the key may then be reused."""
-        job = self._by_key.get(key) if key else None
+    def find_by_idempotency_key(self, idempotency_key: str | None) -> TrainingJob | None:
+        """The job with this key; None if there is none, or it failed or was canceled (the key may then be reused)."""
+        job = self._by_idempotency_key.get(idempotency_key) if idempotency_key else None
         return job if job is not None and job.state.status not in ("failed", "canceled") else None
 
     def submit(
-        self, key: str | None, settings: TrainingSettings, rows: Sequence[Row], learner: Learner | None = None
-    ) -> Job:
-        """Queues the job, or returns the existing job with this key."""
-        if job := self.find_by_key(key):
+        self,
+        idempotency_key: str | None,
+        settings: TrainingSettings,
+        rows: Sequence[Row],
+        learner: Learner | None = None,
+    ) -> TrainingJob:
+        """Queues the job, or returns the existing job with this idempotency key."""
+        if job := self.find_by_idempotency_key(idempotency_key):
             return job
         learner = learner or self._learner
         learner.check(settings)
-        job = Job(key, learner)
+        job = TrainingJob(idempotency_key, learner)
         self._jobs[job.state.id] = job
-        if key:
-            self._by_key[key] = job
+        if idempotency_key:
+            self._by_idempotency_key[idempotency_key] = job
         job.task = asyncio.create_task(self._train(job, settings, rows), name=job.state.id)
         return job
 
-    def get(self, id: str) -> Job:
-        if id not in self._jobs:
+    def get(self, job_id: str) -> TrainingJob:
+        if job_id not in self._jobs:
             existing = ", ".join(self._jobs) or "none"
             raise RequestRefused(
-                f"there is no job {id!r}; existing: {existing}", status=404, param="id", code="job_not_found"
+                f"no such job: {job_id!r}; known jobs: {existing}", status=404, param="id", code="job_not_found"
             )
-        return self._jobs[id]
+        return self._jobs[job_id]
 
-    async def cancel(self, id: str) -> Job:
-        """Returns when the job no longer uses the weights; does nothing if it has ended."""
-        job = self.get(id)
+    async def cancel(self, job_id: str) -> TrainingJob:
+        """Cancels the job and waits until it has stopped using the weights; a no-op if it has ended."""
+        job = self.get(job_id)
         if not job.ended and job.task is not None:
             job.task.cancel()
             await asyncio.wait([job.task])
-            if not job.ended:  # cancelled before its task started
+            if not job.ended:  # canceled before its task started
                 job.update(status="canceled", message="canceled before it started")
         return job
 
@@ -120,48 +124,49 @@ class Jobs:
         for job in list(self._jobs.values()):
             await self.cancel(job.state.id)
 
-    async def _train(self, job: Job, settings: TrainingSettings, rows: Sequence[Row]) -> None:
-        """Waits for earlier jobs, then for the compute thread; always ends the job."""
-        finished: list[TrainedVersion] = []
+    async def _train(self, job: TrainingJob, settings: TrainingSettings, rows: Sequence[Row]) -> None:
+        """Runs the job after all earlier ones; always leaves it in a final state."""
+        result: TrainedVersion | None = None
 
-        def steps() -> Generator[Progress, None, None]:
-            """Trains and publishes without other work in between."""
+        def train_and_publish() -> Generator[Progress, None, None]:
+            """No other work runs between the last training step and the publication."""
+            nonlocal result
             trained = yield from job.learner.run(settings, rows)
-            self._publish(trained.module, trained.version, job.learner.policy_name)
-            finished.append(trained)
+            self._publish_weights(trained.module, trained.version, job.learner.policy_name)
+            result = trained
 
         def report(event: Progress) -> None:
             metrics = {} if event.metrics is None else {"metrics": event.metrics}
-            job.update(keep=event.metrics is not None, progress=event.percent, **metrics)
+            job.update(emit=event.metrics is not None, progress=event.percent, **metrics)
 
         try:
             async with self._lock:
                 job.update(status="running", metrics={"rows": len(rows)})
-                await self._compute.drive(steps(), report)
+                await self._compute.run_interleaved(train_and_publish(), report)
         except asyncio.CancelledError:
-            # If the job finished before the cancellation, its weights are already served.
-            if not finished:
+            # If canceled after publication, the new weights are live, so the job counts as completed.
+            if result is None:
                 job.update(status="canceled", message="canceled; the weights are unchanged")
         except InsituError as error:
             job.update(status="failed", message=str(error))
-        except Exception as error:  # errors of the model or the disk end this job only
+        except Exception as error:  # e.g. a model or disk error: fail this job, keep the server running
             logger.exception("job %s failed", job.state.id)
             job.update(status="failed", message=f"{type(error).__name__}: {error}")
-        for trained in finished:
+        if result is not None:
             job.update(
                 status="completed",
                 progress=100.0,
-                policy_version=trained.version,
-                checkpoint=str(trained.checkpoint),
-                metrics=trained.metrics,
+                policy_version=result.version,
+                checkpoint=str(result.checkpoint),
+                metrics=result.metrics,
             )
         self._write_record(job)
 
-    def _write_record(self, job: Job) -> None:
-        draft = self._folder / f".{job.state.id}.json"
+    def _write_record(self, job: TrainingJob) -> None:
+        temporary = self._folder / f".{job.state.id}.json"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            draft.write_text(job.state.model_dump_json(indent=2) + "\n")
-            draft.rename(self._folder / f"{job.state.id}.json")
-        except OSError as error:  # a full disk: the job is valid, and its state is still available over HTTP
-            logger.warning("the record of job %s was not written: %s", job.state.id, error)
+            temporary.write_text(job.state.model_dump_json(indent=2) + "\n")
+            temporary.rename(self._folder / f"{job.state.id}.json")
+        except OSError as error:  # e.g. disk full: the job itself is fine
+            logger.warning("could not write the record of job %s: %s", job.state.id, error)

@@ -49,7 +49,7 @@ class TrainedVersion(NamedTuple):
 class Learner:
     """Owns the weights of one policy; `version` counts the finished jobs, 0 is the loaded model.
 
-    The latest checkpoint (before the first: the loaded model) is the authoritative state. A failed or cancelled job
+    The latest checkpoint (before the first: the loaded model) is the authoritative state. A failed or canceled job
     drops the state in memory, and the next job restores it from there. The loaded module is never modified. `lora`
     applies to jobs without a `lora` block.
     """

@@ -11,11 +11,11 @@ from insitu.backend.http import ApiRoute
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.jobs import ArtJobs
 from insitu.backend.protocols.art.models import ArtModels
-from insitu.backend.protocols.art.routes import art_routes, serverless_routes
+from insitu.backend.protocols.art.routes import art_run_routes, serverless_routes
 
 
 def routes(services: Services) -> list[ApiRoute]:
     models = ArtModels(services)
     services.models.add(models)
     jobs = ArtJobs(models, services)
-    return [*art_routes(models, jobs, services), *serverless_routes(models, jobs)]
+    return [*art_run_routes(models, jobs, services), *serverless_routes(models, jobs)]

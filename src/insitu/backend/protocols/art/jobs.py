@@ -13,7 +13,7 @@ from insitu.backend.protocols.art.rows import ArtBatch, build_batch
 from insitu.backend.protocols.art.settings import TrainPlan, parse_plan
 from insitu.backend.protocols.art.trajectories import ArtGroup, ArtModel, parse_groups
 from insitu.backend.training.batches import optimizer_steps
-from insitu.backend.training.jobs import Job
+from insitu.backend.training.jobs import TrainingJob
 from insitu.errors import JobFailed, RequestRefused
 from insitu.schemas.training_jobs import JobState, TrainingSettings
 
@@ -25,33 +25,33 @@ KEPT_JOBS = 100
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """A client's training request with its groups not yet parsed; `key` is its idempotency key."""
+    """A client's training request with its groups not yet parsed."""
 
     model: ArtModel
     groups: Any
     config: Mapping[str, Any]
     dev_config: Mapping[str, Any]
-    key: str | None
+    idempotency_key: str | None
     digest: bytes
 
     @property
     def job_key(self) -> str | None:
-        return f"art/{self.model.key}/{self.key}" if self.key else None
+        return f"art/{self.model.key}/{self.idempotency_key}" if self.idempotency_key else None
 
 
 @dataclass
 class ArtJob:
-    """A job started by an ART client; `delivered` once the client has received the complete response.
+    """A job started by an ART client; `end_was_delivered` once the client has received the complete response.
 
     `counts` are the batch statistics among its metrics, `dropped` counts trajectories left out by reason.
     """
 
-    job: Job
+    job: TrainingJob
     model: ArtModel
     counts: dict[str, int]
     dropped: Mapping[str, int]
     digest: bytes
-    delivered: bool = False
+    end_was_delivered: bool = False
 
     @property
     def steps(self) -> int:
@@ -70,7 +70,7 @@ class ArtJob:
                 for line in self._lines_of(state):
                     yield line
 
-    def lines_so_far(self) -> list[dict[str, float]]:
+    def gradient_step_metrics(self) -> list[dict[str, float]]:
         return [line for state in self.job.history for line in self._lines_of(state)]
 
     def _lines_of(self, state: JobState) -> list[dict[str, float]]:
@@ -79,7 +79,7 @@ class ArtJob:
         return [self._format({})] if state.status == "completed" and not self.steps else []
 
     def _format(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """The metrics under the names of the client's generation."""
+        """The metrics under the names that the client's release expects."""
         values = {name: metrics.get(name) or 0.0 for name in ("loss", "grad_norm", "entropy", "learning_rate")}
         dropped = {f"dropped_{reason}": float(count) for reason, count in self.dropped.items()}
         old = {
@@ -87,7 +87,7 @@ class ArtJob:
             **({"kl_div": metrics["kl"]} if metrics.get("kl") is not None else {}),
             "num_gradient_steps": self.steps,
         }
-        if self.model.generation == "A":
+        if self.model.legacy:
             return old | dropped
         new = {
             **{f"loss/{'train' if name == 'loss' else name}": value for name, value in values.items()},
@@ -143,11 +143,11 @@ class ArtJobs:
 
         A client that received the response and sends the same body again wants to train on it once more.
         """
-        if request.key:
-            job = self._queue.find_by_key(request.job_key)
+        if request.idempotency_key:
+            job = self._queue.find_by_idempotency_key(request.job_key)
             return self._jobs.get(job.state.id) if job else None
         latest = self._latest.get(request.model.key)
-        if latest is None or latest.delivered or latest.digest != request.digest:
+        if latest is None or latest.end_was_delivered or latest.digest != request.digest:
             return None
         state = latest.job.state
         if state.status in ("failed", "canceled"):
@@ -163,11 +163,11 @@ class ArtJobs:
 
         return groups, build_batch(groups, plan, render, self._loaded.max_length, self._loaded.vocab_size)
 
-    def get(self, id: str) -> ArtJob:
-        if id not in self._jobs:
+    def get(self, job_id: str) -> ArtJob:
+        if job_id not in self._jobs:
             existing = ", ".join(self._jobs) or "none"
-            raise RequestRefused(f"there is no job {id!r}; existing: {existing}", status=404, code="job_not_found")
-        return self._jobs[id]
+            raise RequestRefused(f"no such job: {job_id!r}; known jobs: {existing}", status=404, code="job_not_found")
+        return self._jobs[job_id]
 
     def state(self) -> dict[str, Any]:
         """Jobs and refused requests, the latest first."""

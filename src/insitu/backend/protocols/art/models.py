@@ -15,7 +15,7 @@ from urllib.parse import quote
 from insitu.backend.inference.engine import ServedModel, WeightVersion
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.settings import parse_plan
-from insitu.backend.protocols.art.trajectories import ArtGroup, ArtModel, optional
+from insitu.backend.protocols.art.trajectories import ArtGroup, ArtModel, optional, optional_dict
 from insitu.backend.training.learner import Learner
 from insitu.errors import RequestRefused
 
@@ -139,7 +139,7 @@ class ArtModels:
             if value in ("", ".", ".."):
                 problem = f"the model's {key} is {value!r}, which is not a folder name"
                 raise RequestRefused(problem, status=422, param=key)
-        base = optional(optional(model.config, "init_args", dict) or {}, "model_name", str) or model.base_model
+        base = optional(optional_dict(model.config, "init_args"), "model_name", str) or model.base_model
         if base is None or not self._is_loaded_model(base):
             problem = f"this backend has loaded {self._source!r}, also served as {self._name!r}"
             message = f"base_model is {base!r}, but {problem}"
@@ -169,12 +169,12 @@ class ArtModels:
             self._engine.publish(learner.load_version(learner.version), learner.version, policy_name)
         return learner
 
-    def get(self, id: str) -> RegisteredModel:
+    def get(self, model_id: str) -> RegisteredModel:
         for registered in self._models.values():
-            if registered.id == id:
+            if registered.id == model_id:
                 return registered
-        existing = ", ".join(registered.id for registered in self._models.values()) or "none"
-        raise RequestRefused(f"there is no model {id!r}; existing: {existing}", status=404, code="model_not_found")
+        known = ", ".join(registered.id for registered in self._models.values()) or "none"
+        raise RequestRefused(f"no such model: {model_id!r}; known models: {known}", status=404, code="model_not_found")
 
     async def delete_steps(self, registered: RegisteredModel, steps: Iterable[int]) -> list[int]:
         """Deletes checkpoints except the latest and the loaded model (step 0); returns the deleted steps."""

@@ -87,5 +87,5 @@ class MetricsStream(Response):
         finally:
             disconnected = watcher.done()
             watcher.cancel()
-        self._job.delivered = not disconnected
+        self._job.end_was_delivered = not disconnected
         await send({"type": "http.response.body", "body": b""})

@@ -1,7 +1,7 @@
 """The endpoints of `art run` and of `art.ServerlessBackend`.
 
-Clients up to 0.5.7 use those of `art run`, later ones through a backend class. The serverless protocol has models with
-ids, and jobs polled by their events.
+ART clients up to 0.5.7 call the `art run` endpoints directly; later ones through a backend class. In the serverless
+protocol models have ids, and clients follow training jobs by polling their events.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.jobs import ArtJob, ArtJobs, TrainRequest
 from insitu.backend.protocols.art.models import ArtModels, RegisteredModel
 from insitu.backend.protocols.art.responses import MetricsStream, json_endpoint, read_json
-from insitu.backend.protocols.art.trajectories import drop_nulls, optional, parse_groups, parse_model
+from insitu.backend.protocols.art.trajectories import drop_nulls, optional, optional_dict, parse_groups, parse_model
 from insitu.errors import RequestRefused
 
-SERVERLESS = "/v1/preview"
-"""Path of the serverless endpoints, below the `/v1` that clients have as base_url."""
+SERVERLESS_PREFIX = "/v1/preview"
+"""Path prefix of the serverless endpoints; clients are configured with a base_url ending in `/v1`."""
 
 
-def art_routes(models: ArtModels, jobs: ArtJobs, services: Services) -> list[ApiRoute]:
-    """The endpoints, at the root of the server."""
-    endpoints = _RunEndpoints(models, jobs, services.options.token)
+def art_run_routes(models: ArtModels, jobs: ArtJobs, services: Services) -> list[ApiRoute]:
+    """The `art run` routes, mounted at the server root."""
+    endpoints = _ArtRunEndpoints(models, jobs, services.options.token)
 
     async def metrics(request: Request) -> Response:
         running, waiting = services.engine.num_requests
@@ -40,20 +40,20 @@ def art_routes(models: ArtModels, jobs: ArtJobs, services: Services) -> list[Api
 
     return [
         get("/healthcheck", endpoints.health, "ART: health check", public=True),
-        ApiRoute("GET", "/metrics", metrics, "Running and waiting requests, by vLLM's names"),
+        ApiRoute("GET", "/metrics", metrics, "Numbers of running and waiting requests, under vLLM's metric names"),
         post("/close", endpoints.close, "close a client's session; the server keeps running"),
         post("/register", endpoints.register, "check that a model can be trained here"),
         post("/_get_step", endpoints.step, "a model's latest step"),
         post("/_prepare_backend_for_training", endpoints.prepare, "base URL and API key for sampling"),
-        post("/_train_model", endpoints.train, "train; a line of metrics per gradient step", ("Idempotency-Key",)),
-        post("/_log", endpoints.log, "log trajectories; their means are kept with the step"),
-        post("/_delete_checkpoints", endpoints.delete_checkpoints, "delete all but the latest and best checkpoint"),
-        post("/_delete_checkpoint_files", endpoints.delete_checkpoint_files, "delete all but the named and the latest"),
-        post("/_experimental_pull_from_s3", endpoints.unsupported, "refused"),
-        post("/_experimental_push_to_s3", endpoints.unsupported, "refused"),
-        post("/_experimental_fork_checkpoint", endpoints.unsupported, "refused"),
-        post("/_experimental_deploy", endpoints.unsupported, "refused"),
-        get("/art/jobs", endpoints.list_jobs, "Latest training requests of ART clients, with their errors"),
+        post("/_train_model", endpoints.train, "train; streams metrics per gradient step", ("Idempotency-Key",)),
+        post("/_log", endpoints.log, "log trajectories; stores their mean metrics for the model's current step"),
+        post("/_delete_checkpoints", endpoints.delete_checkpoints, "delete all but the latest and best checkpoints"),
+        post("/_delete_checkpoint_files", endpoints.delete_checkpoint_files, "delete all but the latest and listed"),
+        post("/_experimental_pull_from_s3", endpoints.unsupported, "not supported"),
+        post("/_experimental_push_to_s3", endpoints.unsupported, "not supported"),
+        post("/_experimental_fork_checkpoint", endpoints.unsupported, "not supported"),
+        post("/_experimental_deploy", endpoints.unsupported, "not supported"),
+        get("/art/jobs", endpoints.list_jobs, "Recent training requests from ART clients, including refused ones"),
         get("/art/jobs/{id}", endpoints.get_job, "One training request"),
     ]
 
@@ -63,22 +63,22 @@ def serverless_routes(models: ArtModels, jobs: ArtJobs) -> list[ApiRoute]:
 
     def route(method: str, path: str, handler: Any, summary: str, headers: tuple[str, ...] = ()) -> ApiRoute:
         summary = f"ART serverless: {summary}"
-        return ApiRoute(method, SERVERLESS + path, json_endpoint(handler), summary, headers=headers)
+        return ApiRoute(method, SERVERLESS_PREFIX + path, json_endpoint(handler), summary, headers=headers)
 
     return [
         route("POST", "/models", endpoints.create, "create a model, or return the existing one"),
         route("DELETE", "/models/{id}", endpoints.delete, "delete a model"),
-        route("GET", "/models/{id}/checkpoints", endpoints.checkpoints, "a model's steps with their metrics"),
-        route("DELETE", "/models/{id}/checkpoints", endpoints.delete_checkpoints, "delete some of a model's steps"),
-        route("POST", "/models/{id}/log", endpoints.log, "as /_log"),
+        route("GET", "/models/{id}/checkpoints", endpoints.checkpoints, "a model's checkpoints with their metrics"),
+        route("DELETE", "/models/{id}/checkpoints", endpoints.delete_checkpoints, "delete checkpoints by step"),
+        route("POST", "/models/{id}/log", endpoints.log, "log trajectories (same as /_log)"),
         route("POST", "/training-jobs", endpoints.train, "train", ("Idempotency-Key",)),
         route("GET", "/training-jobs/{id}/events", endpoints.events, "a job's events so far"),
-        route("POST", "/sft-training-jobs", endpoints.train_sft, "refused"),
+        route("POST", "/sft-training-jobs", endpoints.train_sft, "not supported"),
     ]
 
 
 class _Endpoints:
-    """One method per endpoint; each returns the response's JSON."""
+    """One method per endpoint; each returns the JSON body of the response."""
 
     def __init__(self, models: ArtModels, jobs: ArtJobs, token: str | None = None) -> None:
         self._models = models
@@ -86,7 +86,7 @@ class _Endpoints:
         self._token = token
 
 
-class _RunEndpoints(_Endpoints):
+class _ArtRunEndpoints(_Endpoints):
     """The endpoints of `art run`."""
 
     async def health(self, request: Request) -> dict[str, str]:
@@ -96,39 +96,39 @@ class _RunEndpoints(_Endpoints):
         """Does nothing: the backend outlives its clients."""
 
     async def register(self, request: Request) -> None:
-        """Only checks the model, because clients time out after five seconds; `prepare` loads its weights."""
+        """Only validates the model: clients time out after five seconds, so weights are loaded in `prepare`."""
         data, _ = await read_json(request)
         if data.get("trainable", True):
-            self._models.check(parse_model(data, "the body"))
+            self._models.check(parse_model(data, "request body"))
 
     async def step(self, request: Request) -> int:
         data, _ = await read_json(request)
-        return (await self._models.open(parse_model(data, "the body"))).step if data.get("trainable", True) else 0
+        return (await self._models.open(parse_model(data, "request body"))).step if data.get("trainable", True) else 0
 
     async def prepare(self, request: Request) -> list[str]:
-        """Returns the base URL and the API key for sampling: our token, or else the key the client chose."""
+        """Base URL and API key for sampling: the server's token if set, otherwise the client's `api_key`."""
         data, _ = await read_json(request)
-        await self._open(data)
-        server = optional(optional(data, "config", dict) or {}, "server_args", dict, "config") or {}
+        await self._open_model(data)
+        server = optional_dict(optional_dict(data, "config"), "server_args", "config")
         api_key = optional(server, "api_key", str, "config.server_args")
         return [f"{request.url.scheme}://{request.url.netloc}/v1", self._token or api_key or "default"]
 
     async def train(self, request: Request) -> Response:
         data, digest = await read_json(request)
         train_request = TrainRequest(
-            parse_model(data.get("model")),
-            data.get("trajectory_groups"),
-            optional(data, "config", dict) or {},
-            optional(data, "dev_config", dict) or {},
-            request.headers.get("idempotency-key"),
-            digest,
+            model=parse_model(data.get("model")),
+            groups=data.get("trajectory_groups"),
+            config=optional_dict(data, "config"),
+            dev_config=optional_dict(data, "dev_config"),
+            idempotency_key=request.headers.get("idempotency-key"),
+            digest=digest,
         )
         return MetricsStream(await self._jobs.start(train_request))
 
     async def log(self, request: Request) -> None:
         data, _ = await read_json(request)
-        if (optional(data, "model", dict) or {}).get("trainable", True):
-            registered = await self._open(data)
+        if optional_dict(data, "model").get("trainable", True):
+            registered = await self._open_model(data)
             split = optional(data, "split", str) or "val"
             groups = await asyncio.to_thread(parse_groups, data.get("trajectory_groups"))
             registered.metrics_log.log(registered.step, split, groups)
@@ -136,7 +136,7 @@ class _RunEndpoints(_Endpoints):
     async def delete_checkpoints(self, request: Request) -> None:
         """Deletes all checkpoints except the latest and the best by the logged metrics."""
         data, _ = await read_json(request)
-        registered = await self._models.open(parse_model(data, "the body"))
+        registered = await self._models.open(parse_model(data, "request body"))
         metric = request.query_params.get("benchmark", "val/reward")
         smoothing = _parse_smoothing(request.query_params.get("benchmark_smoothing", "1"))
         versions = registered.learner.versions
@@ -145,7 +145,7 @@ class _RunEndpoints(_Endpoints):
 
     async def delete_checkpoint_files(self, request: Request) -> None:
         data, _ = await read_json(request)
-        registered = await self._open(data)
+        registered = await self._open_model(data)
         kept = set(optional(data, "steps_to_keep", list) or [])
         await self._models.delete_steps(registered, set(registered.learner.versions) - kept)
 
@@ -164,7 +164,7 @@ class _RunEndpoints(_Endpoints):
     async def get_job(self, request: Request) -> dict[str, Any]:
         return self._jobs.get(request.path_params["id"]).state()
 
-    async def _open(self, data: dict[str, Any]) -> RegisteredModel:
+    async def _open_model(self, data: dict[str, Any]) -> RegisteredModel:
         return await self._models.open(parse_model(data.get("model")))
 
 
@@ -174,7 +174,7 @@ def _parse_smoothing(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value <= 1:
-        problem = f"benchmark_smoothing is {text!r}; allowed: above 0, at most 1"
+        problem = f"benchmark_smoothing must be in (0, 1], got {text!r}"
         raise RequestRefused(problem, status=422, param="benchmark_smoothing")
     return value
 
@@ -184,7 +184,7 @@ class _ServerlessEndpoints(_Endpoints):
 
     async def create(self, request: Request) -> dict[str, Any]:
         data, _ = await read_json(request)
-        registered = await self._models.open(parse_model(data, "the body"))
+        registered = await self._models.open(parse_model(data, "request body"))
         model = registered.model
         return {
             "id": registered.id,
@@ -196,27 +196,29 @@ class _ServerlessEndpoints(_Endpoints):
         }
 
     async def delete(self, request: Request) -> None:
-        registered = self._model(request)
+        registered = self._get_model(request)
         if self._jobs.is_training(registered.model):
-            raise RequestRefused(f"{registered.model.key} is being trained", status=409, code="model_busy")
+            problem = f"{registered.model.key} cannot be deleted while a training job is pending or running"
+            raise RequestRefused(problem, status=409, code="model_busy")
         await self._models.delete(registered)
 
     async def checkpoints(self, request: Request) -> dict[str, Any]:
-        registered = self._model(request)
+        registered = self._get_model(request)
         steps = sorted(registered.learner.versions, reverse=request.query_params.get("order") == "desc")
         metrics = registered.metrics_log.metrics
-        return _page([{"id": f"{registered.id}-{k}", "step": k, "metrics": metrics(k)} for k in steps], request)
+        entries = [{"id": f"{registered.id}-{step}", "step": step, "metrics": metrics(step)} for step in steps]
+        return _paginate(entries, request)
 
     async def delete_checkpoints(self, request: Request) -> dict[str, Any]:
         data, _ = await read_json(request)
-        registered = self._model(request)
+        registered = self._get_model(request)
         steps = set(optional(data, "steps", list) or [])
         deleted = await self._models.delete_steps(registered, steps)
         return {"deleted_count": len(deleted), "not_found_steps": sorted(steps - set(deleted))}
 
     async def log(self, request: Request) -> None:
         data, _ = await read_json(request)
-        registered = self._model(request)
+        registered = self._get_model(request)
         groups = await asyncio.to_thread(parse_groups, data.get("trajectory_groups"))
         registered.metrics_log.log(registered.step, optional(data, "split", str) or "val", groups)
 
@@ -224,12 +226,12 @@ class _ServerlessEndpoints(_Endpoints):
         data, digest = await read_json(request)
         registered = self._models.get(str(data.get("model_id")))
         train_request = TrainRequest(
-            replace(registered.model, generation="B"),  # the service has the defaults of that generation
-            data.get("trajectory_groups"),
-            {},
-            drop_nulls(optional(data, "experimental_config", dict) or {}),
-            request.headers.get("idempotency-key"),
-            digest,
+            model=replace(registered.model, legacy=False),  # the serverless service has no legacy defaults
+            groups=data.get("trajectory_groups"),
+            config={},
+            dev_config=drop_nulls(optional_dict(data, "experimental_config")),
+            idempotency_key=request.headers.get("idempotency-key"),
+            digest=digest,
         )
         return {"id": (await self._jobs.start(train_request)).job.state.id}
 
@@ -237,38 +239,40 @@ class _ServerlessEndpoints(_Endpoints):
         """The events after `after`; clients repeat a request until they have seen a gradient step."""
         job = self._jobs.get(request.path_params["id"])
         events = _events(job)
-        job.delivered = job.delivered or events[-1]["type"] == "training_ended"
-        return _page(events, request)
+        job.end_was_delivered = job.end_was_delivered or events[-1]["type"] == "training_ended"
+        return _paginate(events, request)
 
     async def train_sft(self, request: Request) -> None:
         problem = "supervised training is not supported here: its data would be stored at W&B"
         raise RequestRefused(problem, status=501, code="unsupported")
 
-    def _model(self, request: Request) -> RegisteredModel:
+    def _get_model(self, request: Request) -> RegisteredModel:
         return self._models.get(request.path_params["id"])
 
 
 def _events(job: ArtJob) -> list[dict[str, Any]]:
-    """Numbered from 0; the first is always the start, from which clients take the number of gradient steps."""
+    """Always starts with `training_started`; ART clients read its `num_sequences` as the number of gradient steps."""
     events: list[tuple[str, dict[str, Any]]] = [("training_started", {"num_sequences": job.steps})]
-    events += [("gradient_step", line) for line in job.lines_so_far()]
+    events += [("gradient_step", metrics) for metrics in job.gradient_step_metrics()]
     state = job.job.state
     if state.status == "completed":
         events.append(("training_ended", {}))
     elif job.job.ended:
         events.append(("training_failed", {"error_message": f"job {state.id}: {state.message}"}))
-    return [{"id": str(number), "type": kind, "data": data} for number, (kind, data) in enumerate(events)]
+    return [
+        {"id": str(event_id), "type": event_type, "data": data} for event_id, (event_type, data) in enumerate(events)
+    ]
 
 
-def _page(entries: Sequence[dict[str, Any]], request: Request) -> dict[str, Any]:
-    """At most `limit` of the entries after the id `after`."""
+def _paginate(entries: Sequence[dict[str, Any]], request: Request) -> dict[str, Any]:
+    """Cursor pagination: up to `limit` entries after the one with id `after`."""
     ids = [entry["id"] for entry in entries]
     after = request.query_params.get("after")
     if after is not None and after not in ids:
-        raise RequestRefused(f"after is {after!r}, which is not an id of this list", param="after")
-    rest = list(entries[ids.index(after) + 1 :] if after is not None else entries)
+        raise RequestRefused(f"unknown cursor after={after!r}", param="after")
+    remaining = list(entries[ids.index(after) + 1 :] if after is not None else entries)
     limit = request.query_params.get("limit")
     if limit is not None and not limit.isdecimal():
-        raise RequestRefused(f"limit is {limit!r}; allowed: a number", param="limit")
-    page = rest[: int(limit)] if limit else rest
-    return {"data": page, "has_more": len(page) < len(rest)}
+        raise RequestRefused(f"limit must be a non-negative integer, got {limit!r}", param="limit")
+    page = remaining[: int(limit)] if limit else remaining
+    return {"data": page, "has_more": len(page) < len(remaining)}

@@ -74,7 +74,7 @@ def parse_plan(model: ArtModel, config: Mapping[str, Any], dev_config: Mapping[s
     reader = _Reader(drop_nulls(config) | drop_nulls(dev_config), model.config)
     unbounded = "epsilon_high" in dev_config and dev_config["epsilon_high"] is None
     settings = {
-        **_objective(reader, model.generation, unbounded),
+        **_objective(reader, model.legacy, unbounded),
         **_importance(reader),
         **_optimizer(reader),
         "kl": {"beta": reader.pop("beta", float, 0.0), "estimator": "k3"},
@@ -133,13 +133,13 @@ class _Reader:
         return tuple(sorted(self._settings.keys() - NO_OP_VALUES.keys()))
 
 
-def _objective(reader: _Reader, generation: str, unbounded: bool) -> dict[str, Any]:
+def _objective(reader: _Reader, legacy: bool, unbounded: bool) -> dict[str, Any]:
     """Releases up to 0.5.4 default to clipping within 0.2, later ones to CISPO with weights up to 5.
 
     `unbounded`: epsilon_high was sent as null, which means epsilon, not the default.
     """
-    ppo = reader.pop("ppo", bool, generation == "A")
-    narrow = ppo or generation == "A"
+    ppo = reader.pop("ppo", bool, legacy)
+    narrow = ppo or legacy
     epsilon = reader.pop("epsilon", float, 0.2 if narrow else 1.0)
     high = reader.pop("epsilon_high", float, epsilon if narrow or unbounded else 4.0)
     if ppo:

@@ -21,14 +21,14 @@ FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 
 @dataclass(frozen=True)
 class ArtModel:
-    """`config` is the `_internal_config`; `generation` is A for clients up to 0.5.7, which send no base_path."""
+    """`config` is the `_internal_config`; `legacy` clients (up to 0.5.7, no base_path) have their own defaults."""
 
     name: str
     project: str
     entity: str = DEFAULT_ENTITY
     base_model: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
-    generation: str = "B"
+    legacy: bool = False
 
     @property
     def key(self) -> str:
@@ -69,7 +69,7 @@ class ArtGroup:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    return _typed(parse_json(body), dict, "the body")
+    return _typed(parse_json(body), dict, "request body")
 
 
 def parse_model(data: Any, path: str = "model") -> ArtModel:
@@ -79,8 +79,8 @@ def parse_model(data: Any, path: str = "model") -> ArtModel:
         project=_required(keys, "project", str, path),
         entity=optional(keys, "entity", str, path) or DEFAULT_ENTITY,
         base_model=optional(keys, "base_model", str, path),
-        config=drop_nulls(optional(keys, "_internal_config", dict, path) or {}),
-        generation="B" if "base_path" in keys else "A",
+        config=drop_nulls(optional_dict(keys, "_internal_config", path)),
+        legacy="base_path" not in keys,
     )
 
 
@@ -106,7 +106,7 @@ def _parse_trajectory(data: Any, path: str) -> ArtTrajectory:
     keys = drop_nulls(_typed(data, dict, path))
     additional = optional(keys, "additional_histories", list, path) or []
     histories = [_parse_history(each, f"{path}.additional_histories.{n}") for n, each in enumerate(additional)]
-    metrics = optional(keys, "metrics", dict, path) or {}
+    metrics = optional_dict(keys, "metrics", path)
     return ArtTrajectory(
         float(optional(keys, "reward", (int, float), path) or 0.0),
         [_parse_history(keys, path), *histories],
@@ -146,7 +146,7 @@ def _parse_message(data: Any, path: str) -> ArtMessage:
     if "message" not in keys or "finish_reason" not in keys:
         return ArtMessage(_template_message(keys, path))
     message = _template_message(_typed(keys["message"], dict, f"{path}.message"), f"{path}.message")
-    choice_logprobs = drop_nulls(optional(keys, "logprobs", dict, path) or {})
+    choice_logprobs = drop_nulls(optional_dict(keys, "logprobs", path))
     entries = choice_logprobs.get("content") or choice_logprobs.get("refusal") or []
     # Tokens written as text are not used: the same text may be tokenized in several ways.
     tokens = (each.get("token") if isinstance(each, dict) else None for each in entries)
@@ -171,6 +171,10 @@ def _template_message(data: Mapping[str, Any], path: str) -> dict[str, Any]:
 def optional(keys: Mapping[str, Any], key: str, kind: Any, path: str = "") -> Any:
     """The value of `key`, None if absent or null. Raises RequestRefused if it is not a `kind`."""
     return _typed(keys[key], kind, f"{path}.{key}" if path else key) if keys.get(key) is not None else None
+
+
+def optional_dict(keys: Mapping[str, Any], key: str, path: str = "") -> dict[str, Any]:
+    return optional(keys, key, dict, path) or {}
 
 
 def _required(keys: Mapping[str, Any], key: str, kind: Any, path: str) -> Any:

@@ -8,7 +8,7 @@ from starlette.responses import Response, StreamingResponse
 from insitu.backend.http import ApiRoute
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job
-from insitu.backend.training.jobs import Job, Jobs
+from insitu.backend.training.jobs import TrainingJob, TrainingQueue
 from insitu.errors import RequestRefused
 from insitu.http_format import format_event
 from insitu.schemas.episodes import TrainingRow
@@ -22,10 +22,10 @@ def routes(services: Services) -> list[ApiRoute]:
     return job_routes(services.jobs, Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length))
 
 
-def job_routes(jobs: Jobs, limits: Limits) -> list[ApiRoute]:
+def job_routes(jobs: TrainingQueue, limits: Limits) -> list[ApiRoute]:
     async def submit(request: Request) -> Response:
         key = request.headers.get("idempotency-key")
-        if job := jobs.find_by_key(key):
+        if job := jobs.find_by_idempotency_key(key):
             async for _ in request.stream():  # the client reads the response only after sending its body
                 pass
         else:
@@ -64,10 +64,10 @@ def job_routes(jobs: Jobs, limits: Limits) -> list[ApiRoute]:
     ]
 
 
-async def _event_stream(job: Job) -> AsyncIterator[bytes]:
+async def _event_stream(job: TrainingJob) -> AsyncIterator[bytes]:
     async for state in job.events():
         yield b": keep-alive\n\n" if state is None else format_event(state.model_dump_json().encode(), state.status)
 
 
-def _state_response(job: Job) -> Response:
+def _state_response(job: TrainingJob) -> Response:
     return Response(job.state.model_dump_json(), media_type="application/json")
