@@ -331,7 +331,7 @@ async def test_pieces_pass_on_as_they_come_and_a_stream_closed_early_has_an_erro
                         break
             await stream.close()
     (call,) = scope.calls
-    assert call.error == "the stream was closed before its end"
+    assert call.error == "the stream ended before all choices were finished"
     assert (call.token_ids, call.finish_reason) == (encode("ech"), None)
     assert scope.ledger.capture_error is None
 
@@ -366,8 +366,8 @@ async def test_a_late_call_belongs_to_nobody(server: FakeOpenAI, caplog: pytest.
         assert await asyncio.gather(*late) == ["echo: slow 0.2", "echo: slow 0.3"]
     assert scope.calls == []
     assert scope.ledger.late_calls == 2
-    assert [r.levelname for r in caplog.records if "came after its end" in r.message] == ["WARNING"]
-    assert "r/1/x/0/0 came after its end" in caplog.text
+    assert [r.levelname for r in caplog.records if "was not recorded" in r.message] == ["WARNING"]
+    assert "because r/1/x/0/0 had ended" in caplog.text
 
 
 async def test_messages_are_kept_and_not_copied(server: FakeOpenAI) -> None:
@@ -395,7 +395,7 @@ def test_an_unreadable_answer_is_a_failed_attempt(answer: bytes) -> None:
         exchange = Recorder("here").begin("POST", "/v1/chat/completions", b'{"messages": []}')
         assert exchange is not None
         assert exchange.complete(200, {}, answer) == answer
-    assert scope.ledger.failed_attempts == {"unreadable answer": 1}
+    assert scope.ledger.failed_attempts == {"malformed response": 1}
 
 
 def test_event_lines_may_be_cut_anywhere() -> None:

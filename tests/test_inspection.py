@@ -303,7 +303,14 @@ def test_what_a_call_may_hold_beside_text(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "look"}}]
     calls = [
         call(0, [picture], asked, ([1], [2]), tools=tools),
-        call(1, [picture], None, ([1], [3]), error="the stream was closed before its end", finish_reason=None),
+        call(
+            1,
+            [picture],
+            None,
+            ([1], [3]),
+            error="the stream ended before all choices were finished",
+            finish_reason=None,
+        ),
         call(2, [picture], "a\ud800", ([1], [4]), choice=1),
     ]
     made = Run(tmp_path / "run")
@@ -314,7 +321,7 @@ def test_what_a_call_may_hold_beside_text(tmp_path: Path) -> None:
     assert "  user: this?\n    [image_url]\n" in shown
     assert '  assistant [call 0]: [reasoning] hm\n    -> look({"at": "sky"})\n' in shown
     broken = show(made.folder, "--generation", 1).out
-    assert "  1 + 1 tokens  the stream was closed before its end  row 1\n" in broken
+    assert "  1 + 1 tokens  the stream ended before all choices were finished  row 1\n" in broken
     assert "conversation" not in broken
     other = show(made.folder, "--generation", 2).out
     assert "  stop  choice 1  row 1\n" in other

@@ -171,8 +171,8 @@ async def test_text_after_a_call_is_of_the_same_message() -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (PLAIN[: PLAIN.index(b'"finish_reason": "stop"')], "closed before its end"),
-        (b"<html>", "closed before its end"),
+        (PLAIN[: PLAIN.index(b'"finish_reason": "stop"')], "ended before all choices were finished"),
+        (b"<html>", "ended before all choices were finished"),
         (written(*SAID[:2], {"error": {"message": "boom", "code": 500}}), "boom"),
         (written(*SAID[:2], {"error": "boom"}), "boom"),
         (written(FIRST, {"choices": [{"index": "0", "delta": {"content": "a"}}]}), "cannot be parsed"),
@@ -213,7 +213,7 @@ async def test_an_answer_that_is_no_completion(kind: str, body: dict[str, Any]) 
         status, answer = await post(f"{door.openai_url}/{kind}", asked)
         assert (status, "not a completion" in answer["error"]["message"]) == (502, True)
         assert "error" not in body or "boom" in answer["error"]["message"]
-    assert (scope.calls, scope.ledger.failed_attempts) == ([], {"unreadable answer": 1})
+    assert (scope.calls, scope.ledger.failed_attempts) == ([], {"malformed response": 1})
 
 
 async def test_a_failure_told_in_a_stream_reaches_an_agent_of_this_process() -> None:

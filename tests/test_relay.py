@@ -369,10 +369,10 @@ async def test_a_stream_that_brings_nothing(server: Watched) -> None:
     async with gateway_to(model(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             async with claude(door) as client:
-                with pytest.raises(anthropic.APIError, match="closed before its end"):
+                with pytest.raises(anthropic.APIError, match="ended before all choices were finished"):
                     async with client.messages.stream(model="x", max_tokens=9, messages=ask("nothing")) as stream:
                         await stream.get_final_message()
-            assert "closed before its end" in (door.failure or "")
+            assert "ended before all choices were finished" in (door.failure or "")
             assert await text_by("chat", True, door, "nothing") == ""
             assert await text_by("chat", True, door, "hi") == "echo: hi"
     assert scope.ledger.failed_attempts == {"empty stream": 2}
@@ -393,7 +393,7 @@ async def test_what_a_server_garbles_is_nobodys_answer(server: Watched, text: st
     if dialect != "chat":
         assert status == (200 if stream else 502)
         assert "error" in str(answer)
-    assert stream or scope.ledger.failed_attempts == {"unreadable answer": 1}
+    assert stream or scope.ledger.failed_attempts == {"malformed response": 1}
 
 
 async def test_logprobs_of_a_streamed_response(server: Watched) -> None:

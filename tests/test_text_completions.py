@@ -133,7 +133,7 @@ async def test_what_cannot_be_trained_is_told(stream: bool) -> None:
                 with EpisodeScope(training=True) as scope, pytest.raises(CaptureError, match="training needs the"):
                     await (streamed if stream else complete)(plain, "hi")
                 assert scope.ledger.capture_error is not None
-                with EpisodeScope(training=True) as scope, pytest.raises(CaptureError, match="ask without `echo`"):
+                with EpisodeScope(training=True) as scope, pytest.raises(CaptureError, match="does not support `echo`"):
                     await (streamed if stream else complete)(plain, "hi", echo=True)
             assert len(server.requests) == 1
 

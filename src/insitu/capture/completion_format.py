@@ -25,7 +25,7 @@ class CompletionRequest:
     route: str
     prompts: list[Messages]
     n: int
-    identity: bytes
+    prompt_key: bytes
     """Equal for requests with equal prompts."""
 
     @property
@@ -37,7 +37,7 @@ class CompletionRequest:
         """The value of `logprobs` that requests those of the sampled tokens only."""
         return True if self.route == CHAT else 0
 
-    def prompt_of(self, index: int) -> tuple[Messages, int]:
+    def prompt_for_choice(self, index: int) -> tuple[Messages, int]:
         """The prompt of the choice with this `index`, and which of that prompt's choices it is."""
         prompt, choice = divmod(index, self.n) if len(self.prompts) > 1 else (0, index)
         return self.prompts[min(prompt, len(self.prompts) - 1)], choice

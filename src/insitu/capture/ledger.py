@@ -81,7 +81,7 @@ class CallLedger:
     def __init__(
         self,
         *,
-        name: str = "a run",
+        name: str = "the current run",
         seed: int = 0,
         training: bool | Collection[str] = False,
         needs_token_ids: bool = True,
@@ -104,14 +104,14 @@ class CallLedger:
         self._next_index = 0
         self._repetitions: defaultdict[bytes, IdPool] = defaultdict(IdPool)  # by prompt digest
 
-    def trains(self, llm: str | None) -> bool:
+    def is_trained(self, llm: str | None) -> bool:
         """Whether calls to this key of `llms` are trained."""
         return self.training if isinstance(self.training, bool) else llm in self.training
 
-    def begin_call(self, prompt: bytes, choices: int) -> PendingCall:
-        """Reserves an index for each choice of a request; `prompt` is equal for equal prompts."""
+    def begin_call(self, prompt_key: bytes, choices: int) -> PendingCall:
+        """Reserves an index for each choice of a request; `prompt_key` is equal for equal prompts."""
         start, self._next_index = self._next_index, self._next_index + choices
-        digest = hashlib.blake2b(prompt, digest_size=16).digest()
+        digest = hashlib.blake2b(prompt_key, digest_size=16).digest()
         return PendingCall(range(start, self._next_index), digest, self._repetitions[digest].acquire())
 
     def sampling_seed(self, pending: PendingCall) -> int:

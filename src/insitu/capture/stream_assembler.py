@@ -12,118 +12,119 @@ from insitu.http_format import DONE, error_message
 class StreamAssembler:
     """Builds the response that the server would have sent without streaming.
 
-    Each event passes on as soon as it is complete: its bytes are unchanged unless the filter removes something.
+    Events are forwarded as soon as they are complete, byte for byte unless the filter removes a field, a tool call
+    lacks its `index`, or the data has several lines.
     """
 
     def __init__(self, response_filter: ResponseFilter) -> None:
         self._filter = response_filter
-        self._rest = b""
-        self._data_lines: list[bytes] = []  # of the event that is coming in
-        self._head: dict[str, Any] = {}
+        self._partial_line = b""
+        self._data_lines: list[bytes] = []  # of the event being received
+        self._top_level_fields: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
         self.error: str | None = None
         """The first error that the server reported in an event."""
-        self.done = False
+        self.done_received = False
         """Whether the server has sent `[DONE]`."""
 
     def feed(self, chunk: bytes) -> bytes:
-        """Takes a chunk of the stream; returns the bytes to pass on."""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        passed = bytearray()
+        """Takes a chunk of the stream; returns the bytes to forward."""
+        *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
+        output = bytearray()
         for line in lines:
             line = line.removeprefix(codecs.BOM_UTF8) + b"\n"
             if line.startswith(b"data:"):
                 self._data_lines.append(line)
                 continue
             if line in (b"\n", b"\r\n"):
-                passed += self._event()
-            passed += line
-        return bytes(passed)
+                output += self._finish_event()
+            output += line
+        return bytes(output)
 
-    def _event(self) -> bytes:
-        """Completes an event; returns its data lines unchanged if possible, else joined to one."""
+    def _finish_event(self) -> bytes:
+        """Finishes the current event; returns its data lines, unchanged if possible, else as one line."""
         lines, self._data_lines = self._data_lines, []
         data = b"".join(line[5:] for line in lines)
         try:
             event = orjson.loads(data)
-        except orjson.JSONDecodeError:  # `[DONE]`, or something that only the client understands
-            self.done = self.done or data.strip() == DONE
+        except orjson.JSONDecodeError:  # `[DONE]` or a non-JSON payload: forward unchanged
+            self.done_received = self.done_received or data.strip() == DONE
             return b"".join(lines)
-        if (isinstance(event, dict) and self._add_event(event)) or len(lines) > 1:
+        changed = isinstance(event, dict) and self._add_event(event)
+        if changed or len(lines) > 1:  # the gateway, and many clients, parse each data line separately
             return b"data: " + orjson.dumps(event) + b"\n"
         return b"".join(lines)
 
     def _add_event(self, event: dict[str, Any]) -> bool:
         """Adds an event to the response; returns whether the event was changed."""
         self.error = self.error or error_message(event)
-        for name in ("prompt_token_ids", "policy_version", "usage"):
-            if event.get(name) is not None:
-                self._head[name] = event[name]
+        for field in ("prompt_token_ids", "policy_version", "usage"):
+            if event.get(field) is not None:
+                self._top_level_fields[field] = event[field]
         changed = False
         for choice in event.get("choices") or ():
             changed |= self._add_choice(choice)
         return self._filter.apply(event) or changed
 
-    def _add_choice(self, piece: dict[str, Any]) -> bool:
-        """Returns whether `piece` was changed: tool calls get the `index` that some servers omit and clients need."""
-        index = piece.get("index", 0)
+    def _add_choice(self, chunk_choice: dict[str, Any]) -> bool:
+        """Adds a choice delta; returns whether it was changed: `merge_delta` fills in missing tool-call indices."""
+        index = chunk_choice.get("index", 0)
         choice = self._choices.setdefault(index, {"index": index, "message": {"role": "assistant", "content": None}})
-        delta = choice_delta(piece)
+        delta = choice_delta(chunk_choice)
         changed = any(part.get("index") is None for part in delta.get("tool_calls") or ())
         merge_delta(choice["message"], delta)
-        for name in ("finish_reason", "prompt_token_ids"):
-            if piece.get(name) is not None:
-                choice[name] = piece[name]
-        if piece.get("token_ids") is not None:
-            choice.setdefault("token_ids", []).extend(piece["token_ids"])
-        for name, values in (piece.get("logprobs") or {}).items():
+        for field in ("finish_reason", "prompt_token_ids"):
+            if chunk_choice.get(field) is not None:
+                choice[field] = chunk_choice[field]
+        if chunk_choice.get("token_ids") is not None:
+            choice.setdefault("token_ids", []).extend(chunk_choice["token_ids"])
+        for field, values in (chunk_choice.get("logprobs") or {}).items():
             if isinstance(values, list):
-                choice.setdefault("logprobs", {}).setdefault(name, []).extend(values)
+                choice.setdefault("logprobs", {}).setdefault(field, []).extend(values)
         return changed
 
-    def is_complete(self, num_choices: int) -> bool:
-        """Whether all choices have finished."""
+    def all_choices_finished(self, num_choices: int) -> bool:
         return len(self._choices) >= num_choices and all("finish_reason" in c for c in self._choices.values())
 
     def response(self) -> dict[str, Any]:
-        """The response so far; gaps in the numbers of tool calls, which some servers count from 1, are closed."""
+        """The response so far. Empty tool-call slots are removed (some servers number tool calls from 1)."""
         choices = [self._choices[index] for index in sorted(self._choices)]
         for choice in choices:
             if calls := choice["message"].get("tool_calls"):
                 choice["message"]["tool_calls"] = [call for call in calls if call]
-        return {**self._head, "choices": choices}
+        return {**self._top_level_fields, "choices": choices}
 
 
 def merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Adds a delta to a message: texts are joined, lists of parts (tool calls) merged by `index`, other values set."""
-    for name, value in delta.items():
-        current = message.get(name)
+    """Merges a delta: concatenates strings, merges lists of indexed parts (tool calls), overwrites other values."""
+    for field, value in delta.items():
+        current = message.get(field)
         if value is None:
-            message.setdefault(name)
-        elif isinstance(value, list) and (name == "tool_calls" or all("index" in part for part in value)):
-            parts = message[name] = current or []
+            message.setdefault(field)
+        elif isinstance(value, list) and (field == "tool_calls" or all("index" in part for part in value)):
+            parts = message[field] = current or []
             for part in value:
                 _merge_part(parts, part)
-        elif isinstance(current, str) and isinstance(value, str) and name != "role":
-            message[name] = current + value
+        elif isinstance(current, str) and isinstance(value, str) and field != "role":
+            message[field] = current + value
         elif isinstance(current, dict) and isinstance(value, dict):
             merge_delta(current, value)
         else:
-            message[name] = value
+            message[field] = value
 
 
-def _merge_part(parts: list[dict[str, Any]], piece: dict[str, Any]) -> None:
-    index = piece.get("index")
-    if index is None:  # a piece that names a function starts a call, or repeats the id of one
+def _merge_part(parts: list[dict[str, Any]], part_delta: dict[str, Any]) -> None:
+    index = part_delta.get("index")
+    if index is None:  # a part with a function name starts a new call unless its id is known; others continue the last
         index = max(len(parts) - 1, 0)
-        if (piece.get("function") or {}).get("name"):
+        if (part_delta.get("function") or {}).get("name"):
             ids = [part.get("id") for part in parts]
-            index = ids.index(piece["id"]) if piece.get("id") and piece["id"] in ids else len(parts)
-        piece["index"] = index
+            index = ids.index(part_delta["id"]) if part_delta.get("id") and part_delta["id"] in ids else len(parts)
+        part_delta["index"] = index
     while len(parts) <= index:
         parts.append({})
-    rest = {name: value for name, value in piece.items() if name != "index"}
-    for name in ("id", "type"):  # never split, and some servers repeat them in every piece
-        if rest.get(name) is not None:
-            parts[index][name] = rest.pop(name)
-    merge_delta(parts[index], rest)
+    fields = {field: value for field, value in part_delta.items() if field != "index"}
+    for field in ("id", "type"):  # sent whole, sometimes in every chunk: overwrite instead of concatenating
+        if fields.get(field) is not None:
+            parts[index][field] = fields.pop(field)
+    merge_delta(parts[index], fields)

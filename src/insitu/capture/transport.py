@@ -134,7 +134,7 @@ class _AsyncStream:
             with _translated_errors(self.http, self._request, None):
                 async for chunk in self._answer.content.iter_any():
                     passed = chunk if self._exchange is None else self._exchange.feed(chunk)
-                    if self._exchange is not None and self._exchange.is_done:
+                    if self._exchange is not None and self._exchange.done_received:
                         self._end()
                     if passed:
                         yield passed
@@ -163,7 +163,7 @@ class _SyncStream:
     def __iter__(self) -> Iterator[bytes]:
         for chunk in self._stream:
             passed = self._exchange.feed(chunk)
-            if self._exchange.is_done:
+            if self._exchange.done_received:
                 self._exchange.end(self._headers)
             yield passed
         self._exchange.end(self._headers)

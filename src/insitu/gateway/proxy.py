@@ -162,7 +162,7 @@ async def stream(
     except ConnectionError:
         logger.debug("an agent has closed its connection")
     finally:  # without effect if it has ended; an agent need not read on after the last choice has finished
-        exchange.end(answer.headers, None if exchange.is_complete else "the agent closed the connection")
+        exchange.end(answer.headers, None if exchange.all_choices_finished else "the agent closed the connection")
     return response
 
 
@@ -182,7 +182,7 @@ async def _pass_stream(
         except MALFORMED as error:
             return f"the stream of the model's server cannot be parsed: {error!r}"
         failure = translator.failure
-        if exchange.is_done:
+        if exchange.done_received:
             failure = exchange.end(answer.headers, failure)
         await response.write(translated)
         if failure is not None:

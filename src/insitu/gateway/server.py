@@ -262,8 +262,8 @@ class Gateway:
                 if exchange.streamed and answer.status < 400:
                     return await proxy.stream(request, answer, exchange, translation, endpoint.note_failure)
                 received = exchange.complete(answer.status, answer.headers, await answer.read())
-                if exchange.malformed is not None:
-                    raise aiohttp.ClientPayloadError(f"its response is not a completion: {exchange.malformed}")
+                if exchange.parse_error is not None:
+                    raise aiohttp.ClientPayloadError(f"its response is not a completion: {exchange.parse_error}")
         except BaseException as error:  # also a cancellation is a failed attempt; re-raised
             exchange.fail(type(error).__name__)
             raise

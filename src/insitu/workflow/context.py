@@ -1,12 +1,11 @@
-"""The running episode, and its interface for workflow code.
+"""The current episode, and the API through which workflow code uses it.
 
     scope = EpisodeScope(key=key, seed=7, training=True)
     with scope:
         answer = await workflow.ainvoke(row["question"])
     scope.calls, scope.steps, scope.rewards.by_call
 
-The episode is found through context variables: concurrent episodes are isolated, and tasks started inside an episode
-belong to it.
+It is held in a context variable: concurrent episodes are isolated, and tasks inherit the one they were started in.
 """
 
 import math
@@ -24,55 +23,55 @@ from insitu.workflow.steps import IntermediateStepManager, OnStep, add_call_meta
 
 
 class StepRewards:
-    """Sums of step rewards by call index.
+    """Step rewards, summed per model call (by call index).
 
-    A reward is credited to the latest call of the running function, or else of the episode. Once the function has made
-    a trained call, its other calls get no rewards: a reward of a call that is not trained has no effect.
+    A reward is credited to the latest call of the running function, or else of the episode. Once a function (or the
+    episode) has made a trained call, untrained calls no longer become the target: crediting them would train nothing.
     """
 
     def __init__(self) -> None:
         self.by_call: dict[int, float] = {}
         self.latest_call: int | None = None
-        self._latest_in: dict[str, int] = {}  # by the name of a function
-        self._trained: set[int] = set()
+        self._latest_call_by_function: dict[str, int] = {}
+        self._trained_calls: set[int] = set()
 
     def add_call(self, call: ModelCall, invocation: Invocation, is_trained: bool) -> None:
-        """Credits further rewards to this call, in all functions it was made in."""
+        """Makes this call the target of further rewards, in every function it was made in."""
         if is_trained:
-            self._trained.add(call.index)
-        if is_trained or self.latest_call not in self._trained:
+            self._trained_calls.add(call.index)
+        if is_trained or self.latest_call not in self._trained_calls:
             self.latest_call = call.index
         for name in call.functions:
-            if is_trained or self._latest_in.get(name) not in self._trained:
-                self._latest_in[name] = call.index
-        running: Invocation | None = invocation
-        while running is not None:
-            if is_trained or running.latest_call not in self._trained:
-                running.latest_call = call.index
-            running = running.caller
+            if is_trained or self._latest_call_by_function.get(name) not in self._trained_calls:
+                self._latest_call_by_function[name] = call.index
+        ancestor: Invocation | None = invocation
+        while ancestor is not None:
+            if is_trained or ancestor.latest_call not in self._trained_calls:
+                ancestor.latest_call = call.index
+            ancestor = ancestor.caller
 
-    def add(self, value: float, invocation: Invocation, function: str | None = None) -> None:
+    def add_reward(self, value: float, invocation: Invocation, function: str | None = None) -> None:
         """Adds to the reward of the latest call made in `invocation`, or in the function named `function`."""
         if not math.isfinite(value):
-            raise WorkflowError(f"a step reward is {value}; allowed: a finite number")
-        if function is not None and function not in self._latest_in:
-            known = ", ".join(sorted(self._latest_in)) or "none"
+            raise WorkflowError(f"a step reward must be finite, got {value}")
+        if function is not None and function not in self._latest_call_by_function:
+            known = ", ".join(sorted(self._latest_call_by_function)) or "none"
             raise WorkflowError(
-                f"a step reward was given to {function!r}, which has made no model call yet; those that have: {known}"
+                f"cannot reward {function!r}: it has made no model call yet (functions that have: {known})"
             )
-        index = invocation.latest_call if function is None else self._latest_in[function]
+        index = invocation.latest_call if function is None else self._latest_call_by_function[function]
         if index is None:
             index = self.latest_call
         if index is None:
-            raise WorkflowError("a step reward was given before the episode's first model call: it belongs to none")
+            raise WorkflowError("a step reward was given before the episode made any model call that can be credited")
         self.by_call[index] = self.by_call.get(index, 0.0) + value
 
 
 class EpisodeScope:
-    """One episode, or a plain run: what it is, its model calls (`ledger`), steps and step rewards.
+    """State of one episode, or of a plain run: its identity, model calls (`ledger`), steps and step rewards.
 
-    `training` says which calls are trained: all, none, or those to some keys of `llms`; only calls inside
-    `target_functions` are. `on_step` is called with each step as it happens.
+    `training` selects the calls to train: all, none, or those made to these keys of `llms`; calls outside
+    `target_functions` are never trained. `on_step` is called with each step as it happens.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class EpisodeScope:
         self.row = row
         self.is_evaluating = is_evaluating
         self.ledger = CallLedger(
-            name="a run" if key is None else key.text(),
+            name="the current run" if key is None else key.text(),
             seed=seed,
             training=training,
             needs_token_ids=needs_token_ids,
@@ -105,8 +104,8 @@ class EpisodeScope:
         self.step_manager = IntermediateStepManager(keep=self._keep_step)
         self._target_functions = target_functions
         self._on_step = on_step
-        self._reported: dict[str, list[ModelCall]] = {}  # by the UUID of a framework's step that is open
-        self._rewarded: set[str] = set()  # UUIDs of steps
+        self._open_llm_steps: dict[str, list[ModelCall]] = {}  # UUID of a framework's open step -> its calls
+        self._rewarded_steps: set[str] = set()  # UUIDs
         self._tokens: tuple[Token[Any], Token[Any]] | None = None
 
     @property
@@ -126,7 +125,7 @@ class EpisodeScope:
         self.close()
 
     def activate(self) -> Self:
-        """For `with scope.activate():`, the same as `with scope:`."""
+        """Returns the scope, to be entered with `with`."""
         return self
 
     def close(self) -> None:
@@ -135,55 +134,58 @@ class EpisodeScope:
             self.ledger.close()
             self.step_manager.complete()
 
-    def reward(self, value: float, function: str | None = None) -> None:
+    def add_reward(self, value: float, function: str | None = None) -> None:
         """See `Context.reward`."""
-        self.rewards.add(value, current_call_site.get().invocation, function)
+        self.rewards.add_reward(value, current_call_site.get().invocation, function)
 
     def _on_call(self, call: ModelCall, site: CallSite) -> None:
-        """Pushes LLM_START and LLM_END, unless the framework that makes the call pushes its own."""
-        around = self.step_manager.innermost(site)
-        if around is not None and around.category is IntermediateStepCategory.LLM:
-            reported = self._reported.setdefault(around.uuid, [call])
-            if call is not reported[0] and call.messages is reported[0].messages:  # another choice of the same request
+        """Pushes LLM_START and LLM_END, unless the calling framework pushes its own."""
+        enclosing_step = self.step_manager.innermost(site)
+        if enclosing_step is not None and enclosing_step.category is IntermediateStepCategory.LLM:
+            reported = self._open_llm_steps.setdefault(enclosing_step.uuid, [call])
+            # n > 1: another choice of the same request
+            if call is not reported[0] and call.messages is reported[0].messages:
                 reported.append(call)
         else:
-            self.step_manager.push_past(site, *llm_step_payloads(call))
-        if not self.ledger.training or self.ledger.trains(call.llm):  # in training, a judge's call gets no reward
+            self.step_manager.push_at(site, *llm_step_payloads(call))
+        # in training, skip calls to models that are not trained (a judge, say)
+        if not self.ledger.training or self.ledger.is_trained(call.llm):
             self.rewards.add_call(call, site.invocation, is_targeted(call.functions, self._target_functions))
 
     def _keep_step(self, step: IntermediateStep) -> None:
         if self.ledger.closed:
             return
-        if step.event_type is IntermediateStepType.LLM_END and (calls := self._reported.pop(step.UUID, None)):
+        if step.event_type is IntermediateStepType.LLM_END and (calls := self._open_llm_steps.pop(step.UUID, None)):
             add_call_metadata(step.payload, calls)
         self.steps.append(step)
         if self._on_step is not None:
             self._on_step(step)
         if step.event_category is IntermediateStepCategory.CUSTOM:
-            self._take_reward(step)
+            self._add_reward_from_step(step)
 
-    def _take_reward(self, step: IntermediateStep) -> None:
-        """A number under `reward` in a custom step's metadata is a step reward, once for its START and END.
+    def _add_reward_from_step(self, step: IntermediateStep) -> None:
+        """Treats a numeric `reward` in a custom step's metadata as a step reward.
 
-        `function` may name the function it is for.
+        It is counted once per step even if START and END both carry it. `function` may name the function to credit.
         """
         metadata = step.payload.metadata
         fields = metadata if isinstance(metadata, dict) else getattr(metadata, "model_extra", None) or {}
         value, function = fields.get("reward"), fields.get("function")
         if not isinstance(value, int | float) or isinstance(value, bool):
             return
-        if self.rewards.latest_call is not None and step.UUID not in self._rewarded:
-            self._rewarded.add(step.UUID)
-            self.reward(value, function if isinstance(function, str) else None)
+        # a reward before the first model call is ignored here; Context.reward raises
+        if self.rewards.latest_call is not None and step.UUID not in self._rewarded_steps:
+            self._rewarded_steps.add(step.UUID)
+            self.add_reward(value, function if isinstance(function, str) else None)
 
 
 class _NullScope(EpisodeScope):
-    """The scope outside any episode: steps reach subscribers, nothing is kept."""
+    """The scope used outside any episode: steps reach subscribers but are not recorded."""
 
     def _keep_step(self, step: IntermediateStep) -> None:
         pass
 
-    def reward(self, value: float, function: str | None = None) -> None:
+    def add_reward(self, value: float, function: str | None = None) -> None:
         pass
 
 
@@ -198,7 +200,7 @@ def current_scope() -> EpisodeScope | None:
 
 
 class Context:
-    """The running episode as workflow code sees it: `Context.get()`."""
+    """The current episode as workflow code sees it: `Context.get()`."""
 
     def __init__(self, scope: EpisodeScope) -> None:
         self._scope = scope
@@ -214,7 +216,7 @@ class Context:
 
     @property
     def row(self) -> Any:
-        """The dataset row as it is in the file, including the expected answer; None outside a dataset."""
+        """The dataset row as loaded, including the expected answer; None without a dataset row."""
         return self._scope.row
 
     @property
@@ -223,7 +225,7 @@ class Context:
 
     @property
     def active_function(self) -> InvocationNode:
-        """The running function; `root` outside all functions."""
+        """The function currently executing, or `root` outside any."""
         return current_call_site.get().invocation.node
 
     @property
@@ -236,13 +238,13 @@ class Context:
 
     @property
     def seed(self) -> int:
-        """Derived from the configured seed and the episode's identity, for the randomness of an environment."""
+        """Seed for environment randomness, derived from the configured seed and the episode key."""
         return self._scope.seed
 
     def reward(self, value: float, function: str | None = None) -> None:
-        """Adds to the step reward of the latest model call of the running function, or else of the episode.
+        """Adds `value` to the step reward of the running function's latest model call, or of the episode's if none.
 
-        `function` names another function, at any depth; raises WorkflowError if that has made no call. In training,
-        calls that are not trained (a judge's, for example) are skipped.
+        In training, this is the latest trained call. `function` credits another function by name; raises WorkflowError
+        if it has made no model call. Does nothing outside an episode.
         """
-        self._scope.reward(value, function)
+        self._scope.add_reward(value, function)

@@ -62,8 +62,8 @@ class IntermediateStepManager:
             parent = self._parents.get(payload.UUID) or self._parent(site)
         self._publish(site, parent, payload)
 
-    def push_past(self, site: CallSite, *payloads: IntermediateStepPayload) -> None:
-        """Records events at `site` that are over, START and END together; no step stays open."""
+    def push_at(self, site: CallSite, *payloads: IntermediateStepPayload) -> None:
+        """Records the START and END of a step at `site` that is already over."""
         for payload in payloads:
             self._publish(site, self._parent(site), payload)
 
