@@ -238,10 +238,10 @@ async def test_advantages_are_those_of_the_reference(write: Any, served: Served,
     for name, read in shown.items():
         assert (read.status is TrainingStatus.TRAINED) == any(name == episode for episode, _ in found)
         assert (read.reason is not None) == (
-            read.status is TrainingStatus.LEFT_OUT or read.record["outcome"] == "failed"
+            read.status is TrainingStatus.DROPPED or read.record["outcome"] == "failed"
         )
         trained = [row for row in duo_plugin.sent if row.episode == name]
-        assert read.status is TrainingStatus.LEFT_OUT or read.rows == trained
+        assert read.status is TrainingStatus.DROPPED or read.rows == trained
 
     for row in duo_plugin.sent:  # each sampled token has the advantage of its call
         (index,) = row.calls

@@ -189,7 +189,7 @@ def test_a_job_that_fails_ends_the_run_and_is_told_with_its_epoch_and_reason(pro
     files = RunFiles(project / "run")
     assert {read.status for read in files.summaries(files.find())} <= {
         TrainingStatus.JOB_FAILED,
-        TrainingStatus.LEFT_OUT,
+        TrainingStatus.DROPPED,
     }
 
 
@@ -233,7 +233,7 @@ def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signal
     backend.wait(HANGS)
     files = RunFiles(project / "run")  # what has been cut off anywhere is read
     statuses = Counter(files.load(record).status for record in files.find())
-    assert statuses.keys() <= {TrainingStatus.TRAINED, TrainingStatus.LEFT_OUT, TrainingStatus.PENDING}
+    assert statuses.keys() <= {TrainingStatus.TRAINED, TrainingStatus.DROPPED, TrainingStatus.PENDING}
     assert statuses[TrainingStatus.TRAINED] >= 4
 
 

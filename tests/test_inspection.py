@@ -164,10 +164,10 @@ def test_a_failed_episode_says_why_and_whether_it_was_trained_all_the_same(run: 
     ]
     left_out = show(run, "--row", "r/3", "--generation", 1).out
     assert "  failed: timeout  reward none  " in left_out
-    assert "  group rewards: 0.5; left out: 1 timeout\n  left out of training: timeout\n" in left_out
+    assert "  group rewards: 0.5; dropped: 1 timeout\n  dropped: timeout\n" in left_out
     assert "advantage" not in left_out
     assert "rows if all calls were trained\n  row 1: calls 0, 2; 6 tokens, 3 of them sampled" in left_out
-    assert "  left out of training: no_variance\n" in show(run, "--row", "r2", "--generation", 0).out
+    assert "  dropped: no_variance\n" in show(run, "--row", "r2", "--generation", 0).out
 
 
 def test_several_are_listed_with_what_became_of_them(run: Path) -> None:
@@ -175,10 +175,10 @@ def test_several_are_listed_with_what_became_of_them(run: Path) -> None:
     assert listed == [
         "run_1/1/r 1/0/0  reward 0.5     3 calls   trained",
         "run_1/1/r 1/1/2  reward -1      3 calls   trained  failed: timeout",
-        "run_1/1/r2/0/0   reward 0.5     3 calls   left out: no_variance",
-        "run_1/1/r2/1/0   reward 0.5     3 calls   left out: no_variance",
-        "run_1/1/r/3/0/0  reward 0.5     3 calls   left out: single_member",
-        "run_1/1/r/3/1/0  reward none    3 calls   left out: timeout",
+        "run_1/1/r2/0/0   reward 0.5     3 calls   dropped: no_variance",
+        "run_1/1/r2/1/0   reward 0.5     3 calls   dropped: no_variance",
+        "run_1/1/r/3/0/0  reward 0.5     3 calls   dropped: single_member",
+        "run_1/1/r/3/1/0  reward none    3 calls   dropped: timeout",
     ]
 
 
@@ -355,7 +355,7 @@ def test_a_terminal_gets_colours_and_a_hint_and_a_pipe_gets_neither(run: Path) -
         "6 episodes; choose one with --epoch, --row and --generation, or --episode"
     )
     one = ("--row", "r2", "--generation", "0")
-    assert "\x1b[33mleft out of training: no_variance\x1b[0m" in on_terminal(*one)
+    assert "\x1b[33mdropped: no_variance\x1b[0m" in on_terminal(*one)
     assert "\x1b" not in show(run, *one).out
 
 

@@ -85,8 +85,8 @@ def _list(files: "RunFiles", records: list[dict[str, Any]]) -> None:
     width = max(len(_escape(record["episode"])) for record in records)
     for episode in files.summaries(records):
         record, status, reason = episode.record, str(episode.status), episode.reason
-        if episode.status is TrainingStatus.LEFT_OUT:
-            status = f"left out: {reason}"
+        if episode.status is TrainingStatus.DROPPED:
+            status = f"dropped: {reason}"
         elif reason:
             status = f"{status}  {record['outcome']}: {reason}"
         columns = [
@@ -126,7 +126,7 @@ def _header(episode: "RecordedEpisode", view: View) -> Iterator[str]:
         rewards = ((name == record["episode"], _format_number(reward)) for name, reward in members)
         text = ", ".join(f"[{reward}]" if own else reward for own, reward in rewards)
         dropped = ", ".join(f"{n} {reason}" for reason, n in group["dropped"].items())
-        yield f"  group rewards: {text or 'none'}{dropped and f'; left out: {dropped}'}"
+        yield f"  group rewards: {text or 'none'}{dropped and f'; dropped: {dropped}'}"
     yield f"  {_format_training(episode)}"
     if record["outcome"] == "ok" or record["output"] is not None:
         yield f"  answer: {_format_text(record['output'], view)}"
@@ -147,7 +147,7 @@ def _format_training(episode: "RecordedEpisode") -> str:
         return f"{counts}, sent with the episode's reward; the server computed the advantages"
     job = (episode.epoch or {}).get("job")
     explanation = {
-        TrainingStatus.LEFT_OUT: f"left out of training: {episode.reason}",
+        TrainingStatus.DROPPED: f"dropped: {episode.reason}",
         TrainingStatus.PENDING: "not trained yet: its epoch is running or was interrupted",
         TrainingStatus.JOB_FAILED: f"not trained: the job of epoch {episode.record['epoch']} is {job}",
         TrainingStatus.UNKNOWN: "unknown whether it was trained: this run has no record of advantages",

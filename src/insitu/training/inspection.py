@@ -27,7 +27,7 @@ class TrainingStatus(StrEnum):
     TRAINED = "trained"
     SENT = "sent"
     """Trained on a server that computes the advantages itself."""
-    LEFT_OUT = "left out"
+    DROPPED = "dropped"
     PENDING = "not trained yet"
     """Its epoch is still running, or was when the run was interrupted."""
     JOB_FAILED = "job failed"
@@ -57,7 +57,7 @@ class RecordedEpisode:
 
     @property
     def reason(self) -> str | None:
-        """Why it was left out of training, or else why it failed."""
+        """Why it was dropped, or else why it failed."""
         dropped: str | None = (self.training or {}).get("dropped")
         return dropped or self.record["reason"]
 
@@ -65,7 +65,7 @@ class RecordedEpisode:
     def status(self) -> TrainingStatus:
         in_group = self.group is None or self.record["episode"] in self.group["episodes"]
         if self.record["reward"] is None or not in_group or (self.training or {}).get("dropped"):
-            return TrainingStatus.LEFT_OUT
+            return TrainingStatus.DROPPED
         if self.epoch is None:
             return TrainingStatus.PENDING
         if self.epoch.get("job", "completed") != "completed":  # earlier releases did not record the job
