@@ -48,7 +48,7 @@ class TrajectoryBuilder(ABC):
         """
         options = self.run_config.run_configuration
         if options is None:
-            raise ConfigError("run_eval() requires finetuning.run_configuration (set by the finetune command)")
+            raise ConfigError("run_eval() needs finetuning.run_configuration, which the finetune command sets")
         request = evaluation_request(
             options, config_file=options.config_file, dataset=options.dataset, override=options.override
         )
