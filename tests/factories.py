@@ -4,13 +4,10 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-
-from insitu.schemas.episodes import ModelCall
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples/tic_tac_toe/model"
@@ -18,30 +15,6 @@ MODEL = ROOT / "examples/tic_tac_toe/model"
 
 
 # messages and calls
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
-
-
-def model_call(
-    index: int = 0,
-    messages: Sequence[Mapping[str, Any]] = (),
-    answer: str | dict[str, Any] | None = None,
-    *,
-    prompt: list[int] | None = None,
-    sampled: list[int] | None = None,
-    **fields: Any,
-) -> ModelCall:
-    """A call of model `m`; `answer` is its message or the text of it, and each sampled token has logprob -0.5."""
-    message = assistant(answer) if isinstance(answer, str) else answer
-    logprobs = None if sampled is None else [-0.5] * len(sampled)
-    values = {"message": message, "prompt_token_ids": prompt, "token_ids": sampled, "logprobs": logprobs, **fields}
-    return ModelCall(index, values.pop("model", "m"), [dict(m) for m in messages], **values)
 
 
 # files
