@@ -138,12 +138,12 @@ class InsituTrainer(Trainer):
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
-        moved = await asyncio.to_thread(set_aside, folder)
+        moved = await asyncio.to_thread(self._open_store, folder)
         if moved is not None:
             self.report.note(f"{folder} held an earlier run, which is now {moved}")
-        self._store = RunStore(folder)
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
+        await self.trainer_adapter.check_settings()
         fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
         self._curriculum_state = dict(self._earlier_curriculum or fresh)
         if self._earlier_curriculum is not None:
@@ -151,6 +151,14 @@ class InsituTrainer(Trainer):
             self.report.note(f"the curriculum continues after epoch {epochs} of {path}")
         if run_config.validation is not None:
             self.validation = Validation(run_config, self._builder, self.trainer_adapter, self.report, self.store)
+
+    def _open_store(self, folder: Path) -> Path | None:
+        """Returns where an earlier run in the folder is now; paths of the file that lead there follow it."""
+        moved = set_aside(folder)
+        if moved is not None:
+            self._file.moved[folder.resolve()] = moved
+        self._store = RunStore(folder)
+        return moved
 
     @property
     def store(self) -> RunStore:
@@ -213,6 +221,7 @@ class InsituTrainer(Trainer):
             "filtered_groups": len(collection.trajectories),
             "credit_by_function": credit_by_function(credited_calls(advantages, self.run_config.target_functions)),
         }
+        await asyncio.to_thread(self.store.sync)
         result = replace(result, trained=trained, dropped=collection.dropped)
         self.results[epoch] = result.timed("collect", time.perf_counter() - started)
         if not any(collection.trajectories):
@@ -311,6 +320,7 @@ class InsituTrainer(Trainer):
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         self.store.append("training_metrics.jsonl", [metrics])
+        self.store.sync()
         self.store.write("reward_history.json", self.rewards)
         self.store.write("curriculum_state.json", self.get_curriculum_state())
 
