@@ -265,7 +265,7 @@ def test_earlier_versions_come_from_their_checkpoints(llama, tmp_path):
         assert learner.load_version(0) is llama.module
         for result in made:
             assert same(weights(learner.load_version(result.version)), weights(result.module))
-        with pytest.raises(RequestRefused, match="no version 7; there are 0, 1, 2, 3") as refused:
+        with pytest.raises(RequestRefused, match="version 7 does not exist; available: 0, 1, 2, 3") as refused:
             learner.load_version(7)
         assert refused.value.status == 404
         kept = [(result.checkpoint / "optimizer.safetensors").exists() for result in made]

@@ -49,7 +49,7 @@ async def score(info: EvaluatorInfo, name: str, items: Sequence[EvalInputItem]) 
     if not isinstance(output, EvalOutput):
         return _failed(f"evaluator {name} returned a {type(output).__name__}, not an EvalOutput", items)
     if [str(scored.id) for scored in output.eval_output_items] != [str(item.id) for item in items]:
-        return _in_order(name, items, output)
+        output = _in_order(name, items, output)
     for item, scored in zip(items, output.eval_output_items, strict=True):
         scored.rep = item.rep
     if output.average_score is None:
@@ -70,7 +70,6 @@ def _in_order(name: str, items: Sequence[EvalInputItem], output: EvalOutput) -> 
     for position, item in enumerate(items):
         if remaining := by_id.get(str(item.id)):
             ordered[position] = remaining.pop(0)
-            ordered[position].rep = item.rep
     return EvalOutput(average_score=output.average_score, eval_output_items=ordered)
 
 

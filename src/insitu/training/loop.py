@@ -49,8 +49,8 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
     advantages: AdvantageConfig = Field(default_factory=AdvantageConfig)
     """How rewards of a group become advantages."""
     credit: Literal["episode", "step", "function"] = "episode"
-    """`episode`: every call gets its episode's advantage. `step`: the advantage of its own return. `function`: each
-    call is compared with those of the same function in the group's other episodes."""
+    """`episode`: every call gets its episode's advantage. `step`: the advantage of the call's own return. `function`:
+    each call is compared with those of the same function in the group's other episodes."""
     discount: float = Field(default=1.0, ge=0, le=1)
     """Discount factor for the rewards of later steps, with `credit: step` or `function`."""
     curriculum_state: Path | None = None

@@ -67,7 +67,7 @@ def _samples(item: Any, before: Sequence[Message]) -> list[SampledMessage] | Non
     raw = raw if isinstance(raw, dict) else {}
     choice = (raw.get("choices") or [{}])[0]
     reason = choice.get("finish_reason") or raw.get("done_reason") or raw.get("stop_reason")
-    logprobs = choice.get("logprobs") if "delta" not in choice else None  # a chunk has those of its own tokens only
+    logprobs = choice.get("logprobs") if "delta" not in choice else None  # a chunk has only those of the tokens in it
     return [sampled_message(messages[0], reason, logprobs)]
 
 
