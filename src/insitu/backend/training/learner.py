@@ -142,7 +142,10 @@ class Learner:
         if version not in self._checkpoints:
             known = ", ".join(map(str, self.versions))
             raise RequestRefused(
-                f"version {version} does not exist; available: {known}", status=404, param="model", code="model_not_found"
+                f"version {version} does not exist; available: {known}",
+                status=404,
+                param="model",
+                code="model_not_found",
             )
         policy = build_policy(self.loaded, self._lora, seed=0)
         policy.load(self._checkpoints[version])
