@@ -314,7 +314,7 @@ async def test_the_remote_backend_trains_and_is_told_why_not(address: str) -> No
         assert mean_metrics(lines)["num_gradient_steps"] == len(lines) == 1
         assert await remote._get_step(model) == 1
         for _ in range(2):  # the same job, sent again
-            assert [line async for line in remote._train_model(model, [group], config, {}, key="run/1")]
+            assert [line async for line in remote._train_model(model, [group], config, {}, idempotency_key="run/1")]
         assert await remote._get_step(model) == 2
         await remote._delete_checkpoint_files(model, [2])
         assert "agent@1" not in await remote.refresh_served_names()
@@ -357,7 +357,7 @@ async def test_nobody_there_and_a_server_that_is_something_else() -> None:
 )
 def test_the_name_to_sample_by_is_one_the_server_has(listed: set[str], now: str) -> None:
     remote = _RemoteBackend("http://127.0.0.1:9", "x")
-    remote._names, remote._steps = listed, {"agent": 4}
+    remote._served_names, remote._latest_steps = listed, {"agent": 4}
     assert remote._model_inference_name(Sent({"name": "agent"})) == now
 
 

@@ -168,7 +168,7 @@ async def test_a_backend_that_serves_another_model_is_refused(write: Any, served
 
 async def test_what_is_sampled_must_be_what_is_trained(write: Any, served: Served) -> None:
     frozen = project(write, served, {"target_model": "judge", "num_epochs": 2})
-    says = r"answered by 'policy@0' at policy version 0, but the trainer's model, .* is at version"
+    says = r"requested model 'policy@0' and was sampled at policy version 0, but the adapter trains .* at version"
     with pytest.raises(BackendError, match=says):
         await train(frozen, ("llms.judge.model_name", "policy@0"))
 

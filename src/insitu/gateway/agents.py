@@ -193,7 +193,7 @@ async def http_agent(config: HttpConfig, builder: Builder) -> AsyncIterator[Func
             except aiohttp.ClientError as error:
                 raise BackendUnavailable(f"no answer from {config.url}: {type(error).__name__}: {error}") from error
             except TimeoutError as error:
-                raise EpisodeTimeout(f"{config.url} did not answer within timeout: {config.timeout:g} s") from error
+                raise EpisodeTimeout(f"{config.url} did not finish within timeout: {config.timeout:g} s") from error
         if response.status >= 400:
             message = f"{config.url} answered {response.status}: {content[:_SHOWN_BYTES].decode(errors='replace')}"
             is_transient = response.status in _TRANSIENT or endpoint.failure

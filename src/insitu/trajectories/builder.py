@@ -167,7 +167,9 @@ class EpisodesBuilder(TrajectoryBuilder):
         service = self.run_config.run_configuration
         result = ResultPath.parse(service.result_json_path) if service else None
         targets = self.run_config.target_functions
-        options = EpisodeOptions.of(self._full_config, self._file.trained_llms(), result, self.needs_token_ids, targets)
+        options = EpisodeOptions.of(
+            self._full_config, self._full_config.trained_llms(), result, self.needs_token_ids, targets
+        )
 
         def tasks() -> Iterator[Task]:
             for row in self.rows_of_epoch(collection.epoch):
