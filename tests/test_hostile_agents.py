@@ -77,7 +77,7 @@ def test_hostile_episodes_are_told_apart(tmp_path: Path) -> None:
     write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(12)])
     code, _, err = run_project(tmp_path, "--override", "finetuning.num_epochs", "1")
     assert code == 0, err
-    reasons = {0: "exit code 1: no", 1: "printed more than max_output", 2: "longer than timeout", 3: "by SIGSEGV"}
+    reasons = {0: "exit code 1: no", 1: "printed more than max_output", 2: "within timeout", 3: "by SIGSEGV"}
     episodes = read_lines(tmp_path / "run/episodes.jsonl")[1:]
     assert len(episodes) == 48
     for episode in episodes:
