@@ -230,9 +230,7 @@ class Gateway:
             return endpoint
         if endpoint is None and key not in self._ended:
             self.unknown_keys += 1
-            raise RequestRefused(
-                "this address belongs to no running episode", status=401, code="unknown_episode"
-            )
+            raise RequestRefused("this address belongs to no running episode", status=401, code="unknown_episode")
         name, ledger = self._ended[key] if endpoint is None else (endpoint.ledger.name, weakref.ref(endpoint.ledger))
         level = logging.INFO if self.late_calls else logging.WARNING  # there may be many
         logger.log(level, "refused a request of %s, which has ended: is an agent still running?", name)
