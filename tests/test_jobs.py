@@ -266,7 +266,7 @@ async def test_what_is_masked_may_be_anything():
     settings, rows = await read(lines([row(loss_mask=[0] * 5), sent]))
     assert settings.mini_batch_size == 4
     assert len(rows) == 1
-    assert rows[0].rollout.tolist() == [-0.5, -0.25]
+    assert rows[0].rollout_logprobs.tolist() == [-0.5, -0.25]
     assert rows[0].advantages.tolist() == [1, -1]
     assert rows[0].positions.tolist() == [3, 4]
 

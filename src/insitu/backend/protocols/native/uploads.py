@@ -166,7 +166,7 @@ def _row(line: bytes, number: int, limits: Limits) -> Row | None:
     return Row(
         token_ids=np.array(sent.token_ids, dtype=np.int32),
         positions=np.array(positions, dtype=np.int32),
-        rollout=_finite(where, "logprobs", sent.logprobs, positions),
+        rollout_logprobs=_finite(where, "logprobs", sent.logprobs, positions),
         advantages=_finite(where, "advantages", weights, positions),
         episode=sent.episode,
     )
