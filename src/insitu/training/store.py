@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from insitu.advantages.credit import CallAdvantages
 from insitu.algorithms.curriculum import CurriculumState
+from insitu.config import Config
 from insitu.errors import ConfigError, InsituError
 from insitu.evaluation.run import dump_json, write_json
 from insitu.files import LOCK_FILE, FolderLock, LineFile, writable_folder
@@ -55,6 +56,14 @@ def set_aside(folder: Path) -> Path | None:
         target = move_aside(folder, OUTPUT_DIR)
     (target / LOCK_FILE).unlink(missing_ok=True)
     return target
+
+
+def open_store(folder: Path, config: Config) -> tuple["RunStore", Path | None]:
+    """The store of a new run, and where an earlier run in `folder` is now; the paths in `config` follow it."""
+    moved = set_aside(folder)
+    if moved is not None:
+        config.moved[folder.resolve()] = moved
+    return RunStore(folder), moved
 
 
 def move_aside(folder: Path, key: str) -> Path:
