@@ -495,8 +495,9 @@ def test_an_output_dir_belongs_to_one_backend_and_the_next_continues_its_trainin
 
 def test_a_full_disk_ends_the_log_of_samples_and_not_the_server(caplog):
     log = SampleLog(Path("/dev/full"))
+    request = GenerationRequest([1], SamplingParams(seed=1, max_tokens=1))
     for _ in range(2):
-        log.write([GenerationRequest([1], SamplingParams())], [OutputDelta(0, "a", [])], streamed=False)
+        log.write([request], [OutputDelta(0, "a", [])], streamed=False)
     assert caplog.text.count("/dev/full cannot be written, no more samples are logged: No space left on device") == 1
 
 
