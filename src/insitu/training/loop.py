@@ -330,6 +330,7 @@ class InsituTrainer(Trainer):
         self.report.end()
         if self._store is not None:
             self._store.close()
+        self._full_config.moved.clear()
 
     def _write_run_file(self, num_epochs: int) -> None:
         settings = {
