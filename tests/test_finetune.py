@@ -275,6 +275,45 @@ def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
     assert "/500 was not completed; the run so far: run/" in out
 
 
+def test_a_backend_killed_while_episodes_are_collected_ends_the_run_with_its_exit_code_and_log(project: Path) -> None:
+    write_rows(project, [{"say": "a", "hang": True, "mark": "asked"}])
+    with start_project(project, "-o", "eval.general.episode_timeout", "null") as process:
+        backend = backend_of(process)
+        process.wait_until((project / "asked").exists)
+        backend.kill()
+        out, err = process.communicate(HANGS)
+        assert process.wait() == 1
+    assert "failed: the backend process exited with code -9 (SIGKILL); the end of its log (run/backend/" in err
+    assert "epoch 1/2 was not completed; the run so far: run/" in out
+
+
+def test_a_backend_killed_while_a_workflow_is_evaluated_ends_the_evaluation(project: Path) -> None:
+    write_rows(project, [{"say": "a", "hang": True, "mark": "asked"}])
+    with start_project(project, "-o", "eval.general.episode_timeout", "null", command="eval") as process:
+        backend = backend_of(process)
+        process.wait_until((project / "asked").exists)
+        backend.kill()
+        _, err = process.communicate(HANGS)
+        assert process.wait() == 1
+    assert "failed: the backend process exited with code -9 (SIGKILL); the end of its log" in err
+
+
+def test_a_backend_that_is_stopped_is_reported_waited_for_and_given_up(project: Path) -> None:
+    digits_project(project, model=str(MODEL), read_timeout=0.5, retry_timeout=1)
+    write_rows(project, [{"say": "a", "hang": True, "mark": "asked"}])
+    with start_project(project, "-o", "eval.general.episode_timeout", "null") as process:
+        backend = backend_of(process)
+        process.wait_until((project / "asked").exists)
+        backend.suspend()
+        _, err = process.communicate(HANGS)
+        assert process.wait() == 1
+    waiting, failed = err.splitlines()
+    silent = r"no answer from the backend at http://127.0.0.1:\d+: no data for 0.5 s \(read_timeout\)"
+    assert re.fullmatch(rf"GET /health: {silent}; retrying for up to 1 s", waiting)
+    assert re.fullmatch(rf"failed: {silent}; gave up after \d+ s \(retry_timeout\)", failed)
+    backend.wait(HANGS)
+
+
 def test_eval_and_run_serve_the_starting_model(project: Path) -> None:
     code, out, err = run_project(project, "--reps", "2", "-o", "eval.general.output_dir", "results", command="eval")
     assert code == 0, err

@@ -23,6 +23,7 @@ ORDER = [
     "algorithms",
     "advantages",
     "http_format",
+    "connection",
     "registry",
     "config",
     "builder",

@@ -95,6 +95,12 @@ class TrainerAdapter(ABC):
         """The settings of a training job, shown in the header of the run."""
         return {}
 
+    async def watch(self) -> None:
+        """Raises BackendError as soon as the backend is lost; runs from `initialize` to the end of the run.
+
+        An adapter that cannot tell, as the default, returns.
+        """
+
     @abstractmethod
     async def is_healthy(self) -> bool:
         """Whether the backend responds and can train."""

@@ -16,14 +16,22 @@ from typing import Any, TypeVar
 
 from insitu.builder import Builder
 from insitu.config import Config, load_config
-from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError, describe_error
+from insitu.errors import (
+    BackendError,
+    ConfigError,
+    InsituError,
+    JobFailed,
+    PluginError,
+    TrajectoryError,
+    describe_error,
+)
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.episodes import ResultPath
 from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.shared_run import RunState, share
 from insitu.evaluation.validation import held_out_config
 from insitu.gateway.programs import kill_programs
-from insitu.interfaces import Trainer
+from insitu.interfaces import Trainer, TrainerAdapter
 from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, not_found
 from insitu.schemas.finetuning import (
     FinetuneRunConfig,
@@ -37,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_EXIT_NOTICE_SECONDS = 1.0
 _MOST_THREADS = 1024
 """For blocking agents. Threads are created on demand; asyncio's default limit depends on the CPUs (6 for two)."""
 
@@ -83,7 +92,8 @@ async def finetuning_main(run_config: FinetuneRunConfig) -> list[TrainingJobStat
             trainer = await builder.get_trainer(str(finetuning.trainer), trajectory_builder, adapter)
             async with _cleaned_up(trainer, f"trainers.{finetuning.trainer}"):
                 await trainer.initialize(finetuning)
-                statuses = await run_finetuning(trainer)
+                async with _watched(adapter):
+                    statuses = await run_finetuning(trainer)
     _check_validations(run, config)
     return statuses
 
@@ -102,6 +112,40 @@ async def _cleaned_up(trainer: Trainer, where: str) -> AsyncIterator[None]:
         raise
     with _naming(f"{where}: cleanup"):
         await trainer.cleanup()
+
+
+@asynccontextmanager
+async def _watched(adapter: Any) -> AsyncIterator[None]:
+    """Cancels the body and raises the adapter's error once its backend is lost."""
+    if not isinstance(adapter, TrainerAdapter):  # a plugin's, which implements only the documented methods
+        yield
+        return
+    watcher = asyncio.create_task(adapter.watch(), name="watch the backend")
+
+    def lost() -> BaseException | None:
+        return watcher.exception() if watcher.done() and not watcher.cancelled() else None
+
+    def expire(_: asyncio.Task[None]) -> None:
+        if lost() is not None:
+            limit.reschedule(0.0)
+
+    try:
+        async with asyncio.timeout(None) as limit:
+            watcher.add_done_callback(expire)
+            try:
+                yield
+            except (BackendError, TrajectoryError):  # requests can fail before the end of the process is known
+                await asyncio.wait([watcher], timeout=_EXIT_NOTICE_SECONDS)
+                raise
+            finally:
+                watcher.remove_done_callback(expire)
+    except Exception:
+        if (error := lost()) is not None:
+            raise error from None
+        raise
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
 
 
 @contextmanager
@@ -155,7 +199,8 @@ async def serve_policy(config: Config, builder: Builder, checkpoint: Path | None
         with TemporaryDirectory(prefix="insitu-") as scratch:
             await adapter.initialize(config.finetuning.model_copy(update={"output_dir": Path(scratch)}))
             try:
-                yield
+                async with _watched(adapter):
+                    yield
             finally:
                 await builder.aclose()
         return

@@ -2,39 +2,55 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
-from typing import Any
+import math
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 import orjson
+from pydantic import BaseModel, TypeAdapter
 
+from insitu.connection import Connection, is_transient, retry_after
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
 from insitu.http_format import error_message, gc_paused, url_host
 
 logger = logging.getLogger(__name__)
 
-_SHORT = aiohttp.ClientTimeout(total=60, sock_connect=10)
-_LOADING = aiohttp.ClientTimeout(total=3600, sock_connect=10)
-_TRAINING = aiohttp.ClientTimeout(total=None, sock_connect=10)
-"""No limit: the response streams until the training ends."""
-_GATEWAY_STATUSES = (502, 503, 504)
+T = TypeVar("T")
+
+_LOADING_SECONDS = 3600.0
+"""Silence allowed while the server loads a model or stores trajectories."""
 
 
-def remote_backend(art: Any, base_url: str, api_key: str) -> Any:
+class _Model(BaseModel):
+    id: str
+
+
+class _Models(BaseModel):
+    data: list[_Model]
+
+
+_STEP = TypeAdapter(int)
+_ADDRESS = TypeAdapter(tuple[str, str])
+_OBJECT = TypeAdapter(dict[str, Any])
+
+
+def remote_backend(art: Any, base_url: str, api_key: str, read_timeout: float, retry_timeout: float) -> Any:
     """An `art.Backend` of the installed release for the server at `base_url`."""
     backend_type = type("RemoteBackend", (_RemoteBackend, art.Backend), {"__init__": _RemoteBackend.__init__})
-    return backend_type(base_url, api_key)
+    return backend_type(base_url, api_key, read_timeout, retry_timeout)
 
 
 class _RemoteBackend:
     """The methods that ART's models call on their backend, over HTTP. Errors quote the server's response."""
 
-    def __init__(self, base_url: str, api_key: str) -> None:
+    def __init__(
+        self, base_url: str, api_key: str, read_timeout: float = 60.0, retry_timeout: float = 600.0
+    ) -> None:
         self._base_url = base_url
-        self._headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-        self._session: aiohttp.ClientSession | None = None
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        self._connection = Connection(f"the ART server at {base_url}", headers, read_timeout, retry_timeout)
         self.inference_url = ""
         """Where the model is served, including `/v1`. Empty until `_prepare_backend_for_training`."""
         self._inference_key = api_key
@@ -43,28 +59,29 @@ class _RemoteBackend:
 
     async def close(self) -> None:
         """Closes the connections. The server keeps running."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        await self._connection.close()
+
+    @property
+    def refused_connections(self) -> int:
+        """Grows when the server is down."""
+        return self._connection.refused
 
     async def register(self, model: Any) -> None:
-        await self._post("/register", model.safe_model_dump())
+        await self._post("/register", model.safe_model_dump(), _parse_any)
 
     async def _get_step(self, model: Any) -> int:
-        step = await self._post("/_get_step", model.safe_model_dump())
-        if type(step) is not int:
-            raise self._unexpected("/_get_step", step)
+        step = await self._post("/_get_step", model.safe_model_dump(), _parse_step)
         self._steps[model.name] = step
         return step
 
     async def _prepare_backend_for_training(self, model: Any, config: Any) -> tuple[str, str]:
         body = {"model": model.safe_model_dump(), "config": config}
-        response = await self._post("/_prepare_backend_for_training", body, limit=_LOADING)
-        if not (isinstance(response, list) and len(response) == 2 and all(isinstance(r, str) for r in response)):
-            raise self._unexpected("/_prepare_backend_for_training", response)
-        self.inference_url, self._inference_key = self._reachable(response[0]), response[1]
+        path = "/_prepare_backend_for_training"
+        url, self._inference_key = await self._post(path, body, _ADDRESS.validate_json, _LOADING_SECONDS)
+        self.inference_url = self._reachable(url)
         await self._get_step(model)
         await self.list_names()
+        self._connection.verified = True
         return self.inference_url, self._inference_key
 
     def _reachable(self, url: str) -> str:
@@ -80,11 +97,8 @@ class _RemoteBackend:
         if not self.inference_url:
             raise BackendError("no model is registered with the ART server: initialize the adapter first")
         auth = {"Authorization": f"Bearer {self._inference_key}"}
-        models = await self._request("GET", f"{self.inference_url}/models", None, _SHORT, **auth)
-        try:
-            self._names = {str(model["id"]) for model in models["data"]}
-        except (TypeError, LookupError):
-            raise self._unexpected(f"{self.inference_url}/models", models) from None
+        models = await self._request("GET", f"{self.inference_url}/models", None, _Models.model_validate_json, **auth)
+        self._names = {model.id for model in models.data}
         return self._names
 
     def _model_inference_name(self, model: Any, step: int | None = None) -> str:
@@ -107,32 +121,31 @@ class _RemoteBackend:
         body = {"config": config.model_dump(), "dev_config": dict(dev_config), "verbose": verbose}
         data = await asyncio.to_thread(_body_with_groups, model, trajectory_groups, body)
         headers = {"Idempotency-Key": key} if key else {}
-        async with self._open("POST", self._base_url + "/_train_model", data, _TRAINING, **headers) as response:
+        url = f"{self._base_url}/_train_model"  # silent until the first gradient step is done, however long that takes
+        async with self._connection.open("POST", url, data, math.inf, **headers) as response:
             if response.status >= 400:
-                raise await _error_of(response)
-            async for line in response.content:
+                raise _error_of(response, await response.read(), retried_500=False)
+            async for line in self._connection.lines(response):
                 if line.strip():
                     yield self._metrics(line)
 
     async def failure_of(self, key: str) -> str | None:
         """Why the training job of this key failed, if the server reports it (`insitu backend` does, at /art/jobs)."""
         try:
-            jobs = await self._request("GET", f"{self._base_url}/art/jobs", None, _SHORT)
+            jobs = await self._request("GET", f"{self._base_url}/art/jobs", None, orjson.loads)
             latest = next(job for job in jobs["jobs"] if str(job["key"]).endswith(f"/{key}"))
             return str(latest["message"]) if latest["status"] in ("failed", "canceled") else None
         except (BackendError, StopIteration, TypeError, LookupError):  # ART's own server has no such route
             return None
 
     def _metrics(self, line: bytes) -> dict[str, float]:
-        try:
-            metrics = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            if line.startswith(b"{") and not line.endswith(b"\n"):
-                raise self._unavailable(ConnectionError("the response ended within a line")) from error
-            metrics = line.decode(errors="replace")
-        if not isinstance(metrics, dict):
-            raise self._unexpected("/_train_model", metrics)
-        return metrics
+        if line.startswith(b"{") and not line.endswith(b"\n"):
+            try:
+                orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                problem = f"{self._connection.server}: the response of /_train_model ended within a line"
+                raise BackendUnavailable(problem) from error
+        return self._connection.parsed(f"{self._base_url}/_train_model", line, _parse_object)
 
     async def train(self, model: Any, trajectory_groups: Iterable[Any], **options: Any) -> Any:
         """Used by ART from 0.5.9 on. `options` are keys of `TrainConfig` and `art.dev.TrainConfig`."""
@@ -148,63 +161,73 @@ class _RemoteBackend:
 
     async def _log(self, model: Any, trajectory_groups: Iterable[Any], split: str = "val") -> None:
         data = await asyncio.to_thread(_body_with_groups, model, trajectory_groups, {"split": split})
-        await self._request("POST", self._base_url + "/_log", data, _LOADING)
+        await self._request("POST", self._base_url + "/_log", data, _parse_any, _LOADING_SECONDS)
 
     async def _delete_checkpoints(self, model: Any, benchmark: str, benchmark_smoothing: float) -> None:
         path = f"/_delete_checkpoints?benchmark={benchmark}&benchmark_smoothing={benchmark_smoothing}"
-        await self._post(path, model.safe_model_dump())
+        await self._post(path, model.safe_model_dump(), _parse_any)
 
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
         body = {"model": model.safe_model_dump(), "steps_to_keep": steps_to_keep}
-        await self._post("/_delete_checkpoint_files", body)
+        await self._post("/_delete_checkpoint_files", body, _parse_any)
+
+    async def check_health(self) -> None:
+        """Raises BackendError unless `/healthcheck` or `/health` returns 200; retries transient errors."""
+        await self._connection.retry("GET /healthcheck", self._check_health)
 
     async def health(self) -> str | None:
         """The problem with the server, or None if `/healthcheck` or `/health` returns 200."""
-        problem = None
-        for path in ("/healthcheck", "/health"):
-            try:
-                async with self._open("GET", self._base_url + path, None, _SHORT) as response:
-                    if response.status == 200:
-                        return None
-                    problem = f"{self._base_url}{path} answered {response.status}"
-            except BackendUnavailable as error:
-                return str(error)
-        return problem
+        try:
+            await self._check_health()
+        except BackendError as error:
+            return str(error)
+        return None
 
-    async def _post(self, path: str, body: Any, limit: aiohttp.ClientTimeout = _SHORT) -> Any:
-        return await self._request("POST", self._base_url + path, await asyncio.to_thread(orjson.dumps, body), limit)
+    async def _check_health(self) -> None:
+        status = 0
+        for path in ("/healthcheck", "/health"):
+            async with self._connection.open("GET", self._base_url + path) as response:
+                if response.status == 200:
+                    return
+                status = response.status
+                problem = f"{self._base_url}{path} answered {status}"
+        raise BackendUnavailable(problem) if is_transient(status) else RequestRefused(problem, status=status)
+
+    async def _post(
+        self, path: str, body: Any, parse: Callable[[bytes], T], read_timeout: float | None = None
+    ) -> T:
+        data = await asyncio.to_thread(orjson.dumps, body)
+        return await self._request("POST", self._base_url + path, data, parse, read_timeout)
 
     async def _request(
-        self, method: str, url: str, data: bytes | None, limit: aiohttp.ClientTimeout, **headers: str
-    ) -> Any:
-        async with self._open(method, url, data, limit, **headers) as response:
-            if response.status >= 400:
-                raise await _error_of(response)
-            text = await response.read()
-        try:
-            return orjson.loads(text or b"null")
-        except orjson.JSONDecodeError as error:
-            raise self._unexpected(url, text.decode(errors="replace")) from error
+        self,
+        method: str,
+        url: str,
+        data: bytes | None,
+        parse: Callable[[bytes], T],
+        read_timeout: float | None = None,
+        **headers: str,
+    ) -> T:
+        async def attempt() -> T:
+            async with self._connection.open(method, url, data, read_timeout, **headers) as response:
+                content = await response.read()
+                if response.status >= 400:
+                    raise _error_of(response, content, retried_500=read_timeout is None)
+            return self._connection.parsed(url, content, parse)
 
-    @asynccontextmanager
-    async def _open(
-        self, method: str, url: str, data: bytes | None, limit: aiohttp.ClientTimeout, **headers: str
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Raises BackendUnavailable for a lost connection."""
-        if self._session is None or self._session.closed:
-            self._session = aiohttp.ClientSession(headers=self._headers)
-        try:
-            async with self._session.request(method, url, data=data, timeout=limit, headers=headers) as response:
-                yield response
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise self._unavailable(error) from error
+        return await self._connection.retry(f"{method} {urlsplit(url).path}", attempt)
 
-    def _unexpected(self, where: str, body: Any) -> BackendError:
-        url = where if "://" in where else self._base_url + where
-        return BackendError(f"{url} answered {str(body)[:80]!r}: is it an ART server?")
 
-    def _unavailable(self, error: BaseException) -> BackendUnavailable:
-        return BackendUnavailable(f"no answer from the ART server at {self._base_url}: {type(error).__name__}: {error}")
+def _parse_any(content: bytes) -> Any:
+    return orjson.loads(content or b"null")
+
+
+def _parse_step(content: bytes) -> int:
+    return _STEP.validate_json(content, strict=True)
+
+
+def _parse_object(line: bytes) -> dict[str, float]:
+    return _OBJECT.validate_json(line)
 
 
 def serialize_group(group: Any) -> orjson.Fragment:
@@ -233,20 +256,26 @@ def _body_with_groups(model: Any, groups: Iterable[Any], fields: dict[str, Any])
     return orjson.dumps({"model": model.safe_model_dump(), "trajectory_groups": serialized, **fields})
 
 
-async def _error_of(response: aiohttp.ClientResponse) -> BackendError:
-    """With the message of the server: ART's `detail`, OpenAI's `error`, or else the text."""
-    text = await response.text()
+def _error_of(response: aiohttp.ClientResponse, content: bytes, *, retried_500: bool) -> BackendError:
+    """With the message of the server: ART's `detail`, OpenAI's `error`, or else the text.
+
+    A 500 of a long request, such as a training job, is its failure: `retried_500` is False.
+    """
     where = f"{response.method} {response.url.path}"
     try:
-        body = orjson.loads(text)
+        body = orjson.loads(content)
     except orjson.JSONDecodeError:
         body = None
     detail = body.get("detail") if isinstance(body, dict) else None
-    message = str(detail or error_message(body) or text[:500] or "no reason given")
-    if response.status < 500:
-        return RequestRefused(f"the ART server refused {where} ({response.status}): {message}", status=response.status)
-    error_type = BackendUnavailable if response.status in _GATEWAY_STATUSES else BackendError
-    return error_type(f"the ART server failed at {where} ({response.status}): {message}")
+    text = content[:500].decode(errors="replace")
+    message = str(detail or error_message(body) or text or "no reason given")
+    status = response.status
+    if is_transient(status) and (retried_500 or status != 500):
+        problem = f"the ART server failed at {where} ({status}): {message}"
+        return BackendUnavailable(problem, retry_after=retry_after(response.headers))
+    if status < 500:
+        return RequestRefused(f"the ART server refused {where} ({status}): {message}", status=status)
+    return BackendError(f"the ART server failed at {where} ({status}): {message}")
 
 
 def mean_metrics(lines: list[dict[str, float]]) -> dict[str, float]:
