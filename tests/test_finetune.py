@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from factories import MODEL, digits_project, read_lines, write_rows
-from processes import HANGS, Process, run_project, start_project
+from processes import HANGS, Process, run_project, serving, start_project
 
 from insitu.training.inspection import RunFiles, TrainingStatus
 
@@ -299,19 +299,19 @@ def test_a_backend_killed_while_a_workflow_is_evaluated_ends_the_evaluation(proj
 
 
 def test_a_backend_that_is_stopped_is_reported_waited_for_and_given_up(project: Path) -> None:
-    digits_project(project, model=str(MODEL), read_timeout=0.5, retry_timeout=1)
     write_rows(project, [{"say": "a", "hang": True, "mark": "asked"}])
-    with start_project(project, "-o", "eval.general.episode_timeout", "null") as process:
-        backend = backend_of(process)
-        process.wait_until((project / "asked").exists)
-        backend.suspend()
-        _, err = process.communicate(HANGS)
-        assert process.wait() == 1
+    with serving("backend", "--model", MODEL, "--port", 0) as (backend, address):
+        digits_project(project, url=address, read_timeout=0.5, retry_timeout=2)
+        with start_project(project, "-o", "eval.general.episode_timeout", "null") as process:
+            process.wait_until((project / "asked").exists)
+            backend.send_signal(signal.SIGSTOP)
+            _, err = process.communicate(HANGS)
+            backend.send_signal(signal.SIGCONT)
+            assert process.wait() == 1
     waiting, failed = err.splitlines()
     silent = r"no answer from the backend at http://127.0.0.1:\d+: no data for 0.5 s \(read_timeout\)"
-    assert re.fullmatch(rf"GET /health: {silent}; retrying for up to 1 s", waiting)
+    assert re.fullmatch(rf"GET /health: {silent}; retrying for up to 2 s", waiting)
     assert re.fullmatch(rf"failed: {silent}; gave up after \d+ s \(retry_timeout\)", failed)
-    backend.wait(HANGS)
 
 
 def test_eval_and_run_serve_the_starting_model(project: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,28 @@ from insitu.errors import BackendUnavailable
 
 logger = logging.getLogger(__name__)
 
-_READY = re.compile(r"insitu backend ready at (http://\S+)")
+_READY = re.compile(rb"insitu backend ready at (http://\S+)\s")
+
+
+class _Output(asyncio.SubprocessProtocol):
+    """Finds the URL in the process's standard output, and notices the end of the process."""
+
+    def __init__(self) -> None:
+        self.url: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        """None if the process exits before it is ready."""
+        self.exited = asyncio.Event()
+        self._start = b""
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if not self.url.done():
+            self._start += data
+            if match := _READY.search(self._start):
+                self.url.set_result(match[1].decode())
+
+    def process_exited(self) -> None:
+        self.exited.set()
+        if not self.url.done():
+            self.url.set_result(None)
 
 
 class BackendProcess:
@@ -25,7 +47,7 @@ class BackendProcess:
         """Required with every request, to keep other users of this machine out."""
         self._arguments = arguments
         self._log = log
-        self._process: asyncio.subprocess.Process | None = None
+        self._started: tuple[asyncio.SubprocessTransport, _Output] | None = None
 
     async def start(self, startup_timeout: float) -> str:
         """Returns the URL once the backend is ready. Raises BackendUnavailable with the end of its log otherwise."""
@@ -33,16 +55,23 @@ class BackendProcess:
         command = [sys.executable, "-m", "insitu", "backend", *self._arguments, "--parent_pid", str(os.getpid())]
         with self._log.open("ab") as log:
             # a new session, so that Ctrl-C reaches only this process, which then stops the child
-            self._process = await asyncio.create_subprocess_exec(
+            self._started = await asyncio.get_running_loop().subprocess_exec(
+                _Output,
                 *command,
-                stdout=asyncio.subprocess.PIPE,
+                stdin=None,
+                stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
                 env={**os.environ, "INSITU_BACKEND_TOKEN": self.token},
             )
+        transport, output = self._started
         try:
             async with asyncio.timeout(startup_timeout):
-                url = await self._ready_url(self._process)
+                url = await output.url
+            if url is None:
+                code = transport.get_returncode()
+                problem = f"insitu backend exited with code {code} before it was ready; {self._log_tail()}"
+                raise BackendUnavailable(problem)
         except TimeoutError:
             await self.stop()
             problem = f"insitu backend was not ready after {startup_timeout:g} s; {self._log_tail()}"
@@ -50,31 +79,22 @@ class BackendProcess:
         except BaseException:  # the process must not outlive a failed start
             await self.stop()
             raise
-        logger.info("backend process %d at %s", self._process.pid, url)
+        logger.info("backend process %d at %s", transport.get_pid(), url)
         return url
-
-    async def _ready_url(self, process: asyncio.subprocess.Process) -> str:
-        assert process.stdout is not None
-        while line := await process.stdout.readline():
-            if match := _READY.search(line.decode(errors="replace")):
-                return match.group(1)
-        code = await process.wait()
-        raise BackendUnavailable(f"insitu backend exited with code {code} before it was ready; {self._log_tail()}")
 
     async def exited(self, timeout: float) -> bool:
         """Waits up to `timeout` seconds for the process to exit on its own."""
-        assert self._process is not None
+        assert self._started is not None
         try:
-            await asyncio.wait_for(self._process.wait(), timeout)
+            await asyncio.wait_for(self._started[1].exited.wait(), timeout)
         except TimeoutError:
             return False
         return True
 
     def exit_report(self) -> str | None:
         """The exit code and the end of the log if the process has exited on its own."""
-        if self._process is None or self._process.returncode is None:
+        if self._started is None or (code := self._started[0].get_returncode()) is None:
             return None
-        code = self._process.returncode
         name = f" ({signal.Signals(-code).name})" if code < 0 else ""
         return f"the backend process exited with code {code}{name}; {self._log_tail()}"
 
@@ -87,16 +107,16 @@ class BackendProcess:
 
     async def stop(self) -> None:
         """Terminates the process, and kills it after five seconds."""
-        process, self._process = self._process, None
-        if process is None or process.returncode is not None:
+        if self._started is None:
             return
+        (transport, output), self._started = self._started, None
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            if output.exited.is_set():
+                break
             try:
-                process.send_signal(signal_number)
-                process.send_signal(signal.SIGCONT)  # a stopped process acts on SIGTERM only once it continues
-                await asyncio.wait_for(process.wait(), timeout=5.0)
-            except ProcessLookupError:
-                return
-            except TimeoutError:
+                transport.send_signal(signal_number)
+                transport.send_signal(signal.SIGCONT)  # a stopped process acts on SIGTERM only once it continues
+                await asyncio.wait_for(output.exited.wait(), timeout=5.0)
+            except (ProcessLookupError, TimeoutError):
                 continue
-            return
+        transport.close()
