@@ -82,7 +82,9 @@ class ChaosProxy:
     async def _serve(self) -> None:
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None, handler_cancellation=True, auto_decompress=False)
+        runner = web.AppRunner(
+            app, shutdown_timeout=0.1, access_log=None, handler_cancellation=True, auto_decompress=False
+        )
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         self.address = "http://{}:{}".format(*runner.addresses[0][:2])

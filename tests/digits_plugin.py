@@ -1,8 +1,8 @@
 """A small workflow for tests of whole runs: the model answers, the evaluator likes large digits.
 
-A row's question says what happens: {"say": text} asks the model, with "stream" in a stream; "earn" is its step reward; "raise", "hang" and
-"block" fail each in its way; "mark" is a file that gets a character for each episode; "score" is what the evaluator
-gives, "nan" and "none" among it.
+A row's question says what happens: {"say": text} asks the model, with "stream" for a streamed answer; "earn" is its
+step reward; "raise", "hang" and "block" fail each in its way; "mark" is a file that gets a character for each episode;
+"score" is what the evaluator gives, "nan" and "none" among it.
 """
 
 import asyncio

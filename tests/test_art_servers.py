@@ -104,9 +104,9 @@ async def test_an_answer_of_something_else_is_named(path: str, body: bytes) -> N
             "_train_model": lambda: trained(backend),
             "_get_step": lambda: backend._get_step(Told()),
             "_prepare_backend_for_training": lambda: backend._prepare_backend_for_training(Told(), None),
-            "v1models": backend.list_names,
+            "v1models": backend.refresh_served_names,
         }
-        with pytest.raises(BackendError, match=r"answered .*: is it the right server\?") as caught:
+        with pytest.raises(BackendError, match=r"returned unexpected data .*; is it the right server\?") as caught:
             await asked[path]()
         assert not isinstance(caught.value, BackendUnavailable)
 
@@ -114,7 +114,7 @@ async def test_an_answer_of_something_else_is_named(path: str, body: bytes) -> N
 async def test_a_model_that_was_not_registered_is_served_nowhere() -> None:
     backend = _RemoteBackend("http://127.0.0.1:9", "default")
     with pytest.raises(BackendError, match="initialize the adapter first"):
-        await backend.list_names()
+        await backend.refresh_served_names()
 
 
 async def test_why_a_training_has_failed_is_asked_where_it_is_told() -> None:
@@ -124,14 +124,18 @@ async def test_why_a_training_has_failed_is_asked_where_it_is_told() -> None:
         {"key": None, "status": "failed", "message": "of another"},
     ]
     async with remote(artjobs=reply(json.dumps({"jobs": jobs, "refused": []}).encode())) as backend:
-        assert await backend.failure_of("run/2/5") == "the loss is nan"
-        assert await backend.failure_of("run/1/4") is None
-        assert await backend.failure_of("run/3/5") is None
+        assert await backend.failure_message("run/2/5") == "the loss is nan"
+        assert await backend.failure_message("run/1/4") is None
+        assert await backend.failure_message("run/3/5") is None
     async with remote() as backend:  # ART's own has no such page
-        assert await backend.failure_of("run/2/5") is None
+        assert await backend.failure_message("run/2/5") is None
 
 
-BUSY = [reply(HTML, "503 Service Unavailable"), reply(b"", "429 Too Many Requests"), reply(b"[", "200 OK", "Content-Length: 9")]
+BUSY = [
+    reply(HTML, "503 Service Unavailable"),
+    reply(b"", "429 Too Many Requests"),
+    reply(b"[", "200 OK", "Content-Length: 9"),
+]
 
 
 async def test_transient_errors_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +144,7 @@ async def test_transient_errors_are_retried(monkeypatch: pytest.MonkeyPatch) -> 
         ("healthcheck", b"", lambda backend: backend.check_health()),
         ("register", b"null", lambda backend: backend.register(Told())),
         ("_get_step", b"5", lambda backend: backend._get_step(Told())),
-        ("v1models", b'{"data": [{"id": "agent"}]}', lambda backend: backend.list_names()),
+        ("v1models", b'{"data": [{"id": "agent"}]}', lambda backend: backend.refresh_served_names()),
         ("_log", b"null", lambda backend: backend._log(Told(), [])),
     ):
         async with remote(*BUSY, **{path: reply(body)}) as backend:

@@ -24,8 +24,7 @@ ROWS, GENERATIONS = (10, 10) if FULL else (4, 4)
 def test_a_run_ends_and_trains_only_what_was_sampled_once(served: Served, tmp_path: Path, seed: int) -> None:
     before = len(served.samples())
     with ChaosProxy(served.address, seed) as proxy:
-        adapter: dict[str, Any] = {"url": proxy.address, "api_key": served.token, "read_timeout": 1, "retry_timeout": 20}
-        digits_project(tmp_path, **adapter)
+        digits_project(tmp_path, url=proxy.address, api_key=served.token, read_timeout=1, retry_timeout=20)
         write_rows(tmp_path, [{"say": f"Row {i}", "stream": bool(i % 2)} for i in range(ROWS)])
         limits = {"eval.general.retries": 2, "llms.player.max_retries": 3, "llms.player.timeout": 2}
         sizes = {"trajectory_builders.episodes.num_generations": GENERATIONS, "finetuning.num_epochs": EPOCHS}

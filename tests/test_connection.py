@@ -42,7 +42,7 @@ async def test_an_outage_is_logged_once_and_so_is_its_end(caplog: pytest.LogCapt
     assert caplog.messages == []  # over with the next attempt
     requests = [Failing(float("inf")) for _ in range(8)]
     waiting = [asyncio.create_task(retry(f"GET /{n}", request)) for n, request in enumerate(requests)]
-    while min(request.attempts for request in requests) < 3:
+    while min(request.attempts for request in requests) < 3:  # noqa: ASYNC110 (they are tried again and again)
         await asyncio.sleep(0.001)
     for request in requests:
         request.times = 0
@@ -68,7 +68,7 @@ async def test_patience_ends(caplog: pytest.LogCaptureFixture) -> None:
 
 async def test_other_errors_and_dead_children_are_not_waited_for() -> None:
     for error in (RequestRefused("no"), BackendError("no")):
-        with pytest.raises(BackendError, match="^no$"):
+        with pytest.raises(BackendError, match=r"^no$"):
             await Retry("the server", 60)("GET /a", Failing(1, error))
     with pytest.raises(BackendUnavailable, match="exited with code 3"):
         await Retry("the server", 60, lambda: "the backend process exited with code 3")("GET /a", Failing(1))
@@ -157,10 +157,11 @@ async def test_an_address_where_nobody_listens_is_retried_only_if_somebody_did()
         address = "http://127.0.0.1:9"
         with pytest.raises(BackendUnavailable, match=r"^no answer from the server: ClientConnectorError"):
             await made.retry("GET /", request)
-        async with server(answer) as address:
+        async with server(answer) as listening:
+            address = listening
             assert await made.retry("GET /", request) == "hi"
         waiting = asyncio.create_task(made.retry("GET /", request))
-        while made.refused < 5:
+        while made.refused < 5:  # noqa: ASYNC110 (the address is tried again and again)
             await asyncio.sleep(0.001)
         async with await asyncio.start_server(answer, *address.removeprefix("http://").split(":")):
             assert await waiting == "hi"

@@ -260,7 +260,7 @@ async def test_a_service_that_is_busy_or_restarts_is_waited_for(
         with pytest.raises(BackendUnavailable, match="no answer from the workflow service"):
             await remote.check()
         waiting = asyncio.create_task(remote.check(reached=True))
-        while not caplog.messages:
+        while not caplog.messages:  # noqa: ASYNC110 (until the outage is logged)
             await asyncio.sleep(0.001)
         async with describing(port=port):
             await waiting

@@ -1,12 +1,12 @@
 """Requests to a server that may be unavailable for a while: silence is detected, transient errors are retried.
 
-    connection = Connection("the backend at http://h:8700", headers, read_timeout=60, retry_timeout=600)
+connection = Connection("the backend at http://h:8700", headers, read_timeout=60, retry_timeout=600)
 
-    async def state() -> JobState:
-        async with connection.open("GET", "http://h:8700/v1/train/jobs/j1") as response:
-            return connection.parsed("job j1", await response.read(), JobState.model_validate_json)
+async def state() -> JobState:
+    async with connection.open("GET", "http://h:8700/v1/train/jobs/j1") as response:
+        return connection.parsed("job j1", await response.read(), JobState.model_validate_json)
 
-    await connection.retry("GET /v1/train/jobs/j1", state)
+await connection.retry("GET /v1/train/jobs/j1", state)
 """
 
 import asyncio
@@ -61,8 +61,8 @@ def retry_after(headers: Mapping[str, str]) -> float:
 class Retry:
     """Repeats requests that raise BackendUnavailable, with exponential backoff, for up to `timeout` seconds.
 
-    `key` is the configuration key of the timeout. Requests may be concurrent: an outage is logged once, and so is its end. `exit_report` says how the server ended if
-    it is a child process; nothing is retried then.
+    `key` is the configuration key of the timeout. Requests may be concurrent: an outage is logged once, and so is its
+    end. `exit_report` says how the server ended if it is a child process; nothing is retried then.
     """
 
     def __init__(
@@ -193,10 +193,10 @@ class Connection:
         try:
             return parse(body)
         except MALFORMED as error:
-            problem = f"{self.server} answered {where} with {body[:80]!r}"
+            problem = f"{self.server} returned unexpected data for {where}: {body[:80]!r}"
             if self.verified:
                 raise BackendUnavailable(problem) from error
-            raise BackendError(f"{problem}: is it the right server?") from error
+            raise BackendError(f"{problem}; is it the right server?") from error
 
     def _unavailable(self, problem: str) -> BackendUnavailable:
         return BackendUnavailable(f"no answer from {self.server}: {problem}")

@@ -98,8 +98,9 @@ class TrainerAdapter(ABC):
     async def watch(self) -> None:
         """Raises BackendError as soon as the backend is lost; runs from `initialize` to the end of the run.
 
-        An adapter that cannot tell, as the default, returns.
+        Returns if the adapter cannot tell, as the default does.
         """
+        return
 
     @abstractmethod
     async def is_healthy(self) -> bool:

@@ -15,7 +15,7 @@ from insitu.errors import BackendUnavailable
 
 logger = logging.getLogger(__name__)
 
-_READY = re.compile(rb"insitu backend ready at (http://\S+)\s")
+_READY_LINE = re.compile(rb"insitu backend ready at (http://\S+)\s")
 
 
 class _Output(asyncio.SubprocessProtocol):
@@ -30,7 +30,7 @@ class _Output(asyncio.SubprocessProtocol):
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if not self.url.done():
             self._start += data
-            if match := _READY.search(self._start):
+            if match := _READY_LINE.search(self._start):
                 self.url.set_result(match[1].decode())
 
     def process_exited(self) -> None:
@@ -40,20 +40,23 @@ class _Output(asyncio.SubprocessProtocol):
 
 
 class BackendProcess:
-    """A child process that logs to `log` and exits when this process does, even after SIGKILL."""
+    """An `insitu backend` child process that logs to `log_path`.
 
-    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+    It exits when this process ends, even if this process is killed with SIGKILL.
+    """
+
+    def __init__(self, cli_arguments: Sequence[str], log_path: Path) -> None:
         self.token = secrets.token_urlsafe()
         """Required with every request, to keep other users of this machine out."""
-        self._arguments = arguments
-        self._log = log
+        self._cli_arguments = cli_arguments
+        self._log_path = log_path
         self._started: tuple[asyncio.SubprocessTransport, _Output] | None = None
 
     async def start(self, startup_timeout: float) -> str:
         """Returns the URL once the backend is ready. Raises BackendUnavailable with the end of its log otherwise."""
-        await asyncio.to_thread(self._log.parent.mkdir, parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "insitu", "backend", *self._arguments, "--parent_pid", str(os.getpid())]
-        with self._log.open("ab") as log:
+        await asyncio.to_thread(self._log_path.parent.mkdir, parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "insitu", "backend", *self._cli_arguments, "--parent_pid", str(os.getpid())]
+        with self._log_path.open("ab") as log:
             # a new session, so that Ctrl-C reaches only this process, which then stops the child
             self._started = await asyncio.get_running_loop().subprocess_exec(
                 _Output,
@@ -82,11 +85,11 @@ class BackendProcess:
         logger.info("backend process %d at %s", transport.get_pid(), url)
         return url
 
-    async def exited(self, timeout: float) -> bool:
-        """Waits up to `timeout` seconds for the process to exit on its own."""
+    async def exits_within(self, seconds: float) -> bool:
+        """Waits up to `seconds` for the process to exit on its own."""
         assert self._started is not None
         try:
-            await asyncio.wait_for(self._started[1].exited.wait(), timeout)
+            await asyncio.wait_for(self._started[1].exited.wait(), seconds)
         except TimeoutError:
             return False
         return True
@@ -100,10 +103,10 @@ class BackendProcess:
 
     def _log_tail(self) -> str:
         try:
-            lines = self._log.read_text(errors="replace").strip().splitlines()[-8:]
+            lines = self._log_path.read_text(errors="replace").strip().splitlines()[-8:]
         except OSError:
             lines = []
-        return f"the end of its log ({self._log}):\n  " + "\n  ".join(lines or ["(empty)"])
+        return f"the end of its log ({self._log_path}):\n  " + "\n  ".join(lines or ["(empty)"])
 
     async def stop(self) -> None:
         """Terminates the process, and kills it after five seconds."""

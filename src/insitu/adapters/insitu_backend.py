@@ -1,4 +1,4 @@
-"""The adapter for `insitu backend`: a child process, or a server at a URL."""
+"""Trainer adapter for `insitu backend`, which it starts as a child process or reaches at a URL."""
 
 import asyncio
 import gzip
@@ -16,7 +16,7 @@ from insitu.adapters.backend_process import BackendProcess
 from insitu.advantages.estimator import training_rows
 from insitu.builder import Builder
 from insitu.connection import Connection, is_transient, retry_after
-from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
+from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused, TrajectoryError
 from insitu.http_format import error_message, event_data
 from insitu.interfaces import TrainerAdapter
 from insitu.registry import register_trainer_adapter
@@ -46,13 +46,13 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     """Trains on an `insitu backend`. Set exactly one of `model` and `url`."""
 
     model: str | None = None
-    """A folder or Hugging Face Hub name. The adapter starts an `insitu backend` with this model on a free port."""
+    """A local folder or Hugging Face repo id. The adapter starts an `insitu backend` with this model on a free port."""
     url: str | None = None
     """URL of a running backend, with http:// or https://."""
     api_key: SecretStr | None = None
-    """Token of the backend at `url`."""
+    """Bearer token for the backend at `url`."""
     name: str = "policy"
-    """The name the model is served under. With `url`, it must match the name of the model there."""
+    """The name the model is served under. With `url` it is optional; if set, it must match the name served there."""
     device: str = "auto"
     """cpu, cuda, or auto."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -69,7 +69,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
 
     @property
     def served_name(self) -> str | None:
-        """The model's name, None if only the backend at `url` knows it."""
+        """The name the model is served under; None if it is not configured (with `url`)."""
         return self.name if self.model is not None or "name" in self.model_fields_set else None
 
     def starting_from(self, checkpoint: str) -> Self | None:
@@ -78,7 +78,9 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     @model_validator(mode="after")
     def _model_or_url(self) -> "InsituAdapterConfig":
         if (self.model is None) == (self.url is None):
-            raise ValueError("set exactly one of model (a folder or hub name) and url (of a running backend)")
+            raise ValueError(
+                "set exactly one of model (a local folder or a Hugging Face repo id) and url (of a running backend)"
+            )
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url is {self.url!r}; it must begin with http:// or https://")
         ignored = ("api_key",) if self.url is None else ("device", "dtype", "startup_timeout")
@@ -100,17 +102,17 @@ class _Models(BaseModel):
 
 
 class InsituTrainerAdapter(TrainerAdapter):
-    """Submits training rows to an `insitu backend` and follows the jobs."""
+    """Submits training rows to an `insitu backend` and tracks its jobs."""
 
     def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder) -> None:
         super().__init__(adapter_config)
         self.config = adapter_config
-        self._loaded = builder.config
+        self._full_config = builder.config
         self._process: BackendProcess | None = None
         self._connection: Connection | None = None
         self._submissions = 0
         self._version = 0  # the latest policy version that the backend is known to have had
-        self._address = adapter_config.url.rstrip("/") if adapter_config.url else ""
+        self._base_url = adapter_config.url.rstrip("/") if adapter_config.url else ""
         self._model = self._resolve_model(adapter_config.model) if adapter_config.model else None
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
@@ -121,10 +123,10 @@ class InsituTrainerAdapter(TrainerAdapter):
             options |= {"model": self._model, "port": "0", "output_dir": str(folder)}
             arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
             self._process = BackendProcess(arguments, folder / "backend.log")
-            self._address = await self._process.start(self.config.startup_timeout)
+            self._base_url = await self._process.start(self.config.startup_timeout)
         if self._connection is None:
             self._connection = Connection(
-                f"the backend at {self._address}",
+                f"the backend at {self._base_url}",
                 {"Authorization": f"Bearer {self._token()}"},
                 self.config.read_timeout,
                 self.config.retry_timeout,
@@ -133,25 +135,26 @@ class InsituTrainerAdapter(TrainerAdapter):
         try:
             await self._served_version()
         except RequestRefused as error:
-            raise BackendUnavailable(f"{self._address} is not an insitu backend: {error}") from error
+            raise BackendUnavailable(f"{self._base_url} is not an insitu backend: {error}") from error
         served = (await self.policy_endpoint()).model
         if self.config.served_name not in (None, served):
-            raise ConfigError(f"the trainer adapter's name is {self.config.name!r}; {self._address} serves {served!r}")
+            problem = f"name is {self.config.name!r}, but {self._base_url} serves {served!r}"
+            raise ConfigError(f"trainer_adapters: {problem}; set name to {served!r} or omit it")
         self._connection.verified = True
 
     def _token(self) -> str:
         if self._process is not None:
             return self._process.token
-        return self.config.api_key.get_secret_value() if self.config.api_key else "none"
+        return self.config.api_key.get_secret_value() if self.config.api_key else "none"  # the header needs a value
 
     def _resolve_model(self, model: str) -> str:
-        """The path of a local folder, or `model` itself if it can be a Hub name."""
+        """The path of a local folder, or `model` unchanged if it could be a Hub repo id."""
         try:
-            return str(self._loaded.find_path(model, "the trainer adapter's model"))
+            return str(self._full_config.find_path(model, "the trainer adapter's model"))
         except ConfigError as error:
             if model.startswith((".", "/", "~")) or model.count("/") > 1:
                 raise
-            logger.info("%s; assuming a Hugging Face Hub name", error)
+            logger.info("%s; assuming a Hugging Face repo id", error)
             return model
 
     async def close(self) -> None:
@@ -167,14 +170,14 @@ class InsituTrainerAdapter(TrainerAdapter):
     async def policy_endpoint(self) -> PolicyEndpoint:
         version = await self._served_version()
         models = await self._request("GET", "/v1/models", _Models.model_validate_json)
-        return PolicyEndpoint(f"{self._address}/v1", models.data[0].id, self._token(), version)
+        return PolicyEndpoint(f"{self._base_url}/v1", models.data[0].id, self._token(), version)
 
     async def _served_version(self) -> int:
         """Raises BackendError if the backend has gone back to earlier weights."""
         version = (await self._request("GET", "/health", _Health.model_validate_json)).policy_version
         if version < self._version:
             raise BackendError(
-                f"the backend at {self._address} serves policy version {version}, but was at version {self._version}: "
+                f"the backend at {self._base_url} serves policy version {version}, but was at version {self._version}: "
                 "it was restarted without the weights of this run"
             )
         self._version = version
@@ -185,7 +188,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         while True:
             if self._process is None:
                 await asyncio.sleep(interval)
-            elif await self._process.exited(interval):
+            elif await self._process.exits_within(interval):
                 raise BackendUnavailable(str(self._process.exit_report()))
             await self._served_version()
 
@@ -201,29 +204,31 @@ class InsituTrainerAdapter(TrainerAdapter):
         return True
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        """Sends the rows of all trajectories. A run's epoch is trained once, even if submitted twice.
+        """Submits the rows of all trajectories as one job, idempotent per run and epoch.
 
-        Groups without rows get the default advantages. Without an epoch, which plugins may leave unset, each submission
-        is a job.
+        An epoch whose job is pending, running or completed is not trained again. Groups without rows get the default
+        advantages. Without an epoch, which plugins may leave unset, every call submits a new job.
         """
         rows = training_rows(trajectories)
         if not rows:
-            raise JobFailed(
+            raise TrajectoryError(
                 f"run {trajectories.run_id}: none of {sum(map(len, trajectories.trajectories))} trajectories has rows "
                 "or captured calls; insitu_traj_builder captures calls"
             )
         self._submissions += 1
-        epoch = trajectories.epoch or self._submissions
+        if trajectories.epoch is None:
+            epoch, key = self._submissions, f"{trajectories.run_id}/submission {self._submissions}"
+        else:
+            epoch, key = max(trajectories.epoch, 1), f"{trajectories.run_id}/{trajectories.epoch}"
         epochs = max(self.run_config.num_epochs, epoch)
         settings = TrainingSettings(
             **self.config.training.model_dump(),
-            seed=self._loaded.general.seed,
+            seed=self._full_config.general.seed,
             schedule_range=((epoch - 1) / epochs, epoch / epochs),
         )
-        head = {"settings": settings.model_dump(mode="json"), "num_rows": len(rows)}
-        key = f"{trajectories.run_id}/{epoch}"
-        body = await asyncio.to_thread(_gzip_lines, head, rows)
-        headers = {"Content-Encoding": "gzip", "Content-Type": "application/jsonl", "Idempotency-Key": key}
+        header = {"settings": settings.model_dump(mode="json"), "num_rows": len(rows)}
+        body = await asyncio.to_thread(_gzip_job, header, rows)
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
         job = await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, **headers)
         metadata = {"job_id": job.id, "key": key, "epoch": epoch}
         return TrainingJobRef(run_id=trajectories.run_id, backend=BACKEND, metadata=metadata)
@@ -233,9 +238,9 @@ class InsituTrainerAdapter(TrainerAdapter):
             state = await self._request("GET", self._job_path(ref), JobState.model_validate_json)
         except RequestRefused as error:
             if error.code == "job_not_found":
-                raise JobFailed(f"the backend at {self._address} was restarted and lost the job: {error}") from error
+                raise JobFailed(f"the backend at {self._base_url} was restarted and lost the job: {error}") from error
             raise
-        return self._status(ref, state)
+        return self._job_status(ref, state)
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
         """Follows the job's event stream. If the stream breaks, asks for the job's state and opens another one."""
@@ -245,7 +250,7 @@ class InsituTrainerAdapter(TrainerAdapter):
                 async with aclosing(self._events(ref)) as states:
                     async for state in states:
                         if state.status in _FINAL_STATUSES:
-                            return self._status(ref, state)
+                            return self._job_status(ref, state)
             except BackendUnavailable as error:
                 logger.info("lost the event stream of %s: %s", self._job_path(ref), error)
             current = await self.status(ref)
@@ -265,9 +270,9 @@ class InsituTrainerAdapter(TrainerAdapter):
 
     async def _events(self, ref: TrainingJobRef) -> AsyncIterator[JobState]:
         path, connection = f"{self._job_path(ref)}/events", self._connected()
-        async with connection.open("GET", self._address + path) as response:
+        async with connection.open("GET", self._base_url + path) as response:
             if response.status != 200:
-                raise _error_of(response, await response.read())
+                raise _error_from_response(response, await response.read())
             async for line in connection.lines(response):
                 if (data := event_data(line)) is not None:
                     yield connection.parsed(f"GET {path}", data, JobState.model_validate_json)
@@ -291,15 +296,15 @@ class InsituTrainerAdapter(TrainerAdapter):
         connection, where = self._connected(), f"{method} {path}"
 
         async def attempt() -> T:
-            async with connection.open(method, self._address + path, data, **headers) as response:
+            async with connection.open(method, self._base_url + path, data, **headers) as response:
                 body = await response.read()
                 if response.status >= 400:
-                    raise _error_of(response, body)
+                    raise _error_from_response(response, body)
             return connection.parsed(where, body, parse)
 
         return await (connection.retry(where, attempt) if retried else attempt())
 
-    def _status(self, ref: TrainingJobRef, state: JobState) -> TrainingJobStatus:
+    def _job_status(self, ref: TrainingJobRef, state: JobState) -> TrainingJobStatus:
         self._version = max(self._version, state.policy_version or 0)
         return TrainingJobStatus(
             run_id=ref.run_id,
@@ -311,13 +316,14 @@ class InsituTrainerAdapter(TrainerAdapter):
         )
 
 
-def _gzip_lines(head: dict[str, Any], rows: list[Any]) -> bytes:
+def _gzip_job(header: dict[str, Any], rows: list[Any]) -> bytes:
     """The job as gzipped JSON lines. Compression level 1 pays off even on loopback."""
-    records = [head, *(row.__dict__ if not row.__pydantic_extra__ else row.model_dump() for row in rows)]
+    # model_dump() is much slower than __dict__ and only needed for extra fields
+    records = [header, *(row.__dict__ if not row.__pydantic_extra__ else row.model_dump() for row in rows)]
     return gzip.compress(b"\n".join(map(orjson.dumps, records)) + b"\n", compresslevel=1)
 
 
-def _error_of(response: aiohttp.ClientResponse, content: bytes) -> BackendError:
+def _error_from_response(response: aiohttp.ClientResponse, content: bytes) -> BackendError:
     text = content.decode(errors="replace")
     try:
         body = orjson.loads(content)

@@ -1,11 +1,10 @@
-"""HTTP client of an ART server, replacing the remote backend class that ART no longer ships from 0.5.9 on."""
+"""HTTP client for an ART server; ART itself ships none since 0.5.9."""
 
 import asyncio
-import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import aiohttp
 import orjson
@@ -14,8 +13,6 @@ from pydantic import BaseModel, TypeAdapter
 from insitu.connection import Connection, is_transient, retry_after
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
 from insitu.http_format import error_message, gc_paused, url_host
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -37,25 +34,23 @@ _OBJECT = TypeAdapter(dict[str, Any])
 
 
 def remote_backend(art: Any, base_url: str, api_key: str, read_timeout: float, retry_timeout: float) -> Any:
-    """An `art.Backend` of the installed release for the server at `base_url`."""
+    """Returns an `art.Backend` for the server at `base_url`. `art` is the imported module of the installed release."""
     backend_type = type("RemoteBackend", (_RemoteBackend, art.Backend), {"__init__": _RemoteBackend.__init__})
     return backend_type(base_url, api_key, read_timeout, retry_timeout)
 
 
 class _RemoteBackend:
-    """The methods that ART's models call on their backend, over HTTP. Errors quote the server's response."""
+    """Implements over HTTP the backend methods that ART's models call. Errors quote the server's response."""
 
-    def __init__(
-        self, base_url: str, api_key: str, read_timeout: float = 60.0, retry_timeout: float = 600.0
-    ) -> None:
+    def __init__(self, base_url: str, api_key: str, read_timeout: float = 60.0, retry_timeout: float = 600.0) -> None:
         self._base_url = base_url
         headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
         self._connection = Connection(f"the ART server at {base_url}", headers, read_timeout, retry_timeout)
         self.inference_url = ""
         """Where the model is served, including `/v1`. Empty until `_prepare_backend_for_training`."""
         self._inference_key = api_key
-        self._names: set[str] = set()
-        self._steps: dict[str, int] = {}
+        self._served_names: set[str] = set()
+        self._latest_steps: dict[str, int] = {}
 
     async def close(self) -> None:
         """Closes the connections. The server keeps running."""
@@ -71,41 +66,43 @@ class _RemoteBackend:
 
     async def _get_step(self, model: Any) -> int:
         step = await self._post("/_get_step", model.safe_model_dump(), _parse_step)
-        self._steps[model.name] = step
+        self._latest_steps[model.name] = step
         return step
 
     async def _prepare_backend_for_training(self, model: Any, config: Any) -> tuple[str, str]:
         body = {"model": model.safe_model_dump(), "config": config}
         path = "/_prepare_backend_for_training"
         url, self._inference_key = await self._post(path, body, _ADDRESS.validate_json, _LOADING_SECONDS)
-        self.inference_url = self._reachable(url)
+        self.inference_url = self._reachable_url(url)
         await self._get_step(model)
-        await self.list_names()
+        await self.refresh_served_names()
         self._connection.verified = True
         return self.inference_url, self._inference_key
 
-    def _reachable(self, url: str) -> str:
-        """The server's inference URL, with our host name for the server if it reports its bind address (0.0.0.0)."""
+    def _reachable_url(self, url: str) -> str:
+        """Replaces a bind or loopback host in the server's inference URL with the host of `base_url`."""
         parts = urlsplit(url)
-        if parts.hostname not in ("0.0.0.0", "::", "localhost", "127.0.0.1"):
+        if parts.hostname not in ("0.0.0.0", "::", "localhost", "127.0.0.1", "::1"):
             return url
         host = url_host(urlsplit(self._base_url).hostname or "127.0.0.1")
         return urlunsplit(parts._replace(netloc=f"{host}:{parts.port}" if parts.port else host))
 
-    async def list_names(self) -> set[str]:
+    async def refresh_served_names(self) -> set[str]:
         """The model names of the inference server."""
         if not self.inference_url:
             raise BackendError("no model is registered with the ART server: initialize the adapter first")
         auth = {"Authorization": f"Bearer {self._inference_key}"}
         models = await self._request("GET", f"{self.inference_url}/models", None, _Models.model_validate_json, **auth)
-        self._names = {model.id for model in models.data}
-        return self._names
+        self._served_names = {model.id for model in models.data}
+        return self._served_names
 
     def _model_inference_name(self, model: Any, step: int | None = None) -> str:
-        """The name to sample with. On some servers even the latest weights are only served as `name@step`."""
-        only_steps = model.name not in self._names and any(name.startswith(f"{model.name}@") for name in self._names)
-        if step is None and only_steps:
-            step = self._steps.get(model.name, 0)
+        """The model name to request. ART from 0.5.10 on serves even the latest weights as `name@step` only."""
+        only_versioned = model.name not in self._served_names and any(
+            name.startswith(f"{model.name}@") for name in self._served_names
+        )
+        if step is None and only_versioned:
+            step = self._latest_steps.get(model.name, 0)
         return str(model.name) if step is None else f"{model.name}@{step}"
 
     async def _train_model(
@@ -115,30 +112,36 @@ class _RemoteBackend:
         config: Any,
         dev_config: Any,
         verbose: bool = False,
-        key: str | None = None,
+        idempotency_key: str | None = None,
     ) -> AsyncIterator[dict[str, float]]:
-        """Streams the metrics of each gradient step. Servers that support `Idempotency-Key` train a key once."""
+        """Streams the metrics of each gradient step.
+
+        Servers that support `Idempotency-Key` run at most one job per key.
+        """
         body = {"config": config.model_dump(), "dev_config": dict(dev_config), "verbose": verbose}
         data = await asyncio.to_thread(_body_with_groups, model, trajectory_groups, body)
-        headers = {"Idempotency-Key": key} if key else {}
+        headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
         url = f"{self._base_url}/_train_model"  # silent until the first gradient step is done, however long that takes
         async with self._connection.open("POST", url, data, math.inf, **headers) as response:
             if response.status >= 400:
-                raise _error_of(response, await response.read(), retried_500=False)
+                raise _error_from_response(response, await response.read(), retried_500=False)
             async for line in self._connection.lines(response):
                 if line.strip():
-                    yield self._metrics(line)
+                    yield self._parse_metrics(line)
 
-    async def failure_of(self, key: str) -> str | None:
-        """Why the training job of this key failed, if the server reports it (`insitu backend` does, at /art/jobs)."""
+    async def failure_message(self, idempotency_key: str) -> str | None:
+        """The failure message of the training job with this idempotency key.
+
+        None if it has not failed, the server is unreachable or it lists no jobs (only `insitu backend` does).
+        """
         try:
             jobs = await self._request("GET", f"{self._base_url}/art/jobs", None, orjson.loads)
-            latest = next(job for job in jobs["jobs"] if str(job["key"]).endswith(f"/{key}"))
-            return str(latest["message"]) if latest["status"] in ("failed", "canceled") else None
-        except (BackendError, StopIteration, TypeError, LookupError):  # ART's own server has no such route
+            job = next(job for job in jobs["jobs"] if str(job["key"]).endswith(f"/{idempotency_key}"))
+            return str(job["message"]) if job["status"] in ("failed", "canceled") else None
+        except (BackendError, StopIteration, TypeError, LookupError):
             return None
 
-    def _metrics(self, line: bytes) -> dict[str, float]:
+    def _parse_metrics(self, line: bytes) -> dict[str, float]:
         if line.startswith(b"{") and not line.endswith(b"\n"):
             try:
                 orjson.loads(line)
@@ -148,24 +151,24 @@ class _RemoteBackend:
         return self._connection.parsed(f"{self._base_url}/_train_model", line, _parse_object)
 
     async def train(self, model: Any, trajectory_groups: Iterable[Any], **options: Any) -> Any:
-        """Used by ART from 0.5.9 on. `options` are keys of `TrainConfig` and `art.dev.TrainConfig`."""
+        """ART's `Backend.train` since 0.5.9. `options` may contain keys of `TrainConfig` and `art.dev.TrainConfig`."""
         from art.types import TrainConfig, TrainResult
 
         config = TrainConfig(**{k: options.pop(k) for k in [*options] if k in TrainConfig.model_fields})
-        lines = [line async for line in self._train_model(model, list(trajectory_groups), config, options)]
-        return TrainResult(step=await self._get_step(model), metrics=mean_metrics(lines))
+        metrics = [step async for step in self._train_model(model, list(trajectory_groups), config, options)]
+        return TrainResult(step=await self._get_step(model), metrics=mean_metrics(metrics))
 
     async def _train_sft(self, *args: Any, **options: Any) -> AsyncIterator[dict[str, float]]:
         raise BackendError("ART's protocol has no route for supervised training, so remote servers do not support it")
-        yield {}
+        yield {}  # makes this an async generator
 
     async def _log(self, model: Any, trajectory_groups: Iterable[Any], split: str = "val") -> None:
         data = await asyncio.to_thread(_body_with_groups, model, trajectory_groups, {"split": split})
         await self._request("POST", self._base_url + "/_log", data, _parse_any, _LOADING_SECONDS)
 
     async def _delete_checkpoints(self, model: Any, benchmark: str, benchmark_smoothing: float) -> None:
-        path = f"/_delete_checkpoints?benchmark={benchmark}&benchmark_smoothing={benchmark_smoothing}"
-        await self._post(path, model.safe_model_dump(), _parse_any)
+        query = urlencode({"benchmark": benchmark, "benchmark_smoothing": benchmark_smoothing})
+        await self._post(f"/_delete_checkpoints?{query}", model.safe_model_dump(), _parse_any)
 
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
         body = {"model": model.safe_model_dump(), "steps_to_keep": steps_to_keep}
@@ -175,7 +178,7 @@ class _RemoteBackend:
         """Raises BackendError unless `/healthcheck` or `/health` returns 200; retries transient errors."""
         await self._connection.retry("GET /healthcheck", self._check_health)
 
-    async def health(self) -> str | None:
+    async def health_problem(self) -> str | None:
         """The problem with the server, or None if `/healthcheck` or `/health` returns 200."""
         try:
             await self._check_health()
@@ -184,18 +187,17 @@ class _RemoteBackend:
         return None
 
     async def _check_health(self) -> None:
-        status = 0
+        status, problems = 0, []
         for path in ("/healthcheck", "/health"):
             async with self._connection.open("GET", self._base_url + path) as response:
                 if response.status == 200:
                     return
                 status = response.status
-                problem = f"{self._base_url}{path} answered {status}"
+                problems.append(f"{self._base_url}{path} returned {status}")
+        problem = ", ".join(problems)
         raise BackendUnavailable(problem) if is_transient(status) else RequestRefused(problem, status=status)
 
-    async def _post(
-        self, path: str, body: Any, parse: Callable[[bytes], T], read_timeout: float | None = None
-    ) -> T:
+    async def _post(self, path: str, body: Any, parse: Callable[[bytes], T], read_timeout: float | None = None) -> T:
         data = await asyncio.to_thread(orjson.dumps, body)
         return await self._request("POST", self._base_url + path, data, parse, read_timeout)
 
@@ -212,7 +214,7 @@ class _RemoteBackend:
             async with self._connection.open(method, url, data, read_timeout, **headers) as response:
                 content = await response.read()
                 if response.status >= 400:
-                    raise _error_of(response, content, retried_500=read_timeout is None)
+                    raise _error_from_response(response, content, retried_500=read_timeout is None)
             return self._connection.parsed(url, content, parse)
 
         return await self._connection.retry(f"{method} {urlsplit(url).path}", attempt)
@@ -231,9 +233,9 @@ def _parse_object(line: bytes) -> dict[str, float]:
 
 
 def serialize_group(group: Any) -> orjson.Fragment:
-    """A trajectory group as JSON. Returns a group that is serialized already unchanged.
+    """Serializes a trajectory group to JSON; a serialized group is returned as it is.
 
-    Messages and tools are written as they are, because ART's types drop unknown keys such as a tool message's name.
+    Messages and tools are copied unvalidated, because ART's types drop unknown keys such as a tool message's name.
     """
     if isinstance(group, orjson.Fragment):
         return group
@@ -241,12 +243,12 @@ def serialize_group(group: Any) -> orjson.Fragment:
         verbatim = {"messages_and_choices", "tools", "additional_histories"}
         record = group.model_dump(exclude={"trajectories": {"__all__": verbatim}})
         for trajectory, data in zip(group.trajectories, record["trajectories"], strict=True):
-            data |= _history(trajectory)
-            data["additional_histories"] = [_history(history) for history in trajectory.additional_histories]
+            data |= _dump_history(trajectory)
+            data["additional_histories"] = [_dump_history(history) for history in trajectory.additional_histories]
         return orjson.Fragment(orjson.dumps(record))
 
 
-def _history(history: Any) -> dict[str, Any]:
+def _dump_history(history: Any) -> dict[str, Any]:
     turns = [turn if isinstance(turn, dict) else turn.model_dump() for turn in history.messages_and_choices]
     return {"messages_and_choices": turns, "tools": history.tools}
 
@@ -256,7 +258,7 @@ def _body_with_groups(model: Any, groups: Iterable[Any], fields: dict[str, Any])
     return orjson.dumps({"model": model.safe_model_dump(), "trajectory_groups": serialized, **fields})
 
 
-def _error_of(response: aiohttp.ClientResponse, content: bytes, *, retried_500: bool) -> BackendError:
+def _error_from_response(response: aiohttp.ClientResponse, content: bytes, *, retried_500: bool) -> BackendError:
     """With the message of the server: ART's `detail`, OpenAI's `error`, or else the text.
 
     A 500 of a long request, such as a training job, is its failure: `retried_500` is False.
@@ -278,11 +280,11 @@ def _error_of(response: aiohttp.ClientResponse, content: bytes, *, retried_500: 
     return BackendError(f"the ART server failed at {where} ({status}): {message}")
 
 
-def mean_metrics(lines: list[dict[str, float]]) -> dict[str, float]:
+def mean_metrics(step_metrics: list[dict[str, float]]) -> dict[str, float]:
     """The mean of each metric over the gradient steps that reported it."""
     values_by_name: dict[str, list[float]] = {}
-    for line in lines:
-        for name, value in line.items():
+    for metrics in step_metrics:
+        for name, value in metrics.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 values_by_name.setdefault(name, []).append(value)
     return {name: sum(values) / len(values) for name, values in values_by_name.items()}

@@ -126,7 +126,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         return self.config.training.model_dump(mode="json", exclude_none=True)
 
     async def is_healthy(self) -> bool:
-        problem = await self._remote.health()
+        problem = await self._remote.health_problem()
         if problem is not None:
             logger.warning("%s", problem)
         return problem is None
@@ -146,7 +146,7 @@ class ARTTrainerAdapter(TrainerAdapter):
 
     async def policy_endpoint(self) -> PolicyEndpoint:
         step = await self._remote._get_step(self.model)
-        await self._remote.list_names()
+        await self._remote.refresh_served_names()
         name = self._remote._model_inference_name(self.model)
         key = self.model.inference_api_key or self.config.backend.api_key
         current_name = partial(self._remote._model_inference_name, self.model)
@@ -223,7 +223,7 @@ class ARTTrainerAdapter(TrainerAdapter):
             job.step_metrics = []
             try:
                 async for metrics in self._remote._train_model(
-                    self.model, groups, self._train_config, self._dev_config, key=job.idempotency_key
+                    self.model, groups, self._train_config, self._dev_config, idempotency_key=job.idempotency_key
                 ):
                     job.step_metrics.append(metrics)
             except BackendUnavailable as error:
@@ -265,7 +265,7 @@ class ARTTrainerAdapter(TrainerAdapter):
             step = await self._current_step(job)
             if step != job.step or self._remote.refused_connections > refused:
                 return step
-            if failure := await self._remote.failure_of(job.idempotency_key):
+            if failure := await self._remote.failure_message(job.idempotency_key):
                 raise JobFailed(failure)
         return await self._current_step(job)
 
