@@ -21,6 +21,7 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple, Self
 
 import aiohttp
@@ -161,12 +162,20 @@ class ChaosProxy:
         if "Content-Length" in answer.headers:
             response.content_length = int(answer.headers["Content-Length"])
         await response.prepare(request)
-        async for chunk in answer.content.iter_any():
+        async for chunk in _chunks(answer):
             if fault == "half":
                 await response.write(chunk[: len(chunk) // 2])
                 return _cut(request)
             await response.write(chunk)
         return response
+
+
+async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The body as it comes in, also if it has been read before."""
+    if answer.content.at_eof():
+        yield await answer.read()
+    async for chunk in answer.content.iter_any():
+        yield chunk
 
 
 def _cut(request: web.Request) -> web.Response:

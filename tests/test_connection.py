@@ -58,11 +58,13 @@ async def test_an_outage_is_logged_once_and_so_is_its_end(caplog: pytest.LogCapt
 
 async def test_patience_ends(caplog: pytest.LogCaptureFixture) -> None:
     request = Failing(float("inf"))
-    with pytest.raises(BackendUnavailable, match=r"^no answer from the server; gave up after 0 s \(retry_timeout\)$"):
+    with pytest.raises(
+        BackendUnavailable, match=r"^GET /a: no answer from the server; gave up after 0 s \(retry_timeout\)$"
+    ):
         await Retry("the server", 0.05)("GET /a", request)
     assert request.attempts > 2
     assert len(caplog.messages) == 1
-    with pytest.raises(BackendUnavailable, match=r"^no answer from the server$"):
+    with pytest.raises(BackendUnavailable, match=r"^GET /a: no answer from the server$"):
         await Retry("the server", 0)("GET /a", Failing(1))
 
 

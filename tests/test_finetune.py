@@ -311,7 +311,7 @@ def test_a_backend_that_is_stopped_is_reported_waited_for_and_given_up(project: 
     waiting, failed = err.splitlines()
     silent = r"no answer from the backend at http://127.0.0.1:\d+: no data for 0.5 s \(read_timeout\)"
     assert re.fullmatch(rf"GET /health: {silent}; retrying for up to 2 s", waiting)
-    assert re.fullmatch(rf"failed: {silent}; gave up after \d+ s \(retry_timeout\)", failed)
+    assert re.fullmatch(rf"failed: GET /health: {silent}; gave up after \d+ s \(retry_timeout\)", failed)
 
 
 def test_eval_and_run_serve_the_starting_model(project: Path) -> None:

@@ -94,7 +94,7 @@ class Retry:
                 except BackendUnavailable as error:
                     failures += 1
                     now = time.monotonic()
-                    self._raise_if_final(error, now - started)
+                    self._raise_if_final(what, error, now - started)
                     if not waiting and (failures > 1 or now - started > _REPORT_AFTER):
                         waiting = True
                         self._outage_begins(what, error)
@@ -107,14 +107,14 @@ class Retry:
             logger.warning("%s responds again after %.0f s", self.server, time.monotonic() - started)
         return result
 
-    def _raise_if_final(self, error: BackendUnavailable, elapsed: float) -> None:
+    def _raise_if_final(self, what: str, error: BackendUnavailable, elapsed: float) -> None:
         if report := self._exit_report():
             raise BackendUnavailable(report) from error
         if not self.reached and isinstance(error.__cause__, aiohttp.ClientConnectorError):
             raise error
         if elapsed >= self._timeout:
             gave_up = f"; gave up after {elapsed:.0f} s ({self._key})" if self._timeout else ""
-            raise BackendUnavailable(f"{error}{gave_up}") from error
+            raise BackendUnavailable(f"{what}: {error}{gave_up}") from error
 
     def _outage_begins(self, what: str, error: BackendUnavailable) -> None:
         self._waiting += 1
@@ -153,7 +153,12 @@ class Connection:
 
     @asynccontextmanager
     async def open(
-        self, method: str, url: str, data: bytes | None = None, read_timeout: float | None = None, **headers: str
+        self,
+        method: str,
+        url: str,
+        data: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        read_timeout: float | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response of any status. Raises BackendUnavailable for a lost connection and for silence.
 
@@ -167,7 +172,7 @@ class Connection:
         try:
             async with upload.limit:
                 response = await self._session.request(
-                    method, url, data=upload.body(), headers={**headers, **upload.headers}, timeout=limits
+                    method, url, data=upload.body(), headers={**(headers or {}), **upload.headers}, timeout=limits
                 )
                 upload.ended = True
             async with response:

@@ -3,7 +3,7 @@
 import asyncio
 import gzip
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -229,7 +229,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         header = {"settings": settings.model_dump(mode="json"), "num_rows": len(rows)}
         body = await asyncio.to_thread(_gzip_job, header, rows)
         headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
-        job = await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, **headers)
+        job = await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
         metadata = {"job_id": job.id, "key": key, "epoch": epoch}
         return TrainingJobRef(run_id=trajectories.run_id, backend=BACKEND, metadata=metadata)
 
@@ -268,7 +268,7 @@ class InsituTrainerAdapter(TrainerAdapter):
     def _job_path(self, ref: TrainingJobRef) -> str:
         return f"/v1/train/jobs/{(ref.metadata or {})['job_id']}"
 
-    async def _events(self, ref: TrainingJobRef) -> AsyncIterator[JobState]:
+    async def _events(self, ref: TrainingJobRef) -> AsyncGenerator[JobState, None]:
         path, connection = f"{self._job_path(ref)}/events", self._connected()
         async with connection.open("GET", self._base_url + path) as response:
             if response.status != 200:
@@ -288,15 +288,15 @@ class InsituTrainerAdapter(TrainerAdapter):
         path: str,
         parse: Callable[[bytes], T],
         data: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
         *,
         retried: bool = True,
-        **headers: str,
     ) -> T:
         """Returns the parsed response. All requests here are idempotent, so each can be retried."""
         connection, where = self._connected(), f"{method} {path}"
 
         async def attempt() -> T:
-            async with connection.open(method, self._base_url + path, data, **headers) as response:
+            async with connection.open(method, self._base_url + path, data, headers) as response:
                 body = await response.read()
                 if response.status >= 400:
                     raise _error_from_response(response, body)

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
@@ -92,7 +92,7 @@ class _RemoteBackend:
         if not self.inference_url:
             raise BackendError("no model is registered with the ART server: initialize the adapter first")
         auth = {"Authorization": f"Bearer {self._inference_key}"}
-        models = await self._request("GET", f"{self.inference_url}/models", None, _Models.model_validate_json, **auth)
+        models = await self._request("GET", f"{self.inference_url}/models", None, _Models.model_validate_json, auth)
         self._served_names = {model.id for model in models.data}
         return self._served_names
 
@@ -122,7 +122,7 @@ class _RemoteBackend:
         data = await asyncio.to_thread(_body_with_groups, model, trajectory_groups, body)
         headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
         url = f"{self._base_url}/_train_model"  # silent until the first gradient step is done, however long that takes
-        async with self._connection.open("POST", url, data, math.inf, **headers) as response:
+        async with self._connection.open("POST", url, data, headers, math.inf) as response:
             if response.status >= 400:
                 raise _error_from_response(response, await response.read(), retried_500=False)
             async for line in self._connection.lines(response):
@@ -164,7 +164,7 @@ class _RemoteBackend:
 
     async def _log(self, model: Any, trajectory_groups: Iterable[Any], split: str = "val") -> None:
         data = await asyncio.to_thread(_body_with_groups, model, trajectory_groups, {"split": split})
-        await self._request("POST", self._base_url + "/_log", data, _parse_any, _LOADING_SECONDS)
+        await self._request("POST", self._base_url + "/_log", data, _parse_any, read_timeout=_LOADING_SECONDS)
 
     async def _delete_checkpoints(self, model: Any, benchmark: str, benchmark_smoothing: float) -> None:
         query = urlencode({"benchmark": benchmark, "benchmark_smoothing": benchmark_smoothing})
@@ -199,7 +199,7 @@ class _RemoteBackend:
 
     async def _post(self, path: str, body: Any, parse: Callable[[bytes], T], read_timeout: float | None = None) -> T:
         data = await asyncio.to_thread(orjson.dumps, body)
-        return await self._request("POST", self._base_url + path, data, parse, read_timeout)
+        return await self._request("POST", self._base_url + path, data, parse, read_timeout=read_timeout)
 
     async def _request(
         self,
@@ -207,11 +207,11 @@ class _RemoteBackend:
         url: str,
         data: bytes | None,
         parse: Callable[[bytes], T],
+        headers: Mapping[str, str] | None = None,
         read_timeout: float | None = None,
-        **headers: str,
     ) -> T:
         async def attempt() -> T:
-            async with self._connection.open(method, url, data, read_timeout, **headers) as response:
+            async with self._connection.open(method, url, data, headers, read_timeout) as response:
                 content = await response.read()
                 if response.status >= 400:
                     raise _error_from_response(response, content, retried_500=read_timeout is None)
