@@ -284,7 +284,7 @@ def test_a_backend_killed_while_episodes_are_collected_ends_the_run_with_its_exi
         out, err = process.communicate(HANGS)
         assert process.wait() == 1
     assert "failed: the backend process exited with code -9 (SIGKILL); the end of its log (run/backend/" in err
-    assert "epoch 1/2 was not completed; the run so far: run/" in out
+    assert "epoch 1/2 did not complete; results so far are in run/" in out
 
 
 def test_a_backend_killed_while_a_workflow_is_evaluated_ends_the_evaluation(project: Path) -> None:
