@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -13,6 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, TypeVar
+
+from rich.console import Console
 
 from insitu.builder import Builder
 from insitu.config import Config, load_config
@@ -32,7 +35,7 @@ from insitu.evaluation.shared_run import RunState, share
 from insitu.evaluation.validation import held_out_config
 from insitu.gateway.programs import kill_programs
 from insitu.interfaces import Trainer, TrainerAdapter
-from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, not_found
+from insitu.registry import EVALUATOR, FUNCTION, LLM, TRAINER_ADAPTER, not_found
 from insitu.schemas.finetuning import (
     FinetuneRunConfig,
     TrainerAdapterConfig,
@@ -40,12 +43,16 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     ValidationConfig,
 )
+from insitu.training.checkpoints import find_checkpoint
+from insitu.training.report import Report
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _EXIT_NOTICE_SECONDS = 1.0
+_OWN_FILES = 40
+"""Open files of a run, or of its backend, besides those of its episodes."""
 _MOST_THREADS = 1024
 """For blocking agents. Threads are created on demand; asyncio's default limit depends on the CPUs (6 for two)."""
 
@@ -84,6 +91,7 @@ async def finetuning_main(run_config: FinetuneRunConfig) -> list[TrainingJobStat
     finetuning = config.finetuning
     finetuning.validation = _validation(config, run_config)
     finetuning.run_configuration = _run_configuration(config, run_config)
+    check_open_files(config)
     await _check_inputs(config, run_config)
     async with Builder(config) as builder:
         with share(builder) as run:
@@ -183,7 +191,7 @@ def run_finetuning_sync(run_config: FinetuneRunConfig) -> list[TrainingJobStatus
 async def serve_policy(config: Config, builder: Builder, checkpoint: Path | None = None) -> AsyncIterator[None]:
     """Serves the model under training without training it, if the file has an llm of `_type: policy`.
 
-    Serves its initial weights, or those of the folder `checkpoint`.
+    Serves its initial weights, or those of `checkpoint` (see `insitu.training.checkpoints`).
     """
     policies = [name for name in config.names(LLM) if config.block(LLM, name).type == "policy"]
     adapter_name = config.finetuning.trainer_adapter
@@ -191,10 +199,14 @@ async def serve_policy(config: Config, builder: Builder, checkpoint: Path | None
         block = config.block(TRAINER_ADAPTER, adapter_name)
         if checkpoint is not None:
             assert isinstance(block, TrainerAdapterConfig)
-            started = block.starting_from(str(config.find_path(checkpoint, "--checkpoint")))
+            found = find_checkpoint(config, checkpoint, "--checkpoint")
+            started = block.starting_from(str(found.folder)) if found.folder else block
             if started is None:
                 raise ConfigError(f"--checkpoint: trainer_adapters.{adapter_name} does not start a backend (no model)")
             config.blocks[TRAINER_ADAPTER.section, adapter_name] = started
+            if found.note is not None:
+                console = Console(stderr=True, highlight=False)
+                Report(console).note(f"checkpoint: {found.folder or 'the initial weights'} ({found.note})")
         adapter = await builder.get_trainer_adapter(adapter_name)
         with TemporaryDirectory(prefix="insitu-") as scratch:
             await adapter.initialize(config.finetuning.model_copy(update={"output_dir": Path(scratch)}))
@@ -213,6 +225,31 @@ def check_ready(config: Config) -> None:
     """Raises ConfigError if training is not enabled."""
     if not config.finetuning.enabled:
         raise ConfigError(f"{config.source}: finetuning.enabled is false; set it to true to train")
+
+
+def check_open_files(config: Config) -> None:
+    """Raises the soft limit of open files to what the configured concurrency needs.
+
+    Raises ConfigError if the hard limit is lower.
+    """
+    blocks = (config.block(FUNCTION, name) for name in config.names(FUNCTION))
+    per_episode = max((getattr(block, "files_per_episode", 1) for block in blocks), default=1)
+    episodes = config.max_concurrency
+    needed = _OWN_FILES + per_episode * episodes
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited and soft < 2 * needed:  # twice: agents may use several connections
+        soft = 2 * needed if hard == unlimited else min(hard, 2 * needed)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        except (OSError, ValueError):  # a lower limit of the system
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != unlimited and soft < needed:
+        most = max(0, (soft - _OWN_FILES) // per_episode)
+        raise ConfigError(
+            f"eval.general.max_concurrency is {episodes}, which needs {needed} open files, but this process is allowed "
+            f"{soft}: raise the limit (ulimit -n {needed}) or set max_concurrency to at most {most}"
+        )
 
 
 async def _check_inputs(config: Config, request: FinetuneRunConfig) -> None:
