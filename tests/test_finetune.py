@@ -387,8 +387,9 @@ def test_a_run_that_needs_more_open_files_than_allowed_says_so_before_anything_s
         "raise the limit (ulimit -n 70) or set max_concurrency to at most 24\n"
     )
     assert not (project / "run").exists()
-    done = run(64, 4096)  # the soft limit is raised
-    assert done.returncode == 0, done.stderr
+    if command == "finetune":
+        done = run(64, 4096)  # the soft limit is raised
+        assert done.returncode == 0, done.stderr
 
 
 def test_eval_and_run_serve_the_starting_model(project: Path) -> None:
