@@ -13,8 +13,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-ITEMS = "kettle lamp chair clock radio table mirror fridge heater sofa stove desk".split()
-RESULTS = "shipped delivered packed returned soap vinegar oil water nothing".split()
+ITEMS = ["kettle", "lamp", "chair", "clock", "radio", "table", "mirror", "fridge", "heater", "sofa", "stove", "desk"]
+RESULTS = ["shipped", "delivered", "packed", "returned", "soap", "vinegar", "oil", "water", "nothing"]
 QUESTIONS = (
     "Where is my {}?",
     "When does my {} arrive?",

@@ -54,7 +54,9 @@ def endpoint(command: Callable[..., Any]) -> Callable[..., Any]:
 _validation_options = (
     click.option("--validation_dataset", help="Held-out rows, replacing those of the file."),
     click.option("--validation_interval", type=click.IntRange(min=1), help="Epochs between validations."),
-    click.option("--validation_config_file", type=_PATH, help="A file with the workflow and evaluators for validation."),
+    click.option(
+        "--validation_config_file", type=_PATH, help="A file with the workflow and evaluators for validation."
+    ),
 )
 
 

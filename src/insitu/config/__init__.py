@@ -238,7 +238,7 @@ class _Validator:
             return None
         known = reg.frameworks() if registration.frameworks else ()
         self.problems += [
-            not_found(f"{where}: its _type {block['_type']!r} declares the framework", name, known)
+            not_found(f"{where}: the framework of _type {block['_type']!r},", name, known)
             for name in registration.frameworks
             if name not in known
         ]

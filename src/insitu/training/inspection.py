@@ -191,9 +191,7 @@ SORT_KEYS: dict[str, Callable[[Mapping[str, Any]], float]] = {
 """By what episodes can be sorted, the largest first."""
 
 
-def select(
-    episodes: Sequence[RecordedEpisode], outcome: str | None, min_reward: float | None
-) -> list[RecordedEpisode]:
+def select(episodes: Sequence[RecordedEpisode], outcome: str | None, min_reward: float | None) -> list[RecordedEpisode]:
     """The episodes with this outcome and at least this reward; raises ConfigError if there are none."""
     selected = [e for e in episodes if outcome is None or outcome in e.outcomes]
     if not selected:

@@ -322,7 +322,8 @@ class InsituTrainer(Trainer):
             dropped = sum((Counter(result.dropped) for result in self.results.values()), Counter[str]())
             raise TrajectoryError(
                 f"no epoch trained anything: every group was dropped: {counts(dropped)} "
-                f"(epoch by epoch: {self.store.folder / 'training_metrics.jsonl'})" + "".join(f"; {c}" for c in self._causes)
+                f"(epoch by epoch: {self.store.folder / 'training_metrics.jsonl'})"
+                + "".join(f"; {c}" for c in self._causes)
             )
         failed = [v for v in history if "error" in v]
         if failed:

@@ -15,7 +15,6 @@ from insitu.algorithms.statistics import mean_ci95
 from insitu.evaluation.evaluators import scores_by_row
 from insitu.schemas.evaluation import EvaluationRunOutput
 
-
 _SILENCE = 30.0
 """Seconds between the lines about a phase in progress, where there is no terminal for a bar."""
 
