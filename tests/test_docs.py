@@ -9,9 +9,9 @@ The word after a block's language says what becomes of it; a block with no rule 
     ```bash                  run by bash, curl failing on a refusal       ```bash refused         the server must refuse
 
 The blocks of the two guides that train an agent run as they are printed, and the held-out scores of their runs must
-rise as the guides say. On the other pages, commands run in a copy of the examples with few rows and one epoch, by options
-added to the line, on the one backend and the one workflow service that are started here for all pages. Files that need
-the ART library are checked, and not run: `make test-art` has it.
+rise as the guides say. On the other pages, commands run in a copy of the examples with few rows and one epoch, by
+options added to the line, on the one backend and the one workflow service that are started here for all pages. Files
+that need the ART library are checked, and not run: `make test-art` has it.
 """
 
 import importlib.util

@@ -122,7 +122,9 @@ def test_all_evaluators_score_the_episodes_of_training(project: Path) -> None:
     for episode in read_lines(project / "run/episodes.jsonl")[1:]:
         assert episode["scores"] == {"score": episode["reward"], "other": episode["reward"]}
     assert "\n  scores: score " in out
-    assert metrics["completions_mean_length"] == metrics["tokens"] / 24 / (1 - metrics["frac_reward_zero_std"])
+    calls = read_lines(project / "run/calls.jsonl")[1:]
+    assert metrics["completions_mean_length"] == sum(len(c["token_ids"]) for c in calls) / len(calls)
+    assert metrics["completions_clipped_ratio"] == sum(c["finish_reason"] == "length" for c in calls) / len(calls)
     code, _, err = run_project(project, *second, "-o", "finetuning.training_evaluators", "[]")
     assert code == 0, err
     (metrics,) = read_lines(project / "run/training_metrics.jsonl")

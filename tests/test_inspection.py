@@ -161,10 +161,10 @@ def test_tokens_are_shown_as_text(run: Path) -> None:
     for option in (("--tokenizer", MODEL), ()):
         shown = show(run, "--row", "r 1", "--generation", 0, "--tokens", *option).out.splitlines()
         assert shown[-4:] == [
-            "    context, 2 tokens: '<|user|>\"'",
-            "    call 0: '$' (-0.500) '<|assistant|>' (-0.500)",
+            "    context, 2 tokens: '<|system|>\"'",
+            "    call 0: '$' (-0.500) '<|user|>' (-0.500)",
             "    context, 1 token: '#'",
-            "    call 2: '<|system|>' (-0.500)",
+            "    call 2: '<|assistant|>' (-0.500)",
         ]
         checkpoint = run / "backend/checkpoints/step_000001"
         checkpoint.mkdir(parents=True, exist_ok=True)

@@ -121,18 +121,22 @@ def test_the_line_of_an_epoch() -> None:
     assert second == "epoch 2/2  reward 1  8 episodes  0.0+0.0+0.0 s"
 
 
+async def turns() -> None:
+    """A few turns of the event loop, in which every timer that is due runs."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
 async def test_without_a_terminal_a_line_now_and_then_says_how_far_a_phase_is() -> None:
     console, file = printed()
     report = Report(console, interval=0)
     for what, total in (("epoch 1: collecting", 4), ("epoch 1: training", None)):
         report.begin(what, total)
         report.advance()
-        while f"{what}:" not in file.getvalue():
-            await asyncio.sleep(0)
+        await turns()
         report.end()
         before = file.getvalue()
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await turns()
         assert file.getvalue() == before, "a phase that has ended says nothing"
     lines = file.getvalue().splitlines()
     assert "epoch 1: collecting: 1 of 4 episodes, 0 s" in lines

@@ -121,8 +121,8 @@ def load_art() -> Any:
         return importlib.import_module("art")
     except ImportError as error:
         raise ConfigError(
-            f"the ART plugin needs the package openpipe-art and its dependencies: {install_command('art')} in the clone "
-            f"of insitu ({error})"
+            "the ART plugin needs the package openpipe-art and its dependencies: "
+            f"{install_command('art')} in the clone of insitu ({error})"
         ) from error
 
 
