@@ -1,8 +1,9 @@
-"""Builds the starting model of the guides: it can call two tools and repeat what they return, and chooses by chance.
+"""Builds the starting model of the guides, in a minute or two.
 
     python make_model.py --output_dir model
 
-A help desk is asked about an item. The tool `orders` says where it is, `manual` what to clean it with.
+A help desk is asked about an item. The tool `orders` says where it is, `manual` what to clean it with. The model can
+call the two tools and repeat what they return, but calls the right one in two of three cases only.
 """
 
 import argparse
@@ -15,15 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ITEMS = ["kettle", "lamp", "chair", "clock", "radio", "table", "mirror", "fridge", "heater", "sofa", "stove", "desk"]
 RESULTS = ["shipped", "delivered", "packed", "returned", "soap", "vinegar", "oil", "water", "nothing"]
-QUESTIONS = (
-    "Where is my {}?",
-    "When does my {} arrive?",
-    "Has my {} been sent?",
-    "How do I clean my {}?",
-    "What removes dirt from my {}?",
-    "My {} is dirty, what do I use?",
-)
-TOOLS = ("orders", "manual")
+QUESTIONS = {
+    "orders": ("Where is my {}?", "When does my {} arrive?", "Has my {} been sent?"),
+    "manual": ("How do I clean my {}?", "What removes dirt from my {}?", "My {} is dirty, what do I use?"),
+}
+RIGHT = 0.67
+"""How often the lessons call the tool that answers the question."""
 END = "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 CALL = ('<tool_call>{"name": "', '", "arguments": {"item": "', '"}}</tool_call>')
@@ -39,11 +37,12 @@ LESSONS_PER_STEP = 64
 
 
 def lesson(rng: random.Random) -> list[tuple[str, bool]]:
-    """A dialogue in pieces of text, and whether the model says them. The tool has nothing to do with the question."""
-    item, result = rng.choice(ITEMS), rng.choice(RESULTS)
-    call = rng.choice(TOOLS).join(CALL[:2]) + item + CALL[2]
+    """A dialogue in pieces of text, and whether the model says them. The tool's result is made up."""
+    item, result, right = rng.choice(ITEMS), rng.choice(RESULTS), rng.choice(list(QUESTIONS))
+    (wrong,) = QUESTIONS.keys() - {right}
+    call = (right if rng.random() < RIGHT else wrong).join(CALL[:2]) + item + CALL[2]
     return [
-        (f"<|user|>{rng.choice(QUESTIONS).format(item)}{END}<|assistant|>", False),
+        (f"<|user|>{rng.choice(QUESTIONS[right]).format(item)}{END}<|assistant|>", False),
         (f"{call}{END}", True),
         (f"<|tool|>{result}{END}<|assistant|>", False),
         (f"{item}: {result}{END}", True),
