@@ -16,10 +16,12 @@ _MOSTLY = 0.5
 
 @dataclass(frozen=True)
 class EpochResult:
-    """What one epoch collected, trained and cost: a line of `training_metrics.jsonl`.
+    """Results of one epoch; `metrics()` returns its line of `training_metrics.jsonl`.
 
-    `collected` holds the statistics of all scored episodes, `trained` those of what was submitted, `backend` the
-    metrics of the training job. `job` is None until it has ended; `seconds` has the keys collect, train and validate.
+    `collected` holds the statistics of all collected trajectories, `trained` those of what was submitted, `backend` the
+    metrics of the training job. `policy_version` is the version sampled from and, once the job has completed, the
+    version it produced. `job` is its final status; None until it ends, or if nothing was submitted. `seconds` has the
+    keys collect, train and validate.
     """
 
     collected: Mapping[str, Any]
@@ -30,7 +32,7 @@ class EpochResult:
     job: TrainingStatusEnum | None = None
     backend: Mapping[str, Any] | None = None
 
-    def timed(self, phase: str, seconds: float) -> "EpochResult":
+    def with_seconds(self, phase: str, seconds: float) -> "EpochResult":
         return replace(self, seconds={**self.seconds, phase: seconds})
 
     def metrics(self) -> dict[str, Any]:
