@@ -91,7 +91,8 @@ class Desk:
         self.exported, self.programs = self.folder / ".exported", self.folder / ".programs"
         self.programs.mkdir()
         install_forked_command(self.programs / "insitu")
-        (self.programs / "python").symlink_to(forked_python())
+        if not self.as_printed:  # an agent's program starts faster in an interpreter that has imported nothing
+            (self.programs / "python").symlink_to(forked_python())
         activate = self.folder / ".venv" / "bin" / "activate"
         activate.parent.mkdir(parents=True)
         activate.write_text(f"export PATH={self.programs}:{Path(sys.executable).parent}:$PATH\n")
