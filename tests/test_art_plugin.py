@@ -173,7 +173,7 @@ def test_each_trained_call_is_a_choice_exactly_once(plan: list[tuple[int, bool]]
     given = trajectory(calls, trained)
     if not trained:
         given.episode = []
-        with pytest.raises(TrajectoryError, match="nothing to train"):
+        with pytest.raises(TrajectoryError, match="episode r/1/7/0/0 cannot be trained: none of its calls is trained"):
             art_trajectory(given)
         return
     made = art_trajectory(given)

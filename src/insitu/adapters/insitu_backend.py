@@ -17,7 +17,7 @@ import orjson
 from pydantic import Field, SecretStr, model_validator
 
 from insitu.advantages.estimator import training_rows
-from insitu.builder import Builder
+from insitu.builder import Builder, builder_at_work
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
 from insitu.http_format import error_message, event_data
 from insitu.interfaces import TrainerAdapter
@@ -32,6 +32,7 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.schemas.training_jobs import JobState, TrainingOptions, TrainingSettings
+from insitu.trajectories.restoring import restore_collection, untrainable_reason
 
 logger = logging.getLogger(__name__)
 
@@ -157,10 +158,10 @@ class BackendProcess:
 class InsituTrainerAdapter(TrainerAdapter):
     """Submits training rows to an `insitu backend` and follows the jobs."""
 
-    def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder) -> None:
+    def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder | None = None) -> None:
         super().__init__(adapter_config)
         self.config = adapter_config
-        self._loaded = builder.config
+        self._loaded = (builder or builder_at_work() or Builder()).config
         self._process: BackendProcess | None = None
         self._session: aiohttp.ClientSession | None = None
         self._submissions = 0
@@ -218,7 +219,7 @@ class InsituTrainerAdapter(TrainerAdapter):
             name, version = models["data"][0]["id"], health["policy_version"]
         except (LookupError, TypeError):
             raise BackendError(f"{self._address} is not an insitu backend: no model or policy_version") from None
-        return PolicyEndpoint(f"{self._address}/v1", name, self._token(), version)
+        return PolicyEndpoint(f"{self._address}/v1", name, self._token(), version, base_model=self.config.model)
 
     def training_settings(self) -> dict[str, Any]:
         return self.config.training.model_dump(mode="json", exclude_none=True)
@@ -237,12 +238,9 @@ class InsituTrainerAdapter(TrainerAdapter):
         Groups without rows get the default advantages. Without an epoch, which plugins may leave unset, each submission
         is a job.
         """
+        trajectories = restore_collection(trajectories)
+        _check_trainable(trajectories)
         rows = training_rows(trajectories)
-        if not rows:
-            raise JobFailed(
-                f"run {trajectories.run_id}: none of {sum(map(len, trajectories.trajectories))} trajectories has rows "
-                "or captured calls; insitu_traj_builder captures calls"
-            )
         self._submissions += 1
         epoch = trajectories.epoch or self._submissions
         epochs = max(self.run_config.num_epochs, epoch)
@@ -316,6 +314,25 @@ class InsituTrainerAdapter(TrainerAdapter):
             except orjson.JSONDecodeError as error:
                 raise BackendError(f"{self._address}{path} did not return JSON: is it an insitu backend?") from error
         raise AssertionError("unreachable")
+
+
+def _check_trainable(collection: TrajectoryCollection) -> None:
+    """Raises JobFailed if no trajectory has rows or calls to make them of; warns if some have none."""
+    given = [t for group in collection.trajectories for t in group]
+    untrainable = [t for t in given if not t.rows and not t.trained_calls]
+    if not given:
+        raise JobFailed(f"run {collection.run_id}: there are no trajectories to train on")
+    if not untrainable:
+        return
+    first = untrainable[0]
+    reason = "none of its calls is trained" if first.calls else untrainable_reason(first)
+    problem = (
+        f"run {collection.run_id}: {len(untrainable)} of {len(given)} trajectories cannot be trained; "
+        f"the first one{f' ({first.id})' if first.id else ''}: {reason}"
+    )
+    if len(untrainable) == len(given):
+        raise JobFailed(problem)
+    logger.warning("%s", problem)
 
 
 def _gzip_lines(head: dict[str, Any], rows: list[Any]) -> bytes:

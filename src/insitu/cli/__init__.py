@@ -13,6 +13,7 @@ _COMMANDS = {
     "trajectories": "Inspect the recorded episodes of a run.",
     "serve": "Serve a workflow for `--endpoint` and POST /generate.",
     "backend": "Serve and train a model: inference and training jobs on one port.",
+    "info": "List the registered components and their keys.",
 }
 
 
@@ -79,6 +80,10 @@ def main() -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except MemoryError as error:
+        reason = f": {error}" if str(error) else ""
+        print(f"failed: out of memory{reason}", file=sys.stderr)
+        sys.exit(1)
     except (InsituError, OSError) as error:  # OSError: a full disk, a file that cannot be written
         print(f"failed: {error}", file=sys.stderr)
         sys.exit(1)

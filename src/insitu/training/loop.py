@@ -19,6 +19,7 @@ from insitu.advantages.estimator import AdvantageEstimator, GroupRelativeEstimat
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
 from insitu.builder import Builder, name_being_built
 from insitu.errors import BackendError, ConfigError, InsituError, JobFailed, PluginError, TrajectoryError
+from insitu.evaluation.shared_run import UsesBuilder, builder_of_run
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.registry import register_trainer
 from insitu.schemas.episodes import Episode
@@ -31,10 +32,12 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.training.report import Report, counts, plot
+from insitu.training.plot import RewardPlot
+from insitu.training.report import Report, counts
 from insitu.training.store import RunStore, read_curriculum_state, set_aside
 from insitu.training.validation import Validation
-from insitu.trajectories.builder import GroupRecord
+from insitu.trajectories.builder import EpisodesBuilder, GroupRecord
+from insitu.trajectories.restoring import restore_calls
 
 logger = logging.getLogger(__name__)
 
@@ -95,23 +98,23 @@ class EpochResult:
         }
 
 
-class InsituTrainer(Trainer):
+class InsituTrainer(UsesBuilder, Trainer):
     """Collects, filters, submits, waits and records each epoch; validates before, between and after."""
 
     computes_advantages = True
     """Whether this trainer computes the advantages, rather than the adapter's backend."""
 
-    def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder) -> None:
-        super().__init__(trainer_config)
+    def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
+        super().__init__(trainer_config, **kwargs)
         self.config = trainer_config
-        self._builder = builder
-        self._file = builder.config
+        self._given_builder = builder or builder_of_run()
         self.run_id = f"insitu_run_{uuid.uuid4().hex[:8]}"
         self.report = Report()
         self.rewards: list[dict[str, Any]] = []
         self.results: dict[int, EpochResult] = {}
         self.validation: Validation | None = None
         self._store: RunStore | None = None
+        self._plot: RewardPlot | None = None
         self._earlier_curriculum = self._read_curriculum()
 
     def _read_curriculum(self) -> dict[str, Any] | None:
@@ -129,6 +132,8 @@ class InsituTrainer(Trainer):
         for part, interface in ((trajectory_builder, TrajectoryBuilder), (trainer_adapter, TrainerAdapter)):
             if not isinstance(part, interface):
                 raise PluginError(f"{type(part).__name__} is not a {interface.__name__}: derive it from that class")
+        if isinstance(trajectory_builder, EpisodesBuilder):
+            trajectory_builder.check_comparable(self.trainer_config.type)
         if self.computes_advantages and trainer_adapter.computes_advantages:
             adapter = trainer_adapter.adapter_config.type
             raise ConfigError(
@@ -142,6 +147,7 @@ class InsituTrainer(Trainer):
         if moved is not None:
             self.report.note(f"{folder} held an earlier run, which is now {moved}")
         self._store = RunStore(folder)
+        self._plot = RewardPlot(folder / "reward_plot.png")
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
         fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
@@ -186,6 +192,8 @@ class InsituTrainer(Trainer):
                 self.results[epoch] = self.results[epoch].timed("validate", record["seconds"])
         finally:  # what has been trained is recorded even if its validation fails
             self.log_progress(epoch, self.results[epoch].metrics())
+        if self._plot is not None:
+            await self._plot.update(self.rewards, self._validations)
         self.report.epoch(epoch, last, self.results[epoch].metrics())
         return status
 
@@ -246,7 +254,7 @@ class InsituTrainer(Trainer):
                 + (f"; most often {first[0][0]}" if first else "")
                 + f" (all of them: {self.store.folder / 'episodes.jsonl'})"
             )
-        groups = [[*group] for group in collection.trajectories]
+        groups = [[restore_calls(t) for t in group] for group in collection.trajectories]
         for number, group in enumerate(groups):
             for k, trajectory in enumerate(group):
                 if trajectory.id is None:  # a plugin's builder may give none
@@ -314,13 +322,18 @@ class InsituTrainer(Trainer):
         self.store.write("reward_history.json", self.rewards)
         self.store.write("curriculum_state.json", self.get_curriculum_state())
 
+    @property
+    def _validations(self) -> list[dict[str, Any]]:
+        return self.validation.history if self.validation else []
+
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
-        validations = self.validation.history if self.validation else []
         last = self.results[max(self.results)].metrics() if self.results else {}
-        return {"run_id": run_id, "rewards": self.rewards, "validations": validations, "last": last}
+        return {"run_id": run_id, "rewards": self.rewards, "validations": self._validations, "last": last}
 
     async def cleanup(self) -> None:
         self.report.end()
+        if self._plot is not None:  # also after a failed or interrupted run
+            await self._plot.finish(self.rewards, self._validations)
         if self._store is not None:
             self._store.close()
 
@@ -344,8 +357,9 @@ class InsituTrainer(Trainer):
 
     async def _conclude(self, statuses: list[TrainingJobStatus]) -> None:
         """Draws the plot and prints the table; raises if the run did not do what was asked."""
-        history = self.validation.history if self.validation else []
-        await asyncio.to_thread(plot, self.store.folder / "reward_plot.png", self.rewards, history)
+        history = self._validations
+        if self._plot is not None:
+            await self._plot.finish(self.rewards, history)
         self.report.summary(history, self.validation.best if self.validation else None, self.store.folder)
         if not statuses:
             dropped = sum((Counter(result.dropped) for result in self.results.values()), Counter[str]())

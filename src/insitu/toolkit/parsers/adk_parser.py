@@ -55,10 +55,12 @@ def _samples(item: Any, before: Sequence[Message]) -> list[SampledMessage] | Non
     chosen = _get(_get(item, "logprobsResult") or {}, "chosenCandidates")
     logprobs = None if chosen is None else [float(_get(token, "logProbability")) for token in chosen]
     ids = None if chosen is None else [_get(token, "tokenId") for token in chosen]
+    texts = None if chosen is None else [str(token.get("token") or "") for token in chosen]
     reason = openai_finish_reason(_get(item, "finishReason"))
     if reason == "stop" and messages[0].get("tool_calls"):
         reason = "tool_calls"  # ADK has no such reason
-    return [SampledMessage(messages[0], reason, logprobs, ids if ids and None not in ids else None)]
+    known_ids = ids if ids and None not in ids else None
+    return [SampledMessage(messages[0], reason, logprobs, known_ids, tokens=texts)]
 
 
 def _get(fields: dict[str, Any], name: str) -> Any:

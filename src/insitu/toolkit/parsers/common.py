@@ -13,7 +13,9 @@ from pydantic import ValidationError
 from insitu.errors import TrajectoryError
 from insitu.evaluation.remote import plain
 from insitu.http_format import parse_token_ids
+from insitu.schemas.episodes import ModelCall
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, IntermediateStepType
+from insitu.trajectories.conversations import call_logprobs
 
 Message = dict[str, Any]
 
@@ -32,12 +34,22 @@ _FINISH_REASONS = {
 
 
 class SampledMessage(NamedTuple):
-    """An assistant message and how it was sampled: `logprobs` and `token_ids` have one entry per token."""
+    """An assistant message and how it was sampled.
+
+    `logprobs`, `token_ids` and `tokens` (their texts) have one entry per token.
+    """
 
     message: Message
     finish_reason: str | None = None
     logprobs: list[float] | None = None
     token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    policy_version: int | None = None
+    tokens: list[str] | None = None
+
+
+_CAPTURED = ("finish_reason", "logprobs", "token_ids", "prompt_token_ids", "policy_version")
+"""Fields of a SampledMessage that the metadata of a captured call has."""
 
 
 class StepFormat(NamedTuple):
@@ -98,24 +110,44 @@ def step_prompt(step: IntermediateStep) -> Any:
 def step_samples(
     step: IntermediateStep, prompt: Sequence[Message], formats: Sequence[StepFormat]
 ) -> list[SampledMessage]:
-    """The candidates of an LLM_END. What was captured of the first one overrides what its framework reported."""
+    """The candidates of an LLM_END. What was captured of each one overrides what its framework reported."""
     metadata = step_metadata(step)
     responses = metadata.get("chat_responses")
     if responses is None:
         responses = step.data.output if step.data is not None and step.data.output is not None else []
     samples = parse_samples(responses, prompt, formats)
-    if samples:
-        captured = {name: plain(metadata.get(name)) for name in SampledMessage._fields[1:]}
-        captured["logprobs"] = parse_logprobs(captured["logprobs"])
-        samples[0] = samples[0]._replace(**{name: value for name, value in captured.items() if value is not None})
+    for position, captured in enumerate((metadata.get("choices") or [metadata])[: len(samples)]):
+        values = {name: plain(captured.get(name)) for name in _CAPTURED}
+        values["logprobs"] = parse_logprobs(values["logprobs"])
+        known = {name: value for name, value in values.items() if value is not None}
+        samples[position] = samples[position]._replace(**known)
     return samples
 
 
-def assistant_message(sample: SampledMessage) -> Message:
-    """The message with its `logprobs` (empty if unknown), and `token_ids` and `finish_reason` if known."""
-    optional = {"token_ids": sample.token_ids, "finish_reason": sample.finish_reason}
-    known = {name: value for name, value in optional.items() if value is not None}
-    return {**sample.message, "logprobs": sample.logprobs or [], **known}
+def sampled_call(step: IntermediateStep, sample: SampledMessage, prompt: Sequence[Message] = ()) -> ModelCall:
+    """The model call of an LLM_END, as far as it is known."""
+    metadata = step_metadata(step)
+    return ModelCall(
+        index=0,
+        model=metadata.get("model") or step.name or "",
+        messages=[*prompt],
+        llm=metadata.get("llm"),
+        tools=plain(metadata.get("tools_schema")),
+        message=sample.message,
+        prompt_token_ids=sample.prompt_token_ids,
+        token_ids=sample.token_ids,
+        logprobs=sample.logprobs,
+        finish_reason=sample.finish_reason,
+        policy_version=sample.policy_version,
+        functions=(step.function_ancestry.function_name,),
+    )
+
+
+def assistant_message(message: Message, call: ModelCall | None, tokens: list[str] | None = None) -> Message:
+    """The message with its `logprobs` (see `call_logprobs`), and `token_ids` and `finish_reason` if known."""
+    sampling = {} if call is None else {"token_ids": call.token_ids, "finish_reason": call.finish_reason}
+    known = {name: value for name, value in sampling.items() if value is not None}
+    return {**message, "logprobs": call_logprobs(call, tokens), **known}
 
 
 class StepParser(Protocol):
@@ -130,8 +162,8 @@ def step_parser(*formats: StepFormat) -> StepParser:
     def parse_to_openai_message(step: Any, previous_message: Message | None = None, **kwargs: Any) -> Message:
         """Returns the message that one step adds.
 
-        LLM_START: the last message of the prompt. LLM_END: the completion with `logprobs` (one number per token, empty
-        if unknown), and `finish_reason` and `token_ids` if known. TOOL_END: the tool's result, for the call in
+        LLM_START: the last message of the prompt. LLM_END: the completion with `logprobs` (those of an OpenAI choice,
+        empty if unknown), and `finish_reason` and `token_ids` if known. TOOL_END: the tool's result, for the call in
         `previous_message` if the tool's output does not name one. Raises TrajectoryError, naming the step, if it has no
         message or cannot be parsed.
         """
@@ -141,7 +173,8 @@ def step_parser(*formats: StepFormat) -> StepParser:
                 case IntermediateStepType.LLM_START if prompt := parse_prompt(step_prompt(step), formats):
                     return prompt[-1]
                 case IntermediateStepType.LLM_END if samples := step_samples(step, before, formats):
-                    return assistant_message(samples[0])
+                    sample = samples[0]
+                    return assistant_message(sample.message, sampled_call(step, sample), sample.tokens)
                 case IntermediateStepType.TOOL_END:
                     return _tool_message(step, before, formats)
             raise TrajectoryError("no message in it; LLM_START, LLM_END and TOOL_END steps have one")
@@ -212,8 +245,14 @@ def parse_logprobs(logprobs: Any) -> list[float] | None:
 def sampled_message(message: Message, finish_reason: Any, logprobs: Any) -> SampledMessage:
     """`logprobs` is a list of numbers or OpenAI's object, whose tokens may be written as `token_id:123`."""
     entries = logprobs.get("content") if isinstance(logprobs, dict) else None
-    token_ids = parse_token_ids(entry.get("token") for entry in entries or ())
-    return SampledMessage(message, openai_finish_reason(finish_reason), parse_logprobs(logprobs), token_ids)
+    tokens = [str(entry.get("token", "")) for entry in entries or ()]
+    return SampledMessage(
+        message,
+        openai_finish_reason(finish_reason),
+        parse_logprobs(logprobs),
+        parse_token_ids(tokens),
+        tokens=tokens or None,
+    )
 
 
 def tool_call(name: Any, arguments: Any, call_id: Any) -> Message:
