@@ -226,6 +226,11 @@ async def test_other_servers_are_refused(config: Config) -> None:
     assert lost.reason == "backend_error"
 
 
+@pytest.mark.parametrize("path", ["", "/", "/generate", "/generate/", EPISODES])
+async def test_the_endpoint_may_be_written_with_the_route(config: Config, served: str, path: str) -> None:
+    assert (await episode(config, served + path, {"do": "plain"})).outcome == "ok"
+
+
 async def test_the_llms_that_are_trained_must_be_the_services(config: Config, served: str) -> None:
     async with Builder(config) as builder:
         with pytest.raises(ConfigError, match=r"has no llm called judge; available: player"):

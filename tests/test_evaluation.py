@@ -140,6 +140,7 @@ async def test_repetitions_have_numbers_and_seeds_of_their_own(bench: Bench) -> 
     ("says", "first", "message", "reason"),
     [
         ("nan", "nan", "the score is nan", "nan_score"),
+        ("huge", "-1e+308", "the score is -1e+308; allowed: from -1e+30 to 1e+30", "nan_score"),
         ("none", "None", "returned no score", "no_score"),
         ("words", "good", "'good' is not a number", "no_score"),
         ("fewer", "None", "exact returned no score for this item", "evaluator_error"),

@@ -17,23 +17,23 @@ class RewardPlot:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._outdated = False
+        self._drawn = (0, 0)
         self._due = 0.0
 
     async def update(self, rewards: Records, validations: Records) -> None:
         """Draws the plot, unless that was done a moment ago; `finish` then draws what is missing."""
-        self._outdated = True
         if time.monotonic() >= self._due:
             await self.finish(rewards, validations)
 
     async def finish(self, rewards: Records, validations: Records) -> None:
         """Draws the plot if there is anything new."""
-        if not self._outdated:
+        given = (len(rewards), len(validations))
+        if given == self._drawn:
             return
         started = time.monotonic()
         await asyncio.to_thread(_draw, self._path, [*rewards], [*validations])
         ended = time.monotonic()
-        self._outdated, self._due = False, ended + (ended - started) / _SHARE_OF_TIME
+        self._drawn, self._due = given, ended + (ended - started) / _SHARE_OF_TIME
 
 
 def _draw(path: Path, rewards: Records, validations: Records) -> None:
