@@ -18,7 +18,7 @@ from insitu.adapters.art.remote_backend import _RemoteBackend
 from insitu.adapters.insitu_backend import InsituAdapterConfig, InsituTrainerAdapter
 from insitu.advantages.estimator import training_rows
 from insitu.config import load_config
-from insitu.errors import JobFailed, TrajectoryError
+from insitu.errors import TrajectoryError
 from insitu.evaluation.shared_run import share
 from insitu.plugin_api import (
     Builder,
@@ -323,7 +323,8 @@ async def test_what_cannot_be_trained_is_refused_for_its_true_reason(
     items: list[EpisodeItem], reason: str, adapter: InsituTrainerAdapter
 ) -> None:
     group = [made_of(*items), made_of(*items)]
-    with pytest.raises(JobFailed, match=f"^run r: 2 of 2 trajectories cannot be trained; the first one: {reason}"):
+    problem = "run r: 2 of 2 trajectories cannot be trained; the first one"
+    with pytest.raises(TrajectoryError, match=f"^{problem}: {reason}"):
         await adapter.submit(TrajectoryCollection(trajectories=[group], run_id="r"))
     if "prompt" not in reason and "text" not in reason:  # ART renders prompts, and may find the ids of a text
         with pytest.raises(TrajectoryError, match=f"^the episode cannot be trained: {reason}"):

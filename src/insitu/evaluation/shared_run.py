@@ -84,7 +84,7 @@ class UsesBuilder:
         return self._given_builder
 
     @property
-    def _file(self) -> Config:
+    def _full_config(self) -> Config:
         return self._builder.config
 
 

@@ -1,4 +1,4 @@
-"""Intermediate steps of an episode -> OpenAI messages, for any framework.
+"""Converts the intermediate steps of an episode to OpenAI messages, for any framework.
 
 An LLM_START and an LLM_END with the same UUID are one model call; the parsers of the frameworks describe the payloads.
 A captured call has `logprobs`, `token_ids`, `prompt_token_ids`, `finish_reason`, `model`, `llm` and `policy_version` in
@@ -17,21 +17,21 @@ from insitu.schemas.steps import IntermediateStep, IntermediateStepType
 from insitu.toolkit.parsers.adk_parser import ADK
 from insitu.toolkit.parsers.common import (
     OPENAI,
+    Completion,
     Message,
-    SampledMessage,
     assistant_message,
+    naming_step,
     parse_prompt,
     parse_step,
-    plain,
     sampled_call,
-    step_errors,
+    step_completions,
     step_metadata,
     step_prompt,
-    step_samples,
 )
 from insitu.toolkit.parsers.langchain_parser import LANGCHAIN
 from insitu.toolkit.parsers.llama_index_parser import LLAMA_INDEX
 from insitu.trajectories.conversations import Turn, conversations
+from insitu.workflow.conversion import to_jsonable
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def parse_to_conversations(steps: Iterable[Any]) -> list[list[Message]]:
     if unanswered:
         reasons = ", ".join(sorted({str(call.error) for call in unanswered}))
         logger.warning("skipped %d of %d model calls without a completion: %s", len(unanswered), len(calls), reasons)
-    tokens = {call.index: sample.tokens for call, sample in sampled if sample is not None}
+    tokens = {call.index: completion.tokens for call, completion in sampled if completion is not None}
     return [[_parse_turn(turn, tokens) for turn in turns] for turns in conversations(calls)]
 
 
@@ -89,7 +89,7 @@ class _CallSteps(NamedTuple):
 
 
 def parse_calls(steps: Iterable[Any]) -> list[ModelCall]:
-    """The model calls in the order they began. Candidates for the same prompt are separate calls.
+    """The model calls in the order they began. Several completions of one prompt are separate calls.
 
     A call without a completion has `message` None, and the reason in `error`. Raises TrajectoryError, naming the step,
     if a step cannot be parsed.
@@ -97,8 +97,8 @@ def parse_calls(steps: Iterable[Any]) -> list[ModelCall]:
     return [call for call, _ in _parse_calls(steps)]
 
 
-def _parse_calls(steps: Iterable[Any]) -> list[tuple[ModelCall, SampledMessage | None]]:
-    calls: list[tuple[ModelCall, SampledMessage | None]] = []
+def _parse_calls(steps: Iterable[Any]) -> list[tuple[ModelCall, Completion | None]]:
+    calls: list[tuple[ModelCall, Completion | None]] = []
     for pair in sorted(_pair_steps(steps), key=lambda pair: (pair.first.event_timestamp, pair.position)):
         calls.extend(_pair_calls(pair, len(calls)))
     return calls
@@ -122,35 +122,35 @@ def _pair_steps(steps: Iterable[Any]) -> list[_CallSteps]:
     return pairs
 
 
-def _pair_calls(pair: _CallSteps, index: int) -> list[tuple[ModelCall, SampledMessage | None]]:
-    """A call per candidate, with the candidate; a single one without, if there is none."""
-    samples, error = [], "its LLM_END is missing"
+def _pair_calls(pair: _CallSteps, index: int) -> list[tuple[ModelCall, Completion | None]]:
+    """A call per completion, with the completion; a single one without, if there is none."""
+    completions, error = [], "its LLM_END is missing"
     prompt = _pair_prompt(pair)
     if pair.end is not None:
-        with step_errors(pair.end):
-            samples = step_samples(pair.end, prompt, FORMATS)
+        with naming_step(pair.end):
+            completions = step_completions(pair.end, prompt, FORMATS)
             error = str(step_metadata(pair.end).get("error") or "it ended without a completion")
     metadata = [step_metadata(step) for step in (pair.end, pair.start) if step is not None]
     shared: dict[str, Any] = {
         "messages": prompt,
-        "tools": next((plain(m["tools_schema"]) for m in metadata if m.get("tools_schema") is not None), None),
+        "tools": next((to_jsonable(m["tools_schema"]) for m in metadata if m.get("tools_schema") is not None), None),
         "functions": (pair.first.function_ancestry.function_name,),
         "started": pair.first.event_timestamp,
         "ended": (pair.end or pair.first).event_timestamp,
     }
-    if pair.end is None or not samples:
+    if pair.end is None or not completions:
         model = metadata[0].get("model") or pair.first.name or ""
         return [(ModelCall(index, model, llm=metadata[0].get("llm"), error=error, **shared), None)]
     return [
-        (replace(sampled_call(pair.end, sample), index=index + choice, choice=choice, **shared), sample)
-        for choice, sample in enumerate(samples)
+        (replace(sampled_call(pair.end, completion), index=index + choice, choice=choice, **shared), completion)
+        for choice, completion in enumerate(completions)
     ]
 
 
 def _pair_prompt(pair: _CallSteps) -> list[Message]:
     for step in (pair.start, pair.end):
         if step is not None and (prompt := step_prompt(step)) is not None:
-            with step_errors(step):
+            with naming_step(step):
                 return parse_prompt(prompt, FORMATS)
-    with step_errors(pair.end or pair.first):
+    with naming_step(pair.end or pair.first):
         raise TrajectoryError("no prompt in it, nor in an LLM_START of its UUID")
