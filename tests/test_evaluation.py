@@ -359,7 +359,6 @@ async def test_validation_means_are_over_rows() -> None:
     assert metrics["dropped"] == {"timeout": 1}
     low, high = metrics["ci95"]
     assert 0 <= low < 0.75 < high <= 1
-    assert high - low == pytest.approx(2 * 12.706 * 0.25, rel=1e-4)  # Student's t with 1 degree of freedom
 
 
 # files

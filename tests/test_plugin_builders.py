@@ -17,6 +17,7 @@ from insitu.adapters.art.conversion import art_trajectory
 from insitu.adapters.art.remote_backend import _RemoteBackend
 from insitu.adapters.insitu_backend import InsituAdapterConfig, InsituTrainerAdapter
 from insitu.advantages.estimator import training_rows
+from insitu.backend.protocols.art.trajectories import parse_groups
 from insitu.config import load_config
 from insitu.errors import TrajectoryError
 from insitu.evaluation.shared_run import share
@@ -44,7 +45,7 @@ from insitu.schemas.episodes import ModelCall
 from insitu.toolkit.parsers.base_parser import parse_to_openai_messages
 from insitu.trajectories.builder import EpisodesBuilder, EpisodesBuilderConfig
 from insitu.trajectories.conversations import call_logprobs, main_conversation
-from insitu.trajectories.restoring import restore_calls, restore_collection
+from insitu.trajectories.recovery import recover_calls, recover_collection
 
 GENERATIONS = 3
 
@@ -179,7 +180,7 @@ async def test_the_sampled_tokens_are_trained_by_the_insitu_adapter(
     collection: TrajectoryCollection, adapter: InsituTrainerAdapter, served: Served
 ) -> None:
     assert [len(group) for group in collection.trajectories] == [GENERATIONS] * 2
-    rows = training_rows(restore_collection(collection))
+    rows = training_rows(recover_collection(collection))
     trained = {
         (
             tuple(row.token_ids[: row.loss_mask.index(1)]),
@@ -255,9 +256,11 @@ async def test_an_adapter_that_makes_choices_of_them_trains_the_sampled_prompts(
     for group in collection.trajectories:
         for trajectory in group:
             turns = [convert(item) for item in trajectory.episode]
-            choices = [turn for turn in turns if "message" in turn]
+            (group_read,) = parse_groups([{"trajectories": [{"messages_and_choices": turns, "reward": 1.0}]}])
+            choices = [m for m in group_read.trajectories[0].histories[0].messages if m.token_ids]
+            known = [(line["prompt_token_ids"], line["token_ids"], line["logprobs"]) for line in served.samples()]
             assert len(choices) == 2
-            assert all(entry["token"].startswith("token_id:") for c in choices for entry in c["logprobs"]["content"])
+            assert all((c.prompt_token_ids, c.token_ids, c.logprobs) in known for c in choices)
 
 
 # without a server
@@ -292,10 +295,10 @@ IDS = {"content": [{"token": "token_id:7", "logprob": -0.5}]}
 @pytest.mark.parametrize("through", [lambda x: x, lambda x: orjson.loads(orjson.dumps(x))], ids=["as is", "as JSON"])
 def test_the_call_behind_a_message_is_found_again(through: Any) -> None:
     given = made_of(QUESTION, answer(through(call_logprobs(CALL))))
-    assert restore_calls(given).calls == [CALL]
-    assert restore_calls(given).trained_calls == [0]
+    assert recover_calls(given).calls == [CALL]
+    assert recover_calls(given).trained_calls == [0]
     captured = given.model_copy(update={"calls": [CALL]})
-    assert restore_calls(captured) is captured
+    assert recover_calls(captured) is captured
 
 
 @pytest.mark.parametrize("call", [CALL, None])

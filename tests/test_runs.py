@@ -168,9 +168,14 @@ async def test_a_backend_that_serves_another_model_is_refused(write: Any, served
 
 async def test_what_is_sampled_must_be_what_is_trained(write: Any, served: Served) -> None:
     frozen = project(write, served, {"target_model": "judge", "num_epochs": 2})
+    before = len(served.samples())
+    with pytest.raises(ConfigError, match=r"llms\.judge\.model_name is 'policy@0', but 'policy' at http.* is trained"):
+        await train(frozen, ("llms.judge.model_name", "policy@0"))
+    assert len(served.samples()) == before
+    behind = ("llms.judge.base_url", served.address.replace("127.0.0.1", "localhost.") + "/v1")  # as behind a proxy
     says = r"requested model 'policy@0' and was sampled at policy version 0, but the adapter trains .* at version"
     with pytest.raises(BackendError, match=says):
-        await train(frozen, ("llms.judge.model_name", "policy@0"))
+        await train(frozen, ("llms.judge.model_name", "policy@0"), behind)
 
 
 async def test_a_version_that_does_not_move_ends_the_run(write: Any, served: Served) -> None:

@@ -32,7 +32,7 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.schemas.training_jobs import JobState, TrainingOptions, TrainingSettings
-from insitu.trajectories.restoring import restore_collection, untrainable_reason
+from insitu.trajectories.recovery import recover_collection, untrainable_reason
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         An epoch whose job is pending, running or completed is not trained again. Groups without rows get the default
         advantages. Without an epoch, which plugins may leave unset, every call submits a new job.
         """
-        trajectories = restore_collection(trajectories)
+        trajectories = recover_collection(trajectories)
         _check_trainable(trajectories)
         rows = training_rows(trajectories)
         self._submissions += 1

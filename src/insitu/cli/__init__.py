@@ -62,7 +62,7 @@ def _warn_of_original_toolkit() -> None:
 
 def main() -> None:
     """Runs a command and exits: 0 success, 1 failed, 2 invalid command line or file, 130 interrupted."""
-    from insitu.errors import ConfigError, InsituError
+    from insitu.errors import ConfigError, InsituError, memory_problem
 
     _warn_of_original_toolkit()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write characters that the console cannot show
@@ -80,11 +80,12 @@ def main() -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except MemoryError as error:
-        reason = f": {error}" if str(error) else ""
-        print(f"failed: out of memory{reason}", file=sys.stderr)
-        sys.exit(1)
     except (InsituError, OSError) as error:  # OSError: a full disk, a file that cannot be written
         print(f"failed: {error}", file=sys.stderr)
+        sys.exit(1)
+    except Exception as error:  # a lack of memory, which libraries report in many ways; anything else is re-raised
+        if (problem := memory_problem(error)) is None:
+            raise
+        print(f"failed: out of memory: {problem}", file=sys.stderr)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from insitu.backend import BackendOptions
-from insitu.errors import BackendError
+from insitu.errors import BackendError, memory_problem
 
 
 def serve(options: BackendOptions) -> int:
@@ -19,6 +19,8 @@ def serve(options: BackendOptions) -> int:
 
         from insitu.backend.server import run
     except ImportError as error:
+        if memory_problem(error) is not None:
+            raise
         print(f"insitu backend needs the extra `local` (pip install 'insitu[local]'): {error}", file=sys.stderr)
         return 2
     try:

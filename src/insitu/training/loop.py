@@ -38,7 +38,7 @@ from insitu.training.report import Report, counts
 from insitu.training.store import RunStore, read_curriculum_state, set_aside
 from insitu.training.validation import Validation
 from insitu.trajectories.builder import EpisodesBuilder, GroupRecord
-from insitu.trajectories.restoring import restore_calls
+from insitu.trajectories.recovery import recover_calls
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class InsituTrainer(UsesBuilder, Trainer):
                 + (f"; most often {first[0][0]}" if first else "")
                 + f" (all of them: {self.store.folder / 'episodes.jsonl'})"
             )
-        groups = [[restore_calls(t) for t in group] for group in collection.trajectories]
+        groups = [[recover_calls(t) for t in group] for group in collection.trajectories]
         for number, group in enumerate(groups):
             for k, trajectory in enumerate(group):
                 if trajectory.id is None:  # a plugin's builder may leave ids unset

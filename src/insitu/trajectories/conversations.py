@@ -50,7 +50,7 @@ def call_logprobs(call: ModelCall | None, tokens: Iterable[str] | None = None) -
          "call": {"model": "policy", "prompt_token_ids": [1, 5, 9], "policy_version": 3, ...}}
 
     Components that build trajectories from messages pass the logprobs on, and with them the call
-    (see `insitu.trajectories.restoring`).
+    (see `insitu.trajectories.recovery`).
     """
     if call is None or not call.logprobs:
         return {}

@@ -22,7 +22,7 @@ from insitu.http_format import chat_logprobs, format_token_id
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItemRole, Trajectory
 from insitu.trajectories.conversations import Turn, conversations
-from insitu.trajectories.restoring import item_message, item_tokens, restore_calls, untrainable_reason
+from insitu.trajectories.recovery import item_message, item_tokens, recover_calls, untrainable_reason
 
 _FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "function_call")
 
@@ -53,7 +53,7 @@ def art_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     converted item by item.
     """
     label = episode_label(trajectory.id)
-    trajectory = restore_calls(trajectory)
+    trajectory = recover_calls(trajectory)
     if not math.isfinite(trajectory.reward):
         raise TrajectoryError(f"{label}: its reward is {trajectory.reward}; allowed: a finite number")
     if trajectory.trained_calls:

@@ -61,7 +61,7 @@ def item_message(item: EpisodeItem) -> dict[str, Any]:
     return {"role": _ROLES.get(item.role, item.role.value), "content": item.content, **extra}
 
 
-def restore_calls(trajectory: Trajectory) -> Trajectory:
+def recover_calls(trajectory: Trajectory) -> Trajectory:
     """A copy with the calls behind its messages; the trajectory itself if it has calls, or if one of them is unknown.
 
     Every call is trained: the builder has chosen the messages.
@@ -76,21 +76,21 @@ def restore_calls(trajectory: Trajectory) -> Trajectory:
         if sampled is not None:
             if sampled.token_ids is None or not sampled.call.get("prompt_token_ids"):
                 return trajectory
-            calls.append(_restored(len(calls), [*messages], sampled, message))
+            calls.append(_recovered(len(calls), [*messages], sampled, message))
             message = calls[-1].message or message
         messages.append(message)
     return trajectory.model_copy(update={"calls": calls, "trained_calls": [*range(len(calls))]})
 
 
-def _restored(index: int, messages: list[dict[str, Any]], sampled: ItemTokens, message: dict[str, Any]) -> ModelCall:
+def _recovered(index: int, messages: list[dict[str, Any]], sampled: ItemTokens, message: dict[str, Any]) -> ModelCall:
     known = {"model": "", "message": message, **sampled.call}
     known["functions"] = tuple(known.get("functions") or ())
     tokens, logprobs = sampled.token_ids, sampled.logprobs
     return ModelCall(index=index, messages=messages, token_ids=tokens, logprobs=logprobs, **known)
 
 
-def restore_collection(collection: TrajectoryCollection) -> TrajectoryCollection:
-    groups = [[restore_calls(trajectory) for trajectory in group] for group in collection.trajectories]
+def recover_collection(collection: TrajectoryCollection) -> TrajectoryCollection:
+    groups = [[recover_calls(trajectory) for trajectory in group] for group in collection.trajectories]
     return collection.model_copy(update={"trajectories": groups})
 
 
