@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import plain_parts  # noqa: F401 (registers the evaluator)
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 from processes import run, serving
 from pydantic import ValidationError
 from tiny_models import save_tiny_model
@@ -131,6 +133,13 @@ def test_bounds(where: str, value: Any) -> None:
 def test_bounds_of_the_builder() -> None:
     with pytest.raises(ValidationError, match="num_generations"):
         ARTTrajectoryBuilderConfig(num_generations=0)
+
+
+def test_the_extra_can_be_installed_beside_adk() -> None:
+    """openpipe-art 0.5.18 requires litellm<=1.82.0, with which `make test-frameworks` has passed for ADK."""
+    wanted = (Requirement(text) for text in requires("insitu") or ())
+    (litellm,) = (r for r in wanted if r.name == "litellm" and r.marker and r.marker.evaluate({"extra": "adk"}))
+    assert litellm.specifier.contains("1.82.0")
 
 
 def test_without_the_library_the_command_says_what_to_install() -> None:
