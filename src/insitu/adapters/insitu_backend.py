@@ -18,7 +18,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from insitu.advantages.estimator import training_rows
 from insitu.builder import Builder, builder_at_work
-from insitu.errors import BackendError, BackendUnavailable, ConfigError, RequestRefused, TrajectoryError
+from insitu.errors import BackendError, BackendUnavailable, ConfigError, RequestRefused
 from insitu.files import FolderLock
 from insitu.http_format import error_message, event_data
 from insitu.interfaces import TrainerAdapter
@@ -35,7 +35,7 @@ from insitu.schemas.finetuning import (
 from insitu.schemas.training_jobs import JobState, TrainingOptions, TrainingSettings
 from insitu.training.checkpoints import find_checkpoint
 from insitu.training.store import BACKEND_FOLDER, OUTPUT_DIR, move_aside
-from insitu.trajectories.recovery import recover_collection, untrainable_reason
+from insitu.trajectories.recovery import recover_collection
 
 logger = logging.getLogger(__name__)
 
@@ -278,7 +278,6 @@ class InsituTrainerAdapter(TrainerAdapter):
         advantages. Without an epoch, which plugins may leave unset, every call submits a new job.
         """
         trajectories = recover_collection(trajectories)
-        _check_trainable(trajectories)
         rows = training_rows(trajectories)
         self._submissions += 1
         if trajectories.epoch is None:
@@ -352,25 +351,6 @@ class InsituTrainerAdapter(TrainerAdapter):
             except orjson.JSONDecodeError as error:
                 raise BackendError(f"{self._base_url}{path} did not return JSON: is it an insitu backend?") from error
         raise AssertionError("unreachable")
-
-
-def _check_trainable(collection: TrajectoryCollection) -> None:
-    """Raises TrajectoryError if no trajectory has rows or calls to make them of; warns if some have none."""
-    given = [t for group in collection.trajectories for t in group]
-    untrainable = [t for t in given if not t.rows and not t.trained_calls]
-    if not given:
-        raise TrajectoryError(f"run {collection.run_id}: there are no trajectories to train on")
-    if not untrainable:
-        return
-    first = untrainable[0]
-    reason = "none of its calls is trained" if first.calls else untrainable_reason(first)
-    problem = (
-        f"run {collection.run_id}: {len(untrainable)} of {len(given)} trajectories cannot be trained; "
-        f"the first one{f' ({first.id})' if first.id else ''}: {reason}"
-    )
-    if len(untrainable) == len(given):
-        raise TrajectoryError(problem)
-    logger.warning("%s", problem)
 
 
 def _gzip_job(header: dict[str, Any], rows: list[Any]) -> bytes:

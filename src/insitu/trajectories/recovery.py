@@ -8,11 +8,15 @@ The parser's `logprobs` carry the call that sampled a message (see `call_logprob
 is trained like one with `calls`: on the sampled tokens, after exactly the prompt they were sampled from.
 """
 
+import logging
 from typing import Any, NamedTuple
 
+from insitu.errors import TrajectoryError
 from insitu.http_format import parse_token_ids, sampled_tokens
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
+
+logger = logging.getLogger(__name__)
 
 _ROLES = {EpisodeItemRole.ENVIRONMENT: "user", EpisodeItemRole.OTHER: "user"}
 """Roles that chat templates do not have: the model reads an environment's messages as the user's."""
@@ -90,7 +94,25 @@ def _recovered(index: int, messages: list[dict[str, Any]], sampled: ItemTokens, 
 
 
 def recover_collection(collection: TrajectoryCollection) -> TrajectoryCollection:
+    """A copy with the calls behind all messages, for adapters that train on tokens.
+
+    Raises TrajectoryError if no trajectory has rows or calls to make them of; warns if some have none.
+    """
     groups = [[recover_calls(trajectory) for trajectory in group] for group in collection.trajectories]
+    given = [trajectory for group in groups for trajectory in group]
+    untrainable = [t for t in given if not t.rows and not t.trained_calls]
+    if not given:
+        raise TrajectoryError(f"run {collection.run_id}: there are no trajectories to train on")
+    if untrainable:
+        first = untrainable[0]
+        reason = "none of its calls is trained" if first.calls else untrainable_reason(first)
+        problem = (
+            f"run {collection.run_id}: {len(untrainable)} of {len(given)} trajectories cannot be trained; "
+            f"the first one{f' ({first.id})' if first.id else ''}: {reason}"
+        )
+        if len(untrainable) == len(given):
+            raise TrajectoryError(problem)
+        logger.warning("%s", problem)
     return collection.model_copy(update={"trajectories": groups})
 
 
