@@ -148,7 +148,7 @@ def test_without_the_library_the_command_says_what_to_install() -> None:
     file = Path(__file__).parent.parent / "examples/tic_tac_toe/art.yml"
     done = run("finetune", "--config_file", file)
     assert done.returncode == 2
-    assert "pip install 'insitu[art]'" in done.stderr
+    assert "pip install -e '.[art]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -387,7 +387,7 @@ async def test_the_remote_backend_trains_and_is_told_why_not(address: str) -> No
 
 async def test_nobody_there_and_a_server_that_is_something_else() -> None:
     nobody = _RemoteBackend("http://127.0.0.1:9", "default")
-    assert "the connection to the ART server at http://127.0.0.1:9" in str(await nobody.health_problem())
+    assert "no answer from the ART server at http://127.0.0.1:9" in str(await nobody.health_problem())
     with pytest.raises(BackendUnavailable, match=r"127\.0\.0\.1:9"):
         await nobody.register(Sent({"name": "a"}))
     await nobody.close()

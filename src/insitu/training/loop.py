@@ -31,7 +31,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.training.metrics import EpochResult
+from insitu.training.metrics import EpochResult, collected_metrics, likely_causes, without_variance
 from insitu.training.plot import RewardPlot
 from insitu.training.report import Report, counts
 from insitu.training.store import RunStore, open_store, read_curriculum_state
@@ -88,6 +88,8 @@ class InsituTrainer(UsesBuilder, Trainer):
         self.validation: Validation | None = None
         self._store: RunStore | None = None
         self._plot: RewardPlot | None = None
+        self._causes: list[str] = []
+        """Why the latest epoch that trained nothing had no variance."""
         self._resumed_curriculum = self._read_curriculum()
 
     def _read_curriculum(self) -> dict[str, Any] | None:
@@ -145,19 +147,21 @@ class InsituTrainer(UsesBuilder, Trainer):
         """
         self._write_run_file(num_epochs)
         statuses: list[TrainingJobStatus] = []
+        self.report.begin_run(num_epochs)
         if self.validation is not None:
             await self.validation.run(0)
         for epoch in range(1, num_epochs + 1):
             try:
                 status = await self._complete_epoch(epoch, num_epochs)
             except BaseException:  # reported, then re-raised
-                self.report.end()
+                self.report.end_run()
                 self.report.note(
                     f"epoch {epoch}/{num_epochs} did not complete; results so far are in {self.store.folder}/"
                 )
                 raise
             if status is not None:
                 statuses.append(status)
+        self.report.end_run()
         await self._conclude(statuses)
         return statuses
 
@@ -190,6 +194,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             seconds={"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         )
         check_sampled(collection, endpoint)
+        everything = collection
         collection, advantages = estimate_epoch(self.apply_curriculum_learning(collection, epoch), self._estimator())
         self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
@@ -204,7 +209,9 @@ class InsituTrainer(UsesBuilder, Trainer):
         result = replace(result, trained=trained, dropped=collection.dropped)
         self.results[epoch] = result.with_seconds("collect", time.perf_counter() - started)
         if not any(collection.trajectories):
-            self.report.note(f"epoch {epoch}: nothing to train on; every group was dropped")
+            self._causes = likely_causes(without_variance(everything, collection.drop_reasons))
+            nothing = f"epoch {epoch}: nothing to train on; every group was dropped"
+            self.report.note("; ".join([nothing, *self._causes]))
             return None
         return await self.trainer_adapter.submit(collection)
 
@@ -275,16 +282,11 @@ class InsituTrainer(UsesBuilder, Trainer):
         return status
 
     def _record_rewards(self, epoch: int, run_id: str, collection: TrajectoryCollection) -> dict[str, Any]:
-        rewards = [t.reward for group in collection.trajectories for t in group]
         statistics = {
             "epoch": epoch,
             "timestamp": datetime.now(UTC).isoformat(),
             "run_id": run_id,
-            "avg_reward": sum(rewards) / len(rewards),
-            "min_reward": min(rewards),
-            "max_reward": max(rewards),
-            "num_trajectories": len(rewards),
-            "num_groups": len(collection.trajectories),
+            **collected_metrics(collection.trajectories),
         }
         self.reward_history.append(
             {k: statistics[k] for k in ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")}
@@ -306,7 +308,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         return {"run_id": run_id, "rewards": self.reward_history, "validations": self._validations, "last": last}
 
     async def cleanup(self) -> None:
-        self.report.end()
+        self.report.end_run()
         if self._plot is not None:  # also after a failed or interrupted run
             await self._plot.finish(self.reward_history, self._validations)
         if self._store is not None:
@@ -343,7 +345,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             dropped = sum((Counter(result.dropped) for result in self.results.values()), Counter[str]())
             raise TrajectoryError(
                 f"no epoch trained anything: every group was dropped: {counts(dropped)} "
-                f"(per epoch: {self.store.folder / 'training_metrics.jsonl'})"
+                f"(per epoch: {self.store.folder / 'training_metrics.jsonl'})" + "".join(f"; {c}" for c in self._causes)
             )
         failed = [v for v in history if "error" in v]
         if failed:
