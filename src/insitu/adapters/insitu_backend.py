@@ -31,7 +31,7 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.schemas.training_jobs import JobState, TrainingOptions, TrainingSettings
-from insitu.training.checkpoints import find_checkpoint
+from insitu.training.checkpoints import NAMES, find_checkpoint
 from insitu.training.store import BACKEND_FOLDER, OUTPUT_DIR, move_aside
 from insitu.trajectories.recovery import recover_collection
 
@@ -51,7 +51,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
 
     model: str | None = None
     """A local folder or Hugging Face repo id. The adapter starts an `insitu backend` with this model on a free port.
-    A run directory stands for its best checkpoint, or the latest without validation; `RUN_DIR/latest` for its latest.
+    `RUN_DIR/best` and `RUN_DIR/latest` are checkpoints of a run, `best` and `latest` of the one in `output_dir`.
     """
     url: str | None = None
     """URL of a running backend, with http:// or https://."""
@@ -161,7 +161,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         try:
             folder = find_checkpoint(self._full_config, model, key).folder
         except ConfigError as error:
-            if model.startswith((".", "/", "~")) or model.count("/") > 1:
+            if model in NAMES or model.startswith((".", "/", "~")) or model.count("/") > 1:
                 raise
             logger.info("%s; assuming a Hugging Face repo id", error)
             return model

@@ -313,6 +313,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             await self._plot.finish(self.reward_history, self._validations)
         if self._store is not None:
             self._store.close()
+        self._full_config.moved.clear()
 
     def _write_run_file(self, num_epochs: int) -> None:
         settings = {
