@@ -206,7 +206,9 @@ async def test_what_a_trainer_has_not_weighed_gets_the_default_advantages(backen
             _, *rows = list(backend.jobs.values())[-1]
             assert [row["token_ids"] for row in rows] == [[1, 2, 3]] * 2
             assert rows[0]["advantages"][1] == -rows[1]["advantages"][1] > 0
-        with pytest.raises(TrajectoryError, match="none of 1 trajectories has rows or captured calls"):
+        with pytest.raises(
+            TrajectoryError, match="1 of 1 trajectories cannot be trained; the first one: none of its 0"
+        ):
             await adapter.submit(TrajectoryCollection(trajectories=[[Trajectory(reward=1)]], run_id="r"))
     assert list(backend.jobs) == ["r/submission 1", "r/submission 2"]
 
