@@ -80,9 +80,9 @@ def test_a_run_trains_validates_records_and_can_be_repeated(project: Path) -> No
 def test_a_second_run_in_the_directory_of_a_living_one_is_refused(project: Path) -> None:
     """And the directory of one that was killed can be used again, once its backend has ended."""
     one_epoch = ("-o", "finetuning.num_epochs", "1")
-    write_rows(project, [{"say": "a", "hang": True}])
+    write_rows(project, [{"say": "a", "hang": True, "mark": "playing"}])
     with start_project(project) as first:
-        first.wait_until((project / "run/backend/.lock").exists)
+        first.wait_until((project / "playing").exists)
         code, out, err = run_project(project, *one_epoch)
         assert (code, out) == (2, "")
         used = f"error: finetuning.output_dir: {project / 'run'} is in use by process {first.pid} on {gethostname()} "

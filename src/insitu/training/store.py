@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 OUTPUT_DIR = "finetuning.output_dir"
 RUN_FILES = ("run.json", "episodes.jsonl", "training_metrics.jsonl", "reward_history.json", "validation_history.json")
 BACKEND_FOLDER = "backend"
-_BACKEND_SECONDS = 15.0
+_BACKEND_SECONDS = 60.0
 """Time for the backend of a run that was killed to notice that and to end."""
 
 
