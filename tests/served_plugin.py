@@ -1,6 +1,6 @@
 """A workflow for tests of the service: it does what its input says, and records steps of every form.
 
-{"do": "plain" | "chain" | "steps" | "nest" | "raise" | "hang" | "block" | "deep" | "model", "say": text}
+{"do": "echo" | "plain" | "chain" | "steps" | "nest" | "raise" | "hang" | "block" | "deep" | "model", "say": text}
 """
 
 import asyncio
@@ -77,6 +77,8 @@ async def served(config: ServedConfig, builder: Builder):
     async def answer(question: dict[str, Any]) -> Any:
         do, say = question["do"], question.get("say", "hello")
         match do:
+            case "echo":
+                return say
             case "chain":
                 seen = await look.ainvoke({"at": say})
                 return (await chat.ainvoke([HumanMessage(seen)])).content

@@ -167,11 +167,21 @@ def _items(shape: FileDatasetConfig, file: Path, rows: Rows, answered: bool) -> 
             item.output_obj = None if answer == "" and file.suffix == ".csv" else answer  # an empty cell
             item.trajectory = _steps(row, keys.trajectory_key, where)
             item.rep = row["rep"] if isinstance(row.get("rep"), int) else 0
+        if not _is_writable(str(item.id)):
+            raise ConfigError(f"{where}: the id {item.id!r} has a lone surrogate, which no file can hold")
         earlier = seen.setdefault((str(item.id), item.rep), number)
         if earlier != number:
             raise ConfigError(f"dataset {file}: rows {earlier} and {number} have the same id {item.id!r}")
         items.append(item)
     return items
+
+
+def _is_writable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _steps(row: dict[str, Any], key: str, where: str) -> list[IntermediateStep]:

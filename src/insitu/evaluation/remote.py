@@ -167,9 +167,13 @@ class RemoteWorkflow:
             await self._session.close()
 
     async def check(self, trained: Collection[str] = ()) -> None:
-        """Raises BackendUnavailable or ConfigError unless this is a workflow service with the llms in `trained`."""
+        """Raises BackendUnavailable or ConfigError unless this is a workflow service with the llms in `trained`.
+
+        Raises RequestRefused if the service may not send requests to `policy`.
+        """
+        params = {"base_url": self.policy.base_url} if self.policy else {}
         try:
-            async with asyncio.timeout(_CONNECT_SECONDS), self._open("GET") as response:
+            async with asyncio.timeout(_CONNECT_SECONDS), self._open("GET", params=params) as response:
                 if response.status in (404, 405):
                     raise self._not_ours(f"GET {EPISODES} returned {response.status}")
                 if response.status >= 400:

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 15.0
 """`TrainingJob.events` yields None after this long without an event, so that the caller can send a keep-alive."""
 
+MAX_UNFINISHED_JOBS = 64
+"""Jobs that may be pending or running; each holds its rows in memory."""
+
 PublishWeights = Callable[[nn.Module, int, str], None]
 """Called with (module, version, policy name) on the compute thread once a job's new weights are ready to serve."""
 
@@ -92,6 +95,7 @@ class TrainingQueue:
         """Queues the job, or returns the existing job with this idempotency key."""
         if job := self.find_by_idempotency_key(idempotency_key):
             return job
+        self.check_room()
         learner = learner or self._learner
         learner.check(settings)
         job = TrainingJob(idempotency_key, learner)
@@ -101,9 +105,15 @@ class TrainingQueue:
         job.task = asyncio.create_task(self._train(job, settings, rows), name=job.state.id)
         return job
 
+    def check_room(self) -> None:
+        """Raises RequestRefused (429) if no further job can be queued."""
+        unfinished = sum(not job.ended for job in self._jobs.values())
+        if unfinished >= MAX_UNFINISHED_JOBS:
+            raise RequestRefused(f"{unfinished} training jobs are queued already", status=429, code="queue_full")
+
     def get(self, job_id: str) -> TrainingJob:
         if job_id not in self._jobs:
-            existing = ", ".join(self._jobs) or "none"
+            existing = ", ".join(list(self._jobs)[-20:]) or "none"
             raise RequestRefused(
                 f"no such job: {job_id!r}; known jobs: {existing}", status=404, param="id", code="job_not_found"
             )

@@ -22,6 +22,12 @@ from insitu.errors import RequestRefused
 ARTIFACT = "wandb-artifact:///"
 """Prefix of `entity/project/name` in the serverless protocol."""
 
+MAX_NAME = 200
+"""Bytes of a name as the name of a folder; file systems allow 255."""
+MAX_MODELS = 1000
+MAX_BASE_NAMES = 64
+"""Names of the loaded model that are served; the latest ones."""
+
 
 class MetricsLog:
     """`history.jsonl` in the model's folder: a line per log request, with metrics named `SPLIT/METRIC`."""
@@ -139,6 +145,11 @@ class ArtModels:
             if value in ("", ".", ".."):
                 problem = f"the model's {key} is {value!r}, which is not a folder name"
                 raise RequestRefused(problem, status=422, param=key)
+            if len(_folder_name(value)) > MAX_NAME:
+                problem = (
+                    f"the model's {key} is {value!r:.40}..., too long for a folder name; allowed: {MAX_NAME} bytes"
+                )
+                raise RequestRefused(problem, status=422, param=key)
         base = optional(optional_dict(model.config, "init_args"), "model_name", str) or model.base_model
         if base is None or not self._is_loaded_model(base):
             problem = f"this backend has loaded {self._source!r}, also served as {self._name!r}"
@@ -152,11 +163,16 @@ class ArtModels:
             raise _name_taken(model, "this backend serves its own model under it (option --name)")
         if base != self._name:
             self._base_names[base] = None
+            if len(self._base_names) > MAX_BASE_NAMES:
+                del self._base_names[next(iter(self._base_names))]
 
     async def open(self, model: ArtModel) -> RegisteredModel:
         """Registers the model, or returns it; resumes from its checkpoints. Raises RequestRefused like `check`."""
         self.check(model)
         if model.key not in self._models:
+            if len(self._models) >= MAX_MODELS:
+                problem = f"this backend trains {MAX_MODELS} models already; delete some"
+                raise RequestRefused(problem, status=409, code="too_many_models")
             folder = self.folder(model)
             learner = await self._compute.call(self._open_learner, model.key, folder)
             if model.key not in self._models:  # another request may have registered it meanwhile
@@ -202,7 +218,7 @@ class ArtModels:
         shutil.rmtree(self.folder(registered.model), ignore_errors=True)
 
     def folder(self, model: ArtModel) -> Path:
-        return self._folder.joinpath(*(quote(part, safe="") for part in (model.entity, model.project, model.name)))
+        return self._folder.joinpath(*map(_folder_name, (model.entity, model.project, model.name)))
 
     def find(self, name: str) -> ServedModel | None:
         if name in self._base_names:
@@ -215,6 +231,10 @@ class ArtModels:
     def _is_loaded_model(self, name: str) -> bool:
         """Accepts the path, the hub name, the last component of either, and the name it is served under."""
         return name in (self._source, self._name) or Path(name).name == Path(self._source).resolve().name
+
+
+def _folder_name(name: str) -> str:
+    return quote(name, safe="")
 
 
 def _name_taken(model: ArtModel, reason: str) -> RequestRefused:

@@ -3,10 +3,10 @@
 import re
 import secrets
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import orjson
-from pydantic import Field, PrivateAttr
+from pydantic import FailFast, Field, PrivateAttr
 
 from insitu.backend.inference.sampling import MAX_TOP_LOGPROBS
 from insitu.backend.inference.scheduler import OutputDelta, SampledToken
@@ -25,12 +25,16 @@ TOOL_CALL_START = "<tool_call>"
 _TOOL_CALL = re.compile(rf"{TOOL_CALL_START}(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
+Objects = Annotated[list[dict[str, Any]], FailFast()]
+"""FailFast: an error per entry would take hundreds of times the memory of the request."""
+
+
 class Message(RequestModel):
     """One message; further keys are passed to the chat template."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Objects | None = None
+    tool_calls: Objects | None = None
 
 
 class ChatRequest(SamplingRequest):
@@ -38,12 +42,12 @@ class ChatRequest(SamplingRequest):
 
     prompt_key: ClassVar[str] = "messages"
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
     """Natural log-probabilities of the model's own distribution, before temperature and top_p."""
     top_logprobs: int | None = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     _prompt_ids_in_choices: bool = PrivateAttr(default=False)
