@@ -3,8 +3,8 @@
     requests = hostile_requests(seed, ROUTES["openai"])
     statuses = await send_all(address, requests, count)     # fails on a 5xx and on a server that hangs
 
-Each starts as a good request of a route. A few stay good; of the others the JSON, the bytes, the headers, the path or the
-connection is spoilt.
+Each starts as a good request of a route. A few stay good; of the others the JSON, the bytes, the headers, the path or
+the connection is spoilt.
 """
 
 import asyncio

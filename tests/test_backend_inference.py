@@ -69,7 +69,8 @@ def client(served) -> openai.OpenAI:
 def post(address: str, body: Any, token: str = TOKEN, path: str = "/v1/chat/completions", method: str = "POST"):
     """(status, answer, headers) of a request with exactly this body."""
     raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    request = urllib.request.Request(address + path, raw, {"Authorization": f"Bearer {token}"}, method=method)
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    request = urllib.request.Request(address + path, raw, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=HANGS) as answer:
             return answer.status, json.loads(answer.read()), answer.headers

@@ -21,11 +21,11 @@ TOKEN_VARIABLE = "INSITU_BACKEND_TOKEN"
 class BackendOptions:
     """The options of `insitu backend`; importing them does not import torch.
 
-    `port` 0 picks a free port. `token` is required of every request; without one, `insecure_no_auth` allows a `host` that
-    other machines can connect to, and `allowed_host` further names in the Host header. `output_dir` receives checkpoints (None: a
-    temporary folder). `max_length`, `max_batch` and `threads` default to values that suit the model. `log_samples` is a
-    file that gets a JSON line per completion. The process stops when `parent_pid` ends. With `lora_rank`, jobs without
-    a `lora` block train adapters of that rank instead of all weights.
+    `port` 0 picks a free port. `token` is required of every request; without one, `insecure_no_auth` allows a `host`
+    that other machines can connect to, and `allowed_host` further names in the Host header. `output_dir` receives
+    checkpoints (None: a temporary folder). `max_length`, `max_batch` and `threads` default to values that suit the
+    model. `log_samples` is a file that gets a JSON line per completion. The process stops when `parent_pid` ends. With
+    `lora_rank`, jobs without a `lora` block train adapters of that rank instead of all weights.
     """
 
     model: str

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, FailFast, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -62,6 +62,12 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys((RequestRefused, HTTPException, BackendError, Exception), _on_error)
+
+
+class StopAtFirstError(FailFast):
+    """For lists in requests: an error per entry would take hundreds of times the memory of the request."""
+
+    __hash__ = object.__hash__  # members of unions must be hashable
 
 
 async def body_chunks(receive: Receive) -> AsyncIterator[bytes]:

@@ -24,7 +24,7 @@ from dataclasses import fields
 from typing import Any
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from pydantic_core import PydanticSerializationError, from_json, to_json, to_jsonable_python
 
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, EpisodeTimeout, RequestRefused
@@ -78,6 +78,13 @@ class EpisodeRequest(BaseModel):
     options: EpisodeOptions = EpisodeOptions()
     policy: ServedPolicy | None = None
 
+    @field_validator("key")
+    @classmethod
+    def _check_key(cls, key: EpisodeKey) -> EpisodeKey:
+        if has_lone_surrogate(key.text()):
+            raise ValueError("it has a lone surrogate, which no file can hold")
+        return key
+
 
 class EpisodeEnd(BaseModel):
     """The outcome of an attempt; its steps and calls have their own lines."""
@@ -123,6 +130,15 @@ def decode(text: bytes) -> Any:
         return from_json(text)
     except ValueError:  # lone surrogates again, or not JSON
         return json.loads(text)
+
+
+def has_lone_surrogate(text: str) -> bool:
+    """Whether a text, as JSON may hold it, cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def read_call(record: dict[str, Any]) -> ModelCall:

@@ -29,8 +29,8 @@ _groups: set[int] = set()
 def inherited_environment(passed: Iterable[str] = ()) -> dict[str, str]:
     """This process's variables for a program that is not trusted: without secrets, except those in `passed`.
 
-    A variable counts as secret by its name (`INSITU_BACKEND_TOKEN`, `HF_TOKEN`, `AWS_SECRET_ACCESS_KEY`), or if its value
-    is a URL with a password. Proxies are passed, because programs cannot reach the network without them.
+    A variable counts as secret by its name (`INSITU_BACKEND_TOKEN`, `HF_TOKEN`, `AWS_SECRET_ACCESS_KEY`), or if its
+    value is a URL with a password. Proxies are passed, because programs cannot reach the network without them.
     """
     passed = frozenset(passed)
     return {name: value for name, value in os.environ.items() if name in passed or not _is_secret(name, value)}

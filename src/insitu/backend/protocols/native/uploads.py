@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 from typing import Annotated, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from insitu.backend.http import StopAtFirstError
 from insitu.backend.training.batches import Row
 from insitu.errors import RequestRefused
 from insitu.schemas.training_jobs import TrainingSettings
@@ -49,19 +50,16 @@ class JobHeader(BaseModel):
 
 
 class _RowLine(BaseModel):
-    """A TrainingRow as uploaded; null is allowed where JSON writers emit it for NaN.
-
-    FailFast: an error per entry would take hundreds of times the memory of the line.
-    """
+    """A TrainingRow as uploaded; null is allowed where JSON writers emit it for NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    token_ids: Annotated[list[int], FailFast()]
-    loss_mask: Annotated[list[int], FailFast()]
-    logprobs: Annotated[list[float | None], FailFast()]
-    advantages: float | Annotated[list[float | None], FailFast()] | None = 0.0
+    token_ids: Annotated[list[int], StopAtFirstError()]
+    loss_mask: Annotated[list[int], StopAtFirstError()]
+    logprobs: Annotated[list[float | None], StopAtFirstError()]
+    advantages: float | Annotated[list[float | None], StopAtFirstError()] | None = 0.0
     episode: str = ""
-    calls: Annotated[list[int], FailFast()] = []
+    calls: Annotated[list[int], StopAtFirstError()] = []
 
 
 async def read_job(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) -> tuple[TrainingSettings, list[Row]]:

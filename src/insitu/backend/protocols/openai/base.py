@@ -5,9 +5,9 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from insitu.backend.http import validation_refusal
+from insitu.backend.http import StopAtFirstError, validation_refusal
 from insitu.backend.inference.sampling import MAX_TEMPERATURE, GenerationRequest, SamplingParams, choice_seed
 from insitu.backend.inference.scheduler import OutputDelta
 from insitu.backend.inference.tokenizer import ChatTokenizer
@@ -72,7 +72,7 @@ class SamplingRequest(RequestModel):
     """Choices per prompt."""
     seed: int | None = None
     """The same seed, prompt and weights give the same completion; each choice derives its own seed from it."""
-    stop: str | Annotated[list[str], FailFast()] | None = None
+    stop: str | Annotated[list[str], StopAtFirstError()] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     min_tokens: int | None = Field(default=0, ge=0)
     ignore_eos: bool | None = False

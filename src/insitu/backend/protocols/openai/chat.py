@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import orjson
-from pydantic import FailFast, Field, PrivateAttr
+from pydantic import Field, PrivateAttr
 
+from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampling import MAX_TOP_LOGPROBS
 from insitu.backend.inference.scheduler import OutputDelta, SampledToken
 from insitu.backend.inference.tokenizer import ChatTokenizer, overlap
@@ -25,8 +26,7 @@ TOOL_CALL_START = "<tool_call>"
 _TOOL_CALL = re.compile(rf"{TOOL_CALL_START}(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
-Objects = Annotated[list[dict[str, Any]], FailFast()]
-"""FailFast: an error per entry would take hundreds of times the memory of the request."""
+Objects = Annotated[list[dict[str, Any]], StopAtFirstError()]
 
 
 class Message(RequestModel):
@@ -42,7 +42,7 @@ class ChatRequest(SamplingRequest):
 
     prompt_key: ClassVar[str] = "messages"
 
-    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
+    messages: Annotated[list[Message], StopAtFirstError()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
     """Natural log-probabilities of the model's own distribution, before temperature and top_p."""

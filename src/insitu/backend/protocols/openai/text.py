@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import FailFast, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 from pydantic_core import PydanticCustomError
 
+from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampling import MAX_TOP_LOGPROBS
 from insitu.backend.inference.scheduler import OutputDelta
 from insitu.backend.inference.tokenizer import ChatTokenizer
@@ -20,7 +21,7 @@ from insitu.errors import RequestRefused
 
 MAX_CHOICES = 1024
 """Choices of a request over all its prompts."""
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], StopAtFirstError()]
 
 
 class TextRequest(SamplingRequest):
@@ -29,7 +30,7 @@ class TextRequest(SamplingRequest):
     prompt_key: ClassVar[str] = "prompt"
 
     prompt: Annotated[
-        str | TokenIds | Annotated[list[str], FailFast()] | Annotated[list[TokenIds], FailFast()],
+        str | TokenIds | Annotated[list[str], StopAtFirstError()] | Annotated[list[TokenIds], StopAtFirstError()],
         Field(union_mode="left_to_right"),
     ]
     """A text or token ids, or a list of several prompts, each with its own choices."""
