@@ -1,6 +1,6 @@
 """Requests as attackers and broken clients send them, from a seed, and how a server takes them.
 
-    requests = hostile_requests(seed, ROUTES["openai"])
+    requests = hostile_requests(random.Random(seed), ROUTES["openai"])
     statuses = await send_all(address, requests, count)     # fails on a 5xx and on a server that hangs
 
 Each starts as a good request of a route. A few stay good; of the others the JSON, the bytes, the headers, the path or
@@ -109,9 +109,8 @@ class Sent(NamedTuple):
     complete: bool
 
 
-def hostile_requests(seed: int, routes: list[Route], headers: str = "") -> Iterator[Sent]:
+def hostile_requests(rng: random.Random, routes: list[Route], headers: str = "") -> Iterator[Sent]:
     """`headers` belong to good requests: lines that end with CRLF."""
-    rng = random.Random(seed)
     while True:
         route = rng.choice(routes)
         body = copy.deepcopy(route.body)
@@ -152,20 +151,22 @@ def hostile_requests(seed: int, routes: list[Route], headers: str = "") -> Itera
 
 def _encode(rng: random.Random, body: Any, lines: bool) -> bytes:
     records = body if lines and isinstance(body, list) else [body]
-    return "\n".join(json.dumps(record, ensure_ascii=rng.random() < 0.9) for record in records).encode(errors="replace")
+    is_ascii = rng.random() < 0.9
+    try:
+        return "\n".join(json.dumps(record, ensure_ascii=is_ascii) for record in records).encode(errors="replace")
+    except RecursionError:
+        return b"[" * 900 + b"]" * 900
 
 
 def _spoil(rng: random.Random, body: Any) -> Any:
     """Replaces, removes, repeats or wraps a value somewhere in the body."""
     places: list[tuple[Any, Any]] = []
-
-    def walk(value: Any) -> None:
+    found = [body]
+    while found:
+        value = found.pop()
         keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-        for key in keys:
-            places.append((value, key))
-            walk(value[key])
-
-    walk(body)
+        places += [(value, key) for key in keys]
+        found += [value[key] for key in keys]
     if not places or rng.random() < 0.03:
         return rng.choice(NASTY)
     where, key = rng.choice(places)

@@ -39,6 +39,10 @@ class StreamedConfig(FunctionBaseConfig, name="streamed"):
     llm: LLMRef
 
 
+class EchoedConfig(FunctionBaseConfig, name="echoed"):
+    """Answers with its input, whatever it is."""
+
+
 class SpelledConfig(EvaluatorBaseConfig, name="spelled"):
     """A number that every letter of the answer changes, less what the custom steps say it costs."""
 
@@ -122,6 +126,14 @@ async def streamed(config: StreamedConfig, builder: Builder):
                 yield event.choices[0].delta.content
 
     yield pieces
+
+
+@register_function(config_type=EchoedConfig)
+async def echoed(config: EchoedConfig, builder: Builder):
+    async def answer(question: Any) -> Any:
+        return question
+
+    yield FunctionInfo.from_fn(answer, description="echoes")
 
 
 @register_evaluator(config_type=SpelledConfig)

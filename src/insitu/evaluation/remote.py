@@ -116,8 +116,11 @@ def encode(value: Any) -> bytes:
     """JSON of any value a workflow may return; raises ValueError if it is nested too deeply."""
     try:
         return to_json(value, inf_nan_mode="constants", **_WHOLE)
-    except PydanticSerializationError:  # lone surrogates are escaped
-        return json.dumps(plain(value)).encode()
+    except (PydanticSerializationError, UnicodeEncodeError):  # lone surrogates are escaped
+        try:
+            return json.dumps(plain(value)).encode()
+        except UnicodeEncodeError:  # in a key
+            return json.dumps(value, default=json_form).encode()
 
 
 def plain(value: Any) -> Any:

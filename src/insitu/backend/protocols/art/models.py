@@ -195,15 +195,15 @@ class ArtModels:
     async def delete_steps(self, registered: RegisteredModel, steps: Iterable[int]) -> list[int]:
         """Deletes checkpoints except the latest and the loaded model (step 0); returns the deleted steps."""
         learner = registered.learner
-        deleted = sorted(set(steps) & set(learner.versions) - {0, learner.version})
 
-        def delete() -> None:
+        def delete() -> list[int]:  # decides in the compute thread, where no other request deletes meanwhile
+            deleted = sorted(set(steps) & set(learner.versions) - {0, learner.version})
             for step in deleted:
                 learner.delete_checkpoint(step)
                 self._engine.retire(WeightVersion(step, learner.policy_name))
+            return deleted
 
-        await self._compute.call(delete)
-        return deleted
+        return await self._compute.call(delete)
 
     async def delete(self, registered: RegisteredModel) -> None:
         """Deletes the model with all its checkpoints and logs."""

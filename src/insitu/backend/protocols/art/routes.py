@@ -150,7 +150,7 @@ class _ArtRunEndpoints(_Endpoints):
     async def delete_checkpoint_files(self, request: Request) -> None:
         data, _ = await read_json(request)
         registered = await self._open_model(data)
-        kept = set(optional(data, "steps_to_keep", list) or [])
+        kept = _parse_steps(data, "steps_to_keep")
         await self._models.delete_steps(registered, set(registered.learner.versions) - kept)
 
     async def unsupported(self, request: Request) -> None:
@@ -170,6 +170,14 @@ class _ArtRunEndpoints(_Endpoints):
 
     async def _open_model(self, data: dict[str, Any]) -> RegisteredModel:
         return await self._models.open(parse_model(data.get("model")))
+
+
+def _parse_steps(data: dict[str, Any], key: str) -> set[int]:
+    steps = optional(data, key, list) or []
+    for step in steps:
+        if not isinstance(step, int):
+            raise RequestRefused(f"{key} has {step!r:.80}; expected steps", status=422, param=key)
+    return set(steps)
 
 
 def _parse_smoothing(text: str) -> float:
@@ -216,7 +224,7 @@ class _ServerlessEndpoints(_Endpoints):
     async def delete_checkpoints(self, request: Request) -> dict[str, Any]:
         data, _ = await read_json(request)
         registered = self._get_model(request)
-        steps = set(optional(data, "steps", list) or [])
+        steps = _parse_steps(data, "steps")
         deleted = await self._models.delete_steps(registered, steps)
         return {"deleted_count": len(deleted), "not_found_steps": sorted(steps - set(deleted))}
 
