@@ -158,6 +158,10 @@ def _encode(rng: random.Random, body: Any, lines: bool) -> bytes:
         return b"[" * 900 + b"]" * 900
 
 
+def _nasty(rng: random.Random) -> Any:
+    return copy.deepcopy(rng.choice(NASTY))
+
+
 def _spoil(rng: random.Random, body: Any) -> Any:
     """Replaces, removes, repeats or wraps a value somewhere in the body."""
     places: list[tuple[Any, Any]] = []
@@ -168,11 +172,11 @@ def _spoil(rng: random.Random, body: Any) -> Any:
         places += [(value, key) for key in keys]
         found += [value[key] for key in keys]
     if not places or rng.random() < 0.03:
-        return rng.choice(NASTY)
+        return _nasty(rng)
     where, key = rng.choice(places)
     match rng.choice(("replace", "replace", "replace", "remove", "repeat", "wrap", "add")):
         case "replace":
-            where[key] = copy.deepcopy(rng.choice(NASTY))
+            where[key] = _nasty(rng)
         case "remove":
             del where[key]
         case "repeat":
@@ -181,9 +185,7 @@ def _spoil(rng: random.Random, body: Any) -> Any:
             for _ in range(rng.choice((1, 60, 200, 900))):
                 where[key] = [where[key]] if rng.random() < 0.5 else {"a": where[key]}
         case "add" if isinstance(where, dict):
-            where[rng.choice(("x", "", "seed", "n", "stream", "model", "tools", "\ud800", "a" * 500))] = rng.choice(
-                NASTY
-            )
+            where[rng.choice(("x", "", "seed", "n", "stream", "model", "tools", "\ud800", "a" * 500))] = _nasty(rng)
     return body
 
 

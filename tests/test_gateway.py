@@ -272,7 +272,8 @@ async def test_a_body_too_large(server: FakeOpenAI) -> None:
             status, answer = await post(f"{door.openai_url}/chat/completions", _pieces(body))
             assert (status, answer["error"]["code"]) == (413, "too_large")
             assert str(MAX_BODY) in answer["error"]["message"]
-            status, answer = await post(f"{door.openai_url}/chat/completions", b'{"a": [' + b"[]," * 8_000_000 + b"1]}")
+            lists = io.BytesIO(b'{"a": [' + b"[]," * 8_000_000 + b"1]}")
+            status, answer = await post(f"{door.openai_url}/chat/completions", lists)
             assert (status, answer["error"]["code"]) == (413, "too_large")
             assert "commas and brackets; allowed: 524288" in answer["error"]["message"]
             long = "x" * 2_000_000

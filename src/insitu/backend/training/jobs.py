@@ -13,7 +13,7 @@ from insitu.backend.compute import ComputeThread
 from insitu.backend.training.batches import Row
 from insitu.backend.training.learner import Learner, TrainedVersion
 from insitu.backend.training.optimizer_loop import Progress
-from insitu.errors import InsituError, RequestRefused
+from insitu.errors import InsituError, JobFailed, RequestRefused
 from insitu.schemas.training_jobs import JobState, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ class TrainingJob:
         self.learner = learner
         self.history: list[JobState] = [self.state]
         self.task: asyncio.Task[None] | None = None
+        self.diverged = False
+        """Whether the job failed because of its rows or settings: they made the loss or a weight infinite."""
         self._changed = asyncio.Event()
 
     @property
@@ -158,6 +160,7 @@ class TrainingQueue:
             if result is None:
                 job.update(status="canceled", message="canceled; the weights are unchanged")
         except InsituError as error:
+            job.diverged = isinstance(error, JobFailed)
             job.update(status="failed", message=str(error))
         except Exception as error:  # e.g. a model or disk error: fail this job, keep the server running
             logger.exception("job %s failed", job.state.id)

@@ -112,10 +112,11 @@ class MetricsStream(Response):
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                 body = orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-        except JobFailed as error:
+        except (JobFailed, RequestRefused) as error:
             logger.error("model %s: %s", self._job.model.key, error)
             if not started:
-                await error_response(str(error), 500)(scope, receive, send)
+                status = error.status if isinstance(error, RequestRefused) else 500
+                await error_response(str(error), status)(scope, receive, send)
             return  # a started response without an end breaks the connection
         finally:
             disconnected = watcher.done()
