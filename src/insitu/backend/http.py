@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from insitu.errors import BackendError, BackendUnavailable, RequestRefused
+from insitu.errors import BackendUnavailable, InsituError, RequestRefused
 from insitu.http_access import AccessPolicy
 from insitu.http_format import error_body
 from insitu.http_limits import BODY_SECONDS, LARGE_BODY
@@ -57,11 +57,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
         return error_response(message, error.status_code, headers=error.headers)
     if isinstance(error, BackendUnavailable):
         return error_response(str(error), 503)
-    known = isinstance(error, BackendError)
+    known = isinstance(error, InsituError)
     return error_response(str(error) if known else f"the server failed: {type(error).__name__}: {error}", 500)
 
 
-EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys((RequestRefused, HTTPException, BackendError, Exception), _on_error)
+EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys((RequestRefused, HTTPException, InsituError, Exception), _on_error)
 
 
 class StopAtFirstError(FailFast):

@@ -10,7 +10,7 @@ import click
 
 from insitu.backend import TOKEN_VARIABLE, BackendOptions
 from insitu.cli import options
-from insitu.errors import BackendError
+from insitu.errors import ConfigError, InsituError
 
 
 def serve(backend_options: BackendOptions) -> int:
@@ -25,9 +25,9 @@ def serve(backend_options: BackendOptions) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run(backend_options, lambda url: print(f"insitu backend ready at {url}", flush=True)))
-    except BackendError as error:
+    except InsituError as error:
         print(f"insitu backend: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     sys.stdout.flush()
     # Does not join the training thread, whose current step can take long and is discarded.
     os._exit(0)

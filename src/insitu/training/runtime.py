@@ -14,6 +14,8 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, TypeVar
 
+from rich.console import Console
+
 from insitu.builder import Builder
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError, describe_error
@@ -32,6 +34,8 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     ValidationConfig,
 )
+from insitu.training.checkpoints import find_checkpoint
+from insitu.training.report import Report
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +143,7 @@ def run_finetuning_sync(run_config: FinetuneRunConfig) -> list[TrainingJobStatus
 async def serve_policy(config: Config, builder: Builder, checkpoint: Path | None = None) -> AsyncIterator[None]:
     """Serves the model under training without training it, if the file has an llm of `_type: policy`.
 
-    Serves its initial weights, or those of the folder `checkpoint`.
+    Serves its initial weights, or those of `checkpoint` (see `insitu.training.checkpoints`).
     """
     policies = [name for name in config.names(LLM) if config.block(LLM, name).type == "policy"]
     adapter_name = config.finetuning.trainer_adapter
@@ -147,10 +151,14 @@ async def serve_policy(config: Config, builder: Builder, checkpoint: Path | None
         block = config.block(TRAINER_ADAPTER, adapter_name)
         if checkpoint is not None:
             assert isinstance(block, TrainerAdapterConfig)
-            started = block.starting_from(str(config.find_path(checkpoint, "--checkpoint")))
+            found = find_checkpoint(config, checkpoint, "--checkpoint")
+            started = block.starting_from(str(found.folder)) if found.folder else block
             if started is None:
                 raise ConfigError(f"--checkpoint: trainer_adapters.{adapter_name} does not start a backend (no model)")
             config.blocks[TRAINER_ADAPTER.section, adapter_name] = started
+            if found.note is not None:
+                console = Console(stderr=True, highlight=False)
+                Report(console).note(f"checkpoint: {found.folder or 'the initial weights'} ({found.note})")
         adapter = await builder.get_trainer_adapter(adapter_name)
         with TemporaryDirectory(prefix="insitu-") as scratch:
             await adapter.initialize(config.finetuning.model_copy(update={"output_dir": Path(scratch)}))
