@@ -33,7 +33,7 @@ from insitu.backend.training.learner import Learner, Learners
 from insitu.errors import BackendError
 from insitu.files import FolderLock, writable_folder
 from insitu.http_format import http_url
-from insitu.http_limits import IDLE_SECONDS, raise_file_limit
+from insitu.http_limits import IDLE_SECONDS
 from insitu.schemas.training_jobs import LoRASettings
 
 logger = logging.getLogger(__name__)
@@ -122,8 +122,6 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
 
 async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
     """Serves until SIGTERM, SIGINT or the end of `parent_pid`; calls `on_ready` with the address once it listens."""
-    options.access()  # refused before the model is loaded
-    raise_file_limit()
     with _bound_socket(options.host, options.port) as listener, _output_folder(options.output_dir) as output_dir:
         loaded = await asyncio.to_thread(load_model, options.model, options.device, options.dtype)
         backend = create_backend(loaded, options, output_dir)

@@ -10,11 +10,15 @@ import click
 
 from insitu.backend import TOKEN_VARIABLE, BackendOptions
 from insitu.cli import options
-from insitu.errors import ConfigError, InsituError
+from insitu.errors import InsituError
 
 
 def serve(backend_options: BackendOptions) -> int:
-    """Runs the server until it is stopped, and returns the exit code."""
+    """Runs the server until it is stopped, and returns the exit code. Raises ConfigError before it starts."""
+    from insitu.http_limits import raise_file_limit
+
+    backend_options.access()
+    raise_file_limit()
     try:
         import uvloop
 
@@ -27,7 +31,7 @@ def serve(backend_options: BackendOptions) -> int:
             runner.run(run(backend_options, lambda url: print(f"insitu backend ready at {url}", flush=True)))
     except InsituError as error:
         print(f"insitu backend: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 1
     sys.stdout.flush()
     # Does not join the training thread, whose current step can take long and is discarded.
     os._exit(0)
