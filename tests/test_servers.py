@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -305,21 +306,27 @@ async def test_a_dead_compute_thread_is_reported(model: Path, tmp_path: Path) ->
     job = "\n".join(map(json.dumps, [{"settings": {"num_iterations": 999}, "num_rows": 1}, row]))
     headers = {"Content-Type": "application/x-ndjson"}
 
+    all_wait = threading.Event()
+
     def die() -> bool:
+        all_wait.wait(HANGS)
         raise MemoryError("no memory left")
+
+    backend.compute.sampling_step = die
 
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as client:
         assert (await client.get("/health")).status_code == 200
-        long = {**HELLO, "ignore_eos": True, "max_tokens": 200}
-        asked = [asyncio.create_task(client.post("/v1/chat/completions", json=long)) for _ in range(2)]
+        asked = [asyncio.create_task(client.post("/v1/chat/completions", json=HELLO)) for _ in range(2)]
+        asked.append(asyncio.create_task(client.post("/_get_step", json=MODEL | {"base_model": "m"})))
         running = (await client.post("/v1/train/jobs", content=job, headers=headers)).json()["id"]
-        backend.compute.sampling_step = die
         async with asyncio.timeout(HANGS):
-            late = [
-                client.post("/v1/chat/completions", json=HELLO),
-                client.post("/_get_step", json=MODEL | {"base_model": "m"}),
-            ]
-            answers = [*(await asyncio.gather(*asked, *late)), await client.get("/health")]
+            while sum(backend.engine.num_requests) < 2:  # noqa: ASYNC110 - no event tells that they have arrived
+                await asyncio.sleep(0.01)
+            all_wait.set()
+            answers = await asyncio.gather(*asked)
+            answers.append(await client.post("/v1/chat/completions", json=HELLO))
+            answers.append(await client.post("/_get_step", json=MODEL | {"base_model": "m"}))
+            answers.append(await client.get("/health"))
             for id in (running, (await client.post("/v1/train/jobs", content=job, headers=headers)).json()["id"]):
                 await asyncio.wait([backend.jobs.get(id).task])
                 state = (await client.get(f"/v1/train/jobs/{id}")).json()
