@@ -26,6 +26,7 @@ ORDER = [
     "http_format",
     "http_access",
     "http_limits",
+    "connection",
     "registry",
     "config",
     "builder",

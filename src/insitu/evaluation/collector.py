@@ -83,7 +83,7 @@ async def open_workflow(
     async with RemoteWorkflow(service.endpoint, service.endpoint_timeout) as remote:
         if any(config.block(LLM, name).type == "policy" for name in config.names(LLM)):
             remote.policy = await builder.policy_endpoint()
-        await remote.check(trained)
+        await remote.check(trained, reached=run is not None)  # a finetuning run checks the service before it begins
         yield remote.attempt
 
 
