@@ -10,7 +10,7 @@ import click
 
 from insitu.backend import TOKEN_VARIABLE, BackendOptions
 from insitu.cli import options
-from insitu.errors import InsituError
+from insitu.errors import InsituError, install_command
 
 
 def serve(backend_options: BackendOptions) -> int:
@@ -24,7 +24,8 @@ def serve(backend_options: BackendOptions) -> int:
 
         from insitu.backend.server import run
     except ImportError as error:
-        print(f"insitu backend needs the extra `local` (pip install 'insitu[local]'): {error}", file=sys.stderr)
+        install = install_command("local")
+        print(f"insitu backend needs the extra `local` ({install} in the clone of insitu): {error}", file=sys.stderr)
         return 2
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

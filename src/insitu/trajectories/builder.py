@@ -5,7 +5,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,9 +21,9 @@ from insitu.evaluation.episodes import EpisodeOptions, ResultPath
 from insitu.evaluation.evaluators import parse_score, score
 from insitu.evaluation.shared_run import current_run
 from insitu.interfaces import TrajectoryBuilder
-from insitu.registry import LLM, register_trajectory_builder
+from insitu.registry import EVALUATOR, LLM, register_trajectory_builder
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
-from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
+from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluatorInfo
 from insitu.schemas.finetuning import FinetuneConfig, Trajectory, TrajectoryBuilderConfig, TrajectoryCollection
 from insitu.trajectories.conversations import main_conversation
 
@@ -82,6 +82,8 @@ class EpisodesBuilder(TrajectoryBuilder):
         self._rows: list[EvalInputItem] = []
         self._runs: dict[str, _Collection] = {}
         self._last_epoch = 0
+        self._unscored: set[str] = set()
+        """Evaluators that have failed to score an episode."""
         self._check()
 
     def _check(self) -> None:
@@ -163,7 +165,9 @@ class EpisodesBuilder(TrajectoryBuilder):
     async def _collect(self, run_id: str, collection: _Collection) -> None:
         """Runs the epoch's rows x generations, waits for episodes, and passes each group on with its last episode."""
         name = self.run_config.reward_function.name  # type: ignore[union-attr]  # checked when the builder was made
-        evaluator = await self._builder.get_evaluator(name)
+        monitored = self.run_config.training_evaluators
+        others = self._full_config.names(EVALUATOR) if monitored is None else monitored
+        evaluators = {other: await self._builder.get_evaluator(other) for other in dict.fromkeys((name, *others))}
         service = self.run_config.run_configuration
         result = ResultPath.parse(service.result_json_path) if service else None
         targets = self.run_config.target_functions
@@ -177,7 +181,7 @@ class EpisodesBuilder(TrajectoryBuilder):
                     yield row, EpisodeKey(run_id, collection.epoch, str(row.id), generation)
 
         async def finish(row: EvalInputItem, episode: Episode) -> None:
-            await self._reward(episode, row, evaluator, name)
+            await self._reward(episode, row, evaluators, name)
             episode.steps = []  # only the evaluator needs them; an epoch of steps would not fit into memory
 
         limit = self._full_config.max_concurrency
@@ -197,7 +201,10 @@ class EpisodesBuilder(TrajectoryBuilder):
                 collection.first_error = collection.first_error or next((e.error for e in group if e.error), None)
                 collection.on_group(record)
 
-    async def _reward(self, episode: Episode, row: EvalInputItem, evaluator: EvaluatorInfo, name: str) -> None:
+    async def _reward(
+        self, episode: Episode, row: EvalInputItem, evaluators: Mapping[str, EvaluatorInfo], name: str
+    ) -> None:
+        """Scores an episode with all `evaluators`; the score of the one called `name` becomes its reward."""
         if episode.outcome is Outcome.FAILED:
             on_failure = self.run_config.reward_function.on_failure  # type: ignore[union-attr]
             if isinstance(on_failure, float) and episode.reason in _PENALIZED:
@@ -207,8 +214,11 @@ class EpisodesBuilder(TrajectoryBuilder):
                     episode.step_rewards[trained[-1]] += on_failure
             return
         item = row.model_copy(update={"output_obj": episode.output, "trajectory": episode.steps})
-        given = (await score(evaluator, name, [item])).eval_output_items[0]
-        _, episode.reason, message = parse_score(given)
+        outputs = await asyncio.gather(*(score(info, key, [item]) for key, info in evaluators.items()))
+        scored = {key: output.eval_output_items[0] for key, output in zip(evaluators, outputs, strict=True)}
+        given = scored.pop(name)
+        value, episode.reason, message = parse_score(given)
+        episode.scores = {name: value, **{key: self._monitored(key, other) for key, other in scored.items()}}
         if episode.reason is not None:
             episode.error = message
             return
@@ -221,6 +231,14 @@ class EpisodesBuilder(TrajectoryBuilder):
         if not all(map(math.isfinite, episode.step_rewards or ())):
             episode.reward, episode.reason = None, DropReason.NAN_SCORE
             episode.error = f"the step rewards are {episode.step_rewards}"
+
+    def _monitored(self, evaluator: str, output: EvalOutputItem) -> float | None:
+        """A score that is not the reward; warns of the first one that is missing."""
+        value, _, message = parse_score(output)
+        if message is not None and evaluator not in self._unscored:
+            self._unscored.add(evaluator)
+            logger.warning("the evaluator %s gave an episode of training no score: %s", evaluator, message)
+        return value
 
     def _group(self, episodes: list[Episode]) -> GroupRecord:
         episodes.sort(key=lambda e: e.key.generation)
@@ -266,6 +284,7 @@ class EpisodesBuilder(TrajectoryBuilder):
                 "row_id": episode.key.row_id,
                 "generation": episode.key.generation,
                 "rewarded_functions": episode.rewarded_functions,
+                "scores": episode.scores,
             },
             id=episode.key.text(),
             calls=episode.calls,
