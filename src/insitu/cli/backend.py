@@ -10,7 +10,7 @@ import click
 
 from insitu.backend import TOKEN_VARIABLE, BackendOptions
 from insitu.cli import options
-from insitu.errors import InsituError, install_command
+from insitu.errors import InsituError, install_command, memory_problem
 
 
 def serve(backend_options: BackendOptions) -> int:
@@ -24,6 +24,8 @@ def serve(backend_options: BackendOptions) -> int:
 
         from insitu.backend.server import run
     except ImportError as error:
+        if memory_problem(error) is not None:
+            raise
         install = install_command("local")
         print(f"insitu backend needs the extra `local` ({install} in the clone of insitu): {error}", file=sys.stderr)
         return 2
