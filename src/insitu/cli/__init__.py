@@ -14,6 +14,7 @@ _COMMANDS = {
     "trajectories": "Inspect the recorded episodes of a run.",
     "serve": "Serve a workflow for `--endpoint` and POST /generate.",
     "backend": "Serve and train a model: inference and training jobs on one port.",
+    "info": "List the registered components and their keys.",
 }
 
 
@@ -70,7 +71,7 @@ def _warn_of_original_toolkit() -> None:
 
 def main() -> None:
     """Runs a command and exits: 0 success, 1 failed, 2 invalid command line or file, 130 interrupted."""
-    from insitu.errors import ConfigError, InsituError
+    from insitu.errors import ConfigError, InsituError, memory_problem
 
     _warn_of_original_toolkit()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write characters that the console cannot show
@@ -90,5 +91,10 @@ def main() -> None:
         sys.exit(2)
     except (InsituError, OSError) as error:  # OSError: a full disk, a file that cannot be written
         print(f"failed: {error}", file=sys.stderr)
+        sys.exit(1)
+    except Exception as error:  # a lack of memory, which libraries report in many ways; anything else is re-raised
+        if (problem := memory_problem(error)) is None:
+            raise
+        print(f"failed: out of memory: {problem}", file=sys.stderr)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -18,8 +17,8 @@ from insitu.errors import ConfigError, TrajectoryError
 from insitu.evaluation.collector import Task, collect
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.episodes import EpisodeOptions, ResultPath
-from insitu.evaluation.evaluators import parse_score, score
-from insitu.evaluation.shared_run import current_run
+from insitu.evaluation.evaluators import ALLOWED_REWARDS, is_reward, parse_score, score
+from insitu.evaluation.shared_run import UsesBuilder, builder_of_run, current_run
 from insitu.interfaces import TrajectoryBuilder
 from insitu.registry import EVALUATOR, LLM, register_trajectory_builder
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
@@ -29,8 +28,13 @@ from insitu.trajectories.conversations import main_conversation
 
 logger = logging.getLogger(__name__)
 
-_PENALIZED = (DropReason.WORKFLOW_ERROR, DropReason.TIMEOUT)
-"""Failures caused by the episode itself: these get `reward_function.on_failure` if it is a number."""
+_PENALIZED = (
+    DropReason.WORKFLOW_ERROR,
+    DropReason.TIMEOUT,
+    DropReason.EVALUATOR_ERROR,
+    DropReason.NAN_SCORE,
+)
+"""Failures of the workflow and of its evaluator: these get `reward_function.on_failure` if it is a number."""
 
 
 class EpisodesBuilderConfig(TrajectoryBuilderConfig, name="insitu_traj_builder"):
@@ -64,7 +68,7 @@ class _Collection:
     task: asyncio.Task[None] | None = None
 
 
-class EpisodesBuilder(TrajectoryBuilder):
+class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
     """Runs the workflow `num_generations` times on each row and groups the episodes by row.
 
     `start_run(run_id, meta)` reads from `meta`: `epoch` (default: the next one; the first is 1), and the callbacks
@@ -74,17 +78,17 @@ class EpisodesBuilder(TrajectoryBuilder):
     needs_token_ids = True
     """Whether training needs the token ids of prompts, so that a call without them is a failure."""
 
-    def __init__(self, trajectory_builder_config: EpisodesBuilderConfig, builder: Builder) -> None:
+    def __init__(self, trajectory_builder_config: EpisodesBuilderConfig, builder: Builder | None = None) -> None:
         super().__init__(trajectory_builder_config)
         self.config = trajectory_builder_config
-        self._builder = builder
-        self._full_config = builder.config
+        self._given_builder = builder or builder_of_run()
         self._rows: list[EvalInputItem] = []
         self._runs: dict[str, _Collection] = {}
         self._last_epoch = 0
         self._unscored: set[str] = set()
         """Evaluators that have failed to score an episode."""
-        self._check()
+        if self._given_builder is not None:
+            self._check()
 
     def _check(self) -> None:
         """Raises ConfigError before an earlier run is moved aside and a backend is started."""
@@ -96,6 +100,14 @@ class EpisodesBuilder(TrajectoryBuilder):
                     f"llms.{llm}.seed: with a fixed seed all episodes of a group would sample the same; leave it out "
                     "(each episode gets its own seed, derived from general.seed)"
                 )
+
+    def check_comparable(self, trainer: str) -> None:
+        """Raises ConfigError if there is nothing to compare an episode with."""
+        if self.config.num_generations < 2:
+            key = f"trajectory_builders.{self._full_config.finetuning.trajectory_builder}.num_generations"
+            raise ConfigError(
+                f"{key} is 1, but {trainer} compares the episodes of a row with one another; allowed: 2 or more"
+            )
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
@@ -205,14 +217,19 @@ class EpisodesBuilder(TrajectoryBuilder):
         self, episode: Episode, row: EvalInputItem, evaluators: Mapping[str, EvaluatorInfo], name: str
     ) -> None:
         """Scores an episode with all `evaluators`; the score of the one called `name` becomes its reward."""
-        if episode.outcome is Outcome.FAILED:
-            on_failure = self.run_config.reward_function.on_failure  # type: ignore[union-attr]
-            if isinstance(on_failure, float) and episode.reason in _PENALIZED:
-                episode.reward = on_failure
-                if trained := self._trained(episode):  # charged to the last trained call, on top of the step rewards
-                    episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
-                    episode.step_rewards[trained[-1]] += on_failure
-            return
+        if episode.outcome is Outcome.OK:
+            await self._score(episode, row, evaluators, name)
+        on_failure = self.run_config.reward_function.on_failure  # type: ignore[union-attr]
+        if isinstance(on_failure, float) and episode.reason in _PENALIZED:
+            episode.reward = on_failure
+            if trained := self._trained(episode):  # charged to the last trained call, on top of the step rewards
+                episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
+                episode.step_rewards[trained[-1]] += on_failure
+
+    async def _score(
+        self, episode: Episode, row: EvalInputItem, evaluators: Mapping[str, EvaluatorInfo], name: str
+    ) -> None:
+        """Sets the reward, or the reason and error if there is none."""
         item = row.model_copy(update={"output_obj": episode.output, "trajectory": episode.steps})
         outputs = await asyncio.gather(*(score(info, key, [item]) for key, info in evaluators.items()))
         scored = {key: output.eval_output_items[0] for key, output in zip(evaluators, outputs, strict=True)}
@@ -222,15 +239,20 @@ class EpisodesBuilder(TrajectoryBuilder):
         if episode.reason is not None:
             episode.error = message
             return
-        episode.reward = await self.compute_reward(given)
-        episode.reasoning = given.reasoning
+        reward = await self.compute_reward(given)
+        if not is_reward(reward):
+            episode.reason, episode.error = DropReason.NAN_SCORE, f"the reward is {reward}; {ALLOWED_REWARDS}"
+            return
+        steps = given.step_scores if given.step_scores is not None else episode.step_rewards
+        if not all(map(is_reward, steps or ())):
+            episode.reason, episode.error = DropReason.NAN_SCORE, f"the step rewards are {steps}; {ALLOWED_REWARDS}"
+            episode.step_rewards = None
+            return
+        episode.reward, episode.reasoning = reward, given.reasoning
         if given.step_scores is not None:
             episode.step_rewards = given.step_scores
             targets = self.run_config.target_functions
             episode.rewarded_functions = sorted({credited_function(call.functions, targets) for call in episode.calls})
-        if not all(map(math.isfinite, episode.step_rewards or ())):
-            episode.reward, episode.reason = None, DropReason.NAN_SCORE
-            episode.error = f"the step rewards are {episode.step_rewards}"
 
     def _monitored(self, evaluator: str, output: EvalOutputItem) -> float | None:
         """A score that is not the reward; warns of the first one that is missing."""
