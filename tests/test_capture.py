@@ -149,6 +149,25 @@ async def test_outside_an_episode_nothing_changes(server: FakeOpenAI) -> None:
     assert set(server.requests[-1]) == {"model", "messages"}
 
 
+async def test_seeds_do_not_depend_on_the_ids_of_tool_calls(server: FakeOpenAI) -> None:
+    """Servers choose them at random, and two runs of an agent with tools would sample differently."""
+
+    async def seed(call_id: str, item: str = "lamp") -> Any:
+        called = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": item}}
+        history: Any = [
+            {"role": "assistant", "content": None, "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": call_id, "content": "on"},
+        ]
+        with EpisodeScope(training=True, seed=1) as scope:
+            await plain.complete([*ask("hi"), *history])
+        assert server.requests[-1]["messages"][1:] == history, "the server gets them as they are"
+        return scope.calls[0].sampling["seed"]
+
+    async with model(server) as plain:
+        assert await seed("call_a") == await seed("call_b")
+        assert await seed("call_a") != await seed("call_a", item="stove")
+
+
 async def test_seeds_depend_on_episode_and_messages_and_not_on_order(server: FakeOpenAI) -> None:
     async def seeds(texts: list[str], seed: int) -> dict[str, set[int]]:
         found: dict[str, set[int]] = {}
