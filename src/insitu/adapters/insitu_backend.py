@@ -218,7 +218,7 @@ class InsituTrainerAdapter(TrainerAdapter):
             name, version = models["data"][0]["id"], health["policy_version"]
         except (LookupError, TypeError):
             raise BackendError(f"{self._address} is not an insitu backend: no model or policy_version") from None
-        return PolicyEndpoint(f"{self._address}/v1", name, self._token(), version)
+        return PolicyEndpoint(f"{self._address}/v1", name, self._token(), version, vocab_size=health.get("vocab_size"))
 
     def training_settings(self) -> dict[str, Any]:
         return self.config.training.model_dump(mode="json", exclude_none=True)

@@ -41,10 +41,11 @@ GRACE_SECONDS = 2
 
 
 class Health(BaseModel):
-    """The server is up; `policy_version` is that of the latest weights."""
+    """The server is up; `policy_version` is that of the latest weights, `vocab_size` the number of token ids."""
 
     status: str
     policy_version: int
+    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     services = Services(options, loaded, compute, engine, learners, jobs, models, output_dir)
 
     async def health(request: Request) -> Response:
-        return JSON({"status": "ok", "policy_version": engine.version})
+        return JSON({"status": "ok", "policy_version": engine.version, "vocab_size": engine.vocab_size})
 
     async def openapi(request: Request) -> Response:
         return JSON(openapi_document(routes, insitu.__version__))

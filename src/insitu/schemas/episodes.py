@@ -9,6 +9,7 @@ An episode of a two-move game, and the training row of its first call:
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -128,3 +129,5 @@ class Episode:
     """Functions whose calls have step rewards; calls of other functions have 0.0 in `step_rewards`."""
     failed_requests: dict[str, int] = field(default_factory=dict)
     """Failed requests of all attempts by reason; a request that succeeded on retry is one call."""
+    requested: Mapping[str, int] = field(default_factory=dict)
+    """Completions requested by all attempts, by URL of the server; those of failed requests too."""

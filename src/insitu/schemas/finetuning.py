@@ -179,7 +179,8 @@ class FinetuneConfig(BaseModel):
 class PolicyEndpoint:
     """Where the model under training is served. `model` is the name of the newest weights, `version` their version.
 
-    On servers where the name changes with every version, `current_model` returns the current name.
+    On servers where the name changes with every version, `current_model` returns the current name. `vocab_size` is the
+    number of token ids, None if unknown.
     """
 
     base_url: str
@@ -187,6 +188,7 @@ class PolicyEndpoint:
     api_key: str = "none"
     version: int | None = None
     current_model: Callable[[], str] | None = None
+    vocab_size: int | None = None
 
 
 class TrainingStatusEnum(StrEnum):

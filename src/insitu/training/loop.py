@@ -33,6 +33,7 @@ from insitu.schemas.finetuning import (
 )
 from insitu.training.report import Report, counts, plot
 from insitu.training.store import RunStore, read_curriculum_state, set_aside
+from insitu.training.traffic import PolicyTraffic
 from insitu.training.validation import Validation
 from insitu.trajectories.builder import GroupRecord
 
@@ -161,6 +162,8 @@ class InsituTrainer(Trainer):
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """A status for each epoch that trained. Raises if a job fails or no epoch could train anything."""
         self._write_header(num_epochs)
+        if problem := await self.trajectory_builder.rehearse(self.run_id):
+            self.report.note(problem)
         statuses: list[TrainingJobStatus] = []
         if self.validation is not None:
             await self.validation.run(0)
@@ -193,7 +196,7 @@ class InsituTrainer(Trainer):
         """Collects the epoch's groups and submits what can be trained; None if nothing can."""
         started = time.perf_counter()
         served = await self.trainer_adapter.policy_endpoint()
-        collection = await self._collect(epoch, run_id)
+        collection = await self._collect(epoch, run_id, served)
         collected = [t for group in collection.trajectories for t in group]
         result = self.results[epoch] = EpochResult(
             collected=self._reward_statistics(epoch, run_id, collection),
@@ -220,11 +223,13 @@ class InsituTrainer(Trainer):
             return None
         return await self.trainer_adapter.submit(collection)
 
-    async def _collect(self, epoch: int, run_id: str) -> TrajectoryCollection:
+    async def _collect(self, epoch: int, run_id: str, served: PolicyEndpoint | None) -> TrajectoryCollection:
         errors: Counter[str] = Counter()
+        traffic = PolicyTraffic(self._builder, served)
 
         def on_episode(episode: Episode) -> None:
             self.report.advance()
+            traffic.add(episode)
 
         def on_group(record: GroupRecord) -> None:
             self.store.append_group(record, epoch)
@@ -232,11 +237,15 @@ class InsituTrainer(Trainer):
 
         self.report.begin(f"epoch {epoch}: collecting", self.trajectory_builder.episodes_per_epoch)
         try:
-            meta = {"epoch": epoch, "on_episode": on_episode, "on_group": on_group}
+            await traffic.start()
+            vocab_size = served.vocab_size if served is not None else None
+            meta = {"epoch": epoch, "on_episode": on_episode, "on_group": on_group, "vocab_size": vocab_size}
             await self.trajectory_builder.start_run(run_id, meta)
             collection = await self.trajectory_builder.finalize(run_id, meta)
         finally:
             self.report.end()
+        if unknown := await traffic.unknown_completions():
+            self.report.note(f"epoch {epoch}: {unknown}")
         for error, count in errors.most_common(3):
             self.report.note(f"epoch {epoch}: {count} x {error}")
         if not any(collection.trajectories):

@@ -5,7 +5,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,23 +14,30 @@ from pydantic import Field
 
 from insitu.advantages.targeting import credited_function, targeted_calls
 from insitu.builder import Builder
-from insitu.errors import ConfigError, TrajectoryError
-from insitu.evaluation.collector import Task, collect
+from insitu.errors import CaptureError, ConfigError, PluginError, TrajectoryError
+from insitu.evaluation.collector import collect, open_workflow
 from insitu.evaluation.datasets import load_dataset
-from insitu.evaluation.episodes import EpisodeOptions, ResultPath
+from insitu.evaluation.episodes import EpisodeOptions, ResultPath, fail, run_episode
 from insitu.evaluation.evaluators import number, score
 from insitu.evaluation.shared_run import current_run
 from insitu.interfaces import TrajectoryBuilder
 from insitu.registry import LLM, register_trajectory_builder
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
-from insitu.schemas.finetuning import FinetuneConfig, Trajectory, TrajectoryBuilderConfig, TrajectoryCollection
+from insitu.schemas.finetuning import (
+    FinetuneConfig,
+    RewardFunctionConfig,
+    Trajectory,
+    TrajectoryBuilderConfig,
+    TrajectoryCollection,
+)
 from insitu.trajectories.conversations import main_conversation
 
 logger = logging.getLogger(__name__)
 
-_PENALIZED = (DropReason.WORKFLOW_ERROR, DropReason.TIMEOUT)
-"""Failures caused by the episode itself: these get `reward_function.on_failure` if it is a number."""
+_PENALIZED = (DropReason.WORKFLOW_ERROR, DropReason.TIMEOUT, DropReason.EVALUATOR_ERROR)
+"""Failures that get `reward_function.on_failure` if it is a number; others say nothing about the model."""
+_REHEARSED_ROWS = 3
 
 
 class EpisodesBuilderConfig(TrajectoryBuilderConfig, name="insitu_traj_builder"):
@@ -59,6 +66,7 @@ class _Collection:
     epoch: int
     on_episode: Callable[[Episode], None]
     on_group: Callable[[GroupRecord], None]
+    vocab_size: int | None = None
     groups: dict[str, GroupRecord] = field(default_factory=dict)
     first_error: str | None = None
     task: asyncio.Task[None] | None = None
@@ -67,8 +75,9 @@ class _Collection:
 class EpisodesBuilder(TrajectoryBuilder):
     """Runs the workflow `num_generations` times on each row and groups the episodes by row.
 
-    `start_run(run_id, meta)` reads from `meta`: `epoch` (default: the next one; the first is 1), and the callbacks
-    `on_episode(episode)` and `on_group(record)`. Failed and unscored episodes are counted by reason and not returned.
+    `start_run(run_id, meta)` reads from `meta`: `epoch` (default: the next one; the first is 1), `vocab_size`, and the
+    callbacks `on_episode(episode)` and `on_group(record)`. Failed and unscored episodes are counted by reason and not
+    returned.
     """
 
     needs_token_ids = True
@@ -110,7 +119,8 @@ class EpisodesBuilder(TrajectoryBuilder):
             raise TrajectoryError(f"run {run_id} is already being collected: finalize it first")
         ignore: Callable[[Any], None] = lambda _: None  # noqa: E731
         self._last_epoch = meta.get("epoch", self._last_epoch + 1)
-        collection = _Collection(self._last_epoch, meta.get("on_episode") or ignore, meta.get("on_group") or ignore)
+        callbacks = meta.get("on_episode") or ignore, meta.get("on_group") or ignore
+        collection = _Collection(self._last_epoch, *callbacks, meta.get("vocab_size"))
         self._runs[run_id] = collection
         collection.task = asyncio.create_task(self._collect(run_id, collection), name=f"collect {run_id}")
 
@@ -160,32 +170,61 @@ class EpisodesBuilder(TrajectoryBuilder):
         rows = (orders[p // total][p % total] for p in positions)
         return list({str(row.id): row for row in rows}.values())  # the last row of a pass may be the first of the next
 
-    async def _collect(self, run_id: str, collection: _Collection) -> None:
-        """Runs the epoch's rows x generations, waits for episodes, and passes each group on with its last episode."""
-        name = self.run_config.reward_function.name  # type: ignore[union-attr]  # checked when the builder was made
-        evaluator = await self._builder.get_evaluator(name)
+    @property
+    def _reward_function(self) -> RewardFunctionConfig:
+        assert self.run_config.reward_function is not None  # checked when the builder was made
+        return self.run_config.reward_function
+
+    async def _evaluator_and_options(self) -> tuple[EvaluatorInfo, EpisodeOptions]:
         service = self.run_config.run_configuration
         result = ResultPath.parse(service.result_json_path) if service else None
         targets = self.run_config.target_functions
         options = EpisodeOptions.of(self._file, self._file.trained_llms(), result, self.needs_token_ids, targets)
+        return await self._builder.get_evaluator(self._reward_function.name), options
 
-        def tasks() -> Iterator[Task]:
-            for row in self.rows_of_epoch(collection.epoch):
-                for generation in range(self.config.num_generations):
-                    yield row, EpisodeKey(run_id, collection.epoch, str(row.id), generation)
+    async def rehearse(self, run_id: str) -> str | None:
+        """Plays and scores one row, as epoch 0. If its evaluator fails, up to two more.
+
+        Returns what went wrong; raises PluginError if the evaluator fails on all of them and failures are excluded.
+        """
+        evaluator, options = await self._evaluator_and_options()
+        service, episode = self.run_config.run_configuration, None
+        async with open_workflow(self._builder, service, self._file.trained_llms(), current_run()) as attempt:
+            for row in self.rows_of_epoch(1)[:_REHEARSED_ROWS]:
+                episode = await run_episode(attempt, row, EpisodeKey(run_id, 0, str(row.id), 0), options)
+                await self._reward(episode, row, evaluator)
+                if episode.reason is not DropReason.EVALUATOR_ERROR:
+                    break
+        if episode is None or episode.reason is None:
+            return None
+        problem = f"row {episode.key.row_id!r}, played once before the first epoch: {episode.reason}: {episode.error}"
+        if episode.reason is DropReason.EVALUATOR_ERROR and self._reward_function.on_failure == "exclude":
+            raise PluginError(f"no row could be scored, so nothing can be trained; {problem}")
+        return problem
+
+    async def _collect(self, run_id: str, collection: _Collection) -> None:
+        """Runs the epoch's rows x generations, waits for episodes, and passes each group on with its last episode."""
+        evaluator, options = await self._evaluator_and_options()
+        tasks = [
+            (row, EpisodeKey(run_id, collection.epoch, str(row.id), generation))
+            for row in self.rows_of_epoch(collection.epoch)
+            for generation in range(self.config.num_generations)
+        ]
 
         async def finish(row: EvalInputItem, episode: Episode) -> None:
-            await self._reward(episode, row, evaluator, name)
+            if collection.vocab_size is not None and episode.outcome is Outcome.OK:
+                self._check_vocabulary(episode, collection.vocab_size)
+            await self._reward(episode, row, evaluator)
             episode.steps = []  # only the evaluator needs them; an epoch of steps would not fit into memory
 
-        limit = self._file.max_concurrency
-        collecting = collect(self._builder, tasks(), options, service, finish, current_run(), limit)
+        service, limit = self.run_config.run_configuration, self._file.max_concurrency
+        collecting = collect(self._builder, tasks, options, service, finish, current_run(), limit)
         async with aclosing(collecting) as episodes:
             await self._gather(episodes, collection)
 
     async def _gather(self, episodes: AsyncIterator[Episode], collection: _Collection) -> None:
         waiting: dict[str, list[Episode]] = {}
-        async for episode in episodes:
+        async for episode in episodes:  # each has an outcome, or `collect` raises: every group becomes complete
             collection.on_episode(episode)
             group = waiting.setdefault(episode.key.row_id, [])
             group.append(episode)
@@ -195,20 +234,17 @@ class EpisodesBuilder(TrajectoryBuilder):
                 collection.first_error = collection.first_error or next((e.error for e in group if e.error), None)
                 collection.on_group(record)
 
-    async def _reward(self, episode: Episode, row: EvalInputItem, evaluator: EvaluatorInfo, name: str) -> None:
+    async def _reward(self, episode: Episode, row: EvalInputItem, evaluator: EvaluatorInfo) -> None:
         if episode.outcome is Outcome.FAILED:
-            on_failure = self.run_config.reward_function.on_failure  # type: ignore[union-attr]
-            if isinstance(on_failure, float) and episode.reason in _PENALIZED:
-                episode.reward = on_failure
-                if trained := self._trained(episode):  # charged to the last trained call, on top of the step rewards
-                    episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
-                    episode.step_rewards[trained[-1]] += on_failure
+            self._penalize(episode)
             return
         item = row.model_copy(update={"output_obj": episode.output, "trajectory": episode.steps})
-        given = (await score(evaluator, name, [item])).eval_output_items[0]
+        limit = self._file.eval.scoring_limit(1)
+        given = (await score(evaluator, self._reward_function.name, [item], limit)).eval_output_items[0]
         _, episode.reason, message = number(given)
         if episode.reason is not None:
             episode.error = message
+            self._penalize(episode)
             return
         episode.reward = await self.compute_reward(given)
         episode.reasoning = given.reasoning
@@ -219,6 +255,25 @@ class EpisodesBuilder(TrajectoryBuilder):
         if not all(map(math.isfinite, episode.step_rewards or ())):
             episode.reward, episode.reason = None, DropReason.NAN_SCORE
             episode.error = f"the step rewards are {episode.step_rewards}"
+
+    def _check_vocabulary(self, episode: Episode, size: int) -> None:
+        """Fails an episode with a token id that the model under training lacks; its backend would refuse the job."""
+        for call in (episode.calls[index] for index in self._trained(episode)):
+            highest = max(max(ids, default=0) for ids in (call.prompt_token_ids or (), call.token_ids or ()))
+            if highest >= size:
+                error = CaptureError(
+                    f"{call.model!r} returned the token id {highest}; the vocabulary ends at {size - 1}"
+                )
+                fail(episode, DropReason.CAPTURE_ERROR, error)
+
+    def _penalize(self, episode: Episode) -> None:
+        """Gives a failed episode the reward `on_failure`, charged to its last trained call besides the step rewards."""
+        on_failure = self._reward_function.on_failure
+        if isinstance(on_failure, float) and episode.reason in _PENALIZED:
+            episode.reward = on_failure
+            if trained := self._trained(episode):
+                episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
+                episode.step_rewards[trained[-1]] += on_failure
 
     def _group(self, episodes: list[Episode]) -> GroupRecord:
         episodes.sort(key=lambda e: e.key.generation)
