@@ -89,17 +89,20 @@ def test_a_workflow_exception_in_one_row_is_counted_and_the_rest_trains(project:
 
 
 def test_failed_episodes_get_the_configured_penalty(project: Path) -> None:
-    write_rows(project, [{"say": "a"}, {"say": "b", "raise": "lost"}, {"say": "c", "earn": 0.25, "raise": "lost"}])
+    unscored = {"say": "d", "score": "what?"}  # its evaluator raises
+    write_rows(
+        project, [{"say": "a"}, {"say": "b", "raise": "lost"}, {"say": "c", "earn": 0.25, "raise": "lost"}, unscored]
+    )
     code, _, err = run_project(
         project, "-o", "finetuning.num_epochs", "1", "-o", "finetuning.reward_function.on_failure", "-0.5"
     )
     assert code == 0, err
     metrics = read_lines(project / "run/training_metrics.jsonl")[0]
     assert metrics["min_reward"] == -0.5
-    assert metrics["num_trajectories"] == 12
-    assert metrics["dropped"] == {"no_variance": 8}
+    assert metrics["num_trajectories"] == 16
+    assert metrics["dropped"] == {"no_variance": 12}
     steps = [e["step_rewards"] for e in read_lines(project / "run/episodes.jsonl")[1:]]
-    assert sorted(s for s in steps if s) == [[-0.5]] * 4 + [[-0.25]] * 4
+    assert sorted(s for s in steps if s) == [[-0.5]] * 8 + [[-0.25]] * 4
 
 
 @pytest.mark.parametrize(("asked", "reason"), [("nan", "nan_score"), ("none", "no_score")])
