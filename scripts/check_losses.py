@@ -98,9 +98,9 @@ def loss_errors(data: dict[str, Any], variant: dict[str, Any]) -> tuple[float, f
     )
     weights = row_weights(mask.sum(1).tolist(), [""] * len(mask), settings)
     batch = PolicyBatch(
-        old_BT=old,
-        rollout_BT=rollout,
-        ref_BT=ref if settings.kl.beta > 0 else None,
+        old_logprobs_BT=old,
+        rollout_logprobs_BT=rollout,
+        ref_logprobs_BT=ref if settings.kl.beta > 0 else None,
         advantage_BT=torch.tensor(rows, dtype=torch.float64)[:, None].expand_as(old),
         mask_BT=mask,
         weight_B=torch.tensor(weights, dtype=torch.float64),

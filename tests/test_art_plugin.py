@@ -300,7 +300,7 @@ async def test_the_remote_backend_trains_and_is_told_why_not(address: str) -> No
     model = Sent({"name": "agent", "project": "p", "base_model": "tiny", "base_path": ".art", "_internal_config": None})
     remote = _RemoteBackend(address, "default")
     try:
-        assert await remote.health() is None
+        assert await remote.health_problem() is None
         await remote.register(model)
         base_url, key = await remote._prepare_backend_for_training(model, None)
         assert (base_url, key) == (f"{address}/v1", "default")
@@ -314,10 +314,10 @@ async def test_the_remote_backend_trains_and_is_told_why_not(address: str) -> No
         assert mean_metrics(lines)["num_gradient_steps"] == len(lines) == 1
         assert await remote._get_step(model) == 1
         for _ in range(2):  # the same job, sent again
-            assert [line async for line in remote._train_model(model, [group], config, {}, key="run/1")]
+            assert [line async for line in remote._train_model(model, [group], config, {}, idempotency_key="run/1")]
         assert await remote._get_step(model) == 2
         await remote._delete_checkpoint_files(model, [2])
-        assert "agent@1" not in await remote.list_names()
+        assert "agent@1" not in await remote.refresh_served_names()
         with pytest.raises(RequestRefused, match="kimi_k2_tau"):
             [line async for line in remote._train_model(model, [group], config, {"kimi_k2_tau": 1.0})]
         with pytest.raises(RequestRefused, match="gpt-4"):
@@ -328,7 +328,7 @@ async def test_the_remote_backend_trains_and_is_told_why_not(address: str) -> No
 
 async def test_nobody_there_and_a_server_that_is_something_else() -> None:
     nobody = _RemoteBackend("http://127.0.0.1:9", "default")
-    assert "no answer from the ART server at http://127.0.0.1:9" in str(await nobody.health())
+    assert "the connection to the ART server at http://127.0.0.1:9" in str(await nobody.health_problem())
     with pytest.raises(BackendUnavailable, match=r"127\.0\.0\.1:9"):
         await nobody.register(Sent({"name": "a"}))
     await nobody.close()
@@ -342,7 +342,8 @@ async def test_nobody_there_and_a_server_that_is_something_else() -> None:
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         other = _RemoteBackend(f"http://127.0.0.1:{port}", "default")
-        assert str(await other.health()).endswith("/health answered 404")
+        url = f"http://127.0.0.1:{port}"
+        assert await other.health_problem() == f"{url}/healthcheck returned 404, {url}/health returned 404"
         await other.close()
 
 
@@ -356,7 +357,7 @@ async def test_nobody_there_and_a_server_that_is_something_else() -> None:
 )
 def test_the_name_to_sample_by_is_one_the_server_has(listed: set[str], now: str) -> None:
     remote = _RemoteBackend("http://127.0.0.1:9", "x")
-    remote._names, remote._steps = listed, {"agent": 4}
+    remote._served_names, remote._latest_steps = listed, {"agent": 4}
     assert remote._model_inference_name(Sent({"name": "agent"})) == now
 
 
@@ -369,4 +370,4 @@ def test_the_name_to_sample_by_is_one_the_server_has(listed: set[str], now: str)
     ],
 )
 def test_the_address_of_inference_is_one_that_can_be_reached(told: str, reached: str) -> None:
-    assert _RemoteBackend("http://gpu.example:7623", "x")._reachable(told) == reached
+    assert _RemoteBackend("http://gpu.example:7623", "x")._reachable_url(told) == reached

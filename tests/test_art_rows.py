@@ -58,7 +58,7 @@ def test_rows_advantages_and_loss_are_those_of_art(release, case):
     def spread(values) -> torch.Tensor:
         return torch.zeros(filled.shape).masked_scatter(filled, torch.as_tensor(values))
 
-    sampled = spread(np.concatenate([row.rollout for row in rows]))
+    sampled = spread(np.concatenate([row.rollout_logprobs for row in rows]))
     given = PolicyBatch(sampled, sampled, None, spread(advantages), filled, torch.tensor(weights))
     loss = policy_loss(spread(new), given, settings).loss
     loss.backward()
@@ -100,7 +100,7 @@ def test_a_tool_episode_is_trained_token_for_token(release):
     logprobs = [t["logprob"] for c in choices for t in c["logprobs"]["content"]]
     rows = [row for row in batch_of(recorded(release)).rows if row.episode == "1/0"]
     assert np.concatenate([row.token_ids[row.positions] for row in rows]).tolist() == sampled
-    np.testing.assert_allclose(np.concatenate([row.rollout for row in rows]), logprobs, rtol=1e-6)
+    np.testing.assert_allclose(np.concatenate([row.rollout_logprobs for row in rows]), logprobs, rtol=1e-6)
     context = bytes(ChatTokenizer(byte_tokenizer()).decode(rows[-2].token_ids.tolist()), "utf-8").decode()
     for part in (
         'Tools: {"type": "function"',

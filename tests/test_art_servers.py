@@ -103,9 +103,9 @@ async def test_an_answer_of_something_else_is_named(path: str, body: bytes) -> N
             "_train_model": lambda: trained(backend),
             "_get_step": lambda: backend._get_step(Told()),
             "_prepare_backend_for_training": lambda: backend._prepare_backend_for_training(Told(), None),
-            "v1models": backend.list_names,
+            "v1models": backend.refresh_served_names,
         }
-        with pytest.raises(BackendError, match=r"answered .*: is it an ART server\?") as caught:
+        with pytest.raises(BackendError, match=r"returned unexpected data .*: is it an ART server\?") as caught:
             await asked[path]()
         assert not isinstance(caught.value, BackendUnavailable)
 
@@ -113,7 +113,7 @@ async def test_an_answer_of_something_else_is_named(path: str, body: bytes) -> N
 async def test_a_model_that_was_not_registered_is_served_nowhere() -> None:
     backend = _RemoteBackend("http://127.0.0.1:9", "default")
     with pytest.raises(BackendError, match="initialize the adapter first"):
-        await backend.list_names()
+        await backend.refresh_served_names()
 
 
 async def test_why_a_training_has_failed_is_asked_where_it_is_told() -> None:
@@ -123,8 +123,8 @@ async def test_why_a_training_has_failed_is_asked_where_it_is_told() -> None:
         {"key": None, "status": "failed", "message": "of another"},
     ]
     async with remote(artjobs=reply(json.dumps({"jobs": jobs, "refused": []}).encode())) as backend:
-        assert await backend.failure_of("run/2/5") == "the loss is nan"
-        assert await backend.failure_of("run/1/4") is None
-        assert await backend.failure_of("run/3/5") is None
+        assert await backend.failure_message("run/2/5") == "the loss is nan"
+        assert await backend.failure_message("run/1/4") is None
+        assert await backend.failure_message("run/3/5") is None
     async with remote() as backend:  # ART's own has no such page
-        assert await backend.failure_of("run/2/5") is None
+        assert await backend.failure_message("run/2/5") is None

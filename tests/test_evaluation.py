@@ -14,7 +14,7 @@ from insitu.config import Config, load_config
 from insitu.errors import ConfigError, WorkflowError
 from insitu.evaluation import episodes
 from insitu.evaluation.collector import run_limited
-from insitu.evaluation.evaluators import BaseEvaluator, average, number
+from insitu.evaluation.evaluators import BaseEvaluator, average, parse_score
 from insitu.evaluation.run import EvaluationRun
 from insitu.evaluation.validation import validation_metrics
 from insitu.schemas.evaluation import (
@@ -187,10 +187,10 @@ async def test_a_missing_score_is_never_zero(bench: Bench, says: str, first: str
     output = await bench.run(["a", "b", "c"], says=says)
     given = output.evaluation_results[0][1].eval_output_items
     assert str(given[0].score) == first
-    value, why, text = number(given[0])
+    value, why, text = parse_score(given[0])
     assert (value, str(why)) == (None, reason)
     assert message in str(text)
-    assert [number(g)[0] for g in given[1:]] == [1.0, 1.0]
+    assert [parse_score(g)[0] for g in given[1:]] == [1.0, 1.0]
     run_config = FinetuneConfig(reward_function=RewardFunctionConfig(name="exact"))
     metrics = validation_metrics(output, run_config, 4)
     assert (metrics["avg_reward"], metrics["num_examples"], metrics["dropped"]) == (1.0, 2, {reason: 1})

@@ -145,7 +145,7 @@ async def test_failures_are_told(tmp_path: Path, server: FakeOpenAI) -> None:
 async def test_nothing_of_a_program_outlives_its_episode(
     tmp_path: Path, server: FakeOpenAI, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "GRACE", 0.5)
+    monkeypatch.setattr(programs, "GRACE_SECONDS", 0.5)
     child = "import subprocess, sys, time\nc = subprocess.Popen([sys.executable, '-c', {!r}])\n"
     child += "open({!r}, 'w').write(str(c.pid))"
     pid, up = tmp_path / "pid", tmp_path / "up"
@@ -156,7 +156,7 @@ async def test_nothing_of_a_program_outlives_its_episode(
     await until(lambda: not running(pid))
     up.unlink()
     pid.write_text("")
-    with pytest.raises(EpisodeTimeout, match=r"longer than timeout: 2 s"):
+    with pytest.raises(EpisodeTimeout, match="within timeout: 2 s"):
         await output(tmp_path, server, f"{left}\ntime.sleep({FOREVER})", timeout=2)
     await until(lambda: not running(pid))
     up.unlink(missing_ok=True)
@@ -229,7 +229,7 @@ async def test_a_service_is_told_where_its_model_is(tmp_path: Path, server: Fake
         for level, kind, said in (
             ("status", WorkflowError, "answered 400: no such board"),
             ("busy", BackendUnavailable, "answered 503"),
-            ("slow", EpisodeTimeout, "took longer than timeout: 0.3 s"),
+            ("slow", EpisodeTimeout, "did not finish within timeout: 0.3 s"),
             ("long", WorkflowError, "more than max_output: 9000 bytes"),
             ("empty", WorkflowError, "without the key 'output'; available: other"),
         ):

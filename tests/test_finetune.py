@@ -120,11 +120,11 @@ def test_nothing_to_train_on_fails_the_run_and_says_why(project: Path) -> None:
     code, out, err = run_project(project)
     assert code == 1
     assert "failed: epoch 1: no episode can be trained on; dropped: 4 nan_score; most often nan_score: " in err
-    assert "epoch 1/2 was not completed; the run so far: run/" in out
+    assert "epoch 1/2 did not complete; results so far are in run/" in out
     write_rows(project, [{"say": "a", "score": "0.5"}])
     code, out, err = run_project(project)
     assert code == 1
-    assert out.count("trains nothing: every episode was dropped") == 2
+    assert out.count("nothing to train on; every group was dropped") == 2
     assert "no epoch trained anything: every group was dropped: 8 no_variance" in err
     assert "run/training_metrics.jsonl" in err
     assert [m["dropped"] for m in read_lines(project / "run/training_metrics.jsonl")] == [{"no_variance": 4}] * 2
@@ -182,11 +182,11 @@ def test_a_job_that_fails_ends_the_run_and_is_told_with_its_epoch_and_reason(pro
     code, out, err = run_project(project, "-o", "trainer_adapters.backend.training.learning_rate", "1e30")
     assert code == 1
     assert re.search(
-        r"^failed: epoch 1: training job job-\w+ is failed: .*the weights from before the job were restored",
+        r"^failed: epoch 1: training job job-\w+ ended as failed: .*the weights from before the job were restored",
         err,
         re.MULTILINE,
     ), err
-    assert "epoch 1/2 was not completed; the run so far: run/" in out
+    assert "epoch 1/2 did not complete; results so far are in run/" in out
     (metrics,) = read_lines(project / "run/training_metrics.jsonl")  # what was gathered is recorded all the same
     assert (metrics["num_groups"], metrics["policy_version"], metrics["job"]) == (6, 0, "failed")
     files = RunFiles(project / "run")
@@ -275,7 +275,7 @@ def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
         out, err = process.communicate(HANGS)
         assert process.wait() == 1
     assert "backend" in err
-    assert "/500 was not completed; the run so far: run/" in out
+    assert "/500 did not complete; results so far are in run/" in out
 
 
 def test_eval_and_run_serve_the_starting_model(project: Path) -> None:

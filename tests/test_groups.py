@@ -33,7 +33,7 @@ def call(index: int = 0, messages: list[dict[str, Any]] | None = None, answer: A
 
 
 @pytest.mark.parametrize(
-    ("functions", "model", "llms", "expected"),
+    ("targets", "model", "llms", "expected"),
     [
         (["<workflow>"], None, [], [0, 1, 2, 3]),
         (["<workflow>"], None, ["player"], [0, 1]),
@@ -49,7 +49,7 @@ def call(index: int = 0, messages: list[dict[str, Any]] | None = None, answer: A
         (["player_move"], "policy", [], [1, 3]),
     ],
 )
-def test_targeted_calls(functions: list[str], model: str | None, llms: list[str], expected: list[int]) -> None:
+def test_targeted_calls(targets: list[str], model: str | None, llms: list[str], expected: list[int]) -> None:
     calls = [
         call(0, model="policy", functions=("<workflow>",)),
         call(1, model="policy@7", functions=("<workflow>", "player_move", "inner")),
@@ -58,7 +58,7 @@ def test_targeted_calls(functions: list[str], model: str | None, llms: list[str]
         call(4, model="policy", functions=("<workflow>", "player_move"), token_ids=[]),
         call(5, model="policy", functions=("<workflow>", "player_move"), token_ids=None),
     ]
-    assert targeted_calls(calls, functions, model, llms) == expected
+    assert targeted_calls(calls, targets, model, llms) == expected
 
 
 # the dialogue

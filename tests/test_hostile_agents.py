@@ -79,7 +79,7 @@ def test_hostile_episodes_are_told_apart(tmp_path: Path) -> None:
     write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(12)])
     code, _, err = run_project(tmp_path, "--override", "finetuning.num_epochs", "1")
     assert code == 0, err
-    reasons = {0: "exit code 1: no", 1: "printed more than max_output", 2: "longer than timeout", 3: "by SIGSEGV"}
+    reasons = {0: "exit code 1: no", 1: "printed more than max_output", 2: "within timeout", 3: "by SIGSEGV"}
     episodes = read_lines(tmp_path / "run/episodes.jsonl")[1:]
     assert len(episodes) == 48
     for episode in episodes:
@@ -108,7 +108,7 @@ def test_hostile_episodes_are_told_apart(tmp_path: Path) -> None:
     }
     assert whole["Row 7"] >= 4
     assert "/1/8/" in err  # the late request is told, and was refused
-    assert "came after its end and is refused" in err
+    assert "which has ended" in err
 
 
 SLEEPER = """

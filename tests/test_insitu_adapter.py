@@ -10,7 +10,7 @@ from aiohttp import web
 
 from insitu.adapters.insitu_backend import InsituTrainerAdapter
 from insitu.config import load_config
-from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed
+from insitu.errors import BackendError, BackendUnavailable, ConfigError, TrajectoryError
 from insitu.plugin_api import Builder
 from insitu.registry import TRAINER_ADAPTER
 from insitu.schemas.episodes import ModelCall, TrainingRow
@@ -160,9 +160,9 @@ async def test_what_a_trainer_has_not_weighed_gets_the_default_advantages(backen
             _, *rows = list(backend.jobs.values())[-1]
             assert [row["token_ids"] for row in rows] == [[1, 2, 3]] * 2
             assert rows[0]["advantages"][1] == -rows[1]["advantages"][1] > 0
-        with pytest.raises(JobFailed, match="none of 1 trajectories has rows or captured calls"):
+        with pytest.raises(TrajectoryError, match="none of 1 trajectories has rows or captured calls"):
             await adapter.submit(TrajectoryCollection(trajectories=[[Trajectory(reward=1)]], run_id="r"))
-    assert list(backend.jobs) == ["r/1", "r/2"]  # a job each: nobody says which epoch they are of
+    assert list(backend.jobs) == ["r/submission 1", "r/submission 2"]
 
 
 async def test_a_finished_job_can_be_asked_for_its_metrics(backend: Backend, write: Any) -> None:

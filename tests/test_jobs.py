@@ -222,14 +222,14 @@ async def read(body: bytes, encoding: str = "", piece: int = 1000, **limits):
         (lines([]), "none of the 0 rows has a trained token"),
         (lines([row(loss_mask=[0] * 5)]), "none of the 1 rows has a trained token"),
         (b"{]", "line 1.*not JSON"),
-        (lines([], {"lerning_rate": 1}), r"settings\.lerning_rate: there is no such key; there are .*learning_rate"),
-        (lines([], {"kl": {"betta": 1}}), r"settings\.kl\.betta: there is no such key"),
+        (lines([], {"lerning_rate": 1}), r"settings\.lerning_rate: unknown key; available: .*learning_rate"),
+        (lines([], {"kl": {"betta": 1}}), r"settings\.kl\.betta: unknown key"),
         (lines([], {"learning_rate": "fast"}), r"settings\.learning_rate: .*not 'fast'"),
         (lines([row()], num_rows=2), "ends after 1 of 2 rows"),
-        (lines([row()], num_rows=0), "num_rows is 0, but there are more"),
+        (lines([row()], num_rows=0), "num_rows is 0, but the upload has more"),
         (lines([row(), 1]), "row 2"),
         (lines([row()]) + b"x", "row 1: not JSON"),
-        (lines([row(advantage=1)]), "row 1: advantage: there is no such key"),
+        (lines([row(advantage=1)]), "row 1: advantage: unknown key"),
         (lines([row(loss_mask=[0, 1])]), "row 1: loss_mask has 2 entries, token_ids has 5"),
         (lines([row(), row(logprobs=[-1.0] * 6)]), "row 2: logprobs has 6 entries, token_ids has 5"),
         (lines([row(advantages=[1.0])]), "row 1: advantages has 1 entries"),
@@ -266,7 +266,7 @@ async def test_what_is_masked_may_be_anything():
     settings, rows = await read(lines([row(loss_mask=[0] * 5), sent]))
     assert settings.mini_batch_size == 4
     assert len(rows) == 1
-    assert rows[0].rollout.tolist() == [-0.5, -0.25]
+    assert rows[0].rollout_logprobs.tolist() == [-0.5, -0.25]
     assert rows[0].advantages.tolist() == [1, -1]
     assert rows[0].positions.tolist() == [3, 4]
 

@@ -13,7 +13,7 @@ import torch
 from tiny_models import save_tiny_model
 
 from insitu.backend.model import LoadedModel, load_model
-from insitu.backend.training.batches import Row, Scorer, collate, micro_batches, optimizer_steps
+from insitu.backend.training.batches import LogprobComputer, Row, collate, micro_batches, optimizer_steps
 from insitu.backend.training.learner import Learner
 from insitu.backend.training.optimizer_loop import learning_rate
 from insitu.errors import BackendError, JobFailed, RequestRefused
@@ -83,26 +83,26 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("projection", [True, False])
-def test_scores_are_those_of_a_plain_forward_pass(models, kind, projection):
+def test_logprobs_are_those_of_a_plain_forward_pass(models, kind, projection):
     """Padded, with rows of the same tokens computed once, and by both ways to the logits."""
     loaded = models[kind]
     rows = make_rows(loaded.module, 8)
     rows += [rows[3], rows[3], rows[0]]
     batch = collate(rows, loaded.device)
-    assert len(batch.tokens_ST) == 8
-    scorer = Scorer(loaded)
-    assert scorer._ends_in_projection
-    scorer._ends_in_projection = projection
-    scores = scorer(loaded.module, batch)
-    expected = torch.cat([torch.from_numpy(row.rollout) for row in rows])
-    assert torch.allclose(batch.scatter(scores.logprobs_N)[batch.mask_BK], expected, atol=1e-5)
+    assert len(batch.input_ids_ST) == 8
+    compute_logprobs = LogprobComputer(loaded)
+    assert compute_logprobs._can_project_selected
+    compute_logprobs._can_project_selected = projection
+    result = compute_logprobs(loaded.module, batch)
+    expected = torch.cat([torch.from_numpy(row.rollout_logprobs) for row in rows])
+    assert torch.allclose(batch.to_rows(result.logprobs_N)[batch.mask_BK], expected, atol=1e-5)
     row = rows[0]
     logits = loaded.module(input_ids=torch.from_numpy(row.token_ids.astype(np.int64))[None]).logits[0]
     entropy = torch.distributions.Categorical(logits=logits[row.positions - 1]).entropy()
-    assert torch.allclose(batch.scatter(scores.entropy_N)[0, : len(entropy)], entropy, atol=1e-5)
+    assert torch.allclose(batch.to_rows(result.entropy_N)[0, : len(entropy)], entropy, atol=1e-5)
 
 
-def test_a_model_that_does_more_than_project_is_scored_in_full(tmp_path):
+def test_a_model_that_does_more_than_project_is_projected_in_full(tmp_path):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     torch.manual_seed(0)
@@ -117,11 +117,11 @@ def test_a_model_that_does_more_than_project_is_scored_in_full(tmp_path):
         final_logit_softcapping=0.5,
     )
     module = Gemma2ForCausalLM(config).eval().requires_grad_(False)
-    scorer = Scorer(LoadedModel(module, None, torch.device("cpu"), torch.float32, 64, "none"))
-    assert not scorer._ends_in_projection
+    compute_logprobs = LogprobComputer(LoadedModel(module, None, torch.device("cpu"), torch.float32, 64, "none"))
+    assert not compute_logprobs._can_project_selected
     row = Row(np.arange(9, dtype=np.int32), np.array([2, 7]), np.zeros(2), np.zeros(2))
-    scored = scorer(module, collate([row], torch.device("cpu"))).logprobs_N
-    assert torch.allclose(scored, reference_logprobs(module, list(range(9)))[[1, 6]], atol=1e-6)
+    logprobs = compute_logprobs(module, collate([row], torch.device("cpu"))).logprobs_N
+    assert torch.allclose(logprobs, reference_logprobs(module, list(range(9)))[[1, 6]], atol=1e-6)
 
 
 def test_many_logits_are_computed_in_chunks(llama, monkeypatch):
@@ -130,8 +130,8 @@ def test_many_logits_are_computed_in_chunks(llama, monkeypatch):
 
     def gradients() -> tuple[torch.Tensor, ...]:
         module = copy.deepcopy(llama.module).requires_grad_(True)
-        scores = Scorer(llama)(module, batch)
-        return (scores.logprobs_N, *torch.autograd.grad(scores.logprobs_N.sum(), list(module.parameters())))
+        result = LogprobComputer(llama)(module, batch)
+        return (result.logprobs_N, *torch.autograd.grad(result.logprobs_N.sum(), list(module.parameters())))
 
     whole = gradients()
     monkeypatch.setattr("insitu.backend.training.batches.CHUNK_ELEMENTS", 320 * 5)
@@ -265,7 +265,7 @@ def test_earlier_versions_come_from_their_checkpoints(llama, tmp_path):
         assert learner.load_version(0) is llama.module
         for result in made:
             assert same(weights(learner.load_version(result.version)), weights(result.module))
-        with pytest.raises(RequestRefused, match="no version 7; there are 0, 1, 2, 3") as refused:
+        with pytest.raises(RequestRefused, match="version 7 does not exist; available: 0, 1, 2, 3") as refused:
             learner.load_version(7)
         assert refused.value.status == 404
         kept = [(result.checkpoint / "optimizer.safetensors").exists() for result in made]
@@ -376,7 +376,7 @@ def test_micro_batches_stay_within_their_budget():
     parts = list(micro_batches(rows, range(50), 100))
     assert sorted(itertools.chain(*parts)) == list(range(50))
     for part in parts:
-        assert len({rows[i].sequence for i in part}) * max(rows[i].length for i in part) <= 100
+        assert len({rows[i].sequence_key for i in part}) * max(rows[i].input_length for i in part) <= 100
 
 
 def test_the_learning_rate_over_a_run():

@@ -148,6 +148,18 @@ def test_both_spellings_of_adk() -> None:
     assert parse_calls(pair(request, [failed]))[0].error == "it ended without a completion"
 
 
+def test_contents_of_adk_without_parts() -> None:
+    """JSON without None lacks the `parts` of a Content that holds none."""
+    request = {
+        "contents": [{"role": "user", "parts": [{"text": "q"}]}, {"role": "model"}],
+        "config": {"systemInstruction": {"role": "system"}},
+    }
+    (call,) = parse_calls(pair(request, [{"content": {"role": "model"}, "finishReason": "STOP"}]))
+    assert (call.messages, call.message) == ([said("user", "q")], said("assistant", ""))
+    (call,) = parse_calls(pair([*request["contents"]], [{"role": "model"}]))
+    assert (call.messages, call.message) == ([said("user", "q")], said("assistant", ""))
+
+
 def test_blocks_of_llama_index() -> None:
     blocks = [
         {"block_type": "thinking", "content": "hm"},
@@ -344,6 +356,54 @@ def test_the_message_of_one_step() -> None:
     assert llama_index_parser.parse_to_openai_message(step("TOOL_END", data={"output": output}), called) == told
 
 
+RESULTS: list[Any] = [  # of tools that know nothing of frameworks
+    {"parts": ["bolt"]},
+    {"parts": [{"name": "bolt"}], "role": "spare"},
+    {"contents": ["milk"]},
+    {"type": "tool", "content": "hammer"},
+    {"type": "chat", "content": "hi"},
+    {"role": "captain", "blocks": 3},
+    {"role": "user", "content": "hi"},
+]
+
+
+@pytest.mark.parametrize("parser", [langchain_parser, llama_index_parser, adk_parser])
+@pytest.mark.parametrize("result", RESULTS)
+def test_a_tool_result_is_json_unless_it_is_a_tool_message(parser: Any, result: Any) -> None:
+    called = said("assistant", None, tool_calls=[{"id": "t1", "function": {"name": "look", "arguments": "{}"}}])
+    message = parser.parse_to_openai_message(step("TOOL_END", data={"output": result}), called)
+    assert message == {"role": "tool", "tool_call_id": "t1", "name": "look", "content": json.dumps(result)}
+
+
+def test_a_function_response_of_adk_as_tool_result() -> None:
+    response = {
+        "role": "user",
+        "parts": [{"functionResponse": {"id": "t1", "name": "look", "response": {"at": "sky"}}}],
+    }
+    message = adk_parser.parse_to_openai_message(step("TOOL_END", data={"output": response}))
+    assert message == {"role": "tool", "tool_call_id": "t1", "name": "look", "content": '{"at": "sky"}'}
+
+
+@pytest.mark.parametrize(
+    ("mime", "audio_format"),
+    [("audio/mpeg", "mp3"), ("audio/x-wav", "wav"), ("audio/wav", "wav"), ("audio/ogg", "ogg")],
+)
+def test_audio_has_the_format_names_of_openai(mime: str, audio_format: str) -> None:
+    content = {"role": "user", "parts": [{"inline_data": {"mime_type": mime, "data": "UklGRg=="}}]}
+    message = adk_parser.parse_to_openai_message(step("LLM_START", chat_inputs=[content]))
+    audio = {"data": "UklGRg==", "format": audio_format}
+    assert message["content"] == [{"type": "input_audio", "input_audio": audio}]
+
+
+def test_logprobs_of_text_completions() -> None:
+    logprobs = {"tokens": ["token_id:7", "token_id:8"], "token_logprobs": [-0.5, -0.25], "text_offset": [0, 1]}
+    generation = Generation(text="ok", generation_info={"finish_reason": "stop", "logprobs": logprobs})
+    response = {"text": "ok", "raw": {"choices": [{"finish_reason": "stop", "logprobs": logprobs}]}}
+    sampled = said("assistant", "ok", logprobs=[-0.5, -0.25], token_ids=[7, 8], finish_reason="stop")
+    for parser, answer in ((langchain_parser, generation), (llama_index_parser, response)):
+        assert parser.parse_to_openai_message(step("LLM_END", chat_responses=[answer])) == sampled
+
+
 @pytest.mark.parametrize("parser", [langchain_parser, llama_index_parser, adk_parser])
 def test_each_parser_reads_captured_steps(parser: Any) -> None:
     start, end = pair([said("user", "q")], [said("assistant", "a")], logprobs=[-1.0], finish_reason="length")
@@ -356,9 +416,13 @@ def test_each_parser_reads_captured_steps(parser: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        (step("TOOL_START"), "(TOOL_START): no message in it"),
-        (step("LLM_END", chat_responses=[]), "(LLM_END): no message in it"),
-        (step("TOOL_END", data={"output": "r"}), "(TOOL_END): ambiguous tool call: previous_message has 0 candidates"),
+        (step("TOOL_START"), "(TOOL_START): the step has no message: not an LLM_START"),
+        (step("LLM_START", chat_inputs=[]), "(LLM_START): the step has no message"),
+        (step("LLM_END", chat_responses=[]), "or its prompt or completion is empty"),
+        (
+            step("TOOL_END", data={"output": "r"}),
+            "(TOOL_END): cannot match the tool result to a call: previous_message has 0",
+        ),
     ],
 )
 def test_a_step_without_a_message(given: IntermediateStep, complaint: str) -> None:
@@ -386,9 +450,9 @@ UNREADABLE: list[tuple[Any, Any, str]] = [
     (["q"], LLMResult(generations=[[], []]), "2 prompts"),
     ([{"role": "user", "blocks": [{"block_type": "hologram"}]}], ["a"], "block of type 'hologram'"),
     ([{"role": "user", "blocks": [{"block_type": "image", "path": "/a.png"}]}], ["a"], "neither data nor url"),
-    ([ADK_CODE], ["a"], "a part with executable_code"),
-    ([ADK_LOST], ["a"], "'f' without a call before it"),
-    ([{"role": "critic", "parts": []}], ["a"], "'critic'; allowed: user, model"),
+    ([ADK_CODE], ["a"], "Part with executable_code has no OpenAI equivalent"),
+    ([ADK_LOST], ["a"], "function response for 'f' has no preceding call"),
+    ([{"role": "critic", "parts": []}], ["a"], "Content has role 'critic'; allowed: user, model, system"),
     (["q"], [{"content": {"parts": [{"text": "x"}]}, "partial": True}], "partial response of a stream"),
     (None, ["a"], "no prompt in it, nor in an LLM_START"),
 ]

@@ -159,19 +159,22 @@ async def test_the_named_evaluator_gives_the_reward(write: Any, served: Served, 
 
 
 async def test_a_backend_that_serves_another_model_is_refused(write: Any, served: Served) -> None:
-    with pytest.raises(ConfigError, match=r"the trainer adapter's name is 'mine'; http.* serves 'policy'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"name is 'mine', but http.* serves 'policy'; set name to 'policy'",
+    ):
         await train(project(write, served, {}), ("trainer_adapters.a.name", "mine"))
 
 
 async def test_what_is_sampled_must_be_what_is_trained(write: Any, served: Served) -> None:
     frozen = project(write, served, {"target_model": "judge", "num_epochs": 2})
-    says = r"answered by 'policy@0' at policy version 0, but the trainer's model, .* is at version"
+    says = r"requested model 'policy@0' and was sampled at policy version 0, but the adapter trains .* at version"
     with pytest.raises(BackendError, match=says):
         await train(frozen, ("llms.judge.model_name", "policy@0"))
 
 
 async def test_a_version_that_does_not_move_ends_the_run(write: Any, served: Served) -> None:
-    with pytest.raises(BackendError, match=r"epoch 1: the job is completed, but the backend still serves .* \d+"):
+    with pytest.raises(BackendError, match=r"epoch 1: the job completed, but the backend still serves .* \d+"):
         await train(project(write, served, {}), ("trainer_adapters.a.stuck", "true"))
 
 
@@ -181,9 +184,7 @@ async def test_a_trainer_that_weighs_calls_is_refused_where_nobody_would_be_told
     path = project(write, served, {})
     write("{}", "run/run.json")
     monkeypatch.setattr(duo_plugin.KeepingAdapter, "computes_advantages", True)
-    with pytest.raises(
-        ConfigError, match="insitu_trainer computes the advantages of each call, but the backend of keeping_adapter"
-    ):
+    with pytest.raises(ConfigError, match="insitu_trainer computes advantages, but the backend of keeping_adapter"):
         await train(path)
     assert (path.parent / "run/run.json").exists(), "an earlier run has been moved"
 
@@ -290,7 +291,7 @@ async def test_an_epoch_that_the_curriculum_leaves_empty_is_no_failure_unless_al
     easy = ("eval.evaluators.score.fixed", "{r0: 9e9}")  # the easiest has no variance
     (status,) = await train(path, easy)
     assert status.status == "completed"
-    assert "epoch 1 trains nothing: every episode was dropped" in capsys.readouterr().out
+    assert "epoch 1: nothing to train on; every group was dropped" in capsys.readouterr().out
     first, second = metrics_of(path)
     assert (first["dropped"], first["filtered_groups"]) == ({"curriculum": GENERATIONS, "no_variance": GENERATIONS}, 0)
     assert (second["dropped"], second["filtered_groups"]) == ({"no_variance": GENERATIONS}, 1)

@@ -50,7 +50,7 @@ def rows(module, seed: int = 0) -> list[Row]:
         sampled = (logprobs + rng.normal(0, 0.2, 5)).astype(np.float32)
         made.append(Row(tokens, positions, sampled, rng.normal(0, 2, 5).astype(np.float32), f"e{index % 5}"))
     twin = made[2]
-    other = Row(twin.token_ids, twin.positions, twin.rollout, -twin.advantages, "e1")
+    other = Row(twin.token_ids, twin.positions, twin.rollout_logprobs, -twin.advantages, "e1")
     return [*made, twin, other]
 
 
@@ -81,7 +81,7 @@ def plain_training(module, parameters, reference, rows: list[Row], s: TrainingSe
     with torch.no_grad():
         old = [token_logprobs(module, row.token_ids, row.positions).tolist() for row in rows]
         if s.old_logprobs == "rollout":
-            old = [row.rollout.tolist() for row in rows]
+            old = [row.rollout_logprobs.tolist() for row in rows]
         ref = [token_logprobs(reference, row.token_ids, row.positions).tolist() for row in rows]
     matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -95,7 +95,7 @@ def plain_training(module, parameters, reference, rows: list[Row], s: TrainingSe
         for index in chosen:
             new = token_logprobs(module, rows[index].token_ids, rows[index].positions)
             for k in range(len(new)):
-                given = new[k], old[index][k], float(rows[index].rollout[k]), ref[index][k]
+                given = new[k], old[index][k], float(rows[index].rollout_logprobs[k]), ref[index][k]
                 loss = token_loss(*given, float(rows[index].advantages[k]), s)
                 episodes.setdefault(rows[index].episode, []).append(loss)
         if s.loss_agg_mode == "token":

@@ -1,4 +1,4 @@
-"""The adapter for `insitu backend`: a child process, or a server at a URL."""
+"""Trainer adapter for `insitu backend`, which it starts as a child process or reaches at a URL."""
 
 import asyncio
 import gzip
@@ -18,7 +18,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from insitu.advantages.estimator import training_rows
 from insitu.builder import Builder
-from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
+from insitu.errors import BackendError, BackendUnavailable, ConfigError, RequestRefused, TrajectoryError
 from insitu.http_format import error_message, event_data
 from insitu.interfaces import TrainerAdapter
 from insitu.registry import register_trainer_adapter
@@ -36,8 +36,8 @@ from insitu.schemas.training_jobs import JobState, TrainingOptions, TrainingSett
 logger = logging.getLogger(__name__)
 
 BACKEND = "insitu"
-_ATTEMPTS = 4
-_READY = re.compile(r"insitu backend ready at (http://\S+)")
+_MAX_ATTEMPTS = 4
+_READY_LINE = re.compile(r"insitu backend ready at (http://\S+)")
 _FINAL_STATUSES = ("completed", "failed", "canceled")
 
 
@@ -45,13 +45,13 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     """Trains on an `insitu backend`. Set exactly one of `model` and `url`."""
 
     model: str | None = None
-    """A folder or Hugging Face Hub name. The adapter starts an `insitu backend` with this model on a free port."""
+    """A local folder or Hugging Face repo id. The adapter starts an `insitu backend` with this model on a free port."""
     url: str | None = None
     """URL of a running backend, with http:// or https://."""
     api_key: SecretStr | None = None
-    """Token of the backend at `url`."""
+    """Bearer token for the backend at `url`."""
     name: str = "policy"
-    """The name the model is served under. With `url`, it must match the name of the model there."""
+    """The name the model is served under. With `url` it is optional; if set, it must match the name served there."""
     device: str = "auto"
     """cpu, cuda, or auto."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -63,7 +63,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
 
     @property
     def served_name(self) -> str | None:
-        """The model's name, None if only the backend at `url` knows it."""
+        """The name the model is served under; None if it is not configured (with `url`)."""
         return self.name if self.model is not None or "name" in self.model_fields_set else None
 
     def starting_from(self, checkpoint: str) -> Self | None:
@@ -72,7 +72,9 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     @model_validator(mode="after")
     def _model_or_url(self) -> "InsituAdapterConfig":
         if (self.model is None) == (self.url is None):
-            raise ValueError("set exactly one of model (a folder or hub name) and url (of a running backend)")
+            raise ValueError(
+                "set exactly one of model (a local folder or a Hugging Face repo id) and url (of a running backend)"
+            )
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url is {self.url!r}; it must begin with http:// or https://")
         ignored = ("api_key",) if self.url is None else ("device", "dtype", "startup_timeout")
@@ -82,20 +84,23 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
 
 
 class BackendProcess:
-    """A child process that logs to `log` and exits when this process does, even after SIGKILL."""
+    """An `insitu backend` child process that logs to `log_path`.
 
-    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+    It exits when this process ends, even if this process is killed with SIGKILL.
+    """
+
+    def __init__(self, cli_arguments: Sequence[str], log_path: Path) -> None:
         self.token = secrets.token_urlsafe()
         """Required with every request, to keep other users of this machine out."""
-        self._arguments = arguments
-        self._log = log
+        self._cli_arguments = cli_arguments
+        self._log_path = log_path
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, startup_timeout: float) -> str:
         """Returns the URL once the backend is ready. Raises BackendUnavailable with the end of its log otherwise."""
-        await asyncio.to_thread(self._log.parent.mkdir, parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "insitu", "backend", *self._arguments, "--parent_pid", str(os.getpid())]
-        with self._log.open("ab") as log:
+        await asyncio.to_thread(self._log_path.parent.mkdir, parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "insitu", "backend", *self._cli_arguments, "--parent_pid", str(os.getpid())]
+        with self._log_path.open("ab") as log:
             # a new session, so that Ctrl-C reaches only this process, which then stops the child
             self._process = await asyncio.create_subprocess_exec(
                 *command,
@@ -120,7 +125,7 @@ class BackendProcess:
     async def _ready_url(self, process: asyncio.subprocess.Process) -> str:
         assert process.stdout is not None
         while line := await process.stdout.readline():
-            if match := _READY.search(line.decode(errors="replace")):
+            if match := _READY_LINE.search(line.decode(errors="replace")):
                 return match.group(1)
         code = await process.wait()
         raise BackendUnavailable(f"insitu backend exited with code {code} before it was ready; {self._log_tail()}")
@@ -133,10 +138,10 @@ class BackendProcess:
 
     def _log_tail(self) -> str:
         try:
-            lines = self._log.read_text(errors="replace").strip().splitlines()[-8:]
+            lines = self._log_path.read_text(errors="replace").strip().splitlines()[-8:]
         except OSError:
             lines = []
-        return f"the end of its log ({self._log}):\n  " + "\n  ".join(lines or ["(empty)"])
+        return f"the end of its log ({self._log_path}):\n  " + "\n  ".join(lines or ["(empty)"])
 
     async def stop(self) -> None:
         """Terminates the process, and kills it after five seconds."""
@@ -155,16 +160,16 @@ class BackendProcess:
 
 
 class InsituTrainerAdapter(TrainerAdapter):
-    """Submits training rows to an `insitu backend` and follows the jobs."""
+    """Submits training rows to an `insitu backend` and tracks its jobs."""
 
     def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder) -> None:
         super().__init__(adapter_config)
         self.config = adapter_config
-        self._loaded = builder.config
+        self._full_config = builder.config
         self._process: BackendProcess | None = None
         self._session: aiohttp.ClientSession | None = None
         self._submissions = 0
-        self._address = adapter_config.url.rstrip("/") if adapter_config.url else ""
+        self._base_url = adapter_config.url.rstrip("/") if adapter_config.url else ""
         self._model = self._resolve_model(adapter_config.model) if adapter_config.model else None
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
@@ -175,31 +180,32 @@ class InsituTrainerAdapter(TrainerAdapter):
             options |= {"model": self._model, "port": "0", "output_dir": str(folder)}
             arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
             self._process = BackendProcess(arguments, folder / "backend.log")
-            self._address = await self._process.start(self.config.startup_timeout)
+            self._base_url = await self._process.start(self.config.startup_timeout)
         if self._session is None:
             headers = {"Authorization": f"Bearer {self._token()}"}
             self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(sock_connect=10))
         try:
             await self._request("GET", "/health")
         except RequestRefused as error:
-            raise BackendUnavailable(f"{self._address} is not an insitu backend: {error}") from error
+            raise BackendUnavailable(f"{self._base_url} is not an insitu backend: {error}") from error
         served = (await self.policy_endpoint()).model
         if self.config.served_name not in (None, served):
-            raise ConfigError(f"the trainer adapter's name is {self.config.name!r}; {self._address} serves {served!r}")
+            problem = f"name is {self.config.name!r}, but {self._base_url} serves {served!r}"
+            raise ConfigError(f"trainer_adapters: {problem}; set name to {served!r} or omit it")
 
     def _token(self) -> str:
         if self._process is not None:
             return self._process.token
-        return self.config.api_key.get_secret_value() if self.config.api_key else "none"
+        return self.config.api_key.get_secret_value() if self.config.api_key else "none"  # the header needs a value
 
     def _resolve_model(self, model: str) -> str:
-        """The path of a local folder, or `model` itself if it can be a Hub name."""
+        """The path of a local folder, or `model` unchanged if it could be a Hub repo id."""
         try:
-            return str(self._loaded.find_path(model, "the trainer adapter's model"))
+            return str(self._full_config.find_path(model, "the trainer adapter's model"))
         except ConfigError as error:
             if model.startswith((".", "/", "~")) or model.count("/") > 1:
                 raise
-            logger.info("%s; assuming a Hugging Face Hub name", error)
+            logger.info("%s; assuming a Hugging Face repo id", error)
             return model
 
     async def close(self) -> None:
@@ -217,8 +223,8 @@ class InsituTrainerAdapter(TrainerAdapter):
         try:
             name, version = models["data"][0]["id"], health["policy_version"]
         except (LookupError, TypeError):
-            raise BackendError(f"{self._address} is not an insitu backend: no model or policy_version") from None
-        return PolicyEndpoint(f"{self._address}/v1", name, self._token(), version, vocab_size=health.get("vocab_size"))
+            raise BackendError(f"{self._base_url} is not an insitu backend: no model or policy_version") from None
+        return PolicyEndpoint(f"{self._base_url}/v1", name, self._token(), version, vocab_size=health.get("vocab_size"))
 
     def training_settings(self) -> dict[str, Any]:
         return self.config.training.model_dump(mode="json", exclude_none=True)
@@ -232,44 +238,49 @@ class InsituTrainerAdapter(TrainerAdapter):
         return True
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        """Sends the rows of all trajectories. A run's epoch is trained once, even if submitted twice.
+        """Submits the rows of all trajectories as one job, idempotent per run and epoch.
 
-        Groups without rows get the default advantages. Without an epoch, which plugins may leave unset, each submission
-        is a job.
+        An epoch whose job is pending, running or completed is not trained again. Groups without rows get the default
+        advantages. Without an epoch, which plugins may leave unset, every call submits a new job.
         """
         rows = training_rows(trajectories)
         if not rows:
-            raise JobFailed(
+            raise TrajectoryError(
                 f"run {trajectories.run_id}: none of {sum(map(len, trajectories.trajectories))} trajectories has rows "
                 "or captured calls; insitu_traj_builder captures calls"
             )
         self._submissions += 1
-        epoch = trajectories.epoch or self._submissions
+        if trajectories.epoch is None:
+            epoch, key = self._submissions, f"{trajectories.run_id}/submission {self._submissions}"
+        else:
+            epoch, key = max(trajectories.epoch, 1), f"{trajectories.run_id}/{trajectories.epoch}"
         epochs = max(self.run_config.num_epochs, epoch)
         settings = TrainingSettings(
             **self.config.training.model_dump(),
-            seed=self._loaded.general.seed,
+            seed=self._full_config.general.seed,
             schedule_range=((epoch - 1) / epochs, epoch / epochs),
         )
-        head = {"settings": settings.model_dump(mode="json"), "num_rows": len(rows)}
-        key = f"{trajectories.run_id}/{epoch}"
-        body = await asyncio.to_thread(_gzip_lines, head, rows)
-        headers = {"Content-Encoding": "gzip", "Content-Type": "application/jsonl", "Idempotency-Key": key}
-        job = await self._request("POST", "/v1/train/jobs", data=body, headers=headers, attempts=_ATTEMPTS)
+        header = {"settings": settings.model_dump(mode="json"), "num_rows": len(rows)}
+        body = await asyncio.to_thread(_gzip_job, header, rows)
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
+        job = await self._request("POST", "/v1/train/jobs", data=body, headers=headers, attempts=_MAX_ATTEMPTS)
         metadata = {"job_id": JobState.model_validate(job).id, "key": key, "epoch": epoch}
         return TrainingJobRef(run_id=trajectories.run_id, backend=BACKEND, metadata=metadata)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        state = await self._request("GET", self._job_path(ref), attempts=_ATTEMPTS)
-        return _status(ref, JobState.model_validate(state))
+        state = await self._request("GET", self._job_path(ref), attempts=_MAX_ATTEMPTS)
+        return _job_status(ref, JobState.model_validate(state))
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
-        """Follows the job's event stream; polls every `poll_interval` seconds if the stream breaks."""
+        """Follows the job's event stream.
+
+        If the stream ends early, checks the status, waits `poll_interval` seconds and reconnects.
+        """
         while True:
             try:
                 async for state in self._events(ref):
                     if state.status in _FINAL_STATUSES:
-                        return _status(ref, state)
+                        return _job_status(ref, state)
             except (BackendUnavailable, aiohttp.ClientError) as error:
                 logger.warning("lost the event stream of %s: %s", self._job_path(ref), error)
             current = await self.status(ref)
@@ -289,7 +300,7 @@ class InsituTrainerAdapter(TrainerAdapter):
     async def _events(self, ref: TrainingJobRef) -> AsyncIterator[JobState]:
         async with self._open("GET", f"{self._job_path(ref)}/events") as response:
             if response.status != 200:
-                raise await _error_of(response)
+                raise await _error_from_response(response)
             async for line in response.content:
                 if (data := event_data(line)) is not None:
                     yield JobState.model_validate_json(data)
@@ -297,7 +308,7 @@ class InsituTrainerAdapter(TrainerAdapter):
     def _open(self, method: str, path: str, **options: Any) -> Any:
         if self._session is None:
             raise BackendError("the adapter is not initialized, or is closed")
-        return self._session.request(method, self._address + path, **options)
+        return self._session.request(method, self._base_url + path, **options)
 
     async def _request(self, method: str, path: str, *, attempts: int = 1, **options: Any) -> Any:
         """Returns the response's JSON. Retries lost connections: all requests here are idempotent."""
@@ -305,26 +316,27 @@ class InsituTrainerAdapter(TrainerAdapter):
             try:
                 async with self._open(method, path, **options) as response:
                     if response.status >= 400:
-                        raise await _error_of(response)
+                        raise await _error_from_response(response)
                     return orjson.loads(await response.read())
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 exited = self._process.exit_report() if self._process else None
                 if exited or attempt == attempts:
                     reason = exited or f"{type(error).__name__}: {error}"
-                    raise BackendUnavailable(f"no answer from the backend at {self._address}: {reason}") from error
+                    raise BackendUnavailable(f"no answer from the backend at {self._base_url}: {reason}") from error
                 await asyncio.sleep(0.2 * 2**attempt)
             except orjson.JSONDecodeError as error:
-                raise BackendError(f"{self._address}{path} did not return JSON: is it an insitu backend?") from error
+                raise BackendError(f"{self._base_url}{path} did not return JSON: is it an insitu backend?") from error
         raise AssertionError("unreachable")
 
 
-def _gzip_lines(head: dict[str, Any], rows: list[Any]) -> bytes:
+def _gzip_job(header: dict[str, Any], rows: list[Any]) -> bytes:
     """The job as gzipped JSON lines. Compression level 1 pays off even on loopback."""
-    records = [head, *(row.__dict__ if not row.__pydantic_extra__ else row.model_dump() for row in rows)]
+    # model_dump() is much slower than __dict__ and only needed for extra fields
+    records = [header, *(row.__dict__ if not row.__pydantic_extra__ else row.model_dump() for row in rows)]
     return gzip.compress(b"\n".join(map(orjson.dumps, records)) + b"\n", compresslevel=1)
 
 
-async def _error_of(response: aiohttp.ClientResponse) -> BackendError:
+async def _error_from_response(response: aiohttp.ClientResponse) -> BackendError:
     text = await response.text()
     try:
         body = orjson.loads(text)
@@ -339,7 +351,7 @@ async def _error_of(response: aiohttp.ClientResponse) -> BackendError:
     return BackendUnavailable(f"{message} (status {response.status})")
 
 
-def _status(ref: TrainingJobRef, state: JobState) -> TrainingJobStatus:
+def _job_status(ref: TrainingJobRef, state: JobState) -> TrainingJobStatus:
     return TrainingJobStatus(
         run_id=ref.run_id,
         backend=ref.backend,

@@ -1,4 +1,4 @@
-"""Which model calls are trained, and which function a call is credited to."""
+"""Selects the model calls to train on, and the function each call is credited to."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -7,27 +7,28 @@ from insitu.schemas.episodes import ModelCall
 
 
 def is_targeted(functions: Collection[str], targets: Collection[str]) -> bool:
-    """Whether a call made inside `functions` was made inside one of `targets` (`<workflow>`: any)."""
+    """Whether one of the enclosing `functions` of a call is in `targets`; `<workflow>` matches every call."""
     return WORKFLOW in targets or not set(targets).isdisjoint(functions)
 
 
 def credited_function(functions: Sequence[str], targets: Collection[str]) -> str:
-    """The function that a call made inside `functions` (outermost first) is credited to.
+    """The function that gets credit for a call made inside `functions` (outermost first).
 
-    It is the innermost function, or the innermost of the `targets` if these name functions.
+    It is the innermost one in `targets`. If `targets` contains `<workflow>` or none of them encloses the call, it is
+    the innermost function; `<workflow>` outside any function.
     """
     targeted = [name for name in functions if name in targets] if WORKFLOW not in targets else []
     return (targeted or functions or (WORKFLOW,))[-1]
 
 
-def models_named(target: str, models: Mapping[str, str | None]) -> list[str]:
-    """The keys of `models` (key -> model name) that `target` selects: a key, or a model name with or without `@step`.
+def matching_llms(target: str, models: Mapping[str, str | None]) -> list[str]:
+    """The keys of `models` (llm key -> model name) that `target`, a key or a model name, selects.
 
-    Without an exact match, models whose names are not known yet are selected too.
+    Without an exact match, `@step` suffixes are ignored and llms whose model name is still unknown also match.
     """
     exact = [key for key, model in models.items() if model == target]
-    similar = [k for k, model in models.items() if model is None or _without_step(model) == _without_step(target)]
-    return [target] if target in models else exact or similar
+    possible = [k for k, model in models.items() if model is None or _without_step(model) == _without_step(target)]
+    return [target] if target in models else exact or possible
 
 
 def _without_step(model: str) -> str:
@@ -36,26 +37,27 @@ def _without_step(model: str) -> str:
 
 
 def targeted_calls(
-    calls: Sequence[ModelCall], functions: Sequence[str], model: str | None, llms: Collection[str]
+    calls: Sequence[ModelCall], targets: Collection[str], target_model: str | None, llms: Collection[str]
 ) -> list[int]:
-    """The indices of the calls that are trained.
+    """Positions in `calls` of the calls to train on.
 
-    A call is trained if it was made inside one of `functions`, and to the targeted model: `model` is a key of `llms`,
-    a model name or `name@step`; `llms` are the keys it selects (see Config.trained_llms).
+    Those are the calls that have token ids and no error, were made inside one of `targets`, and went to the target
+    model. `llms` are the selected keys of the `llms` section (see Config.trained_llms). The configured `target_model`
+    is compared only if `llms` is empty or the llm of the call is unknown.
     """
     return [
-        index
-        for index, call in enumerate(calls)
+        position
+        for position, call in enumerate(calls)
         if call.token_ids
         and call.error is None
-        and is_targeted(call.functions, functions)
-        and _is_model(call, model, llms)
+        and is_targeted(call.functions, targets)
+        and _is_to_target_model(call, target_model, llms)
     ]
 
 
-def _is_model(call: ModelCall, model: str | None, llms: Collection[str]) -> bool:
+def _is_to_target_model(call: ModelCall, target_model: str | None, llms: Collection[str]) -> bool:
     if llms and call.llm is not None:
         return call.llm in llms
-    if model is None:
+    if target_model is None:
         return not llms
-    return bool(models_named(model, {call.llm or "": call.model}))
+    return bool(matching_llms(target_model, {call.llm or "": call.model}))

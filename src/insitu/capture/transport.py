@@ -157,7 +157,7 @@ class _AsyncStream:
                     if passed:
                         yield passed
         except self.http.TransportError as error:
-            self._end(f"the stream broke off: {error!r}")
+            self._end(f"the stream was cut off: {error!r}")
             raise
         self._end()
 

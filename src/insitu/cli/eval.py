@@ -36,7 +36,7 @@ async def _evaluate(run_config: "EvaluationRunConfig", checkpoint: Path | None) 
     from insitu.config import load_config
     from insitu.errors import ConfigError, InsituError
     from insitu.evaluation.datasets import load_dataset
-    from insitu.evaluation.evaluators import number
+    from insitu.evaluation.evaluators import parse_score
     from insitu.evaluation.run import EvaluationRun
     from insitu.training.report import Report, evaluation_table
     from insitu.training.runtime import serve_policy
@@ -64,7 +64,7 @@ async def _evaluate(run_config: "EvaluationRunConfig", checkpoint: Path | None) 
     if errors:
         print(f"{len(errors)} of {len(items)} episodes failed; the first, of row {errors[0].id!r}: {errors[0].error}")
     scores = [item for _, result in output.evaluation_results for item in result.eval_output_items]
-    missing = [(item.id, message) for item in scores if (message := number(item)[2]) is not None]
+    missing = [(item.id, message) for item in scores if (message := parse_score(item)[2]) is not None]
     if missing:
         row_id, message = missing[0]
         print(f"{len(missing)} scores are missing; the first, of row {row_id!r}: {message}")

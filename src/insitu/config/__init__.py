@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu import registry as reg
-from insitu.advantages.targeting import models_named
+from insitu.advantages.targeting import matching_llms
 from insitu.config.keys import holds_secret, references, unknown_keys
 from insitu.config.yaml_loader import expand, override, parse_yaml, type_name
 from insitu.errors import ConfigError, PluginError
@@ -116,7 +116,7 @@ class Config:
         """The keys of `llms` whose calls are trained: those of `target_model`, else every policy, else all."""
         models, target = self.model_names(), self.finetuning.target_model
         if target is not None:
-            return frozenset(models_named(target, models))
+            return frozenset(matching_llms(target, models))
         return frozenset(n for n in models if self.block(reg.LLM, n).type == "policy") or frozenset(models)
 
     def model_names(self) -> dict[str, str | None]:
@@ -299,7 +299,7 @@ class _Validator:
             if function != WORKFLOW:
                 self._exists("finetuning.target_functions", "functions", function)
         models, target = config.model_names(), finetuning.target_model
-        if target is not None and not models_named(target, models):
+        if target is not None and not matching_llms(target, models):
             known = dict.fromkeys([*models, *(m for m in models.values() if m)])
             self.problems.append(not_found("finetuning.target_model:", target, known))
 

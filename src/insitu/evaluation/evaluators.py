@@ -1,4 +1,4 @@
-"""The base class of evaluators, and scoring in which a failure never becomes a number."""
+"""Base class for evaluators, and scoring that reports failures as errors instead of as a score of 0."""
 
 import asyncio
 import math
@@ -14,7 +14,10 @@ from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, Eval
 
 
 class BaseEvaluator(ABC):
-    """Scores up to `max_concurrency` items concurrently; an exception becomes the item's error."""
+    """Scores up to `max_concurrency` items concurrently; an exception becomes the item's error.
+
+    `tqdm_desc` is accepted for compatibility and ignored.
+    """
 
     def __init__(self, max_concurrency: int = 4, tqdm_desc: str = "Evaluating") -> None:
         self.max_concurrency = max_concurrency
@@ -22,32 +25,35 @@ class BaseEvaluator(ABC):
 
     @abstractmethod
     async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
-        """The score of one item."""
+        """Scores one item."""
 
     async def evaluate(self, eval_input: EvalInput) -> EvalOutput:
-        limit = asyncio.Semaphore(self.max_concurrency)
+        semaphore = asyncio.Semaphore(self.max_concurrency)
 
-        async def one(item: EvalInputItem) -> EvalOutputItem:
-            async with limit:
+        async def evaluate_one(item: EvalInputItem) -> EvalOutputItem:
+            async with semaphore:
                 scored = await isolated(lambda: self.evaluate_item(item))
                 if scored.value is None:
                     problem = "it returned None" if scored.error is None else describe_error(scored.error)
                     return EvalOutputItem(id=item.id, rep=item.rep, error=problem)
                 return scored.value
 
-        items = await asyncio.gather(*(one(item) for item in eval_input.eval_input_items))
+        items = await asyncio.gather(*(evaluate_one(item) for item in eval_input.eval_input_items))
         return EvalOutput(average_score=average(items), eval_output_items=list(items))
 
 
 async def score(
-    info: EvaluatorInfo, name: str, items: Sequence[EvalInputItem], limit: float | None = None
+    evaluator: EvaluatorInfo, name: str, items: Sequence[EvalInputItem], limit: float | None = None
 ) -> EvalOutput:
-    """One output item per item, in order; a missing score has an `error`. `limit` is for all items, in seconds."""
+    """Runs an evaluator for at most `limit` seconds.
+
+    Returns one output item per input item, in order; items it omits, or all if it raises, have an `error`.
+    """
 
     async def evaluate() -> EvalOutput:
         if current_call_site.get() is OUTSIDE:
             current_call_site.set(SCORING)
-        return await info.evaluate_fn(EvalInput(eval_input_items=list(items)))
+        return await evaluator.evaluate_fn(EvalInput(eval_input_items=list(items)))
 
     ran = await isolated(evaluate, limit)
     if ran.timed_out:
@@ -58,7 +64,7 @@ async def score(
     if not isinstance(output, EvalOutput):
         return _failed(f"evaluator {name} returned a {type(output).__name__}, not an EvalOutput", items)
     if [str(scored.id) for scored in output.eval_output_items] != [str(item.id) for item in items]:
-        return _in_order(name, items, output)
+        output = _match_by_id(name, items, output)
     for item, scored in zip(items, output.eval_output_items, strict=True):
         scored.rep = item.rep
     if output.average_score is None:
@@ -70,7 +76,7 @@ def _failed(message: str, items: Sequence[EvalInputItem]) -> EvalOutput:
     return EvalOutput(eval_output_items=[EvalOutputItem(id=item.id, rep=item.rep, error=message) for item in items])
 
 
-def _in_order(name: str, items: Sequence[EvalInputItem], output: EvalOutput) -> EvalOutput:
+def _match_by_id(name: str, items: Sequence[EvalInputItem], output: EvalOutput) -> EvalOutput:
     """Matches outputs to items by id, and repetitions of a row in order."""
     by_id: dict[str, list[EvalOutputItem]] = {}
     for scored in output.eval_output_items:
@@ -79,20 +85,19 @@ def _in_order(name: str, items: Sequence[EvalInputItem], output: EvalOutput) -> 
     for position, item in enumerate(items):
         if remaining := by_id.get(str(item.id)):
             ordered[position] = remaining.pop(0)
-            ordered[position].rep = item.rep
     return EvalOutput(average_score=output.average_score, eval_output_items=ordered)
 
 
-def number(output: EvalOutputItem) -> tuple[float | None, DropReason | None, str | None]:
-    """(score, None, None), or (None, reason, message) if there is no valid score."""
-    if output.error is not None:
-        return None, DropReason.EVALUATOR_ERROR, output.error
-    if output.score is None:
+def parse_score(item: EvalOutputItem) -> tuple[float | None, DropReason | None, str | None]:
+    """Returns (score, None, None), or (None, drop reason, message) if the score is missing or invalid."""
+    if item.error is not None:
+        return None, DropReason.EVALUATOR_ERROR, item.error
+    if item.score is None:
         return None, DropReason.NO_SCORE, "the evaluator returned no score"
     try:
-        value = float(output.score)
-    except (TypeError, ValueError):
-        return None, DropReason.NO_SCORE, f"the score {output.score!r:.80} is not a number"
+        value = float(item.score)
+    except (TypeError, ValueError, OverflowError):
+        return None, DropReason.NO_SCORE, f"the score {item.score!r:.80} is not a number"
     if not math.isfinite(value):
         return None, DropReason.NAN_SCORE, f"the score is {value}"
     return value, None, None
@@ -100,14 +105,14 @@ def number(output: EvalOutputItem) -> tuple[float | None, DropReason | None, str
 
 def average(items: Sequence[EvalOutputItem]) -> float | None:
     """The mean of the valid scores; None if there are none."""
-    scores = [value for item in items if (value := number(item)[0]) is not None]
+    scores = [value for item in items if (value := parse_score(item)[0]) is not None]
     return fmean(scores) if scores else None
 
 
 def scores_by_row(output: EvalOutput) -> dict[str, list[float]]:
-    """The valid scores by row id: repetitions of a row are not independent samples."""
+    """Valid scores grouped by row id, because repetitions of a row are not independent samples."""
     scores: dict[str, list[float]] = {}
     for item in output.eval_output_items:
-        if (value := number(item)[0]) is not None:
+        if (value := parse_score(item)[0]) is not None:
             scores.setdefault(str(item.id), []).append(value)
     return scores

@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import PydanticSerializationError, from_json, to_json, to_jsonable_python
+from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, EpisodeTimeout, RequestRefused
 from insitu.evaluation.episodes import AttemptResult, EpisodeOptions, fail
@@ -33,7 +33,7 @@ from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, 
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.schemas.steps import IntermediateStep, StreamEventData, TraceMetadata, TTCEventData
-from insitu.workflow.conversion import json_form
+from insitu.workflow.conversion import JSON_OPTIONS, to_jsonable
 
 PROTOCOL = 3
 EPISODES = "/v1/episodes"
@@ -102,21 +102,12 @@ class Description(BaseModel):
     llms: list[str]
 
 
-_WHOLE: dict[str, Any] = {"fallback": json_form, "bytes_mode": "base64", "serialize_as_any": True}
-"""serialize_as_any keeps fields that a subclass adds to the declared model, such as LangChain's tool calls."""
-
-
 def encode(value: Any) -> bytes:
     """JSON of any value a workflow may return; raises ValueError if it is nested too deeply."""
     try:
-        return to_json(value, inf_nan_mode="constants", **_WHOLE)
+        return to_json(value, inf_nan_mode="constants", **JSON_OPTIONS)
     except PydanticSerializationError:  # lone surrogates are escaped
-        return json.dumps(plain(value)).encode()
-
-
-def plain(value: Any) -> Any:
-    """The value after a round trip through JSON."""
-    return to_jsonable_python(value, **_WHOLE)
+        return json.dumps(to_jsonable(value)).encode()
 
 
 def decode(text: bytes) -> Any:

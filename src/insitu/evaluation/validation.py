@@ -9,7 +9,7 @@ from insitu.algorithms.statistics import mean_ci95
 from insitu.builder import Builder
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
-from insitu.evaluation.evaluators import number, scores_by_row
+from insitu.evaluation.evaluators import parse_score, scores_by_row
 from insitu.evaluation.run import EvaluationRun
 from insitu.evaluation.shared_run import current_run, evaluation_request, share
 from insitu.schemas.episodes import Episode
@@ -67,7 +67,7 @@ def validation_metrics(output: EvaluationRunOutput, run_config: FinetuneConfig, 
     for failed in (item for item in output.eval_input.eval_input_items if item.error is not None):
         dropped[failed.reason or "workflow_error"] += 1
     for item in results[reward.name].eval_output_items:
-        _, reason, _ = number(item)
+        _, reason, _ = parse_score(item)
         if reason is not None:
             dropped[str(reason)] += 1
     scores = scores_by_row(results[reward.name])

@@ -155,13 +155,13 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
             raise WorkflowError(f"{name} printed more than max_output: {config.max_output} bytes")
         if code := done.exit_code:
             how = f"ended with exit code {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
-            message = f"{name} {how}: {done.errors}"
+            message = f"{name} {how}: {done.stderr_tail}"
             if endpoint.failure:
                 raise BackendUnavailable(f"{message} (its model: {endpoint.failure})")
             raise WorkflowError(message)
         if config.answer == "text":
-            return done.output.decode(errors="replace").strip()
-        return _parse_json_answer(bytes(done.output), name)
+            return done.stdout.decode(errors="replace").strip()
+        return _parse_json_answer(bytes(done.stdout), name)
 
     async with await _gateway(config, builder) as gateway:
         yield FunctionInfo.from_fn(run, description=f"Runs {name}")
@@ -193,7 +193,7 @@ async def http_agent(config: HttpConfig, builder: Builder) -> AsyncIterator[Func
             except aiohttp.ClientError as error:
                 raise BackendUnavailable(f"no answer from {config.url}: {type(error).__name__}: {error}") from error
             except TimeoutError as error:
-                raise EpisodeTimeout(f"{config.url} took longer than timeout: {config.timeout} s") from error
+                raise EpisodeTimeout(f"{config.url} did not finish within timeout: {config.timeout:g} s") from error
         if response.status >= 400:
             message = f"{config.url} answered {response.status}: {content[:_SHOWN_BYTES].decode(errors='replace')}"
             is_transient = response.status in _TRANSIENT or endpoint.failure

@@ -1,6 +1,6 @@
-"""Runs the programs of external agents, each in a process group that does not outlive its run.
+"""Runs external agents as subprocesses, each in a process group of its own, which is killed when the run ends.
 
-Separate from `agents`, so that ending programs does not require importing the gateway.
+Separate from `agents`, so that `kill_programs` can be imported without the gateway.
 """
 
 import asyncio
@@ -13,47 +13,51 @@ from typing import Any
 
 from insitu.errors import EpisodeTimeout, WorkflowError
 
-GRACE = 2.0
-"""Seconds between SIGTERM and SIGKILL."""
-_STDERR_BYTES = 2000
+GRACE_SECONDS = 2.0
+"""Seconds between SIGTERM and SIGKILL, and then for the remaining output."""
+_KEPT_STDERR_BYTES = 2000
 """How much of the end of a program's standard error is kept."""
-_groups: set[int] = set()
+_running_groups: set[int] = set()
 """The process groups of running programs."""
 
 
 class Program(asyncio.SubprocessProtocol):
-    """A started program: `exited` is set once it has exited or printed too much, `closed` once its pipes are closed."""
+    """A started program.
+
+    `done` is set once it has exited or written more than `max_output` bytes to stdout, `closed` once its pipes are
+    closed.
+    """
 
     def __init__(self, max_output: int) -> None:
-        self.exited = asyncio.Event()
+        self.done = asyncio.Event()
         self.closed = asyncio.Event()
         self.exit_code = 0
-        """Negative: the number of the signal that ended it."""
-        self.output = bytearray()
+        """Exit status; -N if signal N killed it."""
+        self.stdout = bytearray()
         self._errors = b""
         self._max_output = max_output
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:
-            self._errors = (self._errors + data)[-_STDERR_BYTES:]
+            self._errors = (self._errors + data)[-_KEPT_STDERR_BYTES:]
             return
-        self.output += data[: self._max_output + 1 - len(self.output)]
+        self.stdout += data[: self._max_output + 1 - len(self.stdout)]
         if self.output_too_long:
-            self.exited.set()
+            self.done.set()
 
     def process_exited(self) -> None:
-        self.exited.set()
+        self.done.set()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed.set()
 
     @property
     def output_too_long(self) -> bool:
-        return len(self.output) > self._max_output
+        return len(self.stdout) > self._max_output
 
     @property
-    def errors(self) -> str:
-        """The end of its standard error."""
+    def stderr_tail(self) -> str:
+        """The end of its standard error, or a note that it is empty, for error messages."""
         return self._errors.decode(errors="replace").strip() or "its standard error is empty"
 
 
@@ -67,9 +71,10 @@ async def run_program(
     max_output: int,
     on_exit: Callable[[], None],
 ) -> Program:
-    """Runs a program until it exits. Raises WorkflowError if it cannot be started, EpisodeTimeout after `time_limit` s.
+    """Runs a program until it exits or writes more than `max_output` bytes to stdout.
 
-    However the run ends, `on_exit` is called and then the rest of the process group is ended.
+    Once the program has started, `on_exit` is always called, and then the rest of its process group is terminated.
+    Raises WorkflowError if it cannot be started, EpisodeTimeout after `time_limit` seconds.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -79,46 +84,49 @@ async def run_program(
     except (OSError, ValueError) as error:  # ValueError: a null byte in an argument, for example
         raise WorkflowError(f"workflow command {command[0]!r} cannot be started: {error}") from error
     group = transport.get_pid()
-    _groups.add(group)
+    _running_groups.add(group)
     try:
         pipe: Any = transport.get_pipe_transport(0)
         pipe.write(stdin)
         pipe.close()
         async with asyncio.timeout(time_limit) as timer:
-            await program.exited.wait()
+            await program.done.wait()
     except TimeoutError:
         if not timer.expired():
             raise
-        raise EpisodeTimeout(f"{command[0]} took longer than timeout: {time_limit:g} s") from None
+        raise EpisodeTimeout(f"{command[0]} did not finish within timeout: {time_limit:g} s") from None
     finally:
         on_exit()
         await _end_group(group)
         with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE):
+            async with asyncio.timeout(GRACE_SECONDS):
                 await program.closed.wait()  # for the rest of the output
         transport.close()
-    program.exit_code = transport.get_returncode() or 0
+    program.exit_code = transport.get_returncode() or 0  # None only if it is still dying after too much output
     return program
 
 
 async def _end_group(group: int) -> None:
-    """Ends what is left of a process group: SIGTERM, and SIGKILL after the grace period."""
+    """Terminates the remaining processes of a group: SIGTERM, then SIGKILL after GRACE_SECONDS."""
     try:
         os.killpg(group, signal.SIGTERM)
-        deadline = asyncio.get_running_loop().time() + GRACE
+        deadline = asyncio.get_running_loop().time() + GRACE_SECONDS
         while asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
             os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):  # none is left (macOS: only zombies)
+    except (
+        ProcessLookupError,
+        PermissionError,
+    ):  # no process left; macOS raises PermissionError if only zombies remain
         pass
     finally:
         _kill(group)
-        _groups.discard(group)
+        _running_groups.discard(group)
 
 
 def kill_programs() -> None:
     """Kills all running programs, for a process that is about to exit without cleanup."""
-    for group in _groups:
+    for group in _running_groups:
         _kill(group)
 
 

@@ -170,18 +170,18 @@ async def stream(
 async def _pass_stream(
     response: web.StreamResponse, answer: aiohttp.ClientResponse, exchange: Exchange, translator: StreamTranslator
 ) -> str | None:
-    """Returns why the stream broke off, if it did; an error while writing is the agent's, and raised."""
+    """Returns why the upstream failed, or None; raises errors of writing to the agent."""
     while True:
         try:
             chunk = await answer.content.readany()
         except aiohttp.ClientError as error:
-            return f"the stream of the model's server broke off: {error!r}"
+            return f"the stream from the model server was cut off: {error!r}"
         if not chunk:
             return None
         try:
             translated = translator.feed(exchange.feed(chunk))
         except MALFORMED as error:
-            return f"the stream of the model's server cannot be parsed: {error!r}"
+            return f"the stream from the model server cannot be parsed: {error!r}"
         failure = translator.failure
         if exchange.done_received:
             failure = exchange.end(answer.headers, failure)

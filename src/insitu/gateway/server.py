@@ -145,7 +145,7 @@ class Gateway:
         self.late_calls = 0
         """Requests refused because their episode had ended; also counted in its ledger."""
         self.unknown_keys = 0
-        """Requests refused because their key belongs to no episode, or to one that ended long ago."""
+        """Requests refused because their key belongs to no running episode."""
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=MAX_BODY)
@@ -230,12 +230,10 @@ class Gateway:
             return endpoint
         if endpoint is None and key not in self._ended:
             self.unknown_keys += 1
-            raise RequestRefused(
-                "this address belongs to no episode, or to one that ended long ago", status=401, code="unknown_episode"
-            )
+            raise RequestRefused("this address belongs to no running episode", status=401, code="unknown_episode")
         name, ledger = self._ended[key] if endpoint is None else (endpoint.ledger.name, weakref.ref(endpoint.ledger))
         level = logging.INFO if self.late_calls else logging.WARNING  # there may be many
-        logger.log(level, "a request of %s came after its end and is refused: is an agent still running?", name)
+        logger.log(level, "refused a request of %s, which has ended: is an agent still running?", name)
         self.late_calls += 1
         if (ended := ledger()) is not None:
             ended.note_late_call()

@@ -2,7 +2,7 @@
 
 An episode of a two-move game, and the training row of its first call:
 
-    EpisodeKey(run="r1", epoch=3, row_id="17", generation=2, attempt=0).text()  ->  "r1/3/17/2/0"
+    EpisodeKey(run_id="r1", epoch=3, row_id="17", generation=2, attempt=0).text()  ->  "r1/3/17/2/0"
     ModelCall(prompt_token_ids=[1, 5, 9], token_ids=[7, 2], logprobs=[-0.1, -0.7], finish_reason="stop", ...)
     TrainingRow(token_ids=[1, 5, 9, 7, 2], loss_mask=[0, 0, 0, 1, 1], logprobs=[0, 0, 0, -0.1, -0.7],
                 advantages=[0, 0, 0, 0.8, 0.8], episode="r1/3/17/2/0", calls=[0])
@@ -17,24 +17,27 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 FORMAT_VERSION = 1
-"""Version of the records in a run directory, in the first line of each file."""
+"""Format version, written as the first line of each `.jsonl` file of a run except `training_metrics.jsonl`."""
 
 
 class EpisodeKey(NamedTuple):
-    """The identity of one run of the workflow on one dataset row."""
+    """Identifies one episode: an execution of the workflow on a dataset row.
 
-    run: str
+    `generation` is its index in the group, `attempt` counts retries from 0.
+    """
+
+    run_id: str
     epoch: int
     row_id: str
     generation: int
     attempt: int = 0
 
     def text(self) -> str:
-        return f"{self.run}/{self.epoch}/{self.row_id}/{self.generation}/{self.attempt}"
+        return f"{self.run_id}/{self.epoch}/{self.row_id}/{self.generation}/{self.attempt}"
 
-    def seed(self, run_seed: int, purpose: str = "episode") -> int:
+    def seed(self, run_seed: int) -> int:
         """A 63-bit seed derived from the configured seed and this key without its random run id."""
-        text = f"{run_seed}|{purpose}|{self.epoch}|{self.row_id}|{self.generation}|{self.attempt}"
+        text = f"{run_seed}|episode|{self.epoch}|{self.row_id}|{self.generation}|{self.attempt}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -42,10 +45,13 @@ class EpisodeKey(NamedTuple):
 class ModelCall:
     """One prompt and one completion, as sent and received.
 
-    `messages` of a text completion hold the prompt as a user message; `sampling` holds the other request parameters.
-    `prompt_token_ids` (P), `token_ids` (C) and `logprobs` (C, natural logarithms) are the server's. With `n` > 1 or
-    several prompts, each choice is a separate call. `functions` are the enclosing functions, outermost first; `started`
-    and `ended` are seconds since 1970. `error` says why there is no completion.
+    `index` is the call's position in the episode; `model` the requested name and `llm` its key under `llms`. `messages`
+    of a text completion hold the prompt as a user message; `sampling` holds the remaining request parameters
+    (temperature, max_tokens, ...). `message` is the sampled assistant message. With `n` > 1 or several prompts, each
+    choice is a separate call. `prompt_token_ids` (P), `token_ids` (C) and `logprobs` (C, natural logarithms) are as
+    returned by the server, and `policy_version` is the version of the weights that sampled them. `functions` are the
+    enclosing functions, outermost first; `started` and `ended` are Unix timestamps. `error` says why the completion is
+    missing or incomplete.
     """
 
     index: int
@@ -69,11 +75,12 @@ class ModelCall:
 
 
 class TrainingRow(BaseModel):
-    """A training sequence of T tokens; all lists but `calls` have length T.
+    """A training sequence of T tokens.
 
-    `loss_mask` is 1 for trained tokens, which the policy sampled. `logprobs` are natural logarithms from the sampler,
-    arbitrary where the mask is 0. `advantages` may be a single number for all trained tokens. `calls` are the indices
-    of the episode's calls in the row, in order.
+    `token_ids`, `loss_mask`, `logprobs` and `advantages` (if a list) have length T. `loss_mask` is 1 for trained
+    tokens, which the policy sampled. `logprobs` are natural logarithms from the sampler, arbitrary where the mask is 0.
+    `advantages` may be a single number for all trained tokens. `calls` lists the `ModelCall.index` of each call whose
+    tokens the row contains.
     """
 
     token_ids: list[int]
@@ -85,24 +92,24 @@ class TrainingRow(BaseModel):
 
 
 class DropReason(StrEnum):
-    """Why an episode or a group was not trained. Every drop is counted under one of these."""
+    """Why an episode or a group was left out of training or evaluation. Every drop is counted under one of these."""
 
     WORKFLOW_ERROR = "workflow_error"
     TIMEOUT = "timeout"
     BACKEND_ERROR = "backend_error"
-    CAPTURE_ERROR = "capture_error"
-    NO_ANSWER = "no_answer"
+    CAPTURE_ERROR = "capture_error"  # a response without logprobs, or without required token ids
+    NO_ANSWER = "no_answer"  # the workflow is skipped and the dataset row has no answer
     EVALUATOR_ERROR = "evaluator_error"
-    NO_SCORE = "no_score"
-    NAN_SCORE = "nan_score"
+    NO_SCORE = "no_score"  # missing or not a number
+    NAN_SCORE = "nan_score"  # NaN or infinite
     NO_CALLS = "no_calls"
-    NO_TARGET_CALLS = "no_target_calls"
+    NO_TARGET_CALLS = "no_target_calls"  # calls were made, but none is selected for training
     NO_STEP_REWARDS = "no_step_rewards"
-    EPISODE_ORDER = "episode_order"
-    SINGLE_MEMBER = "single_member"
+    EPISODE_ORDER = "episode_order"  # OpenPipe ART does not accept the order of the messages
+    SINGLE_MEMBER = "single_member"  # only one episode of the group remains
     NO_VARIANCE = "no_variance"
-    CURRICULUM = "curriculum"
-    SUBSAMPLE = "subsample"
+    CURRICULUM = "curriculum"  # a group that curriculum learning does not include yet
+    SUBSAMPLE = "subsample"  # not selected by `random_subsample`
 
 
 class Outcome(StrEnum):
@@ -112,7 +119,12 @@ class Outcome(StrEnum):
 
 @dataclass(slots=True)
 class Episode:
-    """One run of the workflow on one row. A failed one has `reason` and `error`; `seconds` is wall-clock time."""
+    """One execution of the workflow on one dataset row.
+
+    `reason` and `error` say why it failed or was dropped; `seconds` is the wall-clock time of the last attempt. `steps`
+    are its IntermediateSteps. `reasoning` is the evaluator's explanation of the reward. `step_rewards` has one reward
+    per entry of `calls`, or per trained call if the evaluator returned it that way.
+    """
 
     key: EpisodeKey
     outcome: Outcome
@@ -128,6 +140,9 @@ class Episode:
     rewarded_functions: list[str] = field(default_factory=list)
     """Functions whose calls have step rewards; calls of other functions have 0.0 in `step_rewards`."""
     failed_requests: dict[str, int] = field(default_factory=dict)
-    """Failed requests of all attempts by reason; a request that succeeded on retry is one call."""
+    """Number of failed model requests over all attempts, by reason.
+
+    A request that later succeeds on retry is still one call.
+    """
     requested: Mapping[str, int] = field(default_factory=dict)
     """Completions requested by all attempts, by URL of the server; those of failed requests too."""

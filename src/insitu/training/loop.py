@@ -1,4 +1,4 @@
-"""The built-in trainer: one epoch after the other, read downwards."""
+"""The built-in trainer: collects, trains and validates, epoch by epoch."""
 
 import asyncio
 import logging
@@ -50,13 +50,13 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
     advantages: AdvantageConfig = Field(default_factory=AdvantageConfig)
     """How rewards of a group become advantages."""
     credit: Literal["episode", "step", "function"] = "episode"
-    """`episode`: every call gets its episode's advantage. `step`: the advantage of its own return. `function`: each
-    call is compared with those of the same function in the group's other episodes."""
+    """`episode`: every call gets its episode's advantage. `step`: the return of each call is compared with those of all
+    calls in the group. `function`: with those of the same function in the group's other episodes."""
     discount: float = Field(default=1.0, ge=0, le=1)
     """Discount factor for the rewards of later steps, with `credit: step` or `function`."""
     curriculum_state: Path | None = None
-    """The `curriculum_state.json` of an earlier run: its curriculum continues where that run ended, with its included
-    examples, ranks and position in the schedule."""
+    """Path of an earlier run's `curriculum_state.json`. The curriculum resumes from it: included examples, difficulty
+    ranking and schedule position."""
 
     @model_validator(mode="after")
     def _baseline_matches_credit(self) -> "InsituTrainerConfig":
@@ -67,10 +67,12 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
 
 @dataclass(frozen=True)
 class EpochResult:
-    """What one epoch collected, trained and cost: a line of `training_metrics.jsonl`.
+    """Results of one epoch; `metrics()` returns its line of `training_metrics.jsonl`.
 
-    `collected` holds the statistics of all scored episodes, `trained` those of what was submitted, `backend` the
-    metrics of the training job. `job` is None until it has ended; `seconds` has the keys collect, train and validate.
+    `collected` holds the statistics of all collected trajectories, `trained` those of what was submitted, `backend` the
+    metrics of the training job. `policy_version` is the version sampled from and, once the job has completed, the
+    version it produced. `job` is its final status; None until it ends, or if nothing was submitted. `seconds` has the
+    keys collect, train and validate.
     """
 
     collected: Mapping[str, Any]
@@ -81,7 +83,7 @@ class EpochResult:
     job: TrainingStatusEnum | None = None
     backend: Mapping[str, Any] | None = None
 
-    def timed(self, phase: str, seconds: float) -> "EpochResult":
+    def with_seconds(self, phase: str, seconds: float) -> "EpochResult":
         return replace(self, seconds={**self.seconds, phase: seconds})
 
     def metrics(self) -> dict[str, Any]:
@@ -97,7 +99,10 @@ class EpochResult:
 
 
 class InsituTrainer(Trainer):
-    """Collects, filters, submits, waits and records each epoch; validates before, between and after."""
+    """Runs each epoch: collect, filter, submit, wait, record.
+
+    Validates before the first epoch, every `interval` epochs and after the last.
+    """
 
     computes_advantages = True
     """Whether this trainer computes the advantages, rather than the adapter's backend."""
@@ -106,62 +111,66 @@ class InsituTrainer(Trainer):
         super().__init__(trainer_config)
         self.config = trainer_config
         self._builder = builder
-        self._file = builder.config
+        self._full_config = builder.config
         self.run_id = f"insitu_run_{uuid.uuid4().hex[:8]}"
         self.report = Report()
-        self.rewards: list[dict[str, Any]] = []
+        self.reward_history: list[dict[str, Any]] = []
         self.results: dict[int, EpochResult] = {}
         self.validation: Validation | None = None
         self._store: RunStore | None = None
-        self._earlier_curriculum = self._read_curriculum()
+        self._resumed_curriculum = self._read_curriculum()
 
     def _read_curriculum(self) -> dict[str, Any] | None:
-        """Runs before `initialize`, which may move the `output_dir` that holds the file."""
+        """Reads `curriculum_state`. The constructor does so because `initialize` may move the folder with the file."""
         path = self.config.curriculum_state
         if path is None:
             return None
         key = f"trainers.{name_being_built()}.curriculum_state"
-        if not self._file.finetuning.curriculum_learning.enabled:
+        if not self._full_config.finetuning.curriculum_learning.enabled:
             raise ConfigError(f"{key} has no effect: curriculum_learning.enabled is false")
-        return read_curriculum_state(self._file.find_path(path, key), key)
+        return read_curriculum_state(self._full_config.find_path(path, key), key)
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
-        for part, interface in ((trajectory_builder, TrajectoryBuilder), (trainer_adapter, TrainerAdapter)):
-            if not isinstance(part, interface):
-                raise PluginError(f"{type(part).__name__} is not a {interface.__name__}: derive it from that class")
+        for component, interface in ((trajectory_builder, TrajectoryBuilder), (trainer_adapter, TrainerAdapter)):
+            if not isinstance(component, interface):
+                raise PluginError(f"{type(component).__name__} must be a subclass of {interface.__name__}")
         if self.computes_advantages and trainer_adapter.computes_advantages:
             adapter = trainer_adapter.adapter_config.type
             raise ConfigError(
-                f"trainers: {self.trainer_config.type} computes the advantages of each call, but the backend of "
-                f"{adapter} computes its own from the episodes' rewards: use the trainer made for {adapter}"
+                f"trainers: {self.trainer_config.type} computes advantages, but the backend of {adapter} computes "
+                f"its own; use the trainer made for {adapter}"
             )
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
         moved = await asyncio.to_thread(set_aside, folder)
         if moved is not None:
-            self.report.note(f"{folder} held an earlier run, which is now {moved}")
+            self.report.note(f"moved the earlier run in {folder} to {moved}")
         self._store = RunStore(folder)
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
         fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
-        self._curriculum_state = dict(self._earlier_curriculum or fresh)
-        if self._earlier_curriculum is not None:
-            epochs, path = self._earlier_curriculum["epoch"], self.config.curriculum_state
-            self.report.note(f"the curriculum continues after epoch {epochs} of {path}")
+        self._curriculum_state = dict(self._resumed_curriculum or fresh)
+        if self._resumed_curriculum is not None:
+            last_epoch, path = self._resumed_curriculum["epoch"], self.config.curriculum_state
+            self.report.note(f"the curriculum continues after epoch {last_epoch} of {path}")
         if run_config.validation is not None:
             self.validation = Validation(run_config, self._builder, self.trainer_adapter, self.report, self.store)
 
     @property
     def store(self) -> RunStore:
         if self._store is None:
-            raise TrajectoryError("the trainer has not been initialized")
+            raise InsituError("the trainer has not been initialized")
         return self._store
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """A status for each epoch that trained. Raises if a job fails or no epoch could train anything."""
-        self._write_header(num_epochs)
+        """Returns the job status of each epoch that trained.
+
+        Raises if an epoch collects no trainable episode, a job fails or leaves the weights unchanged, no epoch trained,
+        or a validation failed.
+        """
+        self._write_run_file(num_epochs)
         if problem := await self.trajectory_builder.rehearse(self.run_id):
             self.report.note(problem)
         statuses: list[TrainingJobStatus] = []
@@ -169,45 +178,47 @@ class InsituTrainer(Trainer):
             await self.validation.run(0)
         for epoch in range(1, num_epochs + 1):
             try:
-                status = await self._run_epoch(epoch, num_epochs)
+                status = await self._complete_epoch(epoch, num_epochs)
             except BaseException:  # reported, then re-raised
                 self.report.end()
-                self.report.note(f"epoch {epoch}/{num_epochs} was not completed; the run so far: {self.store.folder}/")
+                self.report.note(
+                    f"epoch {epoch}/{num_epochs} did not complete; results so far are in {self.store.folder}/"
+                )
                 raise
             if status is not None:
                 statuses.append(status)
         await self._conclude(statuses)
         return statuses
 
-    async def _run_epoch(self, epoch: int, last: int) -> TrainingJobStatus | None:
-        """One epoch and, if it is due, its validation; recorded and reported."""
+    async def _complete_epoch(self, epoch: int, num_epochs: int) -> TrainingJobStatus | None:
+        """Runs, records and reports one epoch, with its validation if due."""
         ref = await self.run_epoch(epoch, self.run_id)
-        status = await self._wait(epoch, ref) if ref is not None else None
         try:
-            if self.validation is not None and (epoch % self.validation.config.interval == 0 or epoch == last):
+            status = await self._wait(epoch, ref) if ref is not None else None
+            if self.validation is not None and (epoch % self.validation.config.interval == 0 or epoch == num_epochs):
                 record = await self.validation.run(epoch)
-                self.results[epoch] = self.results[epoch].timed("validate", record["seconds"])
-        finally:  # what has been trained is recorded even if its validation fails
+                self.results[epoch] = self.results[epoch].with_seconds("validate", record["seconds"])
+        finally:  # record the epoch even if its job or its validation fails
             self.log_progress(epoch, self.results[epoch].metrics())
-        self.report.epoch(epoch, last, self.results[epoch].metrics())
+        self.report.epoch(epoch, num_epochs, self.results[epoch].metrics())
         return status
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collects the epoch's groups and submits what can be trained; None if nothing can."""
         started = time.perf_counter()
-        served = await self.trainer_adapter.policy_endpoint()
-        collection = await self._collect(epoch, run_id, served)
-        collected = [t for group in collection.trajectories for t in group]
+        endpoint = await self.trainer_adapter.policy_endpoint()
+        collection = await self._collect(epoch, run_id, endpoint)
+        trajectories = [t for group in collection.trajectories for t in group]
         result = self.results[epoch] = EpochResult(
-            collected=self._reward_statistics(epoch, run_id, collection),
+            collected=self._record_rewards(epoch, run_id, collection),
             trained={},
             dropped=collection.dropped,
-            policy_version=served.version if served is not None else None,
+            policy_version=endpoint.version if endpoint is not None else None,
             seconds={"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         )
-        _check_versions(collection, served)
+        _check_versions(collection, endpoint)
         collection, advantages = estimate_epoch(self.apply_curriculum_learning(collection, epoch), self._estimator())
-        self.store.append_advantages(epoch, collected, collection.drop_reasons, advantages)
+        self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
         trained = {
             "curriculum_percentile": state and state["current_percentile"],
@@ -217,9 +228,9 @@ class InsituTrainer(Trainer):
             "credit_by_function": credit_by_function(credited_calls(advantages, self.run_config.target_functions)),
         }
         result = replace(result, trained=trained, dropped=collection.dropped)
-        self.results[epoch] = result.timed("collect", time.perf_counter() - started)
+        self.results[epoch] = result.with_seconds("collect", time.perf_counter() - started)
         if not any(collection.trajectories):
-            self.report.note(f"epoch {epoch} trains nothing: every episode was dropped")
+            self.report.note(f"epoch {epoch}: nothing to train on; every group was dropped")
             return None
         return await self.trainer_adapter.submit(collection)
 
@@ -258,15 +269,15 @@ class InsituTrainer(Trainer):
         groups = [[*group] for group in collection.trajectories]
         for number, group in enumerate(groups):
             for k, trajectory in enumerate(group):
-                if trajectory.id is None:  # a plugin's builder may give none
+                if trajectory.id is None:  # a plugin's builder may leave ids unset
                     group[k] = trajectory.model_copy(update={"id": f"{run_id}/{epoch}/group {number}/{k}"})
         return collection.model_copy(update={"epoch": epoch, "trajectories": groups})
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
-        earlier = self._earlier_curriculum["epoch"] if self._earlier_curriculum is not None else 0
-        seed = self._file.general.seed
+        earlier = self._resumed_curriculum["epoch"] if self._resumed_curriculum is not None else 0
+        seed = self._full_config.general.seed
         return apply_curriculum(
             trajectory_collection, self.curriculum_config, self._curriculum_state, earlier + epoch, seed
         )
@@ -280,28 +291,28 @@ class InsituTrainer(Trainer):
         finally:
             self.report.end()
         metadata = status.metadata or {}
-        backend = {name: value for name, value in metadata.items() if name in _BACKEND_METRICS}
-        result = replace(self.results[epoch], job=status.status, backend=backend)
-        result = self.results[epoch] = result.timed("train", time.perf_counter() - started)
+        job_metrics = {name: value for name, value in metadata.items() if name in _BACKEND_METRICS}
+        result = replace(self.results[epoch], job=status.status, backend=job_metrics)
+        result = self.results[epoch] = result.with_seconds("train", time.perf_counter() - started)
         if status.status is not TrainingStatusEnum.COMPLETED:
-            self.log_progress(epoch, result.metrics())
             job = (ref.metadata or {}).get("job_id", ref.run_id)
             raise JobFailed(
-                f"epoch {epoch}: training job {job} is {status.status.value}: {status.message or 'no reason given'}"
+                f"epoch {epoch}: training job {job} ended as {status.status.value}: "
+                f"{status.message or 'no reason given'}"
             )
         served = await self.trainer_adapter.policy_endpoint()
         version = served.version if served is not None else None
         if result.policy_version is not None and version == result.policy_version:
             raise BackendError(
-                f"epoch {epoch}: the job is completed, but the backend still serves policy version {version}: "
-                "the next epoch would not sample from the trained weights"
+                f"epoch {epoch}: the job completed, but the backend still serves policy version {version}, so the next "
+                "epoch would sample from the old weights"
             )
         self.results[epoch] = replace(result, policy_version=version)
         if self.validation is not None:
             self.validation.checkpoints[version] = metadata.get("checkpoint")
         return status
 
-    def _reward_statistics(self, epoch: int, run_id: str, collection: TrajectoryCollection) -> dict[str, Any]:
+    def _record_rewards(self, epoch: int, run_id: str, collection: TrajectoryCollection) -> dict[str, Any]:
         rewards = [t.reward for group in collection.trajectories for t in group]
         statistics = {
             "epoch": epoch,
@@ -313,37 +324,37 @@ class InsituTrainer(Trainer):
             "num_trajectories": len(rewards),
             "num_groups": len(collection.trajectories),
         }
-        self.rewards.append(
+        self.reward_history.append(
             {k: statistics[k] for k in ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")}
         )
         return statistics
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         self.store.append("training_metrics.jsonl", [metrics])
-        self.store.write("reward_history.json", self.rewards)
+        self.store.write("reward_history.json", self.reward_history)
         self.store.write("curriculum_state.json", self.get_curriculum_state())
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
         validations = self.validation.history if self.validation else []
         last = self.results[max(self.results)].metrics() if self.results else {}
-        return {"run_id": run_id, "rewards": self.rewards, "validations": validations, "last": last}
+        return {"run_id": run_id, "rewards": self.reward_history, "validations": validations, "last": last}
 
     async def cleanup(self) -> None:
         self.report.end()
         if self._store is not None:
             self._store.close()
 
-    def _write_header(self, num_epochs: int) -> None:
+    def _write_run_file(self, num_epochs: int) -> None:
         settings = {
             "epochs": num_epochs,
-            "seed": self._file.general.seed,
+            "seed": self._full_config.general.seed,
             **self._estimator().settings(),
             "on_failure": self.run_config.reward_function.on_failure if self.run_config.reward_function else None,
         }
         if training := self.trainer_adapter.training_settings():
             settings["training"] = training
         self.store.write(
-            "run.json", {"run_id": self.run_id, "insitu": __version__, "source": self._file.source, **settings}
+            "run.json", {"run_id": self.run_id, "insitu": __version__, "source": self._full_config.source, **settings}
         )
         self.report.header(self.run_id, settings)
 
@@ -352,15 +363,18 @@ class InsituTrainer(Trainer):
         return GroupRelativeEstimator(config.advantages, Credit(config.credit, config.discount, targets))
 
     async def _conclude(self, statuses: list[TrainingJobStatus]) -> None:
-        """Draws the plot and prints the table; raises if the run did not do what was asked."""
+        """Draws the plot and prints the summary.
+
+        Raises TrajectoryError if no epoch trained, InsituError if a validation failed.
+        """
         history = self.validation.history if self.validation else []
-        await asyncio.to_thread(plot, self.store.folder / "reward_plot.png", self.rewards, history)
+        await asyncio.to_thread(plot, self.store.folder / "reward_plot.png", self.reward_history, history)
         self.report.summary(history, self.validation.best if self.validation else None, self.store.folder)
         if not statuses:
             dropped = sum((Counter(result.dropped) for result in self.results.values()), Counter[str]())
             raise TrajectoryError(
                 f"no epoch trained anything: every group was dropped: {counts(dropped)} "
-                f"(epoch by epoch: {self.store.folder / 'training_metrics.jsonl'})"
+                f"(per epoch: {self.store.folder / 'training_metrics.jsonl'})"
             )
         failed = [v for v in history if "error" in v]
         if failed:
@@ -370,9 +384,9 @@ class InsituTrainer(Trainer):
 
 
 def _check_versions(collection: TrajectoryCollection, served: PolicyEndpoint | None) -> None:
-    """Raises BackendError if a trained call was sampled from other weights than those about to be trained.
+    """Raises BackendError if a call to train on was not sampled from the served policy version.
 
-    Calls to servers that report no version are judged by the requested model name.
+    If a call reports no version, its requested model name must match.
     """
     if served is None or served.version is None:
         return
@@ -383,9 +397,9 @@ def _check_versions(collection: TrajectoryCollection, served: PolicyEndpoint | N
             unreported = version is None and call.model in (name, f"{name}@{served.version}")
             if version != served.version and not unreported:
                 raise BackendError(
-                    f"episode {trajectory.id}: a call to be trained was answered by {call.model!r} at policy version "
-                    f"{version}, but the trainer's model, {name!r}, is at version {served.version}: is the llm the "
-                    "model that the trainer adapter trains? (_type: policy always is)"
+                    f"episode {trajectory.id}: a call to train on requested model {call.model!r} and was sampled at "
+                    f"policy version {version}, but the adapter trains {name!r}, which is at version "
+                    f"{served.version}; use an llm of _type: policy"
                 )
 
 

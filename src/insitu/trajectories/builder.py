@@ -18,7 +18,7 @@ from insitu.errors import CaptureError, ConfigError, PluginError, TrajectoryErro
 from insitu.evaluation.collector import collect, open_workflow
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.episodes import EpisodeOptions, ResultPath, fail, run_episode
-from insitu.evaluation.evaluators import number, score
+from insitu.evaluation.evaluators import parse_score, score
 from insitu.evaluation.shared_run import current_run
 from insitu.interfaces import TrajectoryBuilder
 from insitu.registry import LLM, register_trajectory_builder
@@ -87,7 +87,7 @@ class EpisodesBuilder(TrajectoryBuilder):
         super().__init__(trajectory_builder_config)
         self.config = trajectory_builder_config
         self._builder = builder
-        self._file = builder.config
+        self._full_config = builder.config
         self._rows: list[EvalInputItem] = []
         self._runs: dict[str, _Collection] = {}
         self._last_epoch = 0
@@ -95,10 +95,10 @@ class EpisodesBuilder(TrajectoryBuilder):
 
     def _check(self) -> None:
         """Raises ConfigError before an earlier run is moved aside and a backend is started."""
-        if self._file.finetuning.reward_function is None:
+        if self._full_config.finetuning.reward_function is None:
             raise ConfigError("finetuning.reward_function is missing: training needs the name of an evaluator")
-        for llm in sorted(self._file.trained_llms()):
-            if getattr(self._file.block(LLM, llm), "seed", None) is not None:
+        for llm in sorted(self._full_config.trained_llms()):
+            if getattr(self._full_config.block(LLM, llm), "seed", None) is not None:
                 raise ConfigError(
                     f"llms.{llm}.seed: with a fixed seed all episodes of a group would sample the same; leave it out "
                     "(each episode gets its own seed, derived from general.seed)"
@@ -107,7 +107,7 @@ class EpisodesBuilder(TrajectoryBuilder):
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
         asked = run_config.run_configuration
-        self._rows = await asyncio.to_thread(load_dataset, self._file, asked.dataset if asked else None)
+        self._rows = await asyncio.to_thread(load_dataset, self._full_config, asked.dataset if asked else None)
 
     @property
     def episodes_per_epoch(self) -> int:
@@ -162,7 +162,7 @@ class EpisodesBuilder(TrajectoryBuilder):
 
     def rows_of_epoch(self, epoch: int) -> list[EvalInputItem]:
         """The rows of an epoch in the order they are run: shuffled passes over the dataset."""
-        total, seed = len(self._rows), self._file.general.seed
+        total, seed = len(self._rows), self._full_config.general.seed
         size = min(self.config.rows_per_epoch or total, total)
         positions = range((epoch - 1) * size, epoch * size)
         passes = {p // total for p in (positions[0], positions[-1])}
@@ -179,7 +179,9 @@ class EpisodesBuilder(TrajectoryBuilder):
         service = self.run_config.run_configuration
         result = ResultPath.parse(service.result_json_path) if service else None
         targets = self.run_config.target_functions
-        options = EpisodeOptions.of(self._file, self._file.trained_llms(), result, self.needs_token_ids, targets)
+        options = EpisodeOptions.of(
+            self._full_config, self._full_config.trained_llms(), result, self.needs_token_ids, targets
+        )
         return await self._builder.get_evaluator(self._reward_function.name), options
 
     async def rehearse(self, run_id: str) -> str | None:
@@ -189,7 +191,7 @@ class EpisodesBuilder(TrajectoryBuilder):
         """
         evaluator, options = await self._evaluator_and_options()
         service, episode = self.run_config.run_configuration, None
-        async with open_workflow(self._builder, service, self._file.trained_llms(), current_run()) as attempt:
+        async with open_workflow(self._builder, service, self._full_config.trained_llms(), current_run()) as attempt:
             for row in self.rows_of_epoch(1)[:_REHEARSED_ROWS]:
                 episode = await run_episode(attempt, row, EpisodeKey(run_id, 0, str(row.id), 0), options)
                 await self._reward(episode, row, evaluator)
@@ -217,7 +219,7 @@ class EpisodesBuilder(TrajectoryBuilder):
             await self._reward(episode, row, evaluator)
             episode.steps = []  # only the evaluator needs them; an epoch of steps would not fit into memory
 
-        service, limit = self.run_config.run_configuration, self._file.max_concurrency
+        service, limit = self.run_config.run_configuration, self._full_config.max_concurrency
         collecting = collect(self._builder, tasks, options, service, finish, current_run(), limit)
         async with aclosing(collecting) as episodes:
             await self._gather(episodes, collection)
@@ -239,9 +241,9 @@ class EpisodesBuilder(TrajectoryBuilder):
             self._penalize(episode)
             return
         item = row.model_copy(update={"output_obj": episode.output, "trajectory": episode.steps})
-        limit = self._file.eval.scoring_limit(1)
+        limit = self._full_config.eval.scoring_limit(1)
         given = (await score(evaluator, self._reward_function.name, [item], limit)).eval_output_items[0]
-        _, episode.reason, message = number(given)
+        _, episode.reason, message = parse_score(given)
         if episode.reason is not None:
             episode.error = message
             self._penalize(episode)
@@ -289,11 +291,11 @@ class EpisodesBuilder(TrajectoryBuilder):
 
     def _trained(self, episode: Episode) -> list[int]:
         run = self.run_config
-        return targeted_calls(episode.calls, run.target_functions, run.target_model, self._file.trained_llms())
+        return targeted_calls(episode.calls, run.target_functions, run.target_model, self._full_config.trained_llms())
 
     def _untrained(self, episode: Episode) -> str:
         """Why an episode has no trained call."""
-        trained = self._file.trained_llms()
+        trained = self._full_config.trained_llms()
         if any(call.llm in trained and call.token_ids is None and call.error is None for call in episode.calls):
             return "its model calls have no token ids: their server sends none"
         called = {f"{call.llm or call.model} in {' > '.join(call.functions)}" for call in episode.calls}

@@ -266,7 +266,7 @@ class Context:
     def reward(self, value: float, function: str | None = None) -> None:
         """Adds `value` to the step reward of the running function's latest model call, or of the episode's if none.
 
-        In training, this is the latest trained call. `function` credits another function by name; raises WorkflowError
-        if it has made no model call. Does nothing outside an episode.
+        In training, this is the latest trained call, once there is one. `function` credits another function by name;
+        raises WorkflowError if it has made no model call. Does nothing outside an episode.
         """
         self._scope.add_reward(value, function)

@@ -112,7 +112,7 @@ class ARTTrainerAdapter(TrainerAdapter):
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Registers the model with the server. Raises BackendUnavailable if the server is not healthy."""
         await super().initialize(run_config)
-        if problem := await self._remote.health():
+        if problem := await self._remote.health_problem():
             raise BackendUnavailable(f"the ART server cannot be used: {problem}")
         await self.model.register(self.remote_backend, _openai_client_config=self._server_config)
 
@@ -120,7 +120,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         return self.config.training.model_dump(mode="json", exclude_none=True)
 
     async def is_healthy(self) -> bool:
-        problem = await self._remote.health()
+        problem = await self._remote.health_problem()
         if problem is not None:
             logger.warning("%s", problem)
         return problem is None
@@ -135,7 +135,7 @@ class ARTTrainerAdapter(TrainerAdapter):
 
     async def policy_endpoint(self) -> PolicyEndpoint:
         step = await self._remote._get_step(self.model)
-        await self._remote.list_names()
+        await self._remote.refresh_served_names()
         name = self._remote._model_inference_name(self.model)
         key = self.model.inference_api_key or self.config.backend.api_key
         current_name = partial(self._remote._model_inference_name, self.model)
@@ -212,7 +212,7 @@ class ARTTrainerAdapter(TrainerAdapter):
             job.step_metrics = []
             try:
                 async for metrics in self._remote._train_model(
-                    self.model, groups, self._train_config, self._dev_config, key=job.idempotency_key
+                    self.model, groups, self._train_config, self._dev_config, idempotency_key=job.idempotency_key
                 ):
                     job.step_metrics.append(metrics)
             except BackendUnavailable as error:
@@ -260,7 +260,7 @@ class ARTTrainerAdapter(TrainerAdapter):
                 continue
             if step != job.step or outages:
                 return step
-            if failure := await self._remote.failure_of(job.idempotency_key):
+            if failure := await self._remote.failure_message(job.idempotency_key):
                 raise JobFailed(failure)
         return await self._current_step(job)
 

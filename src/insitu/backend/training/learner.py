@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from insitu.backend.inference.engine import WeightVersion
 from insitu.backend.model import LoadedModel, load_model
-from insitu.backend.training.batches import Row, Scorer
+from insitu.backend.training.batches import LogprobComputer, Row
 from insitu.backend.training.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers
 from insitu.backend.training.policy import (
     OPTIMIZER_FILE,
@@ -63,7 +63,7 @@ class Learner:
         self._folder = output_dir / "checkpoints"
         self._checkpoints: dict[int, Path] = {}
         self._state: TrainState | None = None
-        self._scorer = Scorer(loaded)
+        self._compute_logprobs = LogprobComputer(loaded)
         self._workers = Workers(loaded)
         source = str(Path(loaded.source).resolve()) if Path(loaded.source).exists() else loaded.source
         self._origin = read_record(source) or TrainingRecord(step=0, version=0, started_from=source)
@@ -142,7 +142,10 @@ class Learner:
         if version not in self._checkpoints:
             known = ", ".join(map(str, self.versions))
             raise RequestRefused(
-                f"there is no version {version}; there are {known}", status=404, param="model", code="model_not_found"
+                f"version {version} does not exist; available: {known}",
+                status=404,
+                param="model",
+                code="model_not_found",
             )
         policy = build_policy(self.loaded, self._lora, seed=0)
         policy.load(self._checkpoints[version])
@@ -191,7 +194,7 @@ class Learner:
         for name, parameter in policy.trainable.items():
             if f"exp_avg.{name}" in saved:
                 optimizer.state[parameter] = {key: saved[f"{key}.{name}"].to(parameter.device) for key in MOMENTS}
-        return TrainState(policy, optimizer, self._scorer, self._workers, lambda: self._reference)
+        return TrainState(policy, optimizer, self._compute_logprobs, self._workers, lambda: self._reference)
 
     @functools.cached_property
     def _reference(self) -> nn.Module:

@@ -16,13 +16,14 @@ from insitu.schemas.training_jobs import KLSettings, LossSettings
 class PolicyBatch(NamedTuple):
     """Inputs of the loss besides the policy's own log-probabilities; all logarithms are natural.
 
-    `old_BT`: denominator of the ratio. `rollout_BT`: as sampled. `ref_BT`: under the starting weights, None without a
-    KL penalty. `mask_BT`: boolean, trained tokens. `weight_B`: weight of one trained token of the row.
+    `old_logprobs_BT`: denominator of the ratio. `rollout_logprobs_BT`: as sampled. `ref_logprobs_BT`: under the
+    starting weights, None without a KL penalty. `mask_BT`: boolean, trained tokens. `weight_B`: weight of one trained
+    token of the row.
     """
 
-    old_BT: Tensor
-    rollout_BT: Tensor
-    ref_BT: Tensor | None
+    old_logprobs_BT: Tensor
+    rollout_logprobs_BT: Tensor
+    ref_logprobs_BT: Tensor | None
     advantage_BT: Tensor
     mask_BT: Tensor
     weight_B: Tensor
@@ -67,7 +68,7 @@ def policy_loss(new_BT: Tensor, batch: PolicyBatch, settings: LossSettings) -> P
     mask_BT = batch.mask_BT
     # First, so that a masked NaN reaches neither sums nor (times 0) gradients.
     new_BT = _masked(new_BT, mask_BT)
-    old_BT, rollout_BT = _masked(batch.old_BT, mask_BT), _masked(batch.rollout_BT, mask_BT)
+    old_BT, rollout_BT = _masked(batch.old_logprobs_BT, mask_BT), _masked(batch.rollout_logprobs_BT, mask_BT)
     advantage_BT = _masked(batch.advantage_BT, mask_BT)
 
     difference_BT = new_BT - old_BT
@@ -88,8 +89,8 @@ def policy_loss(new_BT: Tensor, batch: PolicyBatch, settings: LossSettings) -> P
         correction_BT = (old_BT - rollout_BT).exp().clamp(max=settings.truncated_importance)
         token_loss_BT = token_loss_BT * correction_BT.detach()
     kl_BT = torch.zeros_like(new_BT)
-    if batch.ref_BT is not None:
-        kl_BT = kl_estimate(new_BT, _masked(batch.ref_BT, mask_BT), settings.kl)
+    if batch.ref_logprobs_BT is not None:
+        kl_BT = kl_estimate(new_BT, _masked(batch.ref_logprobs_BT, mask_BT), settings.kl)
         if settings.kl.beta > 0:
             token_loss_BT = token_loss_BT + settings.kl.beta * kl_BT
 

@@ -1,6 +1,6 @@
 """The optimizer steps of one job, micro-batch by micro-batch.
 
-Shapes: B rows of a micro-batch, K maximum trained tokens per row, N trained tokens of all its rows.
+Shapes: B rows of a micro-batch, K maximum trained tokens per row, N trained tokens of its distinct sequences.
 """
 
 import contextlib
@@ -20,7 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from insitu.backend.model import LoadedModel
-from insitu.backend.training.batches import MicroBatch, Row, Scorer, collate, micro_batches, optimizer_steps, pad
+from insitu.backend.training.batches import (
+    LogprobComputer,
+    MicroBatch,
+    Row,
+    collate,
+    micro_batches,
+    optimizer_steps,
+    pad,
+)
 from insitu.backend.training.losses import PolicyBatch, kl_estimate, policy_loss, row_weights
 from insitu.backend.training.policy import TrainablePolicy
 from insitu.errors import BackendError, JobFailed
@@ -106,7 +114,7 @@ class TrainState:
 
     policy: TrainablePolicy
     optimizer: torch.optim.Optimizer
-    scorer: Scorer
+    compute_logprobs: LogprobComputer
     workers: Workers
     reference: Callable[[], nn.Module]
 
@@ -118,7 +126,7 @@ class OptimizerLoop:
         self._policy = state.policy
         self._optimizer = state.optimizer
         self._parameters = list(state.policy.trainable.values())
-        self._score = state.scorer
+        self._compute_logprobs = state.compute_logprobs
         self._workers = state.workers
         self._reference = state.reference() if settings.kl.beta > 0 else None
         self._load_reference = state.reference
@@ -127,9 +135,9 @@ class OptimizerLoop:
         self._dropout = random.Random(f"{settings.seed}|{settings.schedule_range}")
         self._device = state.policy.loaded.device
         self._old: dict[int, np.ndarray] = {}  # by row: log-probabilities (K) at the start of the job
-        self._budget = settings.micro_batch_tokens
+        self._max_tokens = settings.micro_batch_tokens
         if self._device.type == "cpu":
-            self._budget = min(self._budget, CPU_MICRO_BATCH)
+            self._max_tokens = min(self._max_tokens, CPU_MICRO_BATCH)
 
     def run(self) -> Generator[Progress, None, dict[str, Any]]:
         """Yields after each micro-batch; returns the job's metrics. Raises JobFailed if a loss is not finite."""
@@ -137,8 +145,8 @@ class OptimizerLoop:
         if self._settings.old_logprobs == "recomputed":
             # Without dropout the first step computes the old log-probabilities of its rows itself.
             first_step = set() if self._policy.has_dropout else set(plan[0])
-            for parts in self._rounds(set(range(len(self._rows))) - first_step):
-                self._workers.map(self._score_old, parts)
+            for batches in self._rounds(set(range(len(self._rows))) - first_step):
+                self._workers.map(self._compute_old, batches)
                 yield Progress(0.0)
         steps: list[StepResult] = []
         for number, indices in enumerate(plan):
@@ -158,21 +166,21 @@ class OptimizerLoop:
 
     def _rounds(self, indices: Iterable[int]) -> Iterator[tuple[list[int], ...]]:
         """Yields one micro-batch of about equal length per worker, until all rows are covered."""
-        lengths = {self._rows[index].sequence: self._rows[index].length for index in indices}
+        lengths = {self._rows[index].sequence_key: self._rows[index].input_length for index in indices}
         total, longest = sum(lengths.values()), max(lengths.values(), default=0)
-        rounds = math.ceil(total / (self._budget * self._workers.count))
+        rounds = math.ceil(total / (self._max_tokens * self._workers.count))
         share = math.ceil(total / max(rounds * self._workers.count, 1)) + longest
-        parts = micro_batches(self._rows, indices, min(share, self._budget))
-        while batches := tuple(itertools.islice(parts, self._workers.count)):
+        pending = micro_batches(self._rows, indices, min(share, self._max_tokens))
+        while batches := tuple(itertools.islice(pending, self._workers.count)):
             yield batches
 
     @torch.no_grad()
-    def _score_old(self, part: list[int]) -> None:
-        batch = collate([self._rows[index] for index in part], self._device)
-        self._keep_old(part, batch.scatter(self._score(self._policy.module, batch).logprobs_N))
+    def _compute_old(self, micro_batch: list[int]) -> None:
+        batch = collate([self._rows[index] for index in micro_batch], self._device)
+        self._keep_old(micro_batch, batch.to_rows(self._compute_logprobs(self._policy.module, batch).logprobs_N))
 
-    def _keep_old(self, part: list[int], logprobs_BK: Tensor) -> None:
-        for index, logprobs in zip(part, logprobs_BK.cpu().numpy(), strict=True):
+    def _keep_old(self, micro_batch: list[int], logprobs_BK: Tensor) -> None:
+        for index, logprobs in zip(micro_batch, logprobs_BK.cpu().numpy(), strict=True):
             self._old[index] = logprobs[: len(self._rows[index].positions)]
 
     def _compute(self, indices: list[int], step: int, steps: int) -> Generator[Progress, None, dict[str, float]]:
@@ -183,54 +191,55 @@ class OptimizerLoop:
         totals = torch.zeros(len(SUMS), device=self._device, dtype=torch.float64)
         done = 0
         self._optimizer.zero_grad()
-        for parts in self._rounds(indices):
+        for batches in self._rounds(indices):
             with self._policy.dropout(self._dropout.getrandbits(63)):
                 backward = functools.partial(self._backward, row_weight=row_weight)
-                results = self._workers.map(backward, parts, sequential=self._policy.has_dropout)
-            for part, (sums, gradients) in zip(parts, results, strict=True):  # in this order, for reproducible sums
+                results = self._workers.map(backward, batches, sequential=self._policy.has_dropout)
+            # In this order, for reproducible sums.
+            for micro_batch, (sums, gradients) in zip(batches, results, strict=True):
                 totals += sums
                 for parameter, gradient in zip(self._parameters, gradients, strict=False):
                     if parameter.grad is None:
                         parameter.grad = gradient
                     elif gradient is not None:
                         parameter.grad += gradient
-                done += len(part)
+                done += len(micro_batch)
             yield Progress(100 * (step + done / len(indices)) / steps)
         return dict(zip(SUMS, totals.tolist(), strict=True))
 
-    def _backward(self, part: list[int], row_weight: dict[int, float]) -> tuple[Tensor, Sequence[Tensor | None]]:
+    def _backward(self, micro_batch: list[int], row_weight: dict[int, float]) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Returns the sums, and with several workers the gradients, which workers must not accumulate concurrently."""
-        batch = collate([self._rows[index] for index in part], self._device)
-        weight_B = torch.tensor([row_weight[index] for index in part], device=self._device)
-        new_N, entropy_N = self._score(self._policy.module, batch)
-        new_BK = batch.scatter(new_N)
+        batch = collate([self._rows[index] for index in micro_batch], self._device)
+        weight_B = torch.tensor([row_weight[index] for index in micro_batch], device=self._device)
+        new_N, entropy_N = self._compute_logprobs(self._policy.module, batch)
+        new_BK = batch.to_rows(new_N)
         ref_BK = None
         if self._reference is not None:
             with torch.no_grad():
-                ref_BK = batch.scatter(self._score(self._reference, batch).logprobs_N)
+                ref_BK = batch.to_rows(self._compute_logprobs(self._reference, batch).logprobs_N)
         inputs = PolicyBatch(
-            old_BT=self._old_logprobs(part, batch, new_BK),
-            rollout_BT=batch.rollout_BK,
-            ref_BT=ref_BK,
+            old_logprobs_BT=self._old_logprobs(micro_batch, batch, new_BK),
+            rollout_logprobs_BT=batch.rollout_logprobs_BK,
+            ref_logprobs_BT=ref_BK,
             advantage_BT=batch.advantage_BK,
             mask_BT=batch.mask_BK,
             weight_B=weight_B,
         )
         result = policy_loss(new_BK, inputs, self._settings)
-        sums = torch.stack([*(value.detach().double() for value in result), batch.scatter(entropy_N).double().sum()])
+        sums = torch.stack([*(value.detach().double() for value in result), batch.to_rows(entropy_N).double().sum()])
         if self._workers.count > 1:
             return sums, torch.autograd.grad(result.loss, self._parameters, allow_unused=True)
         result.loss.backward()
         return sums, ()
 
-    def _old_logprobs(self, part: list[int], batch: MicroBatch, new_BK: Tensor) -> Tensor:
+    def _old_logprobs(self, micro_batch: list[int], batch: MicroBatch, new_BK: Tensor) -> Tensor:
         if self._settings.old_logprobs == "rollout":
-            return batch.rollout_BK
-        if part[0] in self._old:
-            old = pad([self._old[index] for index in part], batch.mask_BK.cpu().numpy())
+            return batch.rollout_logprobs_BK
+        if micro_batch[0] in self._old:
+            old = pad([self._old[index] for index in micro_batch], batch.mask_BK.cpu().numpy())
             return torch.from_numpy(old).to(self._device)
         if self._settings.num_iterations > 1:  # needed again in the next iteration
-            self._keep_old(part, new_BK.detach())
+            self._keep_old(micro_batch, new_BK.detach())
         return new_BK.detach()  # in the first step old = new
 
     def _optimizer_step(self, sums: dict[str, float], tokens: int) -> StepResult:
@@ -251,10 +260,11 @@ class OptimizerLoop:
         except BackendError as error:  # the model that training started from is missing: the job is valid without kl
             logger.warning("kl is not measured: %s", error)
             return None
-        for part in micro_batches(self._rows, indices, self._budget):
-            batch = collate([self._rows[index] for index in part], self._device)
-            new_N, ref_N = (self._score(module, batch).logprobs_N for module in (self._policy.module, reference))
-            total += batch.scatter(kl_estimate(new_N, ref_N, self._settings.kl)).sum().item()
+        for micro_batch in micro_batches(self._rows, indices, self._max_tokens):
+            batch = collate([self._rows[index] for index in micro_batch], self._device)
+            modules = (self._policy.module, reference)
+            new_N, ref_N = (self._compute_logprobs(module, batch).logprobs_N for module in modules)
+            total += batch.to_rows(kl_estimate(new_N, ref_N, self._settings.kl)).sum().item()
         return total / self._count_tokens(indices)
 
 

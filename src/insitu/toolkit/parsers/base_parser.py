@@ -1,4 +1,4 @@
-"""Intermediate steps of an episode -> OpenAI messages, for any framework.
+"""Converts the intermediate steps of an episode to OpenAI messages, for any framework.
 
 An LLM_START and an LLM_END with the same UUID are one model call; the parsers of the frameworks describe the payloads.
 A captured call has `logprobs`, `token_ids`, `finish_reason`, `model` and `llm` in the metadata of its LLM_END, which
@@ -15,20 +15,20 @@ from insitu.schemas.steps import IntermediateStep, IntermediateStepType
 from insitu.toolkit.parsers.adk_parser import ADK
 from insitu.toolkit.parsers.common import (
     OPENAI,
+    Completion,
     Message,
-    SampledMessage,
     assistant_message,
+    naming_step,
     parse_prompt,
     parse_step,
-    plain,
-    step_errors,
+    step_completions,
     step_metadata,
     step_prompt,
-    step_samples,
 )
 from insitu.toolkit.parsers.langchain_parser import LANGCHAIN
 from insitu.toolkit.parsers.llama_index_parser import LLAMA_INDEX
 from insitu.trajectories.conversations import Turn, conversations
+from insitu.workflow.conversion import to_jsonable
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,8 @@ def _parse_turn(turn: Turn) -> Message:
     if message.get("role") != "assistant":
         return message
     if call is None:
-        return assistant_message(SampledMessage(message))
-    return assistant_message(SampledMessage(message, call.finish_reason, call.logprobs, call.token_ids))
+        return assistant_message(Completion(message))
+    return assistant_message(Completion(message, call.finish_reason, call.logprobs, call.token_ids))
 
 
 class _CallSteps(NamedTuple):
@@ -85,7 +85,7 @@ class _CallSteps(NamedTuple):
 
 
 def parse_calls(steps: Iterable[Any]) -> list[ModelCall]:
-    """The model calls in the order they began. Candidates for the same prompt are separate calls.
+    """The model calls in the order they began. Several completions of one prompt are separate calls.
 
     A call without a completion has `message` None, and the reason in `error`. Raises TrajectoryError, naming the step,
     if a step cannot be parsed.
@@ -115,41 +115,41 @@ def _pair_steps(steps: Iterable[Any]) -> list[_CallSteps]:
 
 
 def _pair_calls(pair: _CallSteps, index: int) -> list[ModelCall]:
-    samples, captured, error = [], {}, "its LLM_END is missing"
+    completions, captured, error = [], {}, "its LLM_END is missing"
     prompt = _pair_prompt(pair)
     if pair.end is not None:
-        with step_errors(pair.end):
+        with naming_step(pair.end):
             captured = step_metadata(pair.end)
-            samples = step_samples(pair.end, prompt, FORMATS)
+            completions = step_completions(pair.end, prompt, FORMATS)
             error = str(captured.get("error") or "it ended without a completion")
     metadata = [step_metadata(step) for step in (pair.end, pair.start) if step is not None]
-    tools = next((plain(m["tools_schema"]) for m in metadata if m.get("tools_schema") is not None), None)
+    tools = next((to_jsonable(m["tools_schema"]) for m in metadata if m.get("tools_schema") is not None), None)
 
-    def model_call(choice: int, sample: SampledMessage | None) -> ModelCall:
+    def model_call(choice: int, completion: Completion | None) -> ModelCall:
         return ModelCall(
             index=index + choice,
             model=captured.get("model") or pair.first.name or "",
             messages=prompt,
             llm=captured.get("llm"),
             tools=tools,
-            message=sample and sample.message,
+            message=completion and completion.message,
             choice=choice,
-            token_ids=sample and sample.token_ids,
-            logprobs=sample and sample.logprobs,
-            finish_reason=sample and sample.finish_reason,
+            token_ids=completion and completion.token_ids,
+            logprobs=completion and completion.logprobs,
+            finish_reason=completion and completion.finish_reason,
             functions=(pair.first.function_ancestry.function_name,),
             started=pair.first.event_timestamp,
             ended=(pair.end or pair.first).event_timestamp,
-            error=error if sample is None else None,
+            error=error if completion is None else None,
         )
 
-    return [model_call(choice, sample) for choice, sample in enumerate(samples)] or [model_call(0, None)]
+    return [model_call(choice, completion) for choice, completion in enumerate(completions)] or [model_call(0, None)]
 
 
 def _pair_prompt(pair: _CallSteps) -> list[Message]:
     for step in (pair.start, pair.end):
         if step is not None and (prompt := step_prompt(step)) is not None:
-            with step_errors(step):
+            with naming_step(step):
                 return parse_prompt(prompt, FORMATS)
-    with step_errors(pair.end or pair.first):
+    with naming_step(pair.end or pair.first):
         raise TrajectoryError("no prompt in it, nor in an LLM_START of its UUID")

@@ -1,6 +1,6 @@
-"""Shared by the parsers: payloads of steps, the pieces of a message, and OpenAI's own format.
+"""Helpers shared by the parsers: reading step payloads, building messages, and the OpenAI format.
 
-Live objects are converted to JSON first, so a step has the same meaning before and after serialization.
+Python objects are converted to JSON first, so a step has the same meaning before and after serialization.
 """
 
 import json
@@ -11,15 +11,18 @@ from typing import Any, NamedTuple, Protocol
 from pydantic import ValidationError
 
 from insitu.errors import TrajectoryError
-from insitu.evaluation.remote import plain
-from insitu.http_format import parse_token_ids
+from insitu.http_format import MALFORMED, parse_token_ids, sampled_tokens
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, IntermediateStepType
+from insitu.workflow.conversion import to_jsonable
 
-Message = dict[str, Any]
+JsonObject = dict[str, Any]
+Message = JsonObject
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_CONTENT = {"content", "tool_calls", "function_call", "refusal", "audio"}
-_STANDARD_BASE64 = str.maketrans("-_", "+/")
+_MESSAGE_KEYS = {"content", "tool_calls", "function_call", "refusal", "audio"}
+_URLSAFE_TO_STANDARD_BASE64 = str.maketrans("-_", "+/")
+_AUDIO_FORMATS = {"mpeg": "mp3", "x-wav": "wav", "wave": "wav", "vnd.wave": "wav"}
+"""Subtypes of audio media types -> OpenAI's formats. Others are kept."""
 _FINISH_REASONS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
@@ -28,10 +31,10 @@ _FINISH_REASONS = {
     **dict.fromkeys(("safety", "recitation", "blocklist", "prohibited_content", "spii"), "content_filter"),
     "image_safety": "content_filter",
 }
-"""Other providers' finish reasons -> OpenAI's. Reasons without an equivalent are kept."""
+"""Other providers' finish reasons -> OpenAI's. Reasons without an equivalent are only lower-cased."""
 
 
-class SampledMessage(NamedTuple):
+class Completion(NamedTuple):
     """An assistant message and how it was sampled: `logprobs` and `token_ids` have one entry per token."""
 
     message: Message
@@ -41,48 +44,51 @@ class SampledMessage(NamedTuple):
 
 
 class StepFormat(NamedTuple):
-    """How one framework represents prompts and completions.
+    """How one framework represents prompts, completions and tool results.
 
-    Both functions take a JSON value and the messages before it, and return None for values of other frameworks.
+    `read_messages` and `read_completions` take a JSON value and the messages before it, and return None for values of
+    other frameworks. `is_tool_message` is whether a tool's output, a JSON object, is the framework's own representation
+    of a tool result; any other output is sent to the model as JSON.
     """
 
-    parse_messages: Callable[[Any, Sequence[Message]], list[Message] | None]
-    parse_samples: Callable[[Any, Sequence[Message]], list[SampledMessage] | None]
+    read_messages: Callable[[Any, Sequence[Message]], list[Message] | None]
+    read_completions: Callable[[Any, Sequence[Message]], list[Completion] | None]
+    is_tool_message: Callable[[JsonObject], bool]
 
 
 def parse_prompt(value: Any, formats: Sequence[StepFormat]) -> list[Message]:
     """The messages of a prompt, which is a list of messages, a request, or text."""
     prompt: list[Message] = []
     for item in _json_items(value):
-        parsed = next((m for f in formats if (m := f.parse_messages(item, prompt)) is not None), None)
+        parsed = next((m for f in formats if (m := f.read_messages(item, prompt)) is not None), None)
         if parsed is None:
             raise TrajectoryError(f"{_describe(item)} is not a message of a known framework")
         prompt.extend(parsed)
     return prompt
 
 
-def parse_samples(value: Any, prompt: Sequence[Message], formats: Sequence[StepFormat]) -> list[SampledMessage]:
-    """The candidates sampled for one prompt."""
-    samples: list[SampledMessage] = []
+def parse_completions(value: Any, prompt: Sequence[Message], formats: Sequence[StepFormat]) -> list[Completion]:
+    """The completions of one prompt."""
+    completions: list[Completion] = []
     for item in _json_items(value):
-        parsed = next((s for f in formats if (s := f.parse_samples(item, prompt)) is not None), None)
+        parsed = next((c for f in formats if (c := f.read_completions(item, prompt)) is not None), None)
         if parsed is None:
             raise TrajectoryError(f"{_describe(item)} is not a completion of a known framework")
-        samples.extend(parsed)
-    return samples
+        completions.extend(parsed)
+    return completions
 
 
 def _json_items(value: Any) -> list[Any]:
     items = value if isinstance(value, list | tuple) else [value]
-    converted = [plain(item) for item in items]
+    converted = [to_jsonable(item) for item in items]
     for item, result in zip(items, converted, strict=True):
-        if isinstance(result, str) and not isinstance(item, str):  # an object without a JSON form becomes its repr
+        if isinstance(result, str) and not isinstance(item, str):  # objects that are not JSON-serializable become text
             raise TrajectoryError(f"{_describe(item)} is neither text nor a message or completion of a known framework")
     return converted
 
 
 def step_metadata(step: IntermediateStep) -> dict[str, Any]:
-    """A step's metadata by name, extra fields included, values unconverted."""
+    """A step's metadata as a dict, including extra fields; values are not converted to JSON."""
     metadata = step.metadata
     if metadata is None or isinstance(metadata, dict):
         return metadata or {}
@@ -95,56 +101,64 @@ def step_prompt(step: IntermediateStep) -> Any:
     return chat_inputs if chat_inputs is not None or step.data is None else step.data.input
 
 
-def step_samples(
+def step_completions(
     step: IntermediateStep, prompt: Sequence[Message], formats: Sequence[StepFormat]
-) -> list[SampledMessage]:
-    """The candidates of an LLM_END. What was captured of the first one overrides what its framework reported."""
+) -> list[Completion]:
+    """The completions of an LLM_END step.
+
+    For the first, `finish_reason`, `logprobs` and `token_ids` recorded by insitu in the metadata override those of the
+    framework.
+    """
     metadata = step_metadata(step)
     responses = metadata.get("chat_responses")
     if responses is None:
         responses = step.data.output if step.data is not None and step.data.output is not None else []
-    samples = parse_samples(responses, prompt, formats)
-    if samples:
-        captured = {name: plain(metadata.get(name)) for name in SampledMessage._fields[1:]}
-        captured["logprobs"] = parse_logprobs(captured["logprobs"])
-        samples[0] = samples[0]._replace(**{name: value for name, value in captured.items() if value is not None})
-    return samples
+    completions = parse_completions(responses, prompt, formats)
+    if completions:
+        recorded = {name: to_jsonable(metadata.get(name)) for name in ("finish_reason", "logprobs", "token_ids")}
+        recorded["logprobs"] = parse_logprobs(recorded["logprobs"])
+        known = {name: value for name, value in recorded.items() if value is not None}
+        completions[0] = completions[0]._replace(**known)
+    return completions
 
 
-def assistant_message(sample: SampledMessage) -> Message:
+def assistant_message(completion: Completion) -> Message:
     """The message with its `logprobs` (empty if unknown), and `token_ids` and `finish_reason` if known."""
-    optional = {"token_ids": sample.token_ids, "finish_reason": sample.finish_reason}
+    optional = {"token_ids": completion.token_ids, "finish_reason": completion.finish_reason}
     known = {name: value for name, value in optional.items() if value is not None}
-    return {**sample.message, "logprobs": sample.logprobs or [], **known}
+    return {**completion.message, "logprobs": completion.logprobs or [], **known}
 
 
 class StepParser(Protocol):
-    """A framework's `parse_to_openai_message`."""
+    """The `parse_to_openai_message` function of a framework."""
 
     def __call__(self, step: Any, previous_message: Message | None = None, **kwargs: Any) -> Message: ...
 
 
 def step_parser(*formats: StepFormat) -> StepParser:
-    """The `parse_to_openai_message` of a framework."""
+    """Creates the `parse_to_openai_message` function of a framework."""
 
     def parse_to_openai_message(step: Any, previous_message: Message | None = None, **kwargs: Any) -> Message:
         """Returns the message that one step adds.
 
         LLM_START: the last message of the prompt. LLM_END: the completion with `logprobs` (one number per token, empty
         if unknown), and `finish_reason` and `token_ids` if known. TOOL_END: the tool's result, for the call in
-        `previous_message` if the tool's output does not name one. Raises TrajectoryError, naming the step, if it has no
-        message or cannot be parsed.
+        `previous_message` if the tool's output does not name one. Raises TrajectoryError if the step has no message or
+        cannot be parsed.
         """
         step, before = parse_step(step), [] if previous_message is None else [previous_message]
-        with step_errors(step):
+        with naming_step(step):
             match step.event_type:
                 case IntermediateStepType.LLM_START if prompt := parse_prompt(step_prompt(step), formats):
                     return prompt[-1]
-                case IntermediateStepType.LLM_END if samples := step_samples(step, before, formats):
-                    return assistant_message(samples[0])
+                case IntermediateStepType.LLM_END if completions := step_completions(step, before, formats):
+                    return assistant_message(completions[0])
                 case IntermediateStepType.TOOL_END:
                     return _tool_message(step, before, formats)
-            raise TrajectoryError("no message in it; LLM_START, LLM_END and TOOL_END steps have one")
+            raise TrajectoryError(
+                "the step has no message: not an LLM_START, LLM_END or TOOL_END step, or its prompt or completion is "
+                "empty"
+            )
 
     return parse_to_openai_message
 
@@ -153,21 +167,25 @@ def _tool_message(step: IntermediateStep, before: Sequence[Message], formats: Se
     output = step_metadata(step).get("tool_outputs")
     if output is None and step.data is not None:
         output = step.data.output
-    output = plain(output)
+    output = to_jsonable(output)
     content = output if isinstance(output, str) else to_json(output)
-    parsed = [m for f in formats for m in f.parse_messages(output, before) or ()] if isinstance(output, dict) else []
+    readable = [f for f in formats if isinstance(output, dict) and f.is_tool_message(output)]
+    parsed = [m for f in readable for m in f.read_messages(output, before) or ()]
     message = next((m for m in parsed if m["role"] == "tool"), {"role": "tool", "content": content})
     if "tool_call_id" in message:
         return message
     calls = [call for earlier in before for call in earlier.get("tool_calls") or ()]
     calls = [call for call in calls if call["function"]["name"] == step.name] or calls
     if len(calls) != 1:
-        raise TrajectoryError(f"ambiguous tool call: previous_message has {len(calls)} candidates, expected one")
+        raise TrajectoryError(
+            f"cannot match the tool result to a call: previous_message has {len(calls)} matching tool calls, expected "
+            "one"
+        )
     return {**message, "tool_call_id": calls[0]["id"], "name": calls[0]["function"]["name"]}
 
 
 def parse_step(step: Any) -> IntermediateStep:
-    """A step from a live step, its JSON, or its payload alone."""
+    """Returns an IntermediateStep given one, its JSON, or an IntermediateStepPayload object."""
     if isinstance(step, IntermediateStep):
         return step
     if isinstance(step, IntermediateStepPayload):
@@ -179,15 +197,15 @@ def parse_step(step: Any) -> IntermediateStep:
 
 
 @contextmanager
-def step_errors(step: IntermediateStep) -> Iterator[None]:
-    """Adds the step to every TrajectoryError, and raises one for a payload of an unexpected shape."""
+def naming_step(step: IntermediateStep) -> Iterator[None]:
+    """Prefixes TrajectoryErrors with the step, and converts errors from a malformed payload to TrajectoryError."""
     where = f"step {step.UUID} ({step.event_type})"
     try:
         yield
     except TrajectoryError as error:
         raise TrajectoryError(f"{where}: {error}") from error
-    except (AttributeError, LookupError, TypeError, ValueError) as error:  # a missing field, or one of another type
-        raise TrajectoryError(f"{where}: unexpected payload for its framework: {error!r}") from error
+    except MALFORMED as error:
+        raise TrajectoryError(f"{where}: malformed payload: {error!r}") from error
 
 
 def to_json(value: Any) -> str:
@@ -200,40 +218,44 @@ def openai_finish_reason(reason: Any) -> str | None:
 
 def parse_logprobs(logprobs: Any) -> list[float] | None:
     """The logprobs of the sampled tokens, from a list of numbers or from OpenAI's `logprobs` object."""
-    entries = logprobs.get("content") if isinstance(logprobs, dict) else logprobs
-    if entries is None:
-        return None
     try:
+        entries = sampled_tokens(logprobs)[1] if isinstance(logprobs, dict) else logprobs
+        if entries is None:
+            return None
         return [float(entry["logprob"] if isinstance(entry, dict) else entry) for entry in entries]
-    except (KeyError, TypeError, ValueError):
-        raise TrajectoryError(f"logprobs {_describe(logprobs)} are neither numbers nor OpenAI's") from None
+    except MALFORMED:
+        problem = "are neither a list of numbers nor an OpenAI logprobs object"
+        raise TrajectoryError(f"logprobs {_describe(logprobs)} {problem}") from None
 
 
-def sampled_message(message: Message, finish_reason: Any, logprobs: Any) -> SampledMessage:
+def make_completion(message: Message, finish_reason: Any, logprobs: Any) -> Completion:
     """`logprobs` is a list of numbers or OpenAI's object, whose tokens may be written as `token_id:123`."""
-    entries = logprobs.get("content") if isinstance(logprobs, dict) else None
-    token_ids = parse_token_ids(entry.get("token") for entry in entries or ())
-    return SampledMessage(message, openai_finish_reason(finish_reason), parse_logprobs(logprobs), token_ids)
+    numbers = parse_logprobs(logprobs)
+    token_ids = parse_token_ids(sampled_tokens(logprobs)[0])
+    return Completion(message, openai_finish_reason(finish_reason), numbers, token_ids)
 
 
-def tool_call(name: Any, arguments: Any, call_id: Any) -> Message:
+def tool_call(name: Any, arguments: Any, call_id: Any) -> JsonObject:
     """A tool call whose arguments are JSON text; text is passed through unchanged, as the model wrote it."""
     text = arguments if isinstance(arguments, str) else to_json(arguments or {})
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
-def raw_tool_calls(fields: dict[str, Any]) -> list[Message]:
+def openai_tool_calls(message: JsonObject) -> list[JsonObject]:
     """The tool calls of a message of the OpenAI API."""
-    raw = fields.get("tool_calls") or ()
-    return [tool_call(call["function"]["name"], call["function"]["arguments"], call.get("id")) for call in raw]
+    calls = message.get("tool_calls") or ()
+    return [tool_call(call["function"]["name"], call["function"]["arguments"], call.get("id")) for call in calls]
 
 
-def with_call_ids(calls: list[Message], message_index: int) -> list[Message]:
-    """Gives calls without an id one made of their position, stable across the prompts that repeat them."""
+def with_call_ids(calls: list[JsonObject], message_index: int) -> list[JsonObject]:
+    """Fills in missing tool call ids from the call's position.
+
+    Every prompt that repeats the message thus gets the same ids.
+    """
     return [{**call, "id": call["id"] or f"call_{message_index}_{k}"} for k, call in enumerate(calls)]
 
 
-def message_content(parts: list[Message], *, join_text: bool = False) -> str | list[Message] | None:
+def message_content(parts: list[JsonObject], *, join_text: bool = False) -> str | list[JsonObject] | None:
     """Text if there is a single text part (any number with `join_text`), None without parts, else the parts."""
     texts = [part["text"] for part in parts if part["type"] == "text"]
     if len(texts) == len(parts) and (join_text or len(parts) == 1):
@@ -241,38 +263,43 @@ def message_content(parts: list[Message], *, join_text: bool = False) -> str | l
     return parts or None
 
 
-def media_part(mime: str, data: str | None, url: str | None = None, **extra: Any) -> Message:
-    """A content part with base64 data, or with a URL or file id."""
+def media_part(mime: str, data: str | None, url: str | None = None, **fields: Any) -> JsonObject:
+    """A content part with base64 data, or with a URL or file id; `fields` are added to the part's inner object."""
     kind, _, subtype = mime.partition("/")
-    encoded = (data or "").translate(_STANDARD_BASE64)
+    encoded = (data or "").translate(_URLSAFE_TO_STANDARD_BASE64)
     if kind == "audio" and url is None:
-        return {"type": "input_audio", "input_audio": {"data": encoded, "format": subtype}}
+        audio = {"data": encoded, "format": _AUDIO_FORMATS.get(subtype, subtype)}
+        return {"type": "input_audio", "input_audio": audio}
     target = f"data:{mime};base64,{encoded}" if url is None else url
     if kind in ("image", "video"):
-        return {"type": f"{kind}_url", f"{kind}_url": {"url": target, **extra}}
-    return {"type": "file", "file": {"file_data" if url is None else "file_id": target, **extra}}
+        return {"type": f"{kind}_url", f"{kind}_url": {"url": target, **fields}}
+    return {"type": "file", "file": {"file_data" if url is None else "file_id": target, **fields}}
 
 
 def _openai_messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
     if isinstance(item, str):
         return [{"role": "user", "content": item}]
-    if not isinstance(item, dict) or item.get("role") not in _ROLES or _CONTENT.isdisjoint(item):
+    if not isinstance(item, dict) or item.get("role") not in _ROLES or _MESSAGE_KEYS.isdisjoint(item):
         return None
     return [{key: value for key, value in item.items() if value is not None or key == "content"}]
 
 
-def _openai_samples(item: Any, before: Sequence[Message]) -> list[SampledMessage] | None:
+def _openai_completions(item: Any, before: Sequence[Message]) -> list[Completion] | None:
     if isinstance(item, str):
-        return [SampledMessage({"role": "assistant", "content": item})]
+        return [Completion({"role": "assistant", "content": item})]
     if not isinstance(item, dict):
         return None
     if isinstance(choices := item.get("choices"), list):  # a complete response
-        return parse_samples(choices, before, (OPENAI,))
+        return parse_completions(choices, before, (OPENAI,))
     choice = item if "message" in item else {"message": item}
     messages = _openai_messages(choice["message"], before)
     if not messages or messages[0]["role"] != "assistant":
         return None
-    return [sampled_message(messages[0], choice.get("finish_reason"), choice.get("logprobs"))]
+    return [make_completion(messages[0], choice.get("finish_reason"), choice.get("logprobs"))]
+
+
+def _openai_tool_message(output: JsonObject) -> bool:
+    return output.get("role") == "tool"
 
 
 def _describe(value: Any) -> str:
@@ -280,4 +307,4 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 200 else text[:200] + '...'}"
 
 
-OPENAI = StepFormat(_openai_messages, _openai_samples)
+OPENAI = StepFormat(_openai_messages, _openai_completions, _openai_tool_message)

@@ -1,7 +1,7 @@
-"""LangChain's messages and generations, live or as JSON -> OpenAI messages.
+"""Converts LangChain's messages and generations, as objects or JSON, to OpenAI messages.
 
 LLM_START: `metadata.chat_inputs`, or else `data.input`, is the list of messages or the prompt as text. LLM_END:
-`metadata.chat_responses` is the list of generations, one per candidate. TOOL_END: `metadata.tool_outputs`, or else
+`metadata.chat_responses` is the list of generations, one per completion. TOOL_END: `metadata.tool_outputs`, or else
 `data.output`, is the ToolMessage or the tool's result.
 """
 
@@ -11,13 +11,14 @@ from typing import Any
 from insitu.errors import TrajectoryError
 from insitu.toolkit.parsers.common import (
     OPENAI,
+    Completion,
+    JsonObject,
     Message,
-    SampledMessage,
     StepFormat,
+    make_completion,
     media_part,
-    parse_samples,
-    raw_tool_calls,
-    sampled_message,
+    openai_tool_calls,
+    parse_completions,
     step_parser,
     tool_call,
     with_call_ids,
@@ -57,20 +58,20 @@ def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
     if reasoning:
         result["reasoning_content"] = reasoning
     parsed = [*(message.get("tool_calls") or ()), *(message.get("invalid_tool_calls") or ())]
-    calls = [tool_call(call["name"], call["args"], call.get("id")) for call in parsed] or raw_tool_calls(extras)
+    calls = [tool_call(call["name"], call["args"], call.get("id")) for call in parsed] or openai_tool_calls(extras)
     if calls:
         result["tool_calls"] = with_call_ids(calls, len(before))
         result["content"] = result["content"] or None
     return [result]
 
 
-def _samples(item: Any, before: Sequence[Message]) -> list[SampledMessage] | None:
+def _completions(item: Any, before: Sequence[Message]) -> list[Completion] | None:
     if not isinstance(item, dict):
         return None
     if isinstance(prompts := item.get("generations"), list):  # an LLMResult
         if len(prompts) != 1:
             raise TrajectoryError(f"an LLMResult of {len(prompts)} prompts; allowed: one")
-        return parse_samples(prompts[0], before, (LANGCHAIN,))
+        return parse_completions(prompts[0], before, (LANGCHAIN,))
     info: dict[str, Any] = {}
     message = item
     if item.get("type") in _GENERATIONS:
@@ -81,7 +82,12 @@ def _samples(item: Any, before: Sequence[Message]) -> list[SampledMessage] | Non
         return None
     info = {**info, **(fields.get("response_metadata") or {})}
     reason = next((info[k] for k in ("finish_reason", "stop_reason", "done_reason") if info.get(k)), None)
-    return [sampled_message(messages[0], reason, info.get("logprobs"))]
+    return [make_completion(messages[0], reason, info.get("logprobs"))]
+
+
+def _is_tool_message(output: JsonObject) -> bool:
+    message = _normalize(output)
+    return message is not None and message["type"] == "tool" and "tool_call_id" in message
 
 
 def _normalize(item: Any) -> dict[str, Any] | None:
@@ -102,7 +108,7 @@ def _chat_role(message: dict[str, Any]) -> str:
     return str(message["role"])
 
 
-def _parts(content: Any) -> tuple[list[Message], str]:
+def _parts(content: Any) -> tuple[list[JsonObject], str]:
     """The parts of a message's content without its reasoning, and the reasoning."""
     parts, reasoning = [], []
     for block in [content] if isinstance(content, str) else content or ():
@@ -124,7 +130,7 @@ def _parts(content: Any) -> tuple[list[Message], str]:
     return parts, "".join(reasoning)
 
 
-def _media(block: dict[str, Any]) -> Message:
+def _media(block: JsonObject) -> JsonObject:
     kind = block["type"]
     if isinstance(block.get(kind), dict):
         return block  # OpenAI's format already
@@ -138,5 +144,5 @@ def _media(block: dict[str, Any]) -> Message:
     return media_part(mime, data, url, **({"filename": name} if name else {}))
 
 
-LANGCHAIN = StepFormat(_messages, _samples)
+LANGCHAIN = StepFormat(_messages, _completions, _is_tool_message)
 parse_to_openai_message = step_parser(LANGCHAIN, OPENAI)

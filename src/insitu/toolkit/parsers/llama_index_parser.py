@@ -1,9 +1,9 @@
-"""LlamaIndex's chat messages and responses, live or as JSON -> OpenAI messages.
+"""Converts LlamaIndex's chat messages and responses, as objects or JSON, to OpenAI messages.
 
 LLM_START: `metadata.chat_inputs` is the list of ChatMessages of LLMChatStartEvent (or EventPayload.MESSAGES), or
 `data.input` the prompt of a completion. LLM_END: `metadata.chat_responses` is `[response]`, the ChatResponse of
-LLMChatEndEvent (or EventPayload.RESPONSE), or a CompletionResponse. TOOL_END: `data.output` is the tool's result.
-Logprobs come from the server's response in `raw`, which streamed responses lack.
+LLMChatEndEvent (or EventPayload.RESPONSE), or a CompletionResponse. TOOL_END: `metadata.tool_outputs`, or else
+`data.output`, is the tool's result. Logprobs come from the server's response in `raw`, which streamed responses lack.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,14 @@ from typing import Any
 from insitu.errors import TrajectoryError
 from insitu.toolkit.parsers.common import (
     OPENAI,
+    Completion,
+    JsonObject,
     Message,
-    SampledMessage,
     StepFormat,
+    make_completion,
     media_part,
     message_content,
-    raw_tool_calls,
-    sampled_message,
+    openai_tool_calls,
     step_parser,
     tool_call,
     with_call_ids,
@@ -39,7 +40,7 @@ def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
     extras = item.get("additional_kwargs") or {}
     blocks = item["blocks"] if "blocks" in item else [{"block_type": "text", "text": item.get("content") or ""}]
     parts, calls, thoughts = _parse_blocks(blocks)
-    calls = raw_tool_calls(extras) or calls  # the same calls, as the server sent them
+    calls = openai_tool_calls(extras) or calls  # the same calls, as the server sent them
     content = message_content(parts, join_text=True) or (None if calls else "")
     message: Message = {"role": _ROLES.get(item["role"], item["role"]), "content": content}
     if calls:
@@ -54,7 +55,7 @@ def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
     return [message]
 
 
-def _samples(item: Any, before: Sequence[Message]) -> list[SampledMessage] | None:
+def _completions(item: Any, before: Sequence[Message]) -> list[Completion] | None:
     if not isinstance(item, dict):
         return None
     if "message" not in item and "text" in item and "raw" in item:
@@ -67,14 +68,19 @@ def _samples(item: Any, before: Sequence[Message]) -> list[SampledMessage] | Non
     raw = raw if isinstance(raw, dict) else {}
     choice = (raw.get("choices") or [{}])[0]
     reason = choice.get("finish_reason") or raw.get("done_reason") or raw.get("stop_reason")
-    logprobs = choice.get("logprobs") if "delta" not in choice else None  # a chunk has those of its own tokens only
-    return [sampled_message(messages[0], reason, logprobs)]
+    logprobs = choice.get("logprobs") if "delta" not in choice else None  # a chunk has only those of the tokens in it
+    return [make_completion(messages[0], reason, logprobs)]
 
 
-def _parse_blocks(blocks: list[dict[str, Any]]) -> tuple[list[Message], list[Message], list[str]]:
+def _is_tool_message(output: JsonObject) -> bool:
+    is_output = {"tool_name", "blocks"} <= output.keys()  # a ToolOutput
+    return is_output or (output.get("role") == "tool" and not _MESSAGE_FIELDS.isdisjoint(output))
+
+
+def _parse_blocks(blocks: list[JsonObject]) -> tuple[list[JsonObject], list[JsonObject], list[str]]:
     """Content parts, tool calls, and reasoning."""
-    parts: list[Message] = []
-    calls: list[Message] = []
+    parts: list[JsonObject] = []
+    calls: list[JsonObject] = []
     thoughts: list[str] = []
     for block in blocks:
         kind = block["block_type"]
@@ -94,7 +100,7 @@ def _parse_blocks(blocks: list[dict[str, Any]]) -> tuple[list[Message], list[Mes
     return parts, calls, thoughts
 
 
-def _media(block: dict[str, Any]) -> Message:
+def _media(block: JsonObject) -> JsonObject:
     kind = block["block_type"]
     data = block.get("data") if kind == "document" else block.get(kind)
     url = block.get("url")
@@ -109,5 +115,5 @@ def _media(block: dict[str, Any]) -> Message:
     return media_part(mime, data, url, **extra)
 
 
-LLAMA_INDEX = StepFormat(_messages, _samples)
+LLAMA_INDEX = StepFormat(_messages, _completions, _is_tool_message)
 parse_to_openai_message = step_parser(LLAMA_INDEX, OPENAI)

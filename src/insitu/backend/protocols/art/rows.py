@@ -106,7 +106,7 @@ def _row(row: TrainingRow, advantage: float) -> Row:
     return Row(
         token_ids=np.array(row.token_ids, dtype=np.int32),
         positions=positions,
-        rollout=np.array(row.logprobs, dtype=np.float32)[positions],
+        rollout_logprobs=np.array(row.logprobs, dtype=np.float32)[positions],
         advantages=np.full(len(positions), advantage, dtype=np.float32),
         episode=row.episode,
     )

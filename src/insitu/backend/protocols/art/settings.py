@@ -134,7 +134,7 @@ class _Reader:
 
 
 def _objective(reader: _Reader, legacy: bool, unbounded: bool) -> dict[str, Any]:
-    """Releases up to 0.5.4 default to clipping within 0.2, later ones to CISPO with weights up to 5.
+    """Releases up to 0.5.7 default to clipping within 0.2, later ones to CISPO with weights up to 5.
 
     `unbounded`: epsilon_high was sent as null, which means epsilon, not the default.
     """

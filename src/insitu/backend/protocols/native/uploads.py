@@ -65,7 +65,7 @@ async def read_job(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) 
             continue
         number += 1
         if number > header.num_rows:
-            raise _refused(f"num_rows is {header.num_rows}, but there are more rows", "num_rows")
+            raise _refused(f"num_rows is {header.num_rows}, but the upload has more rows", "num_rows")
         row = _row(line, number, limits)
         if row is not None:
             rows.append(row)
@@ -129,8 +129,8 @@ def _parse_line(model: type[M], line: bytes, where: str) -> M:
     problem = first["msg"]
     if first["type"] == "extra_forbidden":
         is_setting = len(first["loc"]) == 2 and first["loc"][0] == "settings"
-        known = f"; there are {', '.join(sorted(TrainingSettings.model_fields))}" if is_setting else ""
-        problem = f"there is no such key{known}"
+        known = f"; available: {', '.join(sorted(TrainingSettings.model_fields))}" if is_setting else ""
+        problem = f"unknown key{known}"
     elif first["type"] == "json_invalid":
         problem = f"not JSON: {first['ctx']['error']}"
     elif isinstance(first["input"], str | int | float | bool | None):
@@ -166,7 +166,7 @@ def _row(line: bytes, number: int, limits: Limits) -> Row | None:
     return Row(
         token_ids=np.array(sent.token_ids, dtype=np.int32),
         positions=np.array(positions, dtype=np.int32),
-        rollout=_finite(where, "logprobs", sent.logprobs, positions),
+        rollout_logprobs=_finite(where, "logprobs", sent.logprobs, positions),
         advantages=_finite(where, "advantages", weights, positions),
         episode=sent.episode,
     )
