@@ -31,9 +31,9 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
+from insitu.training.policy_checks import PolicyTraffic, check_versions
 from insitu.training.report import Report, counts, plot
 from insitu.training.store import RunStore, read_curriculum_state, set_aside
-from insitu.training.traffic import PolicyTraffic
 from insitu.training.validation import Validation
 from insitu.trajectories.builder import GroupRecord
 
@@ -216,7 +216,7 @@ class InsituTrainer(Trainer):
             policy_version=endpoint.version if endpoint is not None else None,
             seconds={"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         )
-        _check_versions(collection, endpoint)
+        check_versions(collection, endpoint)
         collection, advantages = estimate_epoch(self.apply_curriculum_learning(collection, epoch), self._estimator())
         self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
@@ -381,26 +381,6 @@ class InsituTrainer(Trainer):
             raise InsituError(
                 f"{len(failed)} validation(s) failed; the first, at epoch {failed[0]['epoch']}: {failed[0]['error']}"
             )
-
-
-def _check_versions(collection: TrajectoryCollection, served: PolicyEndpoint | None) -> None:
-    """Raises BackendError if a call to train on was not sampled from the served policy version.
-
-    If a call reports no version, its requested model name must match.
-    """
-    if served is None or served.version is None:
-        return
-    name = served.model.removesuffix(f"@{served.version}")
-    for trajectory in (t for group in collection.trajectories for t in group):
-        for call in (trajectory.calls[index] for index in trajectory.trained_calls):
-            version = call.policy_version
-            unreported = version is None and call.model in (name, f"{name}@{served.version}")
-            if version != served.version and not unreported:
-                raise BackendError(
-                    f"episode {trajectory.id}: a call to train on requested model {call.model!r} and was sampled at "
-                    f"policy version {version}, but the adapter trains {name!r}, which is at version "
-                    f"{served.version}; use an llm of _type: policy"
-                )
 
 
 @register_trainer(config_type=InsituTrainerConfig)

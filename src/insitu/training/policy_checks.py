@@ -1,18 +1,14 @@
-"""Finds completions of the policy that belong to no episode, by comparing its server's count with the run's.
-
-The server counts the requests that it has completed in a metric of vLLM, which `insitu backend` has too. The run knows
-what its episodes and evaluators have requested. The difference reached the server by another way: an agent's own
-client, or another program.
-"""
+"""Checks that what was sampled is what is trained: by the same weights, and all of it in episodes."""
 
 from collections import Counter
 
 import aiohttp
 
 from insitu.builder import Builder
+from insitu.errors import BackendError
 from insitu.registry import LLM
 from insitu.schemas.episodes import Episode
-from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.schemas.finetuning import PolicyEndpoint, TrajectoryCollection
 from insitu.workflow.llms import ModelClient
 
 _METRIC = "vllm:request_success_total"
@@ -20,7 +16,11 @@ _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
 class PolicyTraffic:
-    """The completions of one collection: `start`, `add` each episode, then `unknown_completions`."""
+    """Finds completions of the policy that belong to no episode: `start`, `add` each episode, `unknown_completions`.
+
+    The server counts what it has completed in a metric of vLLM, which `insitu backend` has too. The run knows what its
+    episodes and evaluators have requested. The rest was requested by an agent's own client, or by another program.
+    """
 
     def __init__(self, builder: Builder, served: PolicyEndpoint | None) -> None:
         self._builder = builder
@@ -74,3 +74,23 @@ class PolicyTraffic:
 
 def _normal(url: str) -> str:
     return url.rstrip("/")
+
+
+def check_versions(collection: TrajectoryCollection, served: PolicyEndpoint | None) -> None:
+    """Raises BackendError if a call to train on was not sampled from the served policy version.
+
+    If a call reports no version, its requested model name must match.
+    """
+    if served is None or served.version is None:
+        return
+    name = served.model.removesuffix(f"@{served.version}")
+    for trajectory in (t for group in collection.trajectories for t in group):
+        for call in (trajectory.calls[index] for index in trajectory.trained_calls):
+            version = call.policy_version
+            unreported = version is None and call.model in (name, f"{name}@{served.version}")
+            if version != served.version and not unreported:
+                raise BackendError(
+                    f"episode {trajectory.id}: a call to train on requested model {call.model!r} and was sampled at "
+                    f"policy version {version}, but the adapter trains {name!r}, which is at version "
+                    f"{served.version}; use an llm of _type: policy"
+                )
