@@ -126,7 +126,12 @@ class KeepingAdapter(InsituTrainerAdapter):
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         sent.extend(row for group in trajectories.trajectories for t in group for row in t.rows)
         collections.append(trajectories)
+        on_submit()
         return await super().submit(trajectories)
+
+
+def on_submit() -> None:
+    """Called with each submission; tests replace it."""
 
 
 sent: list[TrainingRow] = []

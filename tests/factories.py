@@ -1,12 +1,17 @@
 """Builders of what tests are about: messages, model calls, rows of a dataset, and the project that trains on digits."""
 
 import json
+import os
+import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +34,38 @@ def write_rows(folder: Path, questions: list[dict[str, Any]], name: str = "rows.
     """A dataset with these questions, the ids of which are 0, 1, ..."""
     rows = [json.dumps({"id": i, "question": question}) for i, question in enumerate(questions)]
     (folder / name).write_text("\n".join(rows))
+
+
+@contextmanager
+def disk_space(size: int) -> Iterator[None]:
+    """Files that grow beyond this size cannot be written, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def power_failures(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bool]:
+    """Observes what is synced from now on: the function says whether a path would survive a power failure as it is."""
+    synced: dict[tuple[int, int], tuple[int, int]] = {}
+    fsync = os.fsync
+
+    def state(of: os.stat_result) -> tuple[int, int]:
+        return of.st_size, of.st_mtime_ns
+
+    def note(descriptor: int) -> None:
+        fsync(descriptor)
+        of = os.fstat(descriptor)
+        synced[of.st_dev, of.st_ino] = state(of)
+
+    def survives(path: Path) -> bool:
+        of = path.stat()
+        return synced.get((of.st_dev, of.st_ino)) == state(of)
+
+    monkeypatch.setattr(os, "fsync", note)
+    return survives
 
 
 def pip_install(source: Path, folder: Path) -> Path:

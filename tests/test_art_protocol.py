@@ -11,6 +11,7 @@ import httpx
 import pytest
 import torch
 import uvicorn
+from factories import power_failures
 from processes import HANGS
 from tiny_models import save_tiny_model
 
@@ -250,11 +251,11 @@ async def test_a_lost_reply_is_not_paid_twice(loaded, tmp_path):
 
 
 async def test_failures_can_be_read(loaded, tmp_path):
-    """Before the first line by status, in the middle by a broken connection; each time at /art/jobs, and undone."""
+    """Before there is a job by status, in the middle by a broken connection; each time at /art/jobs, and undone."""
     targets = {"_internal_config": {"peft_args": {"target_modules": ["nowhere"]}}}
     async with serving(loaded, tmp_path) as client:
         early = await client.post("/_train_model", json=training(MODEL | targets))
-        assert early.status_code == 500
+        assert early.status_code == 409
         assert "nowhere" in early.json()["detail"] == early.json()["error"]["message"]
         with pytest.raises(httpx.RemoteProtocolError):
             await client.post(
@@ -264,10 +265,11 @@ async def test_failures_can_be_read(loaded, tmp_path):
         assert refused.status_code == 422
         assert refused.json()["detail"] == refused.json()["error"]["message"]
         state = (await client.get("/art/jobs")).json()
-        assert [(job["status"], job["model"]) for job in state["jobs"]] == [("failed", "insitu/games/agent")] * 2
+        assert [(job["status"], job["model"]) for job in state["jobs"]] == [("failed", "insitu/games/agent")]
         assert "the weights from before the job were restored" in state["jobs"][0]["message"]
         assert state["refused"][0]["param"] == "kimi_k2_tau"
-        assert (await client.get(f"/art/jobs/{state['jobs'][1]['id']}")).json() == state["jobs"][1]
+        assert "nowhere" in state["refused"][1]["message"]
+        assert (await client.get(f"/art/jobs/{state['jobs'][0]['id']}")).json() == state["jobs"][0]
         assert await step(client) == 0
         await train(
             client, training(MODEL | {"_internal_config": {"peft_args": {"r": 2, "target_modules": ["q_proj"]}}})
@@ -281,6 +283,8 @@ async def test_failures_can_be_read(loaded, tmp_path):
         ("/register", MODEL | {"base_model": "Qwen/Qwen2.5-3B"}, 409, "base_model is 'Qwen/Qwen2.5-3B', but this"),
         ("/register", MODEL | {"name": ".."}, 422, "the model's name is '..'"),
         ("/register", MODEL | {"name": "policy"}, 409, "the name 'policy'"),
+        ("/register", MODEL | {"name": "some-hub/llama"}, 409, "is taken: the base model is served under it"),
+        ("/register", MODEL | {"name": "llama", "base_model": "llama"}, 409, "is taken: the base model is served"),
         ("/register", MODEL | {"project": "others"}, 409, "insitu/games/agent is served under it"),
         ("/register", [MODEL], 422, "request body is"),
         ("/register", MODEL | {"_internal_config": {"peft_args": {"bias": "all"}}}, 422, "peft_args.bias is 'all'"),
@@ -298,6 +302,52 @@ async def test_what_cannot_be_served_is_refused_in_both_shapes(loaded, tmp_path,
         reply = await client.post(path, json=body)
         assert reply.status_code == status
         assert named in reply.json()["detail"] == reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["some-hub/llama", "policy"])
+async def test_a_name_serves_what_is_trained_under_it_or_is_refused(loaded, tmp_path, name):
+    """It never stands for the base model when its own was trained, nor the other way round."""
+    async with serving(loaded, tmp_path) as client:
+        reply = await client.post("/_train_model", json=training(MODEL | {"name": name}))
+        if reply.status_code == 200:
+            assert (await say(client, name)).json()["policy_version"] == 1
+        assert reply.status_code == 409
+        alias = MODEL | {"name": "llama", "base_model": "policy"}
+        assert await step(client, alias) == 0
+        reply = await client.post("/register", json=MODEL | {"base_model": "llama"})
+        assert reply.status_code == 409
+        assert "insitu/games/llama is served under that name; 'policy' is the same model" in reply.text
+
+
+async def test_a_torn_history_is_continued_and_a_damaged_one_is_named(loaded, tmp_path, caplog, monkeypatch):
+    survives = power_failures(monkeypatch)
+    history = tmp_path / "art/insitu/games/agent/history.jsonl"
+    history.parent.mkdir(parents=True)
+    history.write_bytes(b'{"step": 0, "val/reward": 0.25}\n{"step": 0, "val/rew')
+    log = {"model": MODEL, "trajectory_groups": groups(), "split": "val"}
+    async with serving(loaded, tmp_path) as client:
+        assert await step(client) == 0
+        assert f"{history}: skipped an incomplete last line" in caplog.text
+        assert (await client.post("/_log", json=log)).status_code == 200
+    assert [json.loads(line)["step"] for line in history.read_text().splitlines()] == [0, 0]
+    assert survives(history)
+    for damaged in ("nonsense\n", '{"val/reward": 1}\n'):
+        history.write_text('{"step": 0}\n' + damaged)
+        async with serving(loaded, tmp_path) as client:
+            reply = await client.post("/_get_step", json=MODEL)
+            assert f"{history}, line 2 " in reply.json()["error"]["message"]
+
+
+async def test_another_adapter_is_refused_before_episodes_are_played(loaded, tmp_path):
+    """A model that goes on in another process, or its base, has adapters already."""
+    adapters = {"_internal_config": {"peft_args": {"r": 2}}}
+    async with serving(loaded, tmp_path) as client:
+        await train(client, training(MODEL))
+    async with serving(loaded, tmp_path) as client:
+        prepared = await client.post("/_prepare_backend_for_training", json={"model": MODEL | adapters, "config": None})
+        assert prepared.status_code == 409
+        assert "allowed: none (all weights)" in prepared.json()["error"]["message"]
+        assert await step(client) == 1
 
 
 async def test_a_token_is_asked_of_art_clients_too(loaded, tmp_path):

@@ -39,7 +39,7 @@ from insitu.backend.protocols.openai.chat import (
 )
 from insitu.backend.protocols.openai.text import TextCompletion
 from insitu.backend.server import run
-from insitu.errors import BackendError
+from insitu.errors import InsituError
 
 TOKEN = "s3cret"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -348,7 +348,7 @@ def test_the_openapi_document_covers_every_route(served):
     assert document["openapi"].startswith("3.1")
     operations = {(m.upper(), path): o for path, methods in document["paths"].items() for m, o in methods.items()}
     assert {("GET", "/health"), ("POST", "/v1/train/jobs"), ("POST", "/_train_model")} <= set(operations)
-    assert len(operations) == 34
+    assert len(operations) == 35
     assert all(operation["summary"] for operation in operations.values())
     schemas = document["components"]["schemas"]
     referred = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
@@ -452,13 +452,44 @@ def _broken_record(folder: Path) -> Path:
     [
         (_broken_adapter, {}, "adapter_config.json cannot be read"),
         (_broken_record, {}, "training.json cannot be read"),
-        (save_tiny_model, {"output_dir": Path("/dev/null/out")}, "output_dir is /dev/null/out"),
+        (save_tiny_model, {"output_dir": Path("/dev/null/out")}, "--output_dir: cannot write to /dev/null/out: Not a"),
         (save_tiny_model, {"log_samples": Path("/dev/null/log")}, "log_samples is /dev/null/log"),
     ],
 )
 async def test_what_cannot_be_read_or_written_is_told_at_the_start(tmp_path, model, options, told):
-    with pytest.raises(BackendError, match=told):
+    with pytest.raises(InsituError, match=told):
         await run(BackendOptions(model=str(model(tmp_path / "model")), port=0, threads=1, **options), print)
+
+
+def test_an_output_dir_belongs_to_one_backend_and_the_next_continues_its_training(tmp_path):
+    model, folder = save_tiny_model(tmp_path / "model"), tmp_path / "out"
+
+    def train_once(address: str) -> str:
+        row = {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "logprobs": [0, -5, -5], "advantages": 1.0}
+        head = {"settings": {"learning_rate": 0.01}, "num_rows": 1}
+        body = "\n".join(map(json.dumps, (head, row))).encode()
+        _, job, _ = post(address, body, path="/v1/train/jobs")
+        with urllib.request.urlopen(f"{address}/v1/train/jobs/{job['id']}/events", timeout=HANGS) as events:
+            states = [json.loads(line[6:]) for line in events if line.startswith(b"data: ")]
+        return states[-1]["checkpoint"]
+
+    def sample(address: str) -> str:
+        body = {"model": "policy", "messages": HELLO, "max_tokens": 8, "seed": 1}
+        return post(address, body)[1]["choices"][0]["message"]["content"]
+
+    with backend(model, output_dir=folder) as (first, address):
+        assert train_once(address) == str(folder / "checkpoints/step_000001")
+        said = sample(address)
+        second = run_command("backend", "--model", model, "--port", 0, "--output_dir", folder)
+        assert second.returncode == 1
+        used = f"insitu backend: --output_dir: {folder} is in use by process {first.pid} on "
+        assert used in second.stderr
+    with backend(model, output_dir=folder) as (_, address):
+        assert post(address, None, path="/health", method="GET")[1]["policy_version"] == 1
+        assert sample(address) == said
+        assert train_once(address) == str(folder / "checkpoints/step_000002")
+    other = run_command("backend", "--model", save_tiny_model(tmp_path / "other"), "--port", 0, "--output_dir", folder)
+    assert (other.returncode, "load that model, or use another output_dir" in other.stderr) == (1, True)
 
 
 def test_a_stream_with_tools_gives_the_text_of_the_whole():

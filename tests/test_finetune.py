@@ -6,6 +6,7 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import psutil
@@ -73,6 +74,53 @@ def test_a_run_trains_validates_records_and_can_be_repeated(project: Path) -> No
     first = read_lines(project / "run.1/training_metrics.jsonl")
     assert [without(m, *changing) for m in first] == [without(m, *changing) for m in again]
     assert first[0]["run_id"] != again[0]["run_id"]
+
+
+def test_a_second_run_in_the_directory_of_a_living_one_is_refused(project: Path) -> None:
+    """And the directory of one that was killed is moved aside, with all that its backend still wrote."""
+    metrics = project / "run/training_metrics.jsonl"
+    one_epoch = ("-o", "finetuning.num_epochs", "1")
+    with start_project(project, "-o", "finetuning.num_epochs", "500") as first:
+        first.wait_until(lambda: metrics.exists() and metrics.stat().st_size)
+        code, out, err = run_project(project, *one_epoch)
+        assert (code, out) == (2, "")
+        used = f"error: finetuning.output_dir: {project / 'run'} is in use by process {first.pid} on {gethostname()} "
+        assert err.startswith(used)
+        assert first.poll() is None
+        assert not (project / "run.1").exists()
+        first.kill()
+        first.wait()
+        code, out, err = run_project(project, *one_epoch)
+        assert code == 0, err
+    assert [p.name for p in (project / "run/backend/checkpoints").iterdir()] == ["step_000001"]
+    assert (project / "run.1/backend/checkpoints/step_000001").exists()
+    for folder in ("run", "run.1"):
+        assert not list((project / folder).rglob(".*"))
+
+
+def test_training_continues_from_a_run_in_its_own_directory(project: Path) -> None:
+    """The file names a checkpoint of the run that is moved aside for it; and a moved run keeps its own best weights."""
+    write_rows(project, [{"say": f"Held out {i}"} for i in range(3)], "validation.jsonl")
+    validation = ("--validation_dataset", "validation.jsonl")
+    code, _, err = run_project(project, *validation)
+    assert code == 0, err
+    first = (project / "run/backend/checkpoints/step_000002/model.safetensors").read_bytes()
+    newest = ("-o", "trainer_adapters.backend.model", "run/backend/checkpoints/step_000002")
+    code, out, err = run_project(project, *validation, *newest, "-o", "finetuning.num_epochs", "1")
+    assert code == 0, err
+    assert f"moved the earlier run in run to {project / 'run.1'}" in out
+    before, after = project / "run.1/backend/checkpoints", project / "run/backend/checkpoints"
+    assert (before / "step_000002/model.safetensors").read_bytes() == first
+    assert [p.name for p in after.iterdir()] == ["step_000003"]
+    assert json.loads((after / "step_000003/training.json").read_text())["step"] == 3
+    for run in (project / "run", project / "run.1"):
+        best = json.loads((run / "best.json").read_text())["checkpoint"]
+        assert best is None or (run / best / "model.safetensors").exists()
+        assert best is None or best.startswith("backend/checkpoints/step_")
+    options = ("--checkpoint", "latest", "-o", "eval.general.output_dir", "results")
+    code, _, err = run_project(project, *options, command="eval")
+    assert code == 0, err
+    assert err == "checkpoint: run/backend/checkpoints/step_000003 (the latest of run)\n"
 
 
 def test_a_workflow_exception_in_one_row_is_counted_and_the_rest_trains(project: Path) -> None:

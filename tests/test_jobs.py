@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 import torch
 import uvicorn
+from factories import power_failures
 from starlette.applications import Starlette
 from tiny_models import save_tiny_model
 
@@ -113,7 +114,9 @@ async def test_a_job_from_upload_to_served_weights(loaded, tmp_path):
         assert final["metrics"]["rows"] == 60
         assert backend.published == [1]
         assert load_model(final["checkpoint"], "cpu").tokenizer.chat_template
-        assert json.loads((tmp_path / "jobs" / f"{state['id']}.json").read_text()) == final
+        record = json.loads((tmp_path / "jobs" / f"{state['id']}.json").read_text())
+        assert record == final | {"checkpoint": "checkpoints/step_000001"}  # right wherever the folder is moved
+        assert final["checkpoint"] == str(tmp_path / record["checkpoint"])
 
         # the same key again: the first job's result, and nothing trained
         assert await backend.post(lines(MANY), Idempotency_Key="run/1") == (200, final)
@@ -121,6 +124,29 @@ async def test_a_job_from_upload_to_served_weights(loaded, tmp_path):
         # no key, no compression: another job
         _, other = await backend.post(lines(MANY))
         assert (await backend.events(other["id"]))[-1]["policy_version"] == 2
+
+
+async def test_the_record_of_a_job_survives_a_power_failure(loaded, tmp_path, monkeypatch):
+    survives = power_failures(monkeypatch)
+    async with serving(loaded, tmp_path) as backend:
+        _, state = await backend.post(lines([row()]))
+        await backend.events(state["id"])
+    assert survives(tmp_path / "jobs" / f"{state['id']}.json")
+
+
+async def test_settings_are_checked_before_there_are_rows(loaded, tmp_path):
+    check = "/v1/train/check"
+    async with serving(loaded, tmp_path) as backend:
+        status, settings = await backend.post(json.dumps(SETTINGS).encode(), check)
+        assert (status, settings["mini_batch_size"], settings["betas"]) == (200, 4, [0.9, 0.999])
+        for body, status, message in (
+            ({"lora": {"target_modules": ["nowhere"]}}, 409, "lora.target_modules is ['nowhere']"),
+            ({"learning_rat": 1}, 400, "learning_rat: Extra inputs are not permitted"),
+            ([], 400, "the body: Input should be"),
+        ):
+            told = await backend.post(json.dumps(body).encode(), check)
+            assert (told[0], message in told[1]["error"]["message"]) == (status, True), told
+        assert backend.published == []
 
 
 async def test_jobs_wait_their_turn_and_can_be_canceled(loaded, tmp_path):

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "src" / "insitu"
 PROTOCOLS = PACKAGE / "backend" / "protocols"
 ORDER = [
     "errors",
+    "files",
     "schemas",
     "algorithms",
     "advantages",
@@ -48,7 +49,7 @@ INTEGRATIONS = {
     "backend/protocols/native": None,
     "frameworks/*": None,
 }
-BACKEND_MAY = {"errors", "schemas", "algorithms", "advantages", "http_format", "backend"}
+BACKEND_MAY = {"errors", "files", "schemas", "algorithms", "advantages", "http_format", "backend"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]
 each_module = pytest.mark.parametrize("path", MODULES, ids=NAMES)

@@ -1,23 +1,25 @@
 """The learner on tiny models: what a job does to weights, optimiser, checkpoints and metrics."""
 
-import contextlib
 import copy
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from factories import disk_space
+from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.training.batches import LogprobComputer, Row, collate, micro_batches, optimizer_steps
-from insitu.backend.training.learner import Learner
+from insitu.backend.training.learner import Learner, Learners
 from insitu.backend.training.optimizer_loop import learning_rate
-from insitu.errors import BackendError, JobFailed, RequestRefused
-from insitu.schemas.training_jobs import TrainingSettings
+from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused
+from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
 LORA = {"rank": 4, "alpha": 8}
 
@@ -391,15 +393,145 @@ def test_the_learning_rate_over_a_run():
     assert rates(5, warmup=0.4, schedule="linear") == pytest.approx([0.5, 1, 1, 2 / 3, 1 / 3])
 
 
-def test_folders_are_replaced_whole(tmp_path):
-    from insitu.backend.training.policy import atomic_folder
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_a_backend_started_again_continues_its_training(llama, tmp_path, lora):
+    """As if it had never stopped; with the model it was told to load, or with the checkpoint it made last."""
+    rows = make_rows(llama.module)
+    never_stopped = Learners(llama, tmp_path / "a").default
+    for _ in range(2):
+        second, _ = train(never_stopped, rows, lora=lora)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    third, _ = train(never_stopped, rows, lora=lora)
 
-    target = tmp_path / "step_000001"
-    for content in ("old", "new"):
-        with atomic_folder(target) as draft:
-            (draft / content).write_text(content)
-    assert [path.name for path in target.iterdir()] == ["new"]
-    with contextlib.suppress(InterruptedError), atomic_folder(target) as draft:
-        (draft / "half").write_text("x")
-        raise InterruptedError
-    assert [path.name for path in Path(tmp_path).rglob("*")] == ["step_000001", "new"]
+    again = Learners(llama, tmp_path / "b").default
+    assert (again.version, again.versions) == (2, [0, 1, 2])
+    assert same(weights(again.load_version(2)), weights(second.module))
+    result, _ = train(again, rows, lora=lora)
+    assert (result.version, result.checkpoint.name) == (3, "step_000003")
+    assert same(weights(result.module), weights(third.module))
+
+    last = load_model(str(result.checkpoint), "cpu")
+    for version in (1, 2):  # started twice more, with the checkpoint as its model
+        onwards = Learners(last, tmp_path / "b").default
+        assert onwards.version == version - 1
+        result, _ = train(onwards, rows, lora=lora)
+        assert (result.version, result.checkpoint.name) == (version, f"step_00000{3 + version}")
+    assert sorted(p.name for p in (tmp_path / "b/checkpoints").iterdir()) == [f"step_00000{n}" for n in range(1, 6)]
+
+
+def test_two_trainings_are_never_mixed_in_a_folder(llama, models, tmp_path):
+    """What would overwrite checkpoints, or number other weights as if they continued them, is refused."""
+    rows = make_rows(llama.module)
+    trained = {}
+    for name in ("here", "elsewhere"):
+        learner = Learners(llama, tmp_path / name).default
+        trained[name] = [train(learner, rows)[0].checkpoint for _ in range(3)]
+    content = {path: path.read_bytes() for path in tmp_path.glob("here/checkpoints/*/*")}
+    others = [
+        (models["gpt2"], r"step_000001 continues step 0 of .*llama, but the loaded model is step 0 of .*gpt2"),
+        (load_model(str(trained["here"][0]), "cpu"), r"step_000002 continues step 0 .* loaded model is step 1"),
+        (load_model(str(trained["elsewhere"][2]), "cpu"), r"step_000001 continues step 0 .* loaded model is step 3"),
+    ]
+    for loaded, says in others:
+        with pytest.raises(RequestRefused, match=f"{says}.*: load that model, or use another output_dir or name"):
+            Learners(loaded, tmp_path / "here")
+    assert content == {path: path.read_bytes() for path in tmp_path.glob("here/checkpoints/*/*")}
+    (trained["here"][1] / "training.json").unlink()
+    with pytest.raises(BackendError, match=r"step_000002 is not a checkpoint of this backend: it has no training.json"):
+        Learners(llama, tmp_path / "here")
+
+
+def test_a_folder_in_the_place_of_a_checkpoint_is_kept(llama, tmp_path):
+    learner = Learner(llama, tmp_path)
+    (tmp_path / "checkpoints/step_000001").mkdir(parents=True)
+    with pytest.raises(InsituError, match="step_000001 exists already; it is not overwritten"):
+        train(learner, make_rows(llama.module))
+    assert not list((tmp_path / "checkpoints/step_000001").iterdir())
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_checkpoints_have_ordinary_permissions(llama, tmp_path, lora):
+    checkpoint = train(Learner(llama, tmp_path), make_rows(llama.module), lora=lora)[0].checkpoint
+    (tmp_path / "file").touch()
+    ordinary = (tmp_path / "file").stat().st_mode
+    assert {path.name: path.stat().st_mode for path in checkpoint.iterdir() if path.stat().st_mode != ordinary} == {}
+
+
+def test_a_full_disk_fails_the_job_and_keeps_the_weights(llama, tmp_path):
+    learner, quiet = Learner(llama, tmp_path / "a"), Learner(llama, tmp_path / "b")
+    rows = make_rows(llama.module)
+    for each in (learner, quiet):
+        train(each, rows)
+    with disk_space(20_000), pytest.raises(JobFailed, match=r"step_000002 cannot be written: .*too large.* restored"):
+        train(learner, rows)
+    assert [path.name for path in (tmp_path / "a/checkpoints").iterdir()] == ["step_000001"]
+    assert same(*(weights(train(each, rows)[0].module) for each in (learner, quiet)))
+
+
+def damage(folder: Path, change) -> Path:
+    """Changes the tensors of a model or an adapter."""
+    (path,) = (folder / name for name in ("model.safetensors", "adapter_model.safetensors") if (folder / name).exists())
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+    return folder
+
+
+def some(tensors) -> str:
+    return next(name for name in sorted(tensors) if "q_proj" in name)
+
+
+def set_nan(tensors) -> None:
+    tensors[some(tensors)][1, 1] = math.nan
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda tensors: tensors.pop(some(tensors)), r"q_proj.*missing|[Mm]issing.*q_proj|lacks.*q_proj"),
+        (set_nan, r"q_proj.* has NaN or infinite values"),
+    ],
+    ids=["missing", "NaN"],
+)
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_damaged_weights_are_refused_by_name(llama, tmp_path, lora, change, says):
+    """By a new process that loads them, and by one that goes back to them."""
+    learner = Learner(llama, tmp_path)
+    first, second = (train(learner, make_rows(llama.module), lora=lora)[0].checkpoint for _ in range(2))
+    for folder in (first, second):
+        damage(folder, change)
+        with pytest.raises(BackendError, match=says):
+            load_model(str(folder), "cpu")
+    with pytest.raises(BackendError, match=says):
+        learner.load_version(1)
+    learner._state = None
+    with pytest.raises(BackendError, match=says):
+        train(learner, make_rows(llama.module), lora=lora)
+
+
+def test_jobs_that_would_fail_are_known_before_they_have_rows(llama, tmp_path):
+    def refusal(learner, **settings) -> str:
+        with pytest.raises(RequestRefused) as refused:
+            learner.verify(TrainingSettings(**settings))
+        assert refused.value.status == 409
+        return str(refused.value)
+
+    fresh = Learner(llama, tmp_path / "a")
+    assert "lora.target_modules is ['nowhere']" in refusal(fresh, lora=LORA | {"target_modules": ["nowhere"]})
+    fresh.verify(TrainingSettings(lora=LORA, kl={"beta": 0.1}))
+    fresh.verify(TrainingSettings())  # it has fixed nothing
+    base = save_tiny_model(tmp_path / "base")
+    full, _ = train(Learner(load_model(str(base), "cpu"), tmp_path / "b"), make_rows(llama.module))
+    resumed = Learner(load_model(str(full.checkpoint), "cpu"), tmp_path / "c")
+    resumed.verify(TrainingSettings(kl={"beta": 0.1}))
+    assert "allowed: none (all weights)" in refusal(resumed, lora=LORA)
+    with pytest.raises(BackendError, match=r"lora_rank is 4, but all weights of .*step_000001 were trained so far"):
+        Learners(load_model(str(full.checkpoint), "cpu"), tmp_path / "d", LoRASettings(**LORA))
+    optimizer = full.checkpoint / "optimizer.safetensors"
+    optimizer.write_bytes(optimizer.read_bytes()[:-100])
+    assert "optimizer.safetensors cannot be read" in refusal(resumed)
+    optimizer.unlink()
+    base.rename(tmp_path / "moved")
+    resumed = Learner(load_model(str(full.checkpoint), "cpu"), tmp_path / "e")
+    resumed.verify(TrainingSettings())
+    assert "there is no folder" in refusal(resumed, kl={"beta": 0.1})

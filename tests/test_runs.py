@@ -11,6 +11,7 @@ from typing import Any
 
 import duo_plugin
 import pytest
+from factories import power_failures
 from tiny_backend import Served
 from tiny_models import byte_tokenizer
 
@@ -156,6 +157,32 @@ async def test_the_named_evaluator_gives_the_reward(write: Any, served: Served, 
     await train(project(write, served, {"reward_function": {"name": name}}))
     (collection,) = duo_plugin.collections
     assert {t.reward < 0 for group in collection.trajectories for t in group} == {negative}
+
+
+async def test_a_job_that_cannot_be_trained_is_refused_before_the_first_episode(write: Any, served: Served) -> None:
+    """The backend trains all weights, since its first job."""
+    path = project(write, served, {})
+    await train(path)
+    before = len(served.samples())
+    with pytest.raises(ConfigError, match=r"are refused by the backend: .*lora differs .*none \(all weights\)"):
+        await train(path, ("trainer_adapters.a.training.lora", "{rank: 2}"))
+    assert len(served.samples()) == before
+
+
+async def test_what_is_trained_is_on_disk_before_the_job(
+    write: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure the files still say what the weights were trained on."""
+    survives = power_failures(monkeypatch)
+    names = ("run.json", "calls.jsonl", "episodes.jsonl", "groups.jsonl", "advantages.jsonl")
+    folder = write("", "run/x").parent
+    durable: list[list[str]] = []
+    monkeypatch.setattr(
+        duo_plugin, "on_submit", lambda: durable.append([name for name in names if survives(folder / name)])
+    )
+    await train(project(write, served, {}))
+    assert durable == [[*names]]
+    assert all(map(survives, folder.glob("*.json*")))
 
 
 async def test_a_backend_that_serves_another_model_is_refused(write: Any, served: Served) -> None:

@@ -1,16 +1,19 @@
 """A run's directory: nothing is overwritten, lines are whole, calls come back as they were."""
 
 import os
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from factories import disk_space, power_failures
 from hypothesis import given
 from hypothesis import strategies as st
 
-from insitu.errors import InsituError
+from insitu.errors import ConfigError, InsituError
+from insitu.files import FolderLock
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.store import RUN_FILES, RunStore, call_records, restore_calls, set_aside
@@ -66,6 +69,8 @@ def test_records_open_with_their_format_and_grow(tmp_path: Path) -> None:
     store.append("training_metrics.jsonl", [{"epoch": 1}])
     assert lines(store.folder / "training_metrics.jsonl") == [{"epoch": 1}]
     store.close()
+    with (store.folder / "episodes.jsonl").open("ab") as file:
+        file.write(b'{"a": 5')  # torn by a crash
     again = RunStore(tmp_path / "deep" / "run")
     again.append("episodes.jsonl", [{"a": 4}])
     again.close()
@@ -77,6 +82,7 @@ def test_whole_files_are_replaced_and_leave_nothing_behind(tmp_path: Path) -> No
     store = RunStore(tmp_path)
     store.write("best.json", {"epoch": 1, "mean": float("nan")})
     store.write("best.json", {"epoch": 2})
+    store.close()
     assert orjson.loads((tmp_path / "best.json").read_bytes()) == {"epoch": 2}
     assert [p.name for p in tmp_path.iterdir()] == ["best.json"]
 
@@ -84,10 +90,84 @@ def test_whole_files_are_replaced_and_leave_nothing_behind(tmp_path: Path) -> No
 def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     store.write("best.json", {"epoch": 1})
-    (tmp_path / f".best.json.{os.getpid()}").mkdir()  # stands where the new file would be written
-    with pytest.raises(IsADirectoryError):
-        store.write("best.json", {"epoch": 2})
+    with disk_space(1000), pytest.raises(InsituError, match=r"best\.json cannot be written: File too large"):
+        store.write("best.json", {"epoch": "2" * 10_000})
     assert orjson.loads((tmp_path / "best.json").read_bytes()) == {"epoch": 1}
+    store.close()
+
+
+def test_what_is_written_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    survives = power_failures(monkeypatch)
+    store = RunStore(tmp_path)
+    path = store.write("best.json", {"epoch": 1})
+    assert survives(path)
+    assert survives(tmp_path)
+    store.close()
+
+
+def test_a_run_in_progress_keeps_its_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    store = RunStore(folder)
+    used = f"finetuning.output_dir: .*run is in use by process {os.getpid()} on "
+    with pytest.raises(ConfigError, match=used):
+        RunStore(folder)
+    store.write("run.json", {})
+    with pytest.raises(ConfigError, match=used):
+        set_aside(folder)
+    store.close()
+    assert set_aside(folder) == tmp_path / "run.1"
+    assert [p.name for p in (tmp_path / "run.1").iterdir()] == ["run.json"]
+
+
+def test_a_run_is_moved_only_after_its_backend_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend whose run was killed notices it late; until then it writes checkpoints."""
+    backend = tmp_path / "run/backend"
+    backend.mkdir(parents=True)
+    (tmp_path / "run/run.json").write_text("{}")
+    monkeypatch.setattr("insitu.training.store._BACKEND_SECONDS", 0.1)
+    lock = FolderLock(backend, "--output_dir")
+    with pytest.raises(ConfigError, match=f"run/backend is in use by process {os.getpid()}"):
+        set_aside(tmp_path / "run")
+    monkeypatch.setattr("insitu.training.store._BACKEND_SECONDS", 60.0)
+    ending = threading.Timer(0.2, lock.release)
+    ending.start()
+    assert set_aside(tmp_path / "run") == tmp_path / "run.1"
+    ending.join()
+
+
+def test_a_directory_behind_a_link_can_be_used_again(tmp_path: Path) -> None:
+    (tmp_path / "large/disk").mkdir(parents=True)
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "large/disk/run")
+    for number in (0, 1, 2):
+        moved = set_aside(link)
+        assert moved == (tmp_path / f"large/disk/run.{number}" if number else None)
+        store = RunStore(link)
+        store.write("run.json", {"number": number})
+        store.append("episodes.jsonl", [{"a": 1}])
+        store.close()
+        assert link.is_symlink()
+        assert lines(link / "episodes.jsonl") == [{"format": 1}, {"a": 1}]
+
+
+def test_a_changed_working_directory_does_not_move_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = RunStore(Path("run"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    store.append("episodes.jsonl", [{"a": 1}])
+    store.write("best.json", {})
+    store.close()
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["best.json", "episodes.jsonl"]
+
+
+def test_paths_in_the_directory_are_kept_relative_to_it(tmp_path: Path) -> None:
+    store = RunStore(tmp_path / "run")
+    inside = tmp_path / "run/backend/checkpoints/step_000001"
+    assert store.relative(str(inside)) == "backend/checkpoints/step_000001"
+    for other in (None, "/srv/gpu/step_000001", "relative/step_000001", str(tmp_path / "run.1/step_000001")):
+        assert store.relative(other) == other
+    store.close()
 
 
 def test_a_group_is_written_with_all_its_episodes(tmp_path: Path) -> None:

@@ -99,6 +99,9 @@ class TrainerAdapter(ABC):
         """The settings of a training job, shown in the header of the run."""
         return {}
 
+    async def check_settings(self) -> None:  # noqa: B027 - optional
+        """Raises ConfigError if the backend would refuse a job with these settings. Called before the first epoch."""
+
     @abstractmethod
     async def is_healthy(self) -> bool:
         """Whether the backend responds and can train."""

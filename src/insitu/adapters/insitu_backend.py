@@ -19,6 +19,7 @@ from pydantic import Field, SecretStr, model_validator
 from insitu.advantages.estimator import training_rows
 from insitu.builder import Builder
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, RequestRefused, TrajectoryError
+from insitu.files import FolderLock
 from insitu.http_format import error_message, event_data
 from insitu.interfaces import TrainerAdapter
 from insitu.registry import register_trainer_adapter
@@ -32,6 +33,8 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.schemas.training_jobs import JobState, TrainingOptions, TrainingSettings
+from insitu.training.checkpoints import find_checkpoint
+from insitu.training.store import BACKEND_FOLDER, OUTPUT_DIR, move_aside
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,9 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     """Trains on an `insitu backend`. Set exactly one of `model` and `url`."""
 
     model: str | None = None
-    """A local folder or Hugging Face repo id. The adapter starts an `insitu backend` with this model on a free port."""
+    """A local folder or Hugging Face repo id. The adapter starts an `insitu backend` with this model on a free port.
+    A run directory stands for its best checkpoint, or the latest without validation; `RUN_DIR/latest` for its latest.
+    """
     url: str | None = None
     """URL of a running backend, with http:// or https://."""
     api_key: SecretStr | None = None
@@ -170,14 +175,16 @@ class InsituTrainerAdapter(TrainerAdapter):
         self._session: aiohttp.ClientSession | None = None
         self._submissions = 0
         self._base_url = adapter_config.url.rstrip("/") if adapter_config.url else ""
-        self._model = self._resolve_model(adapter_config.model) if adapter_config.model else None
+        if adapter_config.model is not None:
+            self._resolve_model(adapter_config.model)  # raises now if it does not exist
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
-        if self._model is not None and self._process is None:
-            folder = Path(run_config.output_dir) / "backend"
+        if self.config.model is not None and self._process is None:
+            folder = Path(run_config.output_dir) / BACKEND_FOLDER
+            await asyncio.to_thread(self._set_aside, folder)
             options = {key: str(getattr(self.config, key)) for key in ("name", "device", "dtype")}
-            options |= {"model": self._model, "port": "0", "output_dir": str(folder)}
+            options |= {"model": self._resolve_model(self.config.model), "port": "0", "output_dir": str(folder)}
             arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
             self._process = BackendProcess(arguments, folder / "backend.log")
             self._base_url = await self._process.start(self.config.startup_timeout)
@@ -200,13 +207,24 @@ class InsituTrainerAdapter(TrainerAdapter):
 
     def _resolve_model(self, model: str) -> str:
         """The path of a local folder, or `model` unchanged if it could be a Hub repo id."""
+        key = "the trainer adapter's model"
         try:
-            return str(self._full_config.find_path(model, "the trainer adapter's model"))
+            folder = find_checkpoint(self._full_config, model, key).folder
         except ConfigError as error:
             if model.startswith((".", "/", "~")) or model.count("/") > 1:
                 raise
             logger.info("%s; assuming a Hugging Face repo id", error)
             return model
+        if folder is None:
+            raise ConfigError(f"{key}: the best weights of {model} are those it started from; name that model")
+        return str(folder)
+
+    def _set_aside(self, folder: Path) -> None:
+        """Moves the checkpoints of an earlier run aside; the built-in trainers have moved the whole run already."""
+        if (folder / "checkpoints").exists():
+            FolderLock(folder, OUTPUT_DIR).release()
+            self._full_config.moved[folder.resolve()] = moved = move_aside(folder.resolve(), OUTPUT_DIR)
+            logger.warning("%s held the checkpoints of an earlier run, which are now in %s", folder, moved)
 
     async def close(self) -> None:
         """Stops the child process, if any, and closes the connections."""
@@ -228,6 +246,21 @@ class InsituTrainerAdapter(TrainerAdapter):
 
     def training_settings(self) -> dict[str, Any]:
         return self.config.training.model_dump(mode="json", exclude_none=True)
+
+    async def check_settings(self) -> None:
+        try:
+            await self._request("POST", "/v1/train/check", json=self._job_settings(1).model_dump(mode="json"))
+        except RequestRefused as error:
+            if error.status not in (404, 405):  # earlier releases refuse only the job itself
+                raise ConfigError(f"the trainer adapter's settings are refused by the backend: {error}") from error
+
+    def _job_settings(self, epoch: int) -> TrainingSettings:
+        epochs = max(self.run_config.num_epochs, epoch)
+        return TrainingSettings(
+            **self.config.training.model_dump(),
+            seed=self._full_config.general.seed,
+            schedule_range=((epoch - 1) / epochs, epoch / epochs),
+        )
 
     async def is_healthy(self) -> bool:
         try:
@@ -254,13 +287,7 @@ class InsituTrainerAdapter(TrainerAdapter):
             epoch, key = self._submissions, f"{trajectories.run_id}/submission {self._submissions}"
         else:
             epoch, key = max(trajectories.epoch, 1), f"{trajectories.run_id}/{trajectories.epoch}"
-        epochs = max(self.run_config.num_epochs, epoch)
-        settings = TrainingSettings(
-            **self.config.training.model_dump(),
-            seed=self._full_config.general.seed,
-            schedule_range=((epoch - 1) / epochs, epoch / epochs),
-        )
-        header = {"settings": settings.model_dump(mode="json"), "num_rows": len(rows)}
+        header = {"settings": self._job_settings(epoch).model_dump(mode="json"), "num_rows": len(rows)}
         body = await asyncio.to_thread(_gzip_job, header, rows)
         headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
         job = await self._request("POST", "/v1/train/jobs", data=body, headers=headers, attempts=_MAX_ATTEMPTS)

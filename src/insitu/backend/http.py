@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from insitu.errors import BackendError, RequestRefused
+from insitu.errors import InsituError, RequestRefused
 from insitu.http_format import error_body
 
 MAX_JOB_BYTES = 1 << 30
@@ -53,11 +53,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         message = f"{request.method} {request.url.path}: {error.detail}"
         return error_response(message, error.status_code, headers=error.headers)
-    known = isinstance(error, BackendError)
+    known = isinstance(error, InsituError)
     return error_response(str(error) if known else f"the server failed: {type(error).__name__}: {error}", 500)
 
 
-EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys((RequestRefused, HTTPException, BackendError, Exception), _on_error)
+EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys((RequestRefused, HTTPException, InsituError, Exception), _on_error)
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:

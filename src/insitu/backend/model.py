@@ -3,10 +3,10 @@
 import contextlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ def load_model(source: str, device: str = "auto", dtype: str = "auto") -> Loaded
     """Loads a folder or hub name; a folder with a PEFT adapter is loaded on top of its base model.
 
     `dtype: auto` is float32 on a CPU and the checkpoint's dtype elsewhere. Raises BackendError if the source is
-    missing, is not a decoder-only language model, or has no chat template.
+    missing or damaged, is not a decoder-only language model, or has no chat template.
     """
     torch_device = _device(device)
     base, adapter = _base_and_adapter(source)
@@ -58,9 +58,12 @@ def load_model(source: str, device: str = "auto", dtype: str = "auto") -> Loaded
     if adapter:
         from peft import PeftModel
 
-        with _wrap_errors(f"the adapter in {source} cannot be put on {base}"), quiet_peft():
+        with wrap_errors(f"the adapter in {source} cannot be put on {base}"), quiet_peft():
+            warnings.filterwarnings("error", message="Found missing adapter keys")
             module = PeftModel.from_pretrained(module, source)
     module.to(torch_device).eval().requires_grad_(False)
+    if (name := first_not_finite(module.named_parameters())) is not None:
+        raise BackendError(f"the weights of {source} cannot be used: {name} has NaN or infinite values")
     return LoadedModel(module, tokenizer, torch_device, torch_dtype, _max_length(config, tokenizer), source)
 
 
@@ -90,7 +93,7 @@ def _base_and_adapter(source: str) -> tuple[str, bool]:
             found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
             raise BackendError(f"{source} holds neither config.json nor adapter_config.json, but {found}")
         return source, False
-    with _wrap_errors(f"{folder / 'adapter_config.json'} cannot be read"):
+    with wrap_errors(f"{folder / 'adapter_config.json'} cannot be read"):
         base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
     if not base:
         raise BackendError(f"{folder / 'adapter_config.json'} names no base model (base_model_name_or_path)")
@@ -102,7 +105,7 @@ def _config(base: str) -> "PreTrainedConfig":
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    with _wrap_errors(f"no model could be read from {base}"):
+    with wrap_errors(f"no model could be read from {base}"):
         config = AutoConfig.from_pretrained(base)
     if getattr(config, "is_encoder_decoder", False) or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise BackendError(
@@ -114,7 +117,7 @@ def _config(base: str) -> "PreTrainedConfig":
 def _tokenizer(source: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
-    with _wrap_errors(f"no tokenizer could be read from {source}"):
+    with wrap_errors(f"no tokenizer could be read from {source}"):
         tokenizer = AutoTokenizer.from_pretrained(source)
     if not tokenizer.chat_template:
         raise BackendError(
@@ -133,11 +136,26 @@ def _weights(base: str, dtype: torch.dtype) -> nn.Module:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    with _wrap_errors(f"the weights of {base} could not be read"):
+    with wrap_errors(f"the weights of {base} could not be read"):
         try:
-            return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation="sdpa")
+            return complete_model(AutoModelForCausalLM, base, dtype, "sdpa")
         except ValueError:
-            return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation="eager")
+            return complete_model(AutoModelForCausalLM, base, dtype, "eager")
+
+
+def complete_model(model_class: Any, folder: str | Path, dtype: torch.dtype, attention: str) -> nn.Module:
+    """Raises BackendError if tensors are missing, which transformers would fill with random numbers."""
+    options = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
+    module, loading = model_class.from_pretrained(folder, **options)
+    if missing := sorted(loading["missing_keys"]):
+        others = f" and {len(missing) - 1} other tensors" if len(missing) > 1 else ""
+        raise BackendError(f"the weights of {folder} are incomplete: {missing[0]}{others} missing")
+    return module
+
+
+def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The name of the first tensor that has NaN or infinite values."""
+    return next((name for name, tensor in tensors if not tensor.isfinite().all()), None)
 
 
 def _max_length(config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> int:
@@ -160,7 +178,7 @@ def quiet_peft() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _wrap_errors(message: str) -> Iterator[None]:
+def wrap_errors(message: str) -> Iterator[None]:
     """Turns any exception of a third-party loader into a BackendError with `message`."""
     try:
         yield

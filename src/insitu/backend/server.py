@@ -27,8 +27,9 @@ from insitu.backend.inference.scheduler import EngineOptions
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.protocols import Services, protocol_routes
 from insitu.backend.training.jobs import TrainingQueue
-from insitu.backend.training.learner import Learners
+from insitu.backend.training.learner import Learner, Learners
 from insitu.errors import BackendError
+from insitu.files import FolderLock, writable_folder
 from insitu.http_format import http_url
 from insitu.schemas.training_jobs import LoRASettings
 
@@ -56,15 +57,21 @@ class Backend:
     compute: ComputeThread
     engine: Engine
     jobs: TrainingQueue
+    learner: Learner
 
     async def start(self) -> None:
         """Starts serving the model. Raises BackendError if it is not supported."""
         self.compute.start()
         try:
             await self.engine.start()
+            if self.learner.version:
+                await self.compute.call(self._publish_latest)
         except BaseException:  # the thread must not outlive a failed start; re-raised
             self.compute.close()
             raise
+
+    def _publish_latest(self) -> None:
+        self.engine.publish(self.learner.load_version(self.learner.version), self.learner.version)
 
     async def close(self) -> None:
         """Cancels all jobs and stops the compute thread, each within `GRACE_SECONDS`."""
@@ -74,7 +81,10 @@ class Backend:
 
 
 def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> Backend:
-    """Creates engine, learners and the routes of every protocol, not yet started."""
+    """Creates engine, learners and the routes of every protocol, not yet started.
+
+    Continues the training in `output_dir`, if it is of this model. Raises RequestRefused if it is of another.
+    """
     compute = ComputeThread()
     lora = LoRASettings(rank=options.lora_rank, alpha=2 * options.lora_rank) if options.lora_rank else None
     learners = Learners(loaded, output_dir, lora)
@@ -105,7 +115,7 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     app: ASGIApp = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
     if options.token:
         app = TokenGate(app, options.token, {route.path for route in routes if route.public})
-    return Backend(app, compute, engine, jobs)
+    return Backend(app, compute, engine, jobs, learners.default)
 
 
 async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
@@ -208,15 +218,9 @@ def _bound_socket(host: str, port: int) -> Iterator[socket.socket]:
 @contextlib.contextmanager
 def _output_folder(output_dir: Path | None) -> Iterator[Path]:
     if output_dir is not None:
-        try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=output_dir):
-                pass
-        except OSError as error:
-            raise BackendError(
-                f"output_dir is {output_dir}, but nothing can be written there: {error.strerror}"
-            ) from error
-        yield output_dir
+        folder = writable_folder(output_dir, "--output_dir")
+        with FolderLock(folder, "--output_dir"):
+            yield folder
     else:
-        with tempfile.TemporaryDirectory(prefix="insitu-backend-") as folder:
-            yield Path(folder)
+        with tempfile.TemporaryDirectory(prefix="insitu-backend-") as temporary:
+            yield Path(temporary)

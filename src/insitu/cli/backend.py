@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from insitu.backend import BackendOptions
-from insitu.errors import BackendError
+from insitu.errors import InsituError
 
 
 def serve(options: BackendOptions) -> int:
@@ -24,7 +24,7 @@ def serve(options: BackendOptions) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run(options, lambda url: print(f"insitu backend ready at {url}", flush=True)))
-    except BackendError as error:
+    except InsituError as error:
         print(f"insitu backend: {error}", file=sys.stderr)
         return 1
     sys.stdout.flush()

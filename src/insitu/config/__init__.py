@@ -83,7 +83,10 @@ class EvalGeneralConfig(BaseModel):
 
 @dataclass
 class Config:
-    """A checked file. `blocks` holds the validated block of every component, by (section, name)."""
+    """A checked file. `blocks` holds the validated block of every component, by (section, name).
+
+    `moved` maps folders that the run has moved aside to where they are now.
+    """
 
     general: GeneralConfig = field(default_factory=GeneralConfig)
     eval: EvalGeneralConfig = field(default_factory=EvalGeneralConfig)
@@ -91,6 +94,7 @@ class Config:
     blocks: dict[tuple[str, str], TypedBaseModel] = field(default_factory=dict)
     folder: Path = field(default_factory=Path.cwd)
     source: str = "configuration"
+    moved: dict[Path, Path] = field(default_factory=dict)
 
     @property
     def max_concurrency(self) -> int:
@@ -130,10 +134,18 @@ class Config:
         """An input file or folder, relative to the working directory or else to the file's own folder."""
         path = Path(path).expanduser()
         candidates = [*dict.fromkeys((Path.cwd() / path, self.folder / path))]  # one, if it is absolute
-        for candidate in candidates:
+        for candidate in map(self.moved_path, candidates):
             if candidate.exists():
                 return candidate
         raise ConfigError(f"{key}: {str(path)!r} does not exist; looked for {' and '.join(map(str, candidates))}")
+
+    def moved_path(self, path: Path) -> Path:
+        """Where a path of the file is now: the file means what was there before the run moved an earlier one aside."""
+        resolved = path.resolve() if self.moved else path
+        for before, after in self.moved.items():
+            if resolved.is_relative_to(before):
+                return after / resolved.relative_to(before)
+        return path
 
 
 def load_config(source: Any, overrides: Iterable[tuple[str, str]] = ()) -> Config:

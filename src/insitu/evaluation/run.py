@@ -3,11 +3,9 @@
 import asyncio
 import json
 import logging
-import os
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import orjson
@@ -22,6 +20,7 @@ from insitu.evaluation.datasets import FileDatasetConfig, dataset_config, load_d
 from insitu.evaluation.episodes import EpisodeOptions, ResultPath
 from insitu.evaluation.evaluators import score
 from insitu.evaluation.shared_run import GenerationCounter, components, current_run, is_held_out
+from insitu.files import writable_folder, write_file
 from insitu.registry import EVALUATOR
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey
 from insitu.schemas.evaluation import (
@@ -136,16 +135,6 @@ def _mark_missing(items: list[EvalInputItem], key: str) -> None:
         item.reason = DropReason.NO_ANSWER
 
 
-def writable_folder(folder: Path, key: str) -> None:
-    """Creates `folder`; raises ConfigError naming its key if it is not writable."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{key}: cannot write to {folder}: {error.strerror}") from error
-
-
 def write_files(output: EvaluationRunOutput, folder: Path, columns: FileDatasetConfig) -> None:
     """Writes `workflow_output.json` and a file per evaluator atomically, and sets their paths in `output`.
 
@@ -200,8 +189,5 @@ def dump_json(data: Any, option: int = 0) -> bytes:
 
 
 def write_json(path: Path, data: Any) -> Path:
-    """Replaces a file atomically: a reader never sees half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(dump_json(data, orjson.OPT_INDENT_2))
-    temporary.replace(path)
-    return path
+    """Replaces a file atomically and synced: a reader never sees half of it."""
+    return write_file(path, dump_json(data, orjson.OPT_INDENT_2))

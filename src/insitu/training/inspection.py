@@ -1,7 +1,6 @@
 """Reads recorded episodes from a run directory, with their calls, training rows and training status."""
 
 import difflib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,7 +11,7 @@ import orjson
 
 from insitu.advantages.estimator import rows_of
 from insitu.errors import ConfigError, InsituError
-from insitu.evaluation.datasets import loads
+from insitu.files import read_line, read_object, whole_lines
 from insitu.schemas.episodes import FORMAT_VERSION, ModelCall, TrainingRow
 from insitu.training.store import restore_calls
 
@@ -133,7 +132,7 @@ class RunFiles:
         name = record["episode"]
         training = next(self._records("advantages.jsonl", name), None)
         path = self.folder / "run.json"
-        settings = loads(path.read_bytes()) if path.is_file() else {}
+        settings = read_object(path) if path.is_file() else {}
         calls = restore_calls(self._records("calls.jsonl", name))
         return self._episode(record, training, calls=calls, settings=settings)
 
@@ -156,18 +155,11 @@ class RunFiles:
         return (record for record in lines if episode is None or record["episode"] == episode)
 
     def _lines(self, name: str, substring: bytes = b"") -> Iterator[dict[str, Any]]:
-        """The first line of a file and those that contain `substring`. Skips a line that is still being written."""
+        """The first line of a file and those that contain `substring`."""
         path = self.folder / name
-        if not path.is_file():
-            return
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n") or (number > 1 and substring not in line):
-                    continue
-                try:
-                    yield loads(line)
-                except json.JSONDecodeError as error:
-                    raise InsituError(f"{path}, line {number} is not JSON: {error}") from None
+        for number, line in whole_lines(path) if path.is_file() else ():
+            if number == 1 or substring in line:
+                yield read_line(path, number, line)
 
 
 def _suggest(value: str, existing: list[str]) -> str:

@@ -18,23 +18,23 @@ from insitu.advantages.credit import AdvantageConfig, Credit, credit_by_function
 from insitu.advantages.estimator import AdvantageEstimator, GroupRelativeEstimator, estimate_epoch
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
 from insitu.builder import Builder, name_being_built
-from insitu.errors import BackendError, ConfigError, InsituError, JobFailed, PluginError, TrajectoryError
+from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.registry import register_trainer
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import (
     FinetuneConfig,
-    PolicyEndpoint,
     TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.training.policy_checks import PolicyTraffic, check_versions
 from insitu.training.report import Report, counts, plot
-from insitu.training.store import RunStore, read_curriculum_state, set_aside
+from insitu.training.store import RunStore, open_store, read_curriculum_state
+from insitu.training.traffic import PolicyTraffic
 from insitu.training.validation import Validation
+from insitu.training.versions import check_sampled, new_version
 from insitu.trajectories.builder import GroupRecord
 
 logger = logging.getLogger(__name__)
@@ -144,12 +144,12 @@ class InsituTrainer(Trainer):
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
-        moved = await asyncio.to_thread(set_aside, folder)
+        self._store, moved = await asyncio.to_thread(open_store, folder, self._full_config)
         if moved is not None:
             self.report.note(f"moved the earlier run in {folder} to {moved}")
-        self._store = RunStore(folder)
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
+        await self.trainer_adapter.check_settings()
         fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
         self._curriculum_state = dict(self._resumed_curriculum or fresh)
         if self._resumed_curriculum is not None:
@@ -216,7 +216,7 @@ class InsituTrainer(Trainer):
             policy_version=endpoint.version if endpoint is not None else None,
             seconds={"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         )
-        check_versions(collection, endpoint)
+        check_sampled(collection, endpoint)
         collection, advantages = estimate_epoch(self.apply_curriculum_learning(collection, epoch), self._estimator())
         self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
@@ -227,6 +227,7 @@ class InsituTrainer(Trainer):
             "filtered_groups": len(collection.trajectories),
             "credit_by_function": credit_by_function(credited_calls(advantages, self.run_config.target_functions)),
         }
+        await asyncio.to_thread(self.store.sync)
         result = replace(result, trained=trained, dropped=collection.dropped)
         self.results[epoch] = result.with_seconds("collect", time.perf_counter() - started)
         if not any(collection.trajectories):
@@ -300,13 +301,7 @@ class InsituTrainer(Trainer):
                 f"epoch {epoch}: training job {job} ended as {status.status.value}: "
                 f"{status.message or 'no reason given'}"
             )
-        served = await self.trainer_adapter.policy_endpoint()
-        version = served.version if served is not None else None
-        if result.policy_version is not None and version == result.policy_version:
-            raise BackendError(
-                f"epoch {epoch}: the job completed, but the backend still serves policy version {version}, so the next "
-                "epoch would sample from the old weights"
-            )
+        version = new_version(epoch, result.policy_version, await self.trainer_adapter.policy_endpoint())
         self.results[epoch] = replace(result, policy_version=version)
         if self.validation is not None:
             self.validation.checkpoints[version] = metadata.get("checkpoint")
@@ -331,6 +326,7 @@ class InsituTrainer(Trainer):
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         self.store.append("training_metrics.jsonl", [metrics])
+        self.store.sync()
         self.store.write("reward_history.json", self.reward_history)
         self.store.write("curriculum_state.json", self.get_curriculum_state())
 

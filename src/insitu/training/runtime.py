@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from rich.console import Console
+
 from insitu.builder import Builder
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError, describe_error
@@ -23,7 +25,9 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     ValidationConfig,
 )
+from insitu.training.checkpoints import find_checkpoint
 from insitu.training.event_loop import run_async
+from insitu.training.report import Report
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +130,7 @@ def run_finetuning_sync(run_config: FinetuneRunConfig) -> list[TrainingJobStatus
 async def serve_policy(config: Config, builder: Builder, checkpoint: Path | None = None) -> AsyncIterator[None]:
     """Serves the model under training without training it, if the file has an llm of `_type: policy`.
 
-    Serves its initial weights, or those of the folder `checkpoint`.
+    Serves its initial weights, or those of `checkpoint` (see `insitu.training.checkpoints`).
     """
     policies = [name for name in config.names(LLM) if config.block(LLM, name).type == "policy"]
     adapter_name = config.finetuning.trainer_adapter
@@ -134,10 +138,14 @@ async def serve_policy(config: Config, builder: Builder, checkpoint: Path | None
         block = config.block(TRAINER_ADAPTER, adapter_name)
         if checkpoint is not None:
             assert isinstance(block, TrainerAdapterConfig)
-            started = block.starting_from(str(config.find_path(checkpoint, "--checkpoint")))
+            found = find_checkpoint(config, checkpoint, "--checkpoint")
+            started = block.starting_from(str(found.folder)) if found.folder else block
             if started is None:
                 raise ConfigError(f"--checkpoint: trainer_adapters.{adapter_name} does not start a backend (no model)")
             config.blocks[TRAINER_ADAPTER.section, adapter_name] = started
+            if found.note is not None:
+                console = Console(stderr=True, highlight=False)
+                Report(console).note(f"checkpoint: {found.folder or 'the initial weights'} ({found.note})")
         adapter = await builder.get_trainer_adapter(adapter_name)
         with TemporaryDirectory(prefix="insitu-") as scratch:
             await adapter.initialize(config.finetuning.model_copy(update={"output_dir": Path(scratch)}))

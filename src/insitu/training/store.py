@@ -9,87 +9,121 @@ training_metrics.jsonl   a line per epoch
 reward_history.json      validation_history.json   curriculum_state.json   best.json   reward_plot.png
 backend/                 the embedded backend's log and checkpoints
 
-The first line of episodes, calls and groups names the format: {"format": 1}.
+The first line of episodes, calls, groups and advantages names the format: {"format": 1}.
 """
 
 import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
 from pydantic import ValidationError
 
 from insitu.advantages.credit import CallAdvantages
 from insitu.algorithms.curriculum import CurriculumState
+from insitu.config import Config
 from insitu.errors import ConfigError, InsituError
-from insitu.evaluation.run import dump_json, writable_folder, write_json
+from insitu.evaluation.run import dump_json, write_json
+from insitu.files import LOCK_FILE, FolderLock, LineFile, writable_folder
 from insitu.schemas.episodes import FORMAT_VERSION, Episode, ModelCall
 from insitu.schemas.finetuning import Trajectory
 from insitu.trajectories.builder import GroupRecord
 
 logger = logging.getLogger(__name__)
 
+OUTPUT_DIR = "finetuning.output_dir"
 RUN_FILES = ("run.json", "episodes.jsonl", "training_metrics.jsonl", "reward_history.json", "validation_history.json")
+BACKEND_FOLDER = "backend"
+_BACKEND_SECONDS = 15.0
+"""Time for the backend of a run that was killed to notice that and to end."""
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Moves an earlier run in `folder` to `<folder>.1` (or .2, ...) and returns the new path; None if there is none."""
+    """Moves an earlier run in `folder` to `<folder>.1` (or .2, ...) and returns the new path; None if there is none.
+
+    Raises ConfigError if that run has not ended.
+    """
     folder = folder.resolve()
     if not any((folder / name).exists() for name in RUN_FILES):
         return None
     if Path.cwd().is_relative_to(folder):
-        raise ConfigError(
-            f"output_dir: {folder} holds an earlier run and the working directory, so it cannot be moved aside"
-        )
+        raise ConfigError(f"{OUTPUT_DIR}: {folder} holds an earlier run and the working directory; it cannot be moved")
+    with FolderLock(folder, OUTPUT_DIR):
+        if (folder / BACKEND_FOLDER / LOCK_FILE).exists():
+            FolderLock(folder / BACKEND_FOLDER, OUTPUT_DIR, wait=_BACKEND_SECONDS).release()
+        target = move_aside(folder, OUTPUT_DIR)
+    (target / LOCK_FILE).unlink(missing_ok=True)
+    return target
+
+
+def open_store(folder: Path, config: Config) -> tuple["RunStore", Path | None]:
+    """The store of a new run, and where an earlier run in `folder` is now; the paths in `config` follow it."""
+    moved = set_aside(folder)
+    if moved is not None:
+        config.moved[folder.resolve()] = moved
+    return RunStore(folder), moved
+
+
+def move_aside(folder: Path, key: str) -> Path:
+    """Renames a folder to the first free of `<folder>.1`, `.2`, ...; raises ConfigError naming `key`."""
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
     try:
         folder.rename(target)
     except OSError as error:
-        raise ConfigError(f"output_dir: {folder} cannot be moved to {target}: {error.strerror}") from error
+        raise ConfigError(f"{key}: {folder} cannot be moved to {target}: {error.strerror}") from error
     return target
 
 
 class RunStore:
-    """The only writer of the files in a run's directory."""
+    """The only writer of the files in a run's directory, which it locks until `close`.
+
+    Replaced files survive a power failure immediately, appended lines after `sync`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        writable_folder(folder, "finetuning.output_dir")
-        self._files: dict[str, IO[bytes]] = {}
+        self._path = writable_folder(folder, OUTPUT_DIR)  # the workflow may change the working directory
+        self._lock = FolderLock(folder, OUTPUT_DIR)
+        self._files: dict[str, LineFile] = {}
 
     def close(self) -> None:
         while self._files:
-            name, file = self._files.popitem()
+            _, file = self._files.popitem()
             try:
-                with file:
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError as error:  # closes the others, and does not mask what ended the run
-                logger.error("%s could not be written completely: %s", self.folder / name, error)
+                file.close()
+            except InsituError as error:  # closes the others, and does not mask what ended the run
+                logger.error("%s", error)
+        self._lock.release()
 
     def append(self, name: str, records: Iterable[Any]) -> None:
         """Appends whole lines to a file, after a first line with the format's version."""
         file = self._files.get(name)
         if file is None:
-            path = self.folder / name
-            fresh = not path.exists()
-            file = self._files[name] = path.open("ab")
-            if fresh and name != "training_metrics.jsonl":  # documented: a line per epoch and nothing else
-                file.write(_line({"format": FORMAT_VERSION}))
-        try:
-            file.write(b"".join(map(_line, records)))
-            file.flush()
-        except OSError as error:
-            raise InsituError(f"{self.folder / name} cannot be written: {error.strerror}") from error
+            file = self._files[name] = LineFile(self._path / name)
+            if file.empty and name != "training_metrics.jsonl":  # documented: a line per epoch and nothing else
+                file.append(_line({"format": FORMAT_VERSION}))
+        file.append(b"".join(map(_line, records)))
+
+    def sync(self) -> None:
+        """Makes all lines appended so far survive a power failure."""
+        for file in self._files.values():
+            file.sync()
 
     def write(self, name: str, data: Any) -> Path:
         """Replaces a JSON file atomically."""
-        return write_json(self.folder / name, data)
+        return write_json(self._path / name, data)
+
+    def relative(self, path: str | None) -> str | None:
+        """A path in the directory, such as a checkpoint's, relative to it, so that it stays right when a run is moved.
+
+        Other paths, such as those on another machine, are returned as they are.
+        """
+        inside = path is not None and Path(path).is_absolute() and Path(path).is_relative_to(self._path)
+        return str(Path(path).relative_to(self._path)) if path is not None and inside else path
 
     def append_group(self, record: GroupRecord, epoch: int) -> None:
         self.append("calls.jsonl", (line for e in record.episodes for line in call_records(e.key.text(), e.calls)))

@@ -52,7 +52,8 @@ class Validation:
         self._report.validation(record)
         if "error" not in record and (self.best is None or record["avg_reward"] > self.best["avg_reward"]):
             self.best = record
-            self._store.write("best.json", {**record, "checkpoint": self.checkpoints.get(version)})
+            checkpoint = self._store.relative(self.checkpoints.get(version))
+            self._store.write("best.json", {**record, "checkpoint": checkpoint})
         self._store.write("validation_history.json", [{k: _json(v) for k, v in r.items()} for r in self.history])
         return record
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from insitu.backend.training.batches import Row
 from insitu.backend.training.learner import Learner, TrainedVersion
 from insitu.backend.training.optimizer_loop import Progress
 from insitu.errors import InsituError, RequestRefused
+from insitu.files import write_file
 from insitu.schemas.training_jobs import JobState, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,10 @@ class TrainingQueue:
         """The job with this key; None if there is none, or it failed or was canceled (the key may then be reused)."""
         job = self._by_idempotency_key.get(idempotency_key) if idempotency_key else None
         return job if job is not None and job.state.status not in ("failed", "canceled") else None
+
+    async def check(self, settings: TrainingSettings) -> None:
+        """Raises RequestRefused if no job with these settings could be trained."""
+        await self._compute.call(self._learner.verify, settings)
 
     def submit(
         self,
@@ -163,10 +169,12 @@ class TrainingQueue:
         self._write_record(job)
 
     def _write_record(self, job: TrainingJob) -> None:
-        temporary = self._folder / f".{job.state.id}.json"
+        """The record names its checkpoint relative to the output_dir, which may be moved."""
+        state = job.state
+        if state.checkpoint is not None:
+            state = state.model_copy(update={"checkpoint": os.path.relpath(state.checkpoint, self._folder.parent)})
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(job.state.model_dump_json(indent=2) + "\n")
-            temporary.rename(self._folder / f"{job.state.id}.json")
-        except OSError as error:  # e.g. disk full: the job itself is fine
-            logger.warning("could not write the record of job %s: %s", job.state.id, error)
+            write_file(self._folder / f"{state.id}.json", state.model_dump_json(indent=2).encode() + b"\n")
+        except (OSError, InsituError) as error:  # e.g. disk full: the job itself is fine
+            logger.warning("could not write the record of job %s: %s", state.id, error)

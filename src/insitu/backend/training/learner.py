@@ -3,7 +3,6 @@
 import functools
 import logging
 import math
-import shutil
 import tempfile
 import time
 from collections.abc import Generator, Sequence
@@ -11,24 +10,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from insitu.backend.inference.engine import WeightVersion
-from insitu.backend.model import LoadedModel, load_model
+from insitu.backend.model import LoadedModel, first_not_finite, load_model
 from insitu.backend.training.batches import LogprobComputer, Row
 from insitu.backend.training.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers
 from insitu.backend.training.policy import (
     OPTIMIZER_FILE,
     TrainingRecord,
-    atomic_folder,
     build_policy,
+    check_optimizer,
     loaded_adapter,
     read_optimizer,
     read_record,
     saved_checkpoints,
     write_training_state,
 )
-from insitu.errors import JobFailed, RequestRefused
+from insitu.errors import BackendError, JobFailed, RequestRefused
+from insitu.files import delete_drafts, delete_folder, new_folder
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -83,18 +84,34 @@ class Learner:
         return [0, *self._checkpoints]
 
     def resume(self) -> None:
-        """Continues from the checkpoints of an earlier process. Raises RequestRefused if they are of another model."""
-        for folder, record in saved_checkpoints(self._folder).items():
-            if (record.started_from, record.step - record.version) != (self._origin.started_from, self._origin.step):
+        """Continues from the checkpoints that earlier processes made of the loaded model, if there are any.
+
+        Raises RequestRefused if they are of another training: its numbers would continue with other weights. The loaded
+        model may be one of them; then it must be the latest that does not continue it.
+        """
+        delete_drafts(self._folder)
+        origin, among_them = self._origin, self._origin_folder.parent == self._folder.resolve()
+        for folder, record in saved_checkpoints(self._folder):
+            started_at = record.step - record.version
+            if among_them and record.started_from == origin.started_from and record.step <= origin.step:
+                continue
+            if (record.started_from, started_at) != (origin.started_from, origin.step):
                 raise RequestRefused(
-                    f"{folder} started from {record.started_from} (step {record.step - record.version}), but this "
-                    f"backend has {self._origin.started_from} (step {self._origin.step}); choose another model name",
+                    f"{folder} continues step {started_at} of the training of {record.started_from}, but the loaded "
+                    f"model is step {origin.step} of {origin.started_from}: load that model, or use another output_dir "
+                    "or name",
                     status=409,
                     code="other_model",
                 )
             self.version = record.version
             self._checkpoints[record.version] = folder
             self._lora, self._lora_fixed = record.lora, True
+        if self.version:
+            logger.warning(
+                "%s holds a training of this model: continuing from its step %d",
+                self._folder,
+                origin.step + self.version,
+            )
 
     def delete_checkpoint(self, version: int) -> None:
         """Raises RequestRefused for the latest version, which training continues from."""
@@ -104,7 +121,7 @@ class Learner:
                 status=409,
                 code="latest_step",
             )
-        shutil.rmtree(self._checkpoints.pop(version))
+        delete_folder(self._checkpoints.pop(version))
 
     def check(self, settings: TrainingSettings) -> None:
         """Raises RequestRefused if the job's adapters differ from those being trained."""
@@ -116,6 +133,22 @@ class Learner:
                 param="settings.lora",
                 code="lora_fixed",
             )
+
+    def verify(self, settings: TrainingSettings) -> None:
+        """Raises RequestRefused if no job with these settings can be trained, whatever its rows.
+
+        Runs in the compute thread.
+        """
+        self.check(settings)
+        lora = settings.lora or self._default_lora
+        try:
+            if lora is not None and not self._lora_fixed:
+                build_policy(self.loaded, lora, settings.seed)
+            if settings.kl.beta:
+                _ = self._reference
+            check_optimizer(self._checkpoints.get(self.version) or self._origin_folder)
+        except BackendError as error:
+            raise RequestRefused(str(error), status=409, code="not_trainable") from error
 
     def run(self, settings: TrainingSettings, rows: Sequence[Row]) -> Generator[Progress, None, TrainedVersion]:
         """Yields after every micro-batch; closing it early leaves weights and optimizer unchanged.
@@ -215,11 +248,15 @@ class Learner:
             tensors |= {f"{key}.{name}": value for key, value in state.optimizer.state[parameter].items()}
             if self.loaded.dtype != torch.float32:
                 tensors[f"weights.{name}"] = parameter.detach()
-        with atomic_folder(target) as draft:
-            state.policy.save(draft, served)
-            for name, content in self._tokenizer_files.items():
-                (draft / name).write_bytes(content)
-            write_training_state(draft, record, tensors)
+        try:
+            with new_folder(target) as draft:
+                state.policy.save(draft, served)
+                for name, content in self._tokenizer_files.items():
+                    (draft / name).write_bytes(content)
+                write_training_state(draft, record, tensors)
+        except (OSError, SafetensorError) as error:
+            reason = f"the checkpoint {target} cannot be written: {error}"
+            raise JobFailed(f"{reason}; the weights from before the job were restored") from error
         return target
 
     @functools.cached_property
@@ -240,12 +277,11 @@ def _adamw(parameters: dict[str, nn.Parameter], device: torch.device) -> torch.o
 
 def _check_finite(module: nn.Module, settings: TrainingSettings) -> None:
     """Raises JobFailed for non-finite weights; no loss has been computed with those of the last step."""
-    for name, parameter in module.named_parameters():
-        if not parameter.isfinite().all():
-            raise JobFailed(
-                f"{name} is not finite after the last optimizer step (learning_rate {settings.learning_rate:g}); the "
-                "weights from before the job were restored"
-            )
+    if (name := first_not_finite(module.named_parameters())) is not None:
+        raise JobFailed(
+            f"{name} is not finite after the last optimizer step (learning_rate {settings.learning_rate:g}); the "
+            "weights from before the job were restored"
+        )
 
 
 def _same_adapters(requested: LoRASettings | None, current: LoRASettings | None) -> bool:
@@ -262,6 +298,9 @@ class Learners:
 
     def __init__(self, loaded: LoadedModel, output_dir: Path, lora: LoRASettings | None = None) -> None:
         self.default = Learner(loaded, output_dir, lora=lora)
+        self.default.resume()
+        if lora is not None and self.default.lora is None:
+            raise BackendError(f"lora_rank is {lora.rank}, but all weights of {loaded.source} were trained so far")
         self._loaded = loaded
         self._lora = lora
         self._learners = {"": self.default}

@@ -10,19 +10,18 @@ checkpoints/step_000012/
 
 import contextlib
 import copy
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import BaseModel
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from insitu.backend.model import LoadedModel, quiet_peft
+from insitu.backend.model import LoadedModel, complete_model, first_not_finite, quiet_peft, wrap_errors
 from insitu.errors import BackendError
 from insitu.schemas.training_jobs import LoRASettings
 
@@ -82,16 +81,24 @@ class TrainablePolicy:
         (folder / "README.md").unlink(missing_ok=True)
 
     def load(self, folder: Path) -> None:
-        """Loads the weights that `save` wrote."""
+        """Loads the weights that `save` wrote. Raises BackendError if they are damaged."""
         if self.lora is None:
-            model_class, attention = type(self.loaded.module), self.loaded.module.config._attn_implementation  # type: ignore[union-attr]
-            module = model_class.from_pretrained(folder, dtype=self.loaded.dtype, attn_implementation=attention)  # type: ignore[attr-defined]
-            saved: Iterable[tuple[str, Tensor]] = module.to(self.loaded.device).named_parameters()
+            attention: Any = self.loaded.module.config._attn_implementation  # type: ignore[union-attr]
+            with wrap_errors(f"the weights of {folder} could not be read"):
+                module = complete_model(type(self.loaded.module), folder, self.loaded.dtype, attention)
+            self.overwrite(module.to(self.loaded.device).named_parameters())
         else:
             prefix = f".{self.module.active_adapter}."
             short = {name.replace(prefix, "."): name for name in self.trainable}
-            saved = ((short[key], value) for key, value in load_file(folder / "adapter_model.safetensors").items())
-        self.overwrite(saved)
+            path = folder / "adapter_model.safetensors"
+            saved = _load_tensors(path)
+            if saved.keys() != short.keys():
+                different = sorted(saved.keys() ^ short.keys())[0]
+                problem = "lacks" if different in short else "has the unknown tensor"
+                raise BackendError(f"{path} is not of these adapters: it {problem} {different}")
+            self.overwrite((short[key], value) for key, value in saved.items())
+        if (name := first_not_finite(self.trainable.items())) is not None:
+            raise BackendError(f"the weights of {folder} cannot be used: {name} has NaN or infinite values")
 
     @torch.no_grad()
     def overwrite(self, values: Iterable[tuple[str, Tensor]]) -> None:
@@ -183,51 +190,38 @@ def read_record(source: str | Path) -> TrainingRecord | None:
         raise BackendError(f"{path} cannot be read: {error}") from error
 
 
-def saved_checkpoints(folder: Path) -> dict[Path, TrainingRecord]:
-    """The checkpoints in `folder`, oldest first."""
-    records = [(path, read_record(path)) for path in sorted(folder.glob("step_*"))]
-    return {path: record for path, record in records if record is not None}
+def saved_checkpoints(folder: Path) -> list[tuple[Path, TrainingRecord]]:
+    """The checkpoints in `folder`, oldest first. Raises BackendError if one has no record."""
+    found = []
+    for path in folder.glob("step_*"):
+        record = read_record(path)
+        if record is None:
+            raise BackendError(
+                f"{path} is not a checkpoint of this backend: it has no {RECORD_FILE}; move it elsewhere"
+            )
+        found.append((path, record))
+    return sorted(found, key=lambda each: each[1].step)
 
 
 def read_optimizer(folder: Path) -> dict[str, Tensor]:
-    """The optimizer state; empty if it was deleted."""
+    """The optimizer state; empty if it was deleted. Raises BackendError if it is damaged."""
     path = folder / OPTIMIZER_FILE
-    return load_file(path) if path.is_file() else {}
+    return _load_tensors(path) if path.is_file() else {}
+
+
+def check_optimizer(folder: Path) -> None:
+    """Raises BackendError if the optimizer state is damaged, without reading all of it."""
+    path = folder / OPTIMIZER_FILE
+    if path.is_file():
+        with wrap_errors(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
+            file.keys()
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    with wrap_errors(f"{path} cannot be read"):
+        return load_file(path)
 
 
 def write_training_state(folder: Path, record: TrainingRecord, optimizer: dict[str, Tensor]) -> None:
     save_file(optimizer, folder / OPTIMIZER_FILE)
     (folder / RECORD_FILE).write_text(record.model_dump_json(indent=2) + "\n")
-
-
-@contextlib.contextmanager
-def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yields a temporary folder that replaces `target` on success and is deleted on failure.
-
-    `target` is complete at any time, even after a power failure.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield draft
-        draft.chmod(0o755)
-        for path in [*draft.rglob("*"), draft]:
-            _sync(path)
-        if target.exists():
-            replaced = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-            target.rename(replaced / "old")
-            draft.rename(target)
-            shutil.rmtree(replaced)
-        else:
-            draft.rename(target)
-        _sync(target.parent)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,5 +1,6 @@
 """The models that ART clients train: each is a policy with its own names, checkpoints and logged metrics."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -17,7 +18,8 @@ from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.settings import parse_plan
 from insitu.backend.protocols.art.trajectories import ArtGroup, ArtModel, optional, optional_dict
 from insitu.backend.training.learner import Learner
-from insitu.errors import RequestRefused
+from insitu.errors import InsituError, RequestRefused
+from insitu.files import LineFile, read_line, whole_lines
 
 ARTIFACT = "wandb-artifact:///"
 """Prefix of `entity/project/name` in the serverless protocol."""
@@ -28,16 +30,20 @@ class MetricsLog:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "history.jsonl"
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        self._records: list[dict[str, Any]] = [json.loads(record) for record in lines]
+        self._records: list[dict[str, Any]] = []
+        for number, line in whole_lines(self._path) if self._path.exists() else ():
+            record = read_line(self._path, number, line)
+            if not isinstance(record.get("step"), int):
+                raise InsituError(f"{self._path}, line {number} has no step")
+            self._records.append(record)
 
     def log(self, step: int, split: str, groups: Sequence[ArtGroup]) -> None:
         """Logs the means over all trajectories of `groups`."""
         record = {"step": step, **{f"{split}/{name}": value for name, value in _means(groups).items()}}
-        self._records.append(record)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        with contextlib.closing(LineFile(self._path)) as file:  # which syncs it
+            file.append(json.dumps(record).encode() + b"\n")
+        self._records.append(record)
 
     def metrics(self, step: int) -> dict[str, float]:
         """Means of the metrics logged at this step."""
@@ -148,8 +154,18 @@ class ArtModels:
         for other in self._models.values():
             if other.model.name == model.name and other.model.key != model.key:
                 raise _name_taken(model, f"{other.model.key} is served under it")
+            if other.model.name == base:
+                raise RequestRefused(
+                    f"base_model is {base!r}, but {other.model.key} is served under that name; {self._name!r} is the "
+                    "same model",
+                    status=409,
+                    param="base_model",
+                    code="name_taken",
+                )
         if model.name == self._name:
             raise _name_taken(model, "this backend serves its own model under it (option --name)")
+        if model.name == base or model.name in self._base_names:
+            raise _name_taken(model, "the base model is served under it")
         if base != self._name:
             self._base_names[base] = None
 
@@ -158,15 +174,17 @@ class ArtModels:
         self.check(model)
         if model.key not in self._models:
             folder = self.folder(model)
-            learner = await self._compute.call(self._open_learner, model.key, folder)
+            learner = await self._compute.call(self._open_learner, model, folder)
             if model.key not in self._models:  # another request may have registered it meanwhile
                 self._models[model.key] = RegisteredModel(model, learner, MetricsLog(folder))
         return self._models[model.key]
 
-    def _open_learner(self, policy_name: str, folder: Path) -> Learner:
-        learner = self._learners.open(policy_name, folder)
+    def _open_learner(self, model: ArtModel, folder: Path) -> Learner:
+        learner = self._learners.open(model.key, folder)
+        settings = parse_plan(model, {}, {}).settings
+        learner.verify(settings.model_copy(update={"lora": settings.lora or learner.lora}))
         if learner.version:
-            self._engine.publish(learner.load_version(learner.version), learner.version, policy_name)
+            self._engine.publish(learner.load_version(learner.version), learner.version, model.key)
         return learner
 
     def get(self, model_id: str) -> RegisteredModel:

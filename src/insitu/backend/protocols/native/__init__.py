@@ -2,19 +2,21 @@
 
 from collections.abc import AsyncIterator
 
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from insitu.backend.http import ApiRoute
+from insitu.backend.http import ApiRoute, parse_json, read_body, validation_refusal
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job
 from insitu.backend.training.jobs import TrainingJob, TrainingQueue
 from insitu.errors import RequestRefused
 from insitu.http_format import format_event
 from insitu.schemas.episodes import TrainingRow
-from insitu.schemas.training_jobs import JobState
+from insitu.schemas.training_jobs import JobState, TrainingSettings
 
 BASE = "/v1/train/jobs"
+MAX_SETTINGS_BYTES = 1 << 20
 
 
 def routes(services: Services) -> list[ApiRoute]:
@@ -37,6 +39,14 @@ def job_routes(jobs: TrainingQueue, limits: Limits) -> list[ApiRoute]:
             job = jobs.submit(key, settings, rows)
         return _state_response(job)
 
+    async def check(request: Request) -> Response:
+        try:
+            settings = TrainingSettings.model_validate(parse_json(await read_body(request.receive, MAX_SETTINGS_BYTES)))
+        except ValidationError as error:
+            raise validation_refusal(error) from None
+        await jobs.check(settings)
+        return Response(settings.model_dump_json(), media_type="application/json")
+
     async def state(request: Request) -> Response:
         return _state_response(jobs.get(request.path_params["id"]))
 
@@ -57,6 +67,14 @@ def job_routes(jobs: TrainingQueue, limits: Limits) -> list[ApiRoute]:
             request_type="application/x-ndjson",
             response=JobState,
             headers=["Idempotency-Key"],
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/train/check",
+            check,
+            "Check whether jobs with these settings can be trained; returns them with all defaults",
+            request=[TrainingSettings],
+            response=TrainingSettings,
         ),
         ApiRoute("GET", f"{BASE}/{{id}}", state, "State of a job", response=JobState),
         ApiRoute("GET", f"{BASE}/{{id}}/events", events, "States of a job as they change", events=JobState),

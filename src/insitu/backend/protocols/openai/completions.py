@@ -1,6 +1,7 @@
 """The endpoint of chat and text completions: a request in, the engine's outputs out."""
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ MAX_BODY = 16 * 2**20
 WATCH_DELAY = 0.5
 """Seconds before the endpoint watches for a disconnect; most completions have finished by then."""
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Job = tuple[SamplingRequest, list[GenerationRequest], WeightVersion]
 
@@ -28,12 +31,15 @@ class SampleLog:
     """Appends a JSON line per completed choice to a file."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        self._failed = False
         try:
-            self._file = path.open("ab")
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise BackendError(f"log_samples is {path}, which cannot be written: {error.strerror}") from error
 
     def write(self, requests: Sequence[GenerationRequest], outputs: Sequence[OutputDelta], streamed: bool) -> None:
+        lines = []
         for (prompt, params), output in zip(requests, outputs, strict=True):
             line = {
                 "prompt_token_ids": prompt,
@@ -44,8 +50,13 @@ class SampleLog:
                 "finish_reason": output.finish_reason,
                 "streamed": streamed,
             }
-            self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
-        self._file.flush()
+            lines.append(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+        try:
+            if not self._failed:
+                self._file.write(b"".join(lines))
+        except OSError as error:  # e.g. a full disk: completions do not depend on their log
+            self._failed = True
+            logger.error("%s cannot be written, no more samples are logged: %s", self._path, error.strerror)
 
 
 class CompletionEndpoint:

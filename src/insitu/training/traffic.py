@@ -1,14 +1,13 @@
-"""Checks that what was sampled is what is trained: by the same weights, and all of it in episodes."""
+"""Finds completions that the policy's server has sampled for nobody in the run."""
 
 from collections import Counter
 
 import aiohttp
 
 from insitu.builder import Builder
-from insitu.errors import BackendError
 from insitu.registry import LLM
 from insitu.schemas.episodes import Episode
-from insitu.schemas.finetuning import PolicyEndpoint, TrajectoryCollection
+from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.workflow.llms import ModelClient
 
 _METRIC = "vllm:request_success_total"
@@ -74,23 +73,3 @@ class PolicyTraffic:
 
 def _normal(url: str) -> str:
     return url.rstrip("/")
-
-
-def check_versions(collection: TrajectoryCollection, served: PolicyEndpoint | None) -> None:
-    """Raises BackendError if a call to train on was not sampled from the served policy version.
-
-    If a call reports no version, its requested model name must match.
-    """
-    if served is None or served.version is None:
-        return
-    name = served.model.removesuffix(f"@{served.version}")
-    for trajectory in (t for group in collection.trajectories for t in group):
-        for call in (trajectory.calls[index] for index in trajectory.trained_calls):
-            version = call.policy_version
-            unreported = version is None and call.model in (name, f"{name}@{served.version}")
-            if version != served.version and not unreported:
-                raise BackendError(
-                    f"episode {trajectory.id}: a call to train on requested model {call.model!r} and was sampled at "
-                    f"policy version {version}, but the adapter trains {name!r}, which is at version "
-                    f"{served.version}; use an llm of _type: policy"
-                )

@@ -1,0 +1,372 @@
+"""Durable files: synced replacement, appended lines, tolerant reading, and folders that one process owns.
+
+write_file, new_folder    complete or absent at any time, even after a power failure
+LineFile, whole_lines     appended lines; a last line torn by a crash is reported and dropped
+FolderLock                one process per folder, on one machine or on several that share it
+
+All files and folders have ordinary permissions, those that the umask leaves.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from insitu.errors import ConfigError, InsituError
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = ".lock"
+_OWNER_SECONDS = 1.0
+"""Time for a process that has just locked a folder to write who it is."""
+_NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
+
+
+def cannot_write(path: Path, error: OSError) -> InsituError:
+    return InsituError(f"{path} cannot be written: {error.strerror or error}")
+
+
+def writable_folder(folder: Path, key: str) -> Path:
+    """Creates `folder`, also behind a symbolic link; returns it with links resolved.
+
+    Raises ConfigError naming its `key` if it is not writable.
+    """
+    try:
+        resolved = folder.resolve()
+        if resolved.exists() and not resolved.is_dir():
+            raise ConfigError(f"{key}: {folder} is a file, not a folder")
+        resolved.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=resolved):
+            pass
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{key}: cannot write to {folder}: {reason}") from error
+    return resolved
+
+
+def write_file(path: Path, content: bytes) -> Path:
+    """Replaces a file, synced: at any time it has its old or its new content. Raises InsituError."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            _sync(file.fileno())
+        draft.replace(path)
+        sync_path(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise cannot_write(path, error) from error
+    return path
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yields a draft that becomes `target` on success and is deleted on failure.
+
+    Raises InsituError if `target` exists. The process must own the parent folder: the draft of an earlier process that
+    was killed is deleted.
+    """
+    if target.exists():
+        raise InsituError(f"{target} exists already; it is not overwritten")
+    draft = target.with_name(f".{target.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        _open_to_readers(draft)
+        for path in [*draft.rglob("*"), draft]:
+            sync_path(path)
+        draft.rename(target)
+        sync_path(target.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def delete_folder(folder: Path) -> None:
+    """Deletes a folder with its files; if the process is killed meanwhile, it is complete or absent."""
+    doomed = folder.with_name(f".{folder.name}.draft")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def delete_drafts(folder: Path) -> None:
+    """Deletes what `new_folder` and `delete_folder` left in `folder` when their process was killed."""
+    for draft in folder.glob(".*.draft"):
+        logger.warning("deleting %s, left by a process that was killed", draft)
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _open_to_readers(folder: Path) -> None:
+    """Gives all files of a new folder ordinary permissions; libraries write some of them for their owner only."""
+    probe = folder / ".permissions"
+    probe.touch()
+    permissions = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and stat.S_IMODE(path.stat().st_mode) != permissions:
+            path.chmod(permissions)
+
+
+def sync_path(path: Path) -> None:
+    """Makes a file, or the entries of a folder, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:  # pipes and devices, folders on some file systems
+            raise
+
+
+class LineFile:
+    """Appends whole lines to a file that this process owns.
+
+    Appended lines survive the end of the process; after `sync` they survive a power failure. A last line that was torn
+    by a crash is removed first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unsynced = False
+        try:
+            created = not path.exists()
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._size = self._remove_torn_line()
+            if created:
+                sync_path(path.parent)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+    @property
+    def empty(self) -> bool:
+        return self._size == 0
+
+    def append(self, lines: bytes) -> None:
+        """Appends all of the lines, or none. Raises InsituError."""
+        rest = memoryview(lines)
+        self._unsynced = True
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self._size)
+            raise cannot_write(self._path, error) from error
+        self._size += len(lines)
+
+    def sync(self) -> None:
+        """Raises InsituError."""
+        try:
+            if self._unsynced:
+                _sync(self._descriptor)
+        except OSError as error:
+            raise cannot_write(self._path, error) from error
+        self._unsynced = False
+
+    def close(self) -> None:
+        """Syncs and closes. Raises InsituError."""
+        try:
+            self.sync()
+        finally:
+            os.close(self._descriptor)
+
+    def _remove_torn_line(self) -> int:
+        """Returns the size of the file."""
+        size = kept = os.fstat(self._descriptor).st_size
+        while kept and os.pread(self._descriptor, 1, kept - 1) != b"\n":
+            start = max(kept - 4096, 0)
+            kept = start + os.pread(self._descriptor, kept - start, start).rfind(b"\n") + 1
+        if kept < size:
+            logger.warning("%s: removed an incomplete last line (%d bytes), torn by a crash", self._path, size - kept)
+            os.ftruncate(self._descriptor, kept)
+        return kept
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbers and bytes of the lines of a file, without an incomplete last one, which is reported."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):
+                yield number, line
+            else:
+                logger.warning("%s: skipped an incomplete last line: it is being written, or a crash tore it", path)
+
+
+def read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """The JSON object in a line. Raises InsituError naming the file and the line."""
+    return _as_object(f"{path}, line {number}", line)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises InsituError naming the file."""
+    try:
+        return _as_object(str(path), path.read_bytes())
+    except OSError as error:
+        raise InsituError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _as_object(where: str, data: bytes) -> dict[str, Any]:
+    try:
+        value = load_json(data)
+    except (ValueError, RecursionError) as error:
+        raise InsituError(f"{where} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InsituError(f"{where} is not a JSON object: {value!r:.80}")
+    return value
+
+
+def load_json(data: bytes) -> Any:
+    """Parses JSON, also with a byte order mark, lone surrogates or NaN. Raises ValueError."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return json.loads(data)
+
+
+class _Owner(NamedTuple):
+    """The process that wrote a lock file."""
+
+    pid: int
+    host: str
+    since: str
+
+    @property
+    def here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    @property
+    def ended(self) -> bool:
+        """Known for processes of this machine only."""
+        if not self.here:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:  # a process of another user
+            pass
+        return False
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} (since {self.since})"
+
+
+class FolderLock:
+    """Exclusive use of a folder, until `release` or the end of the process.
+
+    The lock is the kernel's (flock) on a file in the folder that names process and host, so it also holds between
+    machines that share a network file system with locks. On a file system without locks the file alone counts: a
+    process of another machine that was killed must be cleared by hand, and the message says so. Raises ConfigError
+    naming `key` if another process, or this one, has the folder for longer than `wait` seconds.
+    """
+
+    def __init__(self, folder: Path, key: str, wait: float = 0.0) -> None:
+        self._path = folder.resolve() / LOCK_FILE
+        self._key = key
+        deadline = time.monotonic() + wait
+        while (descriptor := self._try()) is None:
+            if time.monotonic() >= deadline:
+                owner = self._read_owner() or "another process"
+                raise ConfigError(
+                    f"{key}: {folder} is in use by {owner}; wait until it has ended or use another folder"
+                )
+            time.sleep(0.05)
+        self._descriptor: int | None = descriptor
+        owner = _Owner(os.getpid(), socket.gethostname(), datetime.now(UTC).isoformat(timespec="seconds"))
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(owner._asdict()).encode() + b"\n", 0)
+
+    def release(self) -> None:
+        """The folder may have been renamed since, and its path may be another process's by now."""
+        if self._descriptor is None:
+            return
+        descriptor, self._descriptor = self._descriptor, None
+        with contextlib.suppress(OSError):  # the kernel unlocks it anyway
+            os.ftruncate(descriptor, 0)
+            if _is_open_at(descriptor, self._path):
+                self._path.unlink()
+        os.close(descriptor)
+
+    def __enter__(self) -> "FolderLock":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    def _try(self) -> int | None:
+        """The descriptor of the locked file; None if another process has it."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise ConfigError(f"{self._key}: cannot write to {self._path}: {error.strerror}") from error
+        locked = False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = _is_open_at(descriptor, self._path)  # its last owner may have deleted it meanwhile
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise ConfigError(f"{self._key}: cannot lock {self._path}: {error.strerror}") from error
+            locked = self._take_without_lock()
+        finally:
+            if not locked:
+                os.close(descriptor)
+        return descriptor if locked else None
+
+    def _take_without_lock(self) -> bool:
+        """Whether the folder is free, as far as the file tells."""
+        owner = _parse_owner(self._path)
+        if owner is None or owner.ended:
+            return True
+        if not owner.here:
+            raise ConfigError(
+                f"{self._key}: {self._path.parent} is in use by {owner}, and its file system has no locks that would "
+                f"tell whether that process still runs; if it does not, delete {self._path}"
+            )
+        return False
+
+    def _read_owner(self) -> _Owner | None:
+        """Waits for a process that has just locked the folder: until then the file may name the one before."""
+        deadline = time.monotonic() + _OWNER_SECONDS
+        while ((owner := _parse_owner(self._path)) is None or owner.ended) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return owner
+
+
+def _parse_owner(path: Path) -> _Owner | None:
+    try:
+        return _Owner(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _is_open_at(descriptor: int, path: Path) -> bool:
+    """Whether a descriptor is of the file that is at this path now."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,72 @@
+"""Finds the weights that the names of a run, `best` and `latest` stand for.
+
+best, latest                    of the run in `finetuning.output_dir`
+RUN_DIR/best, RUN_DIR/latest    of another run
+RUN_DIR                         its best, or its latest if it was never validated
+FOLDER                          any folder of weights
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from insitu.config import Config
+from insitu.errors import ConfigError
+from insitu.files import read_object
+from insitu.training.store import BACKEND_FOLDER, OUTPUT_DIR, RUN_FILES
+
+_NAMES = ("best", "latest")
+
+
+class Checkpoint(NamedTuple):
+    """A folder of weights, None for those that the run started from; `note` says how it was chosen, if it was."""
+
+    folder: Path | None
+    note: str | None = None
+
+
+def find_checkpoint(config: Config, name: str | Path, key: str) -> Checkpoint:
+    """Raises ConfigError naming `key`, the option or key of the file, if there are no such weights."""
+    path = Path(name)
+    if str(path) in _NAMES:
+        run = config.moved_path(Path(config.finetuning.output_dir))
+        if not _is_run(run):
+            raise ConfigError(f"{key}: {path} is of the run in {OUTPUT_DIR}, but {run} holds no run")
+        return _of_run(run, str(path), key)
+    try:
+        folder = config.find_path(path, key)
+    except ConfigError:
+        if path.name not in _NAMES or not _is_run(run := config.find_path(path.parent, key)):
+            raise
+        return _of_run(run, path.name, key)
+    if _is_model(folder) or not _is_run(folder):
+        return Checkpoint(folder)
+    return _of_run(folder, "best" if (folder / "best.json").exists() else "latest", key)
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in RUN_FILES)
+
+
+def _of_run(run: Path, name: str, key: str) -> Checkpoint:
+    saved = run / BACKEND_FOLDER / "checkpoints"
+    if name == "latest":
+        folders = sorted(saved.glob("step_*"), key=lambda folder: (len(folder.name), folder.name))
+        if not folders:
+            raise ConfigError(f"{key}: {saved} holds no checkpoints; a backend at a url keeps its own elsewhere")
+        return Checkpoint(folders[-1], f"the latest of {run}")
+    if not (run / "best.json").exists():
+        raise ConfigError(f"{key}: {run} has no best.json: it was never validated; {run}/latest is its newest")
+    record = read_object(run / "best.json")
+    note = f"the best of {run}: {record.get('avg_reward')} at epoch {record.get('epoch')}"
+    checkpoint = record.get("checkpoint")
+    if checkpoint is None:
+        return Checkpoint(None, f"{note}, before training")
+    folder = saved / Path(checkpoint).name  # earlier releases wrote paths that a move made wrong
+    folder = folder if folder.is_dir() else run / checkpoint
+    if not folder.is_dir():
+        raise ConfigError(f"{key}: {run / 'best.json'} names {checkpoint}, which does not exist here")
+    return Checkpoint(folder, note)

@@ -1,0 +1,112 @@
+"""What `--checkpoint` and `model` may name: folders, runs, and their best and latest weights; also after a move."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from insitu.config import Config, load_config
+from insitu.errors import ConfigError, InsituError
+from insitu.training.checkpoints import find_checkpoint
+
+
+def make_run(folder: Path, steps: int = 3, best: Any = "backend/checkpoints/step_000002") -> Path:
+    for step in range(1, steps + 1):
+        checkpoint = folder / f"backend/checkpoints/step_{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "config.json").write_text("{}")
+    folder.mkdir(exist_ok=True)
+    (folder / "run.json").write_text("{}")
+    (folder / "best.json").write_text(json.dumps({"avg_reward": 0.5, "epoch": 2, "checkpoint": best}))
+    return folder
+
+
+@pytest.fixture
+def config(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Of a file whose run is in `runs/agent`, which is there."""
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs/agent")
+    return load_config(write({"finetuning": {"output_dir": "runs/agent"}}))
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "note"),
+    [
+        ("best", 2, "the best of runs/agent: 0.5 at epoch 2"),
+        ("latest", 3, "the latest of runs/agent"),
+        ("runs/agent", 2, "the best of "),
+        ("runs/agent/latest", 3, "the latest of "),
+        ("runs/agent/best", 2, "the best of "),
+        ("runs/agent/backend/checkpoints/step_000001", 1, None),
+    ],
+)
+def test_weights_of_a_run_are_found_by_name(config: Config, name: str, step: int, note: str | None) -> None:
+    found = find_checkpoint(config, name, "--checkpoint")
+    assert found.folder is not None
+    assert found.folder.resolve() == Path(f"runs/agent/backend/checkpoints/step_{step:06d}").resolve()
+    assert (found.note or "").startswith(note or "")
+    assert (found.note is None) == (note is None)
+
+
+def test_without_validation_a_run_stands_for_its_latest_weights(config: Config) -> None:
+    Path("runs/agent/best.json").unlink()
+    found = find_checkpoint(config, "runs/agent", "--checkpoint").folder
+    assert found is not None
+    assert found.name == "step_000003"
+    with pytest.raises(ConfigError, match=r"--checkpoint: .* has no best.json: it was never validated"):
+        find_checkpoint(config, "best", "--checkpoint")
+
+
+def test_the_best_may_be_what_the_run_started_from(config: Config) -> None:
+    make_run(Path("runs/worse"), best=None)
+    assert find_checkpoint(config, "runs/worse", "key").folder is None
+
+
+def test_a_moved_run_names_its_own_weights(config: Config) -> None:
+    """Also one of an earlier release, which wrote absolute paths."""
+    old = str(Path("runs/agent/backend/checkpoints/step_000001").resolve())
+    make_run(Path("runs/old"), best=old)
+    for run, step in (("runs/agent", "step_000002"), ("runs/old", "step_000001")):
+        Path(run).rename(f"{run}.1")
+        make_run(Path(run), steps=0)
+        found = find_checkpoint(config, f"{run}.1", "key").folder
+        assert found is not None
+        assert found.resolve() == Path(f"{run}.1/backend/checkpoints/{step}").resolve()
+
+
+def test_paths_of_the_file_follow_a_run_that_was_moved_aside(config: Config) -> None:
+    Path("runs/agent").rename("runs/agent.1")
+    make_run(Path("runs/agent"))  # the new run has checkpoints of the same names
+    config.moved[Path("runs/agent").resolve()] = Path("runs/agent.1").resolve()
+    for name in ("latest", "runs/agent/latest", "runs/agent/backend/checkpoints/step_000003"):
+        found = find_checkpoint(config, name, "the trainer adapter's model").folder
+        assert found == Path("runs/agent.1/backend/checkpoints/step_000003").resolve()
+    assert config.find_path("runs/agent/run.json", "key") == Path("runs/agent.1/run.json").resolve()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("runs/nowhere/best", "--checkpoint: 'runs/nowhere' does not exist"),
+        ("runs/nowhere", "--checkpoint: 'runs/nowhere' does not exist"),
+        ("runs/remote/latest", "checkpoints holds no checkpoints; a backend at a url keeps its own elsewhere"),
+        ("runs/remote/best", "best.json names /srv/gpu/step_000009, which does not exist here"),
+        ("runs/damaged/best", "best.json is not JSON"),
+    ],
+)
+def test_what_is_not_there_is_named(config: Config, name: str, says: str) -> None:
+    make_run(Path("runs/remote"), steps=0, best="/srv/gpu/step_000009")
+    (make_run(Path("runs/damaged")) / "best.json").write_text('{"avg')
+    with pytest.raises(InsituError) as caught:
+        find_checkpoint(config, name, "--checkpoint")
+    assert says in str(caught.value)
+
+
+def test_best_needs_a_run_in_the_output_dir(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(write({"finetuning": {"output_dir": "runs/agent"}}))
+    with pytest.raises(
+        ConfigError, match=r"--checkpoint: best is of the run in finetuning\.output_dir, but runs/agent"
+    ):
+        find_checkpoint(config, "best", "--checkpoint")

@@ -1,0 +1,235 @@
+"""Files that survive crashes, power failures and full disks, and folders that one process owns."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from factories import disk_space, power_failures
+
+from insitu.errors import ConfigError, InsituError
+from insitu.files import (
+    LOCK_FILE,
+    FolderLock,
+    LineFile,
+    delete_drafts,
+    delete_folder,
+    new_folder,
+    read_line,
+    whole_lines,
+    writable_folder,
+    write_file,
+)
+
+
+@contextmanager
+def umask(value: int) -> Iterator[None]:
+    before = os.umask(value)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def permissions(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+# whole files and folders
+
+
+def test_a_replaced_file_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    survives = power_failures(monkeypatch)
+    path = write_file(tmp_path / "best.json", b"new")
+    assert survives(path)
+    assert survives(tmp_path)
+    path.write_bytes(b"behind our back")
+    assert not survives(path)
+
+
+def test_a_file_that_cannot_be_written_keeps_its_content_and_is_named(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "best.json", b"old")
+    with disk_space(10_000), pytest.raises(InsituError, match=r"best\.json cannot be written: File too large$"):
+        write_file(path, b"x" * 100_000)
+    assert path.read_bytes() == b"old"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_folder_is_complete_or_absent_and_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    survives = power_failures(monkeypatch)
+    target = tmp_path / "step_000001"
+    (tmp_path / ".step_000001.draft").mkdir()  # of a process that was killed
+    (tmp_path / ".step_000001.draft/half").write_text("x")
+    with new_folder(target) as draft:
+        (draft / "deep").mkdir()
+        (draft / "deep/weights").write_text("x")
+        assert not target.exists()
+    assert [path.name for path in tmp_path.rglob("*")] == ["step_000001", "deep", "weights"]
+    assert all(survives(path) for path in (target / "deep/weights", target / "deep", tmp_path))
+    with pytest.raises(InsituError, match=r"step_000001 exists already; it is not overwritten"), new_folder(target):
+        pass
+    with suppress(InterruptedError), new_folder(tmp_path / "step_000002") as draft:
+        (draft / "half").write_text("x")
+        raise InterruptedError
+    delete_folder(target)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_a_killed_process_left_is_deleted_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / ".step_000001.draft").mkdir()
+    (tmp_path / "step_000002").mkdir()
+    delete_drafts(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
+    assert ".step_000001.draft, left by a process that was killed" in caplog.text
+
+
+@pytest.mark.parametrize(("mask", "file", "folder"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750)])
+def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path, mask: int, file: int, folder: int) -> None:
+    with umask(mask):
+        written = write_file(tmp_path / "run.json", b"{}")
+        with new_folder(tmp_path / "step") as draft:
+            os.close(os.open(draft / "private", os.O_CREAT, 0o600))
+        with closing(LineFile(tmp_path / "lines.jsonl")):
+            pass
+    for path in (written, tmp_path / "step/private", tmp_path / "lines.jsonl"):
+        assert permissions(path) == file
+    assert permissions(tmp_path / "step") == folder
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_its_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path, reason in (
+        ("file", "file is a file, not a folder"),
+        ("file/below", "cannot write to .*file/below: Not a directory"),
+        ("loop", "cannot write to .*loop: "),
+    ):
+        with pytest.raises(ConfigError, match=f"^output_dir: .*{reason}"):
+            writable_folder(tmp_path / path, "output_dir")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    assert writable_folder(tmp_path / "link", "output_dir") == tmp_path / "elsewhere"
+    assert (tmp_path / "link").is_dir()
+
+
+# lines
+
+
+def test_lines_survive_a_power_failure_once_they_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    survives = power_failures(monkeypatch)
+    path = tmp_path / "episodes.jsonl"
+    with closing(LineFile(path)) as file:
+        assert survives(tmp_path)
+        file.append(b'{"a": 1}\n')
+        assert path.read_bytes() == b'{"a": 1}\n'
+        assert not survives(path)
+        file.sync()
+        assert survives(path)
+        file.append(b'{"a": 2}\n')
+    assert survives(path)
+
+
+@pytest.mark.parametrize("torn", [b'{"a": 3', b"\0" * 5000, b"{"])
+def test_a_torn_last_line_is_skipped_by_readers_and_removed_by_the_writer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, torn: bytes
+) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": 2}\n' + torn)
+    assert [read_line(path, *line) for line in whole_lines(path)] == [{"a": 1}, {"a": 2}]
+    assert f"{path}: skipped an incomplete last line" in caplog.text
+    with closing(LineFile(path)) as file:
+        assert not file.empty
+        file.append(b'{"a": 4}\n')
+    assert f"{path}: removed an incomplete last line ({len(torn)} bytes)" in caplog.text
+    assert path.read_bytes() == b'{"a": 1}\n{"a": 2}\n{"a": 4}\n'
+    path.write_bytes(torn)
+    with closing(LineFile(path)) as file:
+        assert file.empty
+
+
+@pytest.mark.parametrize("line", [b"nonsense\n", b"[1]\n", b"[" * 100_000 + b"\n", b"\xff\n"])
+def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
+    with pytest.raises(InsituError, match=r"^here, line 7 is not "):
+        read_line(Path("here"), 7, line)
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    with closing(LineFile(path)) as file:
+        file.append(b'{"a": 1}\n')
+        with disk_space(10_000), pytest.raises(InsituError, match=r"calls\.jsonl cannot be written: File too large"):
+            file.append(b"x" * 100_000 + b"\n")
+        assert path.read_bytes() == b'{"a": 1}\n'
+        file.append(b'{"a": 2}\n')
+    assert path.read_bytes() == b'{"a": 1}\n{"a": 2}\n'
+
+
+# folders of one process
+
+
+def test_a_folder_belongs_to_one_process_which_the_others_can_name(tmp_path: Path) -> None:
+    with FolderLock(tmp_path, "output_dir"):
+        us = f"process {os.getpid()} on {socket.gethostname()} (since "
+        with pytest.raises(ConfigError) as refused:
+            FolderLock(tmp_path, "output_dir")
+        assert str(refused.value).startswith(f"output_dir: {tmp_path} is in use by {us}")
+    assert [*tmp_path.iterdir()] == []
+    FolderLock(tmp_path, "output_dir").release()
+
+
+def test_the_folder_of_a_killed_process_is_free(tmp_path: Path) -> None:
+    code = """if True:
+        import os, sys
+        from pathlib import Path
+        from insitu.files import FolderLock
+        lock = FolderLock(Path(sys.argv[1]), "output_dir")
+        print("locked", flush=True)
+        sys.stdin.read()"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"locked\n"
+        with pytest.raises(ConfigError, match=f"is in use by process {process.pid} on "):
+            FolderLock(tmp_path, "output_dir")
+        process.kill()
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == process.pid
+    with FolderLock(tmp_path, "output_dir"):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+
+
+def test_a_lock_moves_with_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    moved = FolderLock(tmp_path / "run", "output_dir")
+    (tmp_path / "run").rename(tmp_path / "run.1")
+    (tmp_path / "run").mkdir()
+    with FolderLock(tmp_path / "run", "output_dir"):
+        with pytest.raises(ConfigError, match=r"run\.1 is in use by"):
+            FolderLock(tmp_path / "run.1", "output_dir")
+        moved.release()
+        assert (tmp_path / "run" / LOCK_FILE).exists()
+    FolderLock(tmp_path / "run.1", "output_dir").release()
+
+
+def test_without_locks_in_the_file_system_the_file_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network file systems: a process elsewhere cannot be seen, so that its user decides."""
+
+    def not_supported(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(fcntl, "flock", not_supported)
+    with FolderLock(tmp_path, "output_dir"), pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
+        FolderLock(tmp_path, "output_dir")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    here = {"pid": ended.pid, "host": socket.gethostname(), "since": "then"}
+    (tmp_path / LOCK_FILE).write_text(json.dumps(here))
+    FolderLock(tmp_path, "output_dir").release()
+    (tmp_path / LOCK_FILE).write_text(json.dumps(here | {"host": "node-7"}))
+    with pytest.raises(ConfigError, match=rf"process {ended.pid} on node-7 .* if it does not, delete .*{LOCK_FILE}$"):
+        FolderLock(tmp_path, "output_dir")
