@@ -24,6 +24,7 @@ from insitu.registry import register_trainer
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import (
     FinetuneConfig,
+    PolicyEndpoint,
     TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
