@@ -1,8 +1,8 @@
 """A small workflow for tests of whole runs: the model answers, the evaluator likes large digits.
 
-A row's question says what happens: {"say": text} asks the model; "earn" is its step reward; "raise", "hang" and
-"block" fail each in its way; "mark" is a file that gets a character for each episode; "score" is what the evaluator
-gives, "nan" and "none" among it.
+A row's question says what happens: {"say": text} asks the model, with "stream" for a streamed answer; "earn" is its
+step reward; "raise", "hang" and "block" fail each in its way; "mark" is a file that gets a character for each episode;
+"score" is what the evaluator gives, "nan" and "none" among it.
 """
 
 import asyncio
@@ -25,7 +25,14 @@ async def ask(config: AskConfig, builder: Builder):
     llm = await builder.get_llm(config.llm)
 
     async def answer(question: dict[str, Any]) -> str:
-        reply = await llm.complete([{"role": "user", "content": question["say"]}])
+        messages = [{"role": "user", "content": question["say"]}]
+        if question.get("stream"):
+            chunks = await llm.client.chat.completions.create(
+                model=llm.model, messages=messages, stream=True, **llm.params
+            )
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+        else:
+            text = (await llm.complete(messages)).choices[0].message.content
         if "earn" in question:
             Context.get().reward(question["earn"])
         if "raise" in question:
@@ -37,7 +44,7 @@ async def ask(config: AskConfig, builder: Builder):
             time.sleep(600)  # noqa: ASYNC251 (it is the mistake to be made)
         if "hang" in question:
             await asyncio.sleep(600)
-        return f"{question.get('score', '')}|{reply.choices[0].message.content}"
+        return f"{question.get('score', '')}|{text}"
 
     yield FunctionInfo.from_fn(answer, description="asks the model")
 

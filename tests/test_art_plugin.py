@@ -51,6 +51,8 @@ def test_the_documented_blocks_and_their_defaults() -> None:
         "api_key": "default",
         "delete_old_checkpoints": False,
         "lost_reply_timeout": 600.0,
+        "read_timeout": 60.0,
+        "retry_timeout": 600.0,
     }
     assert config.training.model_dump() == {"learning_rate": 5e-5, "beta": 0.0}
     assert "secret" not in repr(ARTTrainerAdapterConfig.model_validate({"backend": BACKEND | {"api_key": "secret"}}))

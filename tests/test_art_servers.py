@@ -36,22 +36,23 @@ def chunk(body: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def remote(**answers: bytes) -> AsyncIterator[_RemoteBackend]:
-    """A client of a server that answers each path, less its slashes, with the same bytes."""
+async def remote(*first: bytes, **answers: bytes) -> AsyncIterator[_RemoteBackend]:
+    """A client of a server that answers each path, less its slashes, with the same bytes; after `first`, to any."""
+    waiting = [*first]
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         length = next((line.partition(":")[2] for line in head.splitlines() if line.startswith("content-length")), "0")
         await reader.readexactly(int(length))
         path = head.split()[1].replace("/", "")
-        writer.write(answers.get(path, reply(b"", "404 Not Found")))
+        writer.write(waiting.pop(0) if waiting else answers.get(path, reply(b"", "404 Not Found")))
         await writer.drain()
         writer.close()
         await writer.wait_closed()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        found = _RemoteBackend(address, "default")
+        found = _RemoteBackend(address, "default", read_timeout=0.3, retry_timeout=0.5)
         found.inference_url = f"{address}/v1"
         try:
             yield found
@@ -105,7 +106,7 @@ async def test_an_answer_of_something_else_is_named(path: str, body: bytes) -> N
             "_prepare_backend_for_training": lambda: backend._prepare_backend_for_training(Told(), None),
             "v1models": backend.refresh_served_names,
         }
-        with pytest.raises(BackendError, match=r"returned unexpected data .*: is it an ART server\?") as caught:
+        with pytest.raises(BackendError, match=r"returned unexpected data .*; is it the right server\?") as caught:
             await asked[path]()
         assert not isinstance(caught.value, BackendUnavailable)
 
@@ -128,3 +129,39 @@ async def test_why_a_training_has_failed_is_asked_where_it_is_told() -> None:
         assert await backend.failure_message("run/3/5") is None
     async with remote() as backend:  # ART's own has no such page
         assert await backend.failure_message("run/2/5") is None
+
+
+BUSY = [
+    reply(HTML, "503 Service Unavailable"),
+    reply(b"", "429 Too Many Requests"),
+    reply(b"[", "200 OK", "Content-Length: 9"),
+]
+
+
+async def test_transient_errors_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("insitu.connection._FIRST_DELAY", 0.001)
+    for path, body, request in (
+        ("healthcheck", b"", lambda backend: backend.check_health()),
+        ("register", b"null", lambda backend: backend.register(Told())),
+        ("_get_step", b"5", lambda backend: backend._get_step(Told())),
+        ("v1models", b'{"data": [{"id": "agent"}]}', lambda backend: backend.refresh_served_names()),
+        ("_log", b"null", lambda backend: backend._log(Told(), [])),
+    ):
+        async with remote(*BUSY, **{path: reply(body)}) as backend:
+            await request(backend)
+
+
+async def test_a_server_that_stays_silent_is_given_up() -> None:
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await ended.wait()
+        writer.close()
+
+    ended = asyncio.Event()
+    async with await asyncio.start_server(hang, "127.0.0.1", 0) as server:
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        backend = _RemoteBackend(address, "default", read_timeout=0.1, retry_timeout=0.2)
+        for request in (backend.check_health(), backend._get_step(Told())):
+            with pytest.raises(BackendUnavailable, match=r"no data for 0.1 s \(read_timeout\); gave up after 0 s"):
+                await request
+        ended.set()
+        await backend.close()

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import served_plugin
 import yaml
+from aiohttp import web
 from fake_openai import FakeOpenAI
 from tiny_models import save_tiny_model
 
@@ -25,7 +26,7 @@ from insitu.errors import BackendUnavailable, ConfigError, RequestRefused
 from insitu.evaluation import service as service_module
 from insitu.evaluation.collector import open_workflow
 from insitu.evaluation.episodes import EpisodeOptions, run_episode
-from insitu.evaluation.remote import EPISODES, RemoteWorkflow, decode, encode
+from insitu.evaluation.remote import EPISODES, PROTOCOL, RemoteWorkflow, decode, encode
 from insitu.evaluation.run import EvaluationRun
 from insitu.evaluation.service import WorkflowService
 from insitu.plugin_api import Builder, PolicyEndpoint
@@ -224,6 +225,45 @@ async def test_other_servers_are_refused(config: Config) -> None:
         async with RemoteWorkflow(other.base_url.removesuffix("/v1"), 5) as remote:
             lost = await run_episode(remote.attempt, EvalInputItem(id="x"), key("x"), RULES)
     assert lost.reason == "backend_error"
+
+
+@asynccontextmanager
+async def describing(*statuses: int, port: int = 0) -> AsyncIterator[int]:
+    """A server on a port that answers with these statuses, then describes itself as a workflow service."""
+    waiting = [*statuses]
+
+    async def answer(request: web.Request) -> web.Response:
+        if waiting:
+            return web.Response(status=waiting.pop(0))
+        return web.json_response({"protocol": PROTOCOL, "source": "f", "llms": []})
+
+    app = web.Application()
+    app.router.add_get(EPISODES, answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+    assert not waiting
+
+
+async def test_a_service_that_is_busy_or_restarts_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("insitu.connection._FIRST_DELAY", 0.001)
+    async with describing(503, 429) as port, RemoteWorkflow(f"http://127.0.0.1:{port}", 60) as remote:
+        await remote.check()
+    caplog.clear()
+    async with RemoteWorkflow(f"http://127.0.0.1:{port}", 60) as remote:
+        with pytest.raises(BackendUnavailable, match="no answer from the workflow service"):
+            await remote.check()
+        waiting = asyncio.create_task(remote.check(reached=True))
+        while not caplog.messages:  # noqa: ASYNC110 (until the outage is logged)
+            await asyncio.sleep(0.001)
+        async with describing(port=port):
+            await waiting
 
 
 async def test_the_llms_that_are_trained_must_be_the_services(config: Config, served: str) -> None:

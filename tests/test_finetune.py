@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from factories import MODEL, digits_project, read_lines, write_rows
-from processes import HANGS, Process, run_project, start_project
+from processes import HANGS, Process, forked_python, run_project, serving, start_project
 
 from insitu.training.inspection import RunFiles, TrainingStatus
 
@@ -324,6 +325,74 @@ def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
         assert process.wait() == 1
     assert "backend" in err
     assert "/500 did not complete; results so far are in run/" in out
+
+
+def test_a_backend_killed_while_episodes_are_collected_ends_the_run_with_its_exit_code_and_log(project: Path) -> None:
+    write_rows(project, [{"say": "a", "hang": True, "mark": "asked"}])
+    with start_project(project, "-o", "eval.general.episode_timeout", "null") as process:
+        backend = backend_of(process)
+        process.wait_until((project / "asked").exists)
+        backend.kill()
+        out, err = process.communicate(HANGS)
+        assert process.wait() == 1
+    assert "failed: the backend process exited with code -9 (SIGKILL); the end of its log (run/backend/" in err
+    assert "epoch 1/2 did not complete; results so far are in run/" in out
+
+
+def test_a_backend_killed_while_a_workflow_is_evaluated_ends_the_evaluation(project: Path) -> None:
+    write_rows(project, [{"say": "a", "hang": True, "mark": "asked"}])
+    with start_project(project, "-o", "eval.general.episode_timeout", "null", command="eval") as process:
+        backend = backend_of(process)
+        process.wait_until((project / "asked").exists)
+        backend.kill()
+        _, err = process.communicate(HANGS)
+        assert process.wait() == 1
+    assert "failed: the backend process exited with code -9 (SIGKILL); the end of its log" in err
+
+
+def test_a_backend_that_is_stopped_is_reported_waited_for_and_given_up(project: Path) -> None:
+    write_rows(project, [{"say": "a", "hang": True, "mark": "asked"}])
+    with serving("backend", "--model", MODEL, "--port", 0) as (backend, address):
+        digits_project(project, url=address, read_timeout=0.5, retry_timeout=2)
+        with start_project(project, "-o", "eval.general.episode_timeout", "null") as process:
+            process.wait_until((project / "asked").exists)
+            backend.send_signal(signal.SIGSTOP)
+            _, err = process.communicate(HANGS)
+            backend.send_signal(signal.SIGCONT)
+            assert process.wait() == 1
+    waiting, failed = err.splitlines()
+    silent = r"no answer from the backend at http://127.0.0.1:\d+: no data for 0.5 s \(read_timeout\)"
+    assert re.fullmatch(rf"GET /health: {silent}; retrying for up to 2 s", waiting)
+    assert re.fullmatch(rf"failed: GET /health: {silent}; gave up after \d+ s \(retry_timeout\)", failed)
+
+
+LIMITED = """if True:
+    import resource, sys
+    from insitu.cli import main
+    resource.setrlimit(resource.RLIMIT_NOFILE, tuple(map(int, sys.argv[1:3])))
+    sys.argv[1:3] = []
+    main()"""
+
+
+@pytest.mark.parametrize("command", ["finetune", "eval"])
+def test_a_run_that_needs_more_open_files_than_allowed_says_so_before_anything_starts(
+    project: Path, command: str
+) -> None:
+    def run(soft: int, hard: int) -> subprocess.CompletedProcess[str]:
+        arguments = (command, "--config_file", "config.yml", "-o", "eval.general.max_concurrency", "30")
+        program = (forked_python(), "-c", LIMITED, str(soft), str(hard), *arguments)
+        return subprocess.run(program, cwd=project, capture_output=True, text=True)
+
+    refused = run(64, 64)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == (
+        "error: eval.general.max_concurrency is 30, which needs 70 open files, but this process is allowed 64: "
+        "raise the limit (ulimit -n 70) or set max_concurrency to at most 24\n"
+    )
+    assert not (project / "run").exists()
+    if command == "finetune":
+        done = run(64, 4096)  # the soft limit is raised
+        assert done.returncode == 0, done.stderr
 
 
 def test_eval_and_run_serve_the_starting_model(project: Path) -> None:

@@ -1,6 +1,8 @@
 """The native adapter against a scripted server: what crosses the wire, and what is lost on it."""
 
+import asyncio
 import json
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,11 +12,11 @@ from aiohttp import web
 
 from insitu.adapters.insitu_backend import InsituTrainerAdapter
 from insitu.config import load_config
-from insitu.errors import BackendError, BackendUnavailable, ConfigError, TrajectoryError
+from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, TrajectoryError
 from insitu.plugin_api import Builder
 from insitu.registry import TRAINER_ADAPTER
 from insitu.schemas.episodes import ModelCall, TrainingRow
-from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
+from insitu.schemas.finetuning import TrainingStatusEnum, Trajectory, TrajectoryCollection
 from insitu.schemas.training_jobs import TrainingOptions
 
 OPTIONS: dict[str, Any] = {
@@ -45,8 +47,21 @@ OPTIONS: dict[str, Any] = {
 OTHERS = {**OPTIONS, "objective": "clip", "dual_clip": 4.0, "old_logprobs": "rollout", "truncated_importance": None}
 
 
+ROUTES = (
+    "GET /health",
+    "GET /v1/models",
+    "POST /v1/train/jobs",
+    "GET /v1/train/jobs/j1/events",
+    "GET /v1/train/jobs/j1",
+)
+FAULTS = ("429", "500", "503", "cut", "half", "garbage", "wrong shape")
+
+
 class Backend:
-    """What was asked of it (method and path, token, job), and how it answers."""
+    """What was asked of it (method and path, token, job), and how it answers.
+
+    `faults` are what it does to the next requests of a route instead; one of `hanging` never gets an answer.
+    """
 
     def __init__(self) -> None:
         self.address = ""
@@ -54,27 +69,48 @@ class Backend:
         self.tokens: set[str | None] = set()
         self.jobs: dict[str, list[dict[str, Any]]] = {}
         self.health = 200
-        self.lose_replies = 0
+        self.version = 0
         self.events: list[dict[str, Any]] = []
+        self.faults: defaultdict[str, list[str]] = defaultdict(list)
+        self.hanging: set[str] = set()
+        self.lost_jobs = False
 
     def state(self, key: str = "r/3", **other: Any) -> dict[str, Any]:
         return {"id": "j1", "key": key, "status": "completed", "progress": 100.0, "policy_version": 1, **other}
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(f"{request.method} {request.path}")
+        route = f"{request.method} {request.path}"
+        self.asked.append(route)
+        if route in self.hanging:
+            await asyncio.sleep(3600)
+        fault = self.faults[route].pop(0) if self.faults[route] else ""
+        is_stream = request.path.endswith("/events")
+        answer = web.json_response(self.state()) if fault and is_stream else await self.usual_answer(request)
+        if fault.isdigit():
+            return web.json_response({"error": {"message": "later"}}, status=int(fault), headers={"Retry-After": "0"})
+        if fault == "garbage":
+            return web.Response(body=b"data: \xff\xfe\x00\n", content_type="application/json")
+        if fault == "wrong shape":
+            return web.json_response([{"data": None}])
+        if fault:
+            assert request.transport is not None
+            if fault == "half" and isinstance(answer, web.Response):
+                head = f"HTTP/1.1 200 OK\r\nContent-Length: {answer.content_length}\r\n\r\n".encode()
+                assert isinstance(answer.body, bytes)
+                request.transport.write(head + answer.body[:5])
+            request.transport.close()
+        return answer
+
+    async def usual_answer(self, request: web.Request) -> web.StreamResponse:
         self.tokens.add(request.headers.get("Authorization"))
         if request.path == "/health":
-            return web.json_response({"policy_version": 0}, status=self.health)
+            return web.json_response({"policy_version": self.version}, status=self.health)
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": "policy"}]})
         if request.method == "POST":
             key = request.headers["Idempotency-Key"]
             assert request.headers["Content-Encoding"] == "gzip"
             self.jobs[key] = [json.loads(line) for line in (await request.read()).splitlines()]
-            if self.lose_replies:
-                self.lose_replies -= 1
-                assert request.transport is not None
-                request.transport.close()
             return web.json_response(self.state(key, status="running"))
         if request.path.endswith("/events"):
             stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -82,6 +118,9 @@ class Backend:
             for state in self.events:
                 await stream.write(b"data: " + json.dumps(state).encode() + b"\n\n")
             return stream
+        if self.lost_jobs:
+            error = {"message": "no such job: 'j1'", "code": "job_not_found"}
+            return web.json_response({"error": error}, status=404)
         return web.json_response(self.state(metrics={"loss": 0.5, "tokens": 7}))
 
 
@@ -90,7 +129,7 @@ async def backend() -> AsyncIterator[Backend]:
     backend = Backend()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", backend.answer)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -100,8 +139,11 @@ async def backend() -> AsyncIterator[Backend]:
 
 
 @asynccontextmanager
-async def adapter_to(backend: Backend, write: Any, **training: Any) -> AsyncIterator[InsituTrainerAdapter]:
+async def adapter_to(
+    backend: Backend, write: Any, limits: dict[str, float] | None = None, **training: Any
+) -> AsyncIterator[InsituTrainerAdapter]:
     block = {"_type": "insitu_trainer_adapter", "url": backend.address, "api_key": "s3cret", "training": training}
+    block |= limits or {}
     settings = {"general": {"seed": 11}, "trainer_adapters": {"a": block}, "finetuning": {"num_epochs": 10}}
     config = load_config(write(settings))
     async with Builder(config) as builder:
@@ -140,7 +182,7 @@ async def test_every_option_of_training_arrives(backend: Backend, write: Any, op
 
 async def test_a_job_whose_reply_was_lost_is_sent_again_under_its_key(backend: Backend, write: Any) -> None:
     async with adapter_to(backend, write) as adapter:
-        backend.lose_replies = 2
+        backend.faults["POST /v1/train/jobs"] = ["cut", "cut"]
         await adapter.submit(collection())
     assert backend.asked.count("POST /v1/train/jobs") == 3
     assert list(backend.jobs) == ["r/3"]
@@ -195,7 +237,7 @@ async def test_health_is_asked_of_the_configured_address_and_its_status_counts(
         assert not await adapter.is_healthy()
         assert backend.asked[-1] == "GET /health"
     with pytest.raises(BackendError, match=f"{backend.address}|/health"):
-        async with adapter_to(backend, write):
+        async with adapter_to(backend, write, {"retry_timeout": 0}):
             pass
 
 
@@ -210,12 +252,94 @@ async def test_a_server_that_is_no_backend(backend: Backend, write: Any) -> None
             pass
 
 
+async def whole_epoch(adapter: InsituTrainerAdapter) -> TrainingStatusEnum:
+    """What a run asks of its backend, but for the first requests, which `initialize` makes."""
+    assert (await adapter.policy_endpoint()).model == "policy"
+    ref = await adapter.submit(collection())
+    return (await adapter.wait_until_complete(ref)).status
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_transient_error_of_any_request_is_retried(
+    backend: Backend, write: Any, route: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("insitu.connection._FIRST_DELAY", 0.001)
+    monkeypatch.setattr("insitu.adapters.insitu_backend._RECONNECT_DELAY", 0.001)
+    at_start = route in ROUTES[:2] and fault not in ("garbage", "wrong shape")
+    if at_start:
+        backend.faults[route] = [fault, fault]
+    async with adapter_to(backend, write) as adapter:
+        backend.faults[ROUTES[3]] = ["cut"]  # so that the state is asked for
+        backend.faults[route] = [fault] if route == ROUTES[3] else [fault, fault]
+        assert await whole_epoch(adapter) == "completed"
+    assert list(backend.jobs) == ["r/3"]
+    assert not backend.faults[route]
+
+
+async def test_a_first_answer_of_something_else_is_named(backend: Backend, write: Any) -> None:
+    for fault in ("garbage", "wrong shape"):
+        backend.faults["GET /health"] = [fault]
+        with pytest.raises(
+            BackendError, match=rf"the backend at {backend.address} returned unexpected data for GET /health: b.*right"
+        ):
+            async with adapter_to(backend, write):
+                pass
+
+
+LIMITS = {"read_timeout": 0.2, "retry_timeout": 0.7}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_silence_is_reported_and_ends(
+    backend: Backend, write: Any, route: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("insitu.connection._FIRST_DELAY", 0.001)
+    if route == ROUTES[3]:
+        backend.hanging.add(ROUTES[4])
+    elif route == ROUTES[4]:
+        backend.faults[ROUTES[3]] = ["cut"]
+    asked = ROUTES[4] if route == ROUTES[3] else route
+    silent = rf"^{asked}: no answer from the backend at {backend.address}: no data for 0.2 s \(read_timeout\); gave up"
+    async with adapter_to(backend, write, LIMITS) as adapter:
+        backend.hanging.add(route)
+        with pytest.raises(BackendUnavailable, match=silent):
+            await whole_epoch(adapter)
+    (reported,) = caplog.messages
+    assert reported.endswith("no data for 0.2 s (read_timeout); retrying for up to 0.7 s")
+
+
+async def test_a_hanging_stream_is_no_hanging_job(backend: Backend, write: Any) -> None:
+    async with adapter_to(backend, write, LIMITS) as adapter:
+        backend.hanging.add(ROUTES[3])
+        assert await whole_epoch(adapter) == "completed"
+
+
+async def test_a_backend_that_lost_the_weights_or_the_job_is_noticed(backend: Backend, write: Any) -> None:
+    async with adapter_to(backend, write, {"read_timeout": 0.05}) as adapter:
+        backend.version = 3
+        assert (await adapter.policy_endpoint()).version == 3
+        watching = asyncio.create_task(adapter.watch())
+        backend.version = 1
+        lost = "serves policy version 1, but was at version 3: it was restarted without the weights of this run"
+        with pytest.raises(BackendError, match=lost):
+            await watching
+        with pytest.raises(BackendError, match=lost):
+            await adapter.policy_endpoint()
+        ref = await adapter.submit(collection())
+        backend.lost_jobs = True
+        with pytest.raises(JobFailed, match=r"was restarted and lost the job: .*no such job: 'j1'"):
+            await adapter.wait_until_complete(ref)
+
+
 @pytest.mark.parametrize(
     ("block", "says"),
     [
         ({}, "set exactly one of model .* and url"),
         ({"url": "http://h", "model": "m"}, "set exactly one of model .* and url"),
         ({"url": "h:1"}, "it must begin with http:// or https://"),
+        ({"url": "http://h", "read_timeout": 0}, "read_timeout"),
+        ({"url": "http://h", "retry_timeout": -1}, "retry_timeout"),
         ({"url": "http://h", "device": "cpu", "dtype": "auto"}, "device, dtype: allowed with model only"),
         ({"url": "http://h", "startup_timeout": 5}, "startup_timeout: allowed with model only"),
         ({"model": "m", "api_key": "k"}, "api_key: allowed with url only"),

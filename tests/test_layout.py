@@ -24,6 +24,7 @@ ORDER = [
     "algorithms",
     "advantages",
     "http_format",
+    "connection",
     "registry",
     "config",
     "builder",

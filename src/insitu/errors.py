@@ -8,7 +8,7 @@ InsituError
 │   └── CaptureError     a model call lacks what training needs (token ids, logprobs)
 ├── TrajectoryError      captured calls, rewards or rows that cannot be trained on
 └── BackendError         a backend failed or could not be reached
-    ├── BackendUnavailable   no response: wrong address, process gone, connection lost
+    ├── BackendUnavailable   no usable response: wrong address, process gone, connection lost, 429, 5xx
     ├── RequestRefused       a 4xx response; carries `status`, `param` and `code`
     └── JobFailed            the backend accepted the job and could not finish it
 """
@@ -96,7 +96,11 @@ class BackendError(InsituError):
 
 
 class BackendUnavailable(BackendError):
-    """The backend did not respond."""
+    """The backend did not respond, or asks to be tried again later: in `retry_after` seconds, if it says when."""
+
+    def __init__(self, message: str, *, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class RequestRefused(BackendError):

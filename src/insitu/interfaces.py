@@ -99,6 +99,13 @@ class TrainerAdapter(ABC):
         """The settings of a training job, shown in the header of the run."""
         return {}
 
+    async def watch(self) -> None:
+        """Raises BackendError as soon as the backend is lost; runs from `initialize` to the end of the run.
+
+        Returns if the adapter cannot tell, as the default does.
+        """
+        return
+
     async def check_settings(self) -> None:  # noqa: B027 - optional
         """Raises ConfigError if the backend would refuse a job with these settings. Called before the first epoch."""
 

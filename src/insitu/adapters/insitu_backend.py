@@ -3,22 +3,20 @@
 import asyncio
 import gzip
 import logging
-import os
-import re
-import secrets
-import signal
-import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import aiohttp
 import orjson
-from pydantic import Field, SecretStr, model_validator
+from pydantic import BaseModel, Field, SecretStr, model_validator
 
+from insitu.adapters.backend_process import BackendProcess
 from insitu.advantages.estimator import training_rows
 from insitu.builder import Builder
-from insitu.errors import BackendError, BackendUnavailable, ConfigError, RequestRefused, TrajectoryError
+from insitu.connection import Connection, is_transient, retry_after
+from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused, TrajectoryError
 from insitu.files import FolderLock
 from insitu.http_format import error_message, event_data
 from insitu.interfaces import TrainerAdapter
@@ -38,9 +36,12 @@ from insitu.training.store import BACKEND_FOLDER, OUTPUT_DIR, move_aside
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 BACKEND = "insitu"
-_MAX_ATTEMPTS = 4
-_READY_LINE = re.compile(r"insitu backend ready at (http://\S+)")
+_WATCH_SECONDS = 5.0
+"""Interval of the health checks while the backend is in use."""
+_RECONNECT_DELAY = 0.25
 _FINAL_STATUSES = ("completed", "failed", "canceled")
 
 
@@ -63,6 +64,11 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     """Dtype of the weights. auto: float32 on CPU, the checkpoint's dtype elsewhere."""
     startup_timeout: float = Field(default=300.0, gt=0)
     """Seconds to wait for the backend to load its model."""
+    read_timeout: float = Field(default=60.0, gt=0)
+    """Seconds without data from the backend after which a request has failed. During training the backend sends a
+    heartbeat every 15 seconds."""
+    retry_timeout: float = Field(default=600.0, ge=0)
+    """Seconds for which a request is retried while the backend does not respond, is overloaded (429) or fails (5xx)."""
     training: TrainingOptions = Field(default_factory=TrainingOptions)
     """Options sent with each training job."""
 
@@ -88,80 +94,17 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         return self
 
 
-class BackendProcess:
-    """An `insitu backend` child process that logs to `log_path`.
+class _Health(BaseModel):
+    policy_version: int
+    vocab_size: int | None = None
 
-    It exits when this process ends, even if this process is killed with SIGKILL.
-    """
 
-    def __init__(self, cli_arguments: Sequence[str], log_path: Path) -> None:
-        self.token = secrets.token_urlsafe()
-        """Required with every request, to keep other users of this machine out."""
-        self._cli_arguments = cli_arguments
-        self._log_path = log_path
-        self._process: asyncio.subprocess.Process | None = None
+class _Model(BaseModel):
+    id: str
 
-    async def start(self, startup_timeout: float) -> str:
-        """Returns the URL once the backend is ready. Raises BackendUnavailable with the end of its log otherwise."""
-        await asyncio.to_thread(self._log_path.parent.mkdir, parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "insitu", "backend", *self._cli_arguments, "--parent_pid", str(os.getpid())]
-        with self._log_path.open("ab") as log:
-            # a new session, so that Ctrl-C reaches only this process, which then stops the child
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, "INSITU_BACKEND_TOKEN": self.token},
-            )
-        try:
-            async with asyncio.timeout(startup_timeout):
-                url = await self._ready_url(self._process)
-        except TimeoutError:
-            await self.stop()
-            problem = f"insitu backend was not ready after {startup_timeout:g} s; {self._log_tail()}"
-            raise BackendUnavailable(problem) from None
-        except BaseException:  # the process must not outlive a failed start
-            await self.stop()
-            raise
-        logger.info("backend process %d at %s", self._process.pid, url)
-        return url
 
-    async def _ready_url(self, process: asyncio.subprocess.Process) -> str:
-        assert process.stdout is not None
-        while line := await process.stdout.readline():
-            if match := _READY_LINE.search(line.decode(errors="replace")):
-                return match.group(1)
-        code = await process.wait()
-        raise BackendUnavailable(f"insitu backend exited with code {code} before it was ready; {self._log_tail()}")
-
-    def exit_report(self) -> str | None:
-        """The exit code and the end of the log if the process has exited on its own."""
-        if self._process is None or self._process.returncode is None:
-            return None
-        return f"the backend process exited with code {self._process.returncode}; {self._log_tail()}"
-
-    def _log_tail(self) -> str:
-        try:
-            lines = self._log_path.read_text(errors="replace").strip().splitlines()[-8:]
-        except OSError:
-            lines = []
-        return f"the end of its log ({self._log_path}):\n  " + "\n  ".join(lines or ["(empty)"])
-
-    async def stop(self) -> None:
-        """Terminates the process, and kills it after five seconds."""
-        process, self._process = self._process, None
-        if process is None or process.returncode is not None:
-            return
-        for signal_number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                process.send_signal(signal_number)
-                await asyncio.wait_for(process.wait(), timeout=5.0)
-            except ProcessLookupError:
-                return
-            except TimeoutError:
-                continue
-            return
+class _Models(BaseModel):
+    data: list[_Model] = Field(min_length=1)
 
 
 class InsituTrainerAdapter(TrainerAdapter):
@@ -172,8 +115,10 @@ class InsituTrainerAdapter(TrainerAdapter):
         self.config = adapter_config
         self._full_config = builder.config
         self._process: BackendProcess | None = None
-        self._session: aiohttp.ClientSession | None = None
+        self._connection: Connection | None = None
         self._submissions = 0
+        self._version = 0  # the latest policy version that the backend is known to have had
+        self._vocab_size: int | None = None
         self._base_url = adapter_config.url.rstrip("/") if adapter_config.url else ""
         if adapter_config.model is not None:
             self._resolve_model(adapter_config.model)  # raises now if it does not exist
@@ -188,17 +133,23 @@ class InsituTrainerAdapter(TrainerAdapter):
             arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
             self._process = BackendProcess(arguments, folder / "backend.log")
             self._base_url = await self._process.start(self.config.startup_timeout)
-        if self._session is None:
-            headers = {"Authorization": f"Bearer {self._token()}"}
-            self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(sock_connect=10))
+        if self._connection is None:
+            self._connection = Connection(
+                f"the backend at {self._base_url}",
+                {"Authorization": f"Bearer {self._token()}"},
+                self.config.read_timeout,
+                self.config.retry_timeout,
+                self._process.exit_report if self._process is not None else lambda: None,
+            )
         try:
-            await self._request("GET", "/health")
+            await self._served_version()
         except RequestRefused as error:
             raise BackendUnavailable(f"{self._base_url} is not an insitu backend: {error}") from error
         served = (await self.policy_endpoint()).model
         if self.config.served_name not in (None, served):
             problem = f"name is {self.config.name!r}, but {self._base_url} serves {served!r}"
             raise ConfigError(f"trainer_adapters: {problem}; set name to {served!r} or omit it")
+        self._connection.verified = True
 
     def _token(self) -> str:
         if self._process is not None:
@@ -231,25 +182,47 @@ class InsituTrainerAdapter(TrainerAdapter):
         if self._process is not None:
             await self._process.stop()
             self._process = None
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._connection is not None:
+            await self._connection.close()
+            self._connection = None
+        self._version = 0
 
     async def policy_endpoint(self) -> PolicyEndpoint:
-        health = await self._request("GET", "/health")
-        models = await self._request("GET", "/v1/models")
-        try:
-            name, version = models["data"][0]["id"], health["policy_version"]
-        except (LookupError, TypeError):
-            raise BackendError(f"{self._base_url} is not an insitu backend: no model or policy_version") from None
-        return PolicyEndpoint(f"{self._base_url}/v1", name, self._token(), version, vocab_size=health.get("vocab_size"))
+        version = await self._served_version()
+        models = await self._request("GET", "/v1/models", _Models.model_validate_json)
+        return PolicyEndpoint(
+            f"{self._base_url}/v1", models.data[0].id, self._token(), version, vocab_size=self._vocab_size
+        )
+
+    async def _served_version(self) -> int:
+        """Raises BackendError if the backend has gone back to earlier weights."""
+        health = await self._request("GET", "/health", _Health.model_validate_json)
+        version, self._vocab_size = health.policy_version, health.vocab_size
+        if version < self._version:
+            raise BackendError(
+                f"the backend at {self._base_url} serves policy version {version}, but was at version {self._version}: "
+                "it was restarted without the weights of this run"
+            )
+        self._version = version
+        return version
+
+    async def watch(self) -> None:
+        interval = min(_WATCH_SECONDS, self.config.read_timeout)
+        while True:
+            if self._process is None:
+                await asyncio.sleep(interval)
+            elif await self._process.exits_within(interval):
+                raise BackendUnavailable(str(self._process.exit_report()))
+            await self._served_version()
 
     def training_settings(self) -> dict[str, Any]:
         return self.config.training.model_dump(mode="json", exclude_none=True)
 
     async def check_settings(self) -> None:
         try:
-            await self._request("POST", "/v1/train/check", json=self._job_settings(1).model_dump(mode="json"))
+            settings = self._job_settings(1).model_dump_json().encode()
+            headers = {"Content-Type": "application/json"}
+            await self._request("POST", "/v1/train/check", orjson.loads, settings, headers)
         except RequestRefused as error:
             if error.status not in (404, 405):  # earlier releases refuse only the job itself
                 raise ConfigError(f"the trainer adapter's settings are refused by the backend: {error}") from error
@@ -264,7 +237,7 @@ class InsituTrainerAdapter(TrainerAdapter):
 
     async def is_healthy(self) -> bool:
         try:
-            await self._request("GET", "/health")
+            await self._request("GET", "/health", _Health.model_validate_json, retried=False)
         except BackendError as error:
             logger.warning("%s", error)
             return False
@@ -290,33 +263,38 @@ class InsituTrainerAdapter(TrainerAdapter):
         header = {"settings": self._job_settings(epoch).model_dump(mode="json"), "num_rows": len(rows)}
         body = await asyncio.to_thread(_gzip_job, header, rows)
         headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
-        job = await self._request("POST", "/v1/train/jobs", data=body, headers=headers, attempts=_MAX_ATTEMPTS)
-        metadata = {"job_id": JobState.model_validate(job).id, "key": key, "epoch": epoch}
+        job = await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
+        metadata = {"job_id": job.id, "key": key, "epoch": epoch}
         return TrainingJobRef(run_id=trajectories.run_id, backend=BACKEND, metadata=metadata)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        state = await self._request("GET", self._job_path(ref), attempts=_MAX_ATTEMPTS)
-        return _job_status(ref, JobState.model_validate(state))
+        try:
+            state = await self._request("GET", self._job_path(ref), JobState.model_validate_json)
+        except RequestRefused as error:
+            if error.code == "job_not_found":
+                raise JobFailed(f"the backend at {self._base_url} was restarted and lost the job: {error}") from error
+            raise
+        return self._job_status(ref, state)
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
-        """Follows the job's event stream.
-
-        If the stream ends early, checks the status, waits `poll_interval` seconds and reconnects.
-        """
+        """Follows the job's event stream. If the stream breaks, asks for the job's state and opens another one."""
+        delay = _RECONNECT_DELAY
         while True:
             try:
-                async for state in self._events(ref):
-                    if state.status in _FINAL_STATUSES:
-                        return _job_status(ref, state)
-            except (BackendUnavailable, aiohttp.ClientError) as error:
-                logger.warning("lost the event stream of %s: %s", self._job_path(ref), error)
+                async with aclosing(self._events(ref)) as states:
+                    async for state in states:
+                        if state.status in _FINAL_STATUSES:
+                            return self._job_status(ref, state)
+            except BackendUnavailable as error:
+                logger.info("lost the event stream of %s: %s", self._job_path(ref), error)
             current = await self.status(ref)
             if current.status.value in _FINAL_STATUSES:
                 return current
-            await asyncio.sleep(poll_interval)
+            await asyncio.sleep(min(delay, poll_interval))
+            delay *= 2
 
     async def cancel(self, ref: TrainingJobRef) -> None:
-        await self._request("POST", f"{self._job_path(ref)}/cancel")
+        await self._request("POST", f"{self._job_path(ref)}/cancel", JobState.model_validate_json)
 
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         logger.info("job %s: %s", (ref.metadata or {}).get("job_id"), metrics)
@@ -324,36 +302,52 @@ class InsituTrainerAdapter(TrainerAdapter):
     def _job_path(self, ref: TrainingJobRef) -> str:
         return f"/v1/train/jobs/{(ref.metadata or {})['job_id']}"
 
-    async def _events(self, ref: TrainingJobRef) -> AsyncIterator[JobState]:
-        async with self._open("GET", f"{self._job_path(ref)}/events") as response:
+    async def _events(self, ref: TrainingJobRef) -> AsyncGenerator[JobState, None]:
+        path, connection = f"{self._job_path(ref)}/events", self._connected()
+        async with connection.open("GET", self._base_url + path) as response:
             if response.status != 200:
-                raise await _error_from_response(response)
-            async for line in response.content:
+                raise _error_from_response(response, await response.read())
+            async for line in connection.lines(response):
                 if (data := event_data(line)) is not None:
-                    yield JobState.model_validate_json(data)
+                    yield connection.parsed(f"GET {path}", data, JobState.model_validate_json)
 
-    def _open(self, method: str, path: str, **options: Any) -> Any:
-        if self._session is None:
+    def _connected(self) -> Connection:
+        if self._connection is None:
             raise BackendError("the adapter is not initialized, or is closed")
-        return self._session.request(method, self._base_url + path, **options)
+        return self._connection
 
-    async def _request(self, method: str, path: str, *, attempts: int = 1, **options: Any) -> Any:
-        """Returns the response's JSON. Retries lost connections: all requests here are idempotent."""
-        for attempt in range(1, attempts + 1):
-            try:
-                async with self._open(method, path, **options) as response:
-                    if response.status >= 400:
-                        raise await _error_from_response(response)
-                    return orjson.loads(await response.read())
-            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                exited = self._process.exit_report() if self._process else None
-                if exited or attempt == attempts:
-                    reason = exited or f"{type(error).__name__}: {error}"
-                    raise BackendUnavailable(f"no answer from the backend at {self._base_url}: {reason}") from error
-                await asyncio.sleep(0.2 * 2**attempt)
-            except orjson.JSONDecodeError as error:
-                raise BackendError(f"{self._base_url}{path} did not return JSON: is it an insitu backend?") from error
-        raise AssertionError("unreachable")
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        parse: Callable[[bytes], T],
+        data: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        retried: bool = True,
+    ) -> T:
+        """Returns the parsed response. All requests here are idempotent, so each can be retried."""
+        connection, where = self._connected(), f"{method} {path}"
+
+        async def attempt() -> T:
+            async with connection.open(method, self._base_url + path, data, headers) as response:
+                body = await response.read()
+                if response.status >= 400:
+                    raise _error_from_response(response, body)
+            return connection.parsed(where, body, parse)
+
+        return await (connection.retry(where, attempt) if retried else attempt())
+
+    def _job_status(self, ref: TrainingJobRef, state: JobState) -> TrainingJobStatus:
+        self._version = max(self._version, state.policy_version or 0)
+        return TrainingJobStatus(
+            run_id=ref.run_id,
+            backend=ref.backend,
+            status=TrainingStatusEnum(state.status),
+            progress=state.progress,
+            message=state.message,
+            metadata={"policy_version": state.policy_version, "checkpoint": state.checkpoint, **state.metrics},
+        )
 
 
 def _gzip_job(header: dict[str, Any], rows: list[Any]) -> bytes:
@@ -363,30 +357,19 @@ def _gzip_job(header: dict[str, Any], rows: list[Any]) -> bytes:
     return gzip.compress(b"\n".join(map(orjson.dumps, records)) + b"\n", compresslevel=1)
 
 
-async def _error_from_response(response: aiohttp.ClientResponse) -> BackendError:
-    text = await response.text()
+def _error_from_response(response: aiohttp.ClientResponse, content: bytes) -> BackendError:
+    text = content.decode(errors="replace")
     try:
-        body = orjson.loads(text)
+        body = orjson.loads(content)
     except orjson.JSONDecodeError:
         body = None
     error = body.get("error") if isinstance(body, dict) else None
     fields = error if isinstance(error, dict) else {}
-    message = error_message(body) or text[:500] or f"status {response.status}"
+    message = error_message(body) or text[:500] or "no reason given"
     message = f"{response.method} {response.url.path}: {message}"
-    if 400 <= response.status < 500:
-        return RequestRefused(message, status=response.status, param=fields.get("param"), code=fields.get("code"))
-    return BackendUnavailable(f"{message} (status {response.status})")
-
-
-def _job_status(ref: TrainingJobRef, state: JobState) -> TrainingJobStatus:
-    return TrainingJobStatus(
-        run_id=ref.run_id,
-        backend=ref.backend,
-        status=TrainingStatusEnum(state.status),
-        progress=state.progress,
-        message=state.message,
-        metadata={"policy_version": state.policy_version, "checkpoint": state.checkpoint, **state.metrics},
-    )
+    if is_transient(response.status):
+        return BackendUnavailable(f"{message} (status {response.status})", retry_after=retry_after(response.headers))
+    return RequestRefused(message, status=response.status, param=fields.get("param"), code=fields.get("code"))
 
 
 @register_trainer_adapter(config_type=InsituAdapterConfig)

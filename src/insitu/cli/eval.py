@@ -39,9 +39,10 @@ async def _evaluate(run_config: "EvaluationRunConfig", checkpoint: Path | None) 
     from insitu.evaluation.evaluators import parse_score
     from insitu.evaluation.run import EvaluationRun
     from insitu.training.report import Report, evaluation_table
-    from insitu.training.runtime import serve_policy
+    from insitu.training.runtime import check_open_files, serve_policy
 
     config = load_config(run_config.config_file, run_config.override)
+    check_open_files(config)
     report = Report()
     rows = load_dataset(config, run_config.dataset, run_config.skip_workflow or run_config.skip_completed_entries)
     total = sum(row.output_obj is None for row in rows) * run_config.reps

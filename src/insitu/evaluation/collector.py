@@ -117,7 +117,7 @@ async def open_workflow(
         yield in_process(await builder.get_workflow())
         return
     async with RemoteWorkflow(service.endpoint, service.endpoint_timeout) as remote:
-        await remote.check(trained)
+        await remote.check(trained, reached=run is not None)  # a finetuning run checks the service before it begins
         if any(config.block(LLM, name).type == "policy" for name in config.names(LLM)):
             remote.policy = await builder.policy_endpoint()
         yield remote.attempt

@@ -27,6 +27,7 @@ import aiohttp
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
+from insitu.connection import CONNECT_TIMEOUT, Retry, is_transient, retry_after
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, EpisodeTimeout, RequestRefused
 from insitu.evaluation.episodes import AttemptResult, EpisodeOptions, fail
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
@@ -41,7 +42,6 @@ HEARTBEAT_SECONDS = 5.0
 """An idle stream carries an empty line this often."""
 TOKEN_VARIABLE = "INSITU_SERVE_TOKEN"
 """The environment variable with the bearer token, on both sides."""
-_CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS
 _JSON_LINES = "application/x-ndjson"
 _NOT_SENT = ("retries", "result")  # applied on this side, between and after attempts
@@ -149,7 +149,7 @@ class RemoteWorkflow:
         token = os.environ.get(TOKEN_VARIABLE)
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
             connector=aiohttp.TCPConnector(limit=0),  # the number of episodes in flight is limited elsewhere
         )
         return self
@@ -158,10 +158,28 @@ class RemoteWorkflow:
         if self._session is not None:
             await self._session.close()
 
-    async def check(self, trained: Collection[str] = ()) -> None:
-        """Raises BackendUnavailable or ConfigError unless this is a workflow service with the llms in `trained`."""
+    async def check(self, trained: Collection[str] = (), *, reached: bool = False) -> None:
+        """Raises BackendUnavailable or ConfigError unless this is a workflow service with the llms in `trained`.
+
+        Retries transient errors for up to `timeout` seconds, and refused connections too if the service has been
+        `reached` before.
+        """
+        retry = Retry(f"the workflow service at {self.url}", self._timeout, key="endpoint_timeout")
+        retry.reached = reached
+        about = await retry(f"GET {EPISODES}", self._description)
+        if about.protocol != PROTOCOL:
+            raise ConfigError(
+                f"endpoint {self.url} speaks protocol {about.protocol}, not {PROTOCOL}: use one release on both sides"
+            )
+        if missing := sorted(set(trained) - set(about.llms)):
+            raise ConfigError(
+                f"endpoint {self.url} serves {about.source}, which has no llm called {' or '.join(missing)}; "
+                f"available: {', '.join(about.llms) or 'none'} (start the service with the file that is trained)"
+            )
+
+    async def _description(self) -> Description:
         try:
-            async with asyncio.timeout(_CONNECT_SECONDS), self._open("GET") as response:
+            async with asyncio.timeout(CONNECT_TIMEOUT), self._open("GET") as response:
                 if response.status in (404, 405):
                     raise self._not_ours(f"GET {EPISODES} returned {response.status}")
                 if response.status >= 400:
@@ -172,18 +190,9 @@ class RemoteWorkflow:
                 f"no answer from the workflow service at {self.url}: {type(error).__name__}: {error}"
             ) from error
         try:
-            about = Description.model_validate_json(body)
+            return Description.model_validate_json(body)
         except ValidationError as error:
             raise self._not_ours(f"GET {EPISODES} returned {body!r:.100}") from error
-        if about.protocol != PROTOCOL:
-            raise ConfigError(
-                f"endpoint {self.url} speaks protocol {about.protocol}, not {PROTOCOL}: use one release on both sides"
-            )
-        if missing := sorted(set(trained) - set(about.llms)):
-            raise ConfigError(
-                f"endpoint {self.url} serves {about.source}, which has no llm called {' or '.join(missing)}; "
-                f"available: {', '.join(about.llms) or 'none'} (start the service with the file that is trained)"
-            )
 
     async def attempt(self, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> AttemptResult:
         """Makes one attempt. Failures of the service itself are `backend_error`s."""
@@ -253,9 +262,9 @@ class RemoteWorkflow:
         except (ValueError, TypeError, KeyError):
             message = f"status {response.status}: {body!r:.200}"
         message = f"the workflow service at {self.url} refused the request: {message}"
-        return (
-            BackendUnavailable(message) if response.status >= 500 else RequestRefused(message, status=response.status)
-        )
+        if is_transient(response.status):
+            return BackendUnavailable(message, retry_after=retry_after(response.headers))
+        return RequestRefused(message, status=response.status)
 
 
 def _take(episode: Episode, line: dict[str, Any]) -> EpisodeEnd | None:

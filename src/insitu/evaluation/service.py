@@ -95,8 +95,10 @@ class _Deployment:
                 self.ready.set_result(workflow)
                 await self._closed.wait()
         except Exception as error:  # building and closing run user code
-            if self.ready.done():
+            if self._closed.is_set():
                 logger.warning("a workflow could not be closed: %s", describe_error(error))
+            elif self.ready.done():  # its backend is lost
+                logger.warning("a workflow has stopped, the next request builds it again: %s", describe_error(error))
             else:
                 self.ready.set_exception(error)
                 self.ready.exception()  # marks it as retrieved: without waiters asyncio would log a warning
@@ -151,7 +153,7 @@ class WorkflowService:
             key = policy.model_copy(update={"model": ""})
             _current_model.set(policy.model)
         deployment = self._deployments.get(key)
-        if deployment is None:
+        if deployment is None or deployment.task.done():
             deployment = self._deployments[key] = _Deployment(self._opened(policy))
         self._deployments.move_to_end(key)
         deployment.users += 1

@@ -13,7 +13,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import aiohttp
 import orjson
@@ -51,6 +51,9 @@ class ExternalConfig(FunctionBaseConfig):
 class CommandConfig(ExternalConfig, name="command"):
     """A program that runs once per episode and prints the answer."""
 
+    files_per_episode: ClassVar[int] = 5
+    """Three pipes, and two connections of the gateway."""
+
     command: list[str] = Field(min_length=1)
     """The program and its arguments; `{input}`, `{row_id}` and `{column}` are replaced by the row's values."""
     stdin: Literal["row", "input", "none"] = "row"
@@ -70,6 +73,9 @@ class CommandConfig(ExternalConfig, name="command"):
 
 class HttpConfig(ExternalConfig, name="http"):
     """A service that receives each row by POST, with the model's URL for this episode."""
+
+    files_per_episode: ClassVar[int] = 3
+    """The connection to the service, and two of the gateway."""
 
     url: Address
     """URL to post to."""

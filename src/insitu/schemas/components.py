@@ -57,6 +57,9 @@ class LLMBaseConfig(TypedBaseModel, BaseModelRegistryTag):
 class FunctionBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """A block of the section `functions`, or the block `workflow`."""
 
+    files_per_episode: ClassVar[int] = 1
+    """Files and connections that an episode keeps open, for the check of the limit of open files."""
+
 
 class DatasetBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """The block `eval.general.dataset`."""

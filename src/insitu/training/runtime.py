@@ -1,23 +1,34 @@
 """Runs a file: builds the components, drives the trainer, and cleans up."""
 
+import asyncio
 import logging
+import resource
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from rich.console import Console
 
 from insitu.builder import Builder
 from insitu.config import Config, load_config
-from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError, describe_error
+from insitu.errors import (
+    BackendError,
+    ConfigError,
+    InsituError,
+    JobFailed,
+    PluginError,
+    TrajectoryError,
+    describe_error,
+)
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.episodes import ResultPath
 from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.shared_run import RunState, share
 from insitu.evaluation.validation import held_out_config
-from insitu.interfaces import Trainer
-from insitu.registry import EVALUATOR, LLM, TRAINER_ADAPTER, not_found
+from insitu.interfaces import Trainer, TrainerAdapter
+from insitu.registry import EVALUATOR, FUNCTION, LLM, TRAINER_ADAPTER, not_found
 from insitu.schemas.finetuning import (
     FinetuneRunConfig,
     TrainerAdapterConfig,
@@ -30,6 +41,10 @@ from insitu.training.event_loop import run_async
 from insitu.training.report import Report
 
 logger = logging.getLogger(__name__)
+
+_EXIT_NOTICE_SECONDS = 1.0
+_OWN_FILES = 40
+"""Open files of a run, or of its backend, besides those of its episodes."""
 
 
 async def run_finetuning(runner: Trainer) -> list[TrainingJobStatus]:
@@ -66,6 +81,7 @@ async def finetuning_main(run_config: FinetuneRunConfig) -> list[TrainingJobStat
     finetuning = config.finetuning
     finetuning.validation = _validation(config, run_config)
     finetuning.run_configuration = _run_configuration(config, run_config)
+    check_open_files(config)
     await _check_inputs(config, run_config)
     async with Builder(config) as builder:
         with share(builder) as run:
@@ -74,7 +90,8 @@ async def finetuning_main(run_config: FinetuneRunConfig) -> list[TrainingJobStat
             trainer = await builder.get_trainer(str(finetuning.trainer), trajectory_builder, adapter)
             async with _cleaned_up(trainer, f"trainers.{finetuning.trainer}"):
                 await trainer.initialize(finetuning)
-                statuses = await run_finetuning(trainer)
+                async with _watched(adapter):
+                    statuses = await run_finetuning(trainer)
     _check_validations(run, config)
     return statuses
 
@@ -93,6 +110,40 @@ async def _cleaned_up(trainer: Trainer, where: str) -> AsyncIterator[None]:
         raise
     with _naming(f"{where}: cleanup"):
         await trainer.cleanup()
+
+
+@asynccontextmanager
+async def _watched(adapter: Any) -> AsyncIterator[None]:
+    """Cancels the body and raises the adapter's error once its backend is lost."""
+    if not isinstance(adapter, TrainerAdapter):  # a plugin's, which implements only the documented methods
+        yield
+        return
+    watcher = asyncio.create_task(adapter.watch(), name="watch the backend")
+
+    def lost() -> BaseException | None:
+        return watcher.exception() if watcher.done() and not watcher.cancelled() else None
+
+    def expire(_: asyncio.Task[None]) -> None:
+        if lost() is not None:
+            limit.reschedule(0.0)
+
+    try:
+        async with asyncio.timeout(None) as limit:
+            watcher.add_done_callback(expire)
+            try:
+                yield
+            except (BackendError, TrajectoryError):  # requests can fail before the end of the process is known
+                await asyncio.wait([watcher], timeout=_EXIT_NOTICE_SECONDS)
+                raise
+            finally:
+                watcher.remove_done_callback(expire)
+    except Exception:
+        if (error := lost()) is not None:
+            raise error from None
+        raise
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
 
 
 @contextmanager
@@ -150,7 +201,8 @@ async def serve_policy(config: Config, builder: Builder, checkpoint: Path | None
         with TemporaryDirectory(prefix="insitu-") as scratch:
             await adapter.initialize(config.finetuning.model_copy(update={"output_dir": Path(scratch)}))
             try:
-                yield
+                async with _watched(adapter):
+                    yield
             finally:
                 await builder.aclose()
         return
@@ -163,6 +215,31 @@ def check_ready(config: Config) -> None:
     """Raises ConfigError if training is not enabled."""
     if not config.finetuning.enabled:
         raise ConfigError(f"{config.source}: finetuning.enabled is false; set it to true to train")
+
+
+def check_open_files(config: Config) -> None:
+    """Raises the soft limit of open files to what the configured concurrency needs.
+
+    Raises ConfigError if the hard limit is lower.
+    """
+    blocks = (config.block(FUNCTION, name) for name in config.names(FUNCTION))
+    per_episode = max((getattr(block, "files_per_episode", 1) for block in blocks), default=1)
+    episodes = config.max_concurrency
+    needed = _OWN_FILES + per_episode * episodes
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited and soft < 2 * needed:  # twice: agents may use several connections
+        soft = 2 * needed if hard == unlimited else min(hard, 2 * needed)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        except (OSError, ValueError):  # a lower limit of the system
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != unlimited and soft < needed:
+        most = max(0, (soft - _OWN_FILES) // per_episode)
+        raise ConfigError(
+            f"eval.general.max_concurrency is {episodes}, which needs {needed} open files, but this process is allowed "
+            f"{soft}: raise the limit (ulimit -n {needed}) or set max_concurrency to at most {most}"
+        )
 
 
 async def _check_inputs(config: Config, request: FinetuneRunConfig) -> None:

@@ -73,6 +73,10 @@ class ARTBackendConfig(BaseModel):
     the episodes it sampled. From ART 0.5.9 on, checkpoints of earlier runs are kept."""
     lost_reply_timeout: float = Field(default=600.0, gt=0)
     """Seconds to wait for a new model step after the connection was lost during training, before resubmitting."""
+    read_timeout: float = Field(default=60.0, gt=0)
+    """Seconds without data from the server after which a request has failed, except while it trains."""
+    retry_timeout: float = Field(default=600.0, ge=0)
+    """Seconds for which a request is retried while the server does not respond, is overloaded (429) or fails (5xx)."""
     init_args: InitArgs | None = None
     """How the server loads the model."""
     engine_args: EngineArgs | None = None

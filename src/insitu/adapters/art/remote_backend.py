@@ -1,37 +1,51 @@
 """HTTP client for an ART server; ART itself ships none since 0.5.9."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
-from typing import Any
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import aiohttp
 import orjson
+from pydantic import BaseModel, TypeAdapter
 
+from insitu.connection import Connection, is_transient, retry_after
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
 from insitu.http_format import error_message, gc_paused, url_host
 
-_DEFAULT_TIMEOUT = aiohttp.ClientTimeout(total=60, sock_connect=10)
-_LONG_TIMEOUT = aiohttp.ClientTimeout(total=3600, sock_connect=10)
-_TRAIN_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
-"""No limit: the response streams until the training ends."""
-_UNAVAILABLE_STATUSES = (502, 503, 504)
+T = TypeVar("T")
+
+_LOADING_SECONDS = 3600.0
+"""Silence allowed while the server loads a model or stores trajectories."""
 
 
-def remote_backend(art: Any, base_url: str, api_key: str) -> Any:
+class _Model(BaseModel):
+    id: str
+
+
+class _Models(BaseModel):
+    data: list[_Model]
+
+
+_STEP = TypeAdapter(int)
+_ADDRESS = TypeAdapter(tuple[str, str])
+_OBJECT = TypeAdapter(dict[str, Any])
+
+
+def remote_backend(art: Any, base_url: str, api_key: str, read_timeout: float, retry_timeout: float) -> Any:
     """Returns an `art.Backend` for the server at `base_url`. `art` is the imported module of the installed release."""
     backend_type = type("RemoteBackend", (_RemoteBackend, art.Backend), {"__init__": _RemoteBackend.__init__})
-    return backend_type(base_url, api_key)
+    return backend_type(base_url, api_key, read_timeout, retry_timeout)
 
 
 class _RemoteBackend:
     """Implements over HTTP the backend methods that ART's models call. Errors quote the server's response."""
 
-    def __init__(self, base_url: str, api_key: str) -> None:
+    def __init__(self, base_url: str, api_key: str, read_timeout: float = 60.0, retry_timeout: float = 600.0) -> None:
         self._base_url = base_url
-        self._headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-        self._session: aiohttp.ClientSession | None = None
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        self._connection = Connection(f"the ART server at {base_url}", headers, read_timeout, retry_timeout)
         self.inference_url = ""
         """Where the model is served, including `/v1`. Empty until `_prepare_backend_for_training`."""
         self._inference_key = api_key
@@ -40,28 +54,29 @@ class _RemoteBackend:
 
     async def close(self) -> None:
         """Closes the connections. The server keeps running."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        await self._connection.close()
+
+    @property
+    def refused_connections(self) -> int:
+        """Grows when the server is down."""
+        return self._connection.refused
 
     async def register(self, model: Any) -> None:
-        await self._post("/register", model.safe_model_dump())
+        await self._post("/register", model.safe_model_dump(), _parse_any)
 
     async def _get_step(self, model: Any) -> int:
-        step = await self._post("/_get_step", model.safe_model_dump())
-        if type(step) is not int:
-            raise self._unexpected("/_get_step", step)
+        step = await self._post("/_get_step", model.safe_model_dump(), _parse_step)
         self._latest_steps[model.name] = step
         return step
 
     async def _prepare_backend_for_training(self, model: Any, config: Any) -> tuple[str, str]:
         body = {"model": model.safe_model_dump(), "config": config}
-        response = await self._post("/_prepare_backend_for_training", body, timeouts=_LONG_TIMEOUT)
-        if not (isinstance(response, list) and len(response) == 2 and all(isinstance(r, str) for r in response)):
-            raise self._unexpected("/_prepare_backend_for_training", response)
-        self.inference_url, self._inference_key = self._reachable_url(response[0]), response[1]
+        path = "/_prepare_backend_for_training"
+        url, self._inference_key = await self._post(path, body, _ADDRESS.validate_json, _LOADING_SECONDS)
+        self.inference_url = self._reachable_url(url)
         await self._get_step(model)
         await self.refresh_served_names()
+        self._connection.verified = True
         return self.inference_url, self._inference_key
 
     def _reachable_url(self, url: str) -> str:
@@ -73,15 +88,12 @@ class _RemoteBackend:
         return urlunsplit(parts._replace(netloc=f"{host}:{parts.port}" if parts.port else host))
 
     async def refresh_served_names(self) -> set[str]:
-        """Fetches the names that the inference server serves, from which `_model_inference_name` chooses."""
+        """The model names of the inference server."""
         if not self.inference_url:
             raise BackendError("no model is registered with the ART server: initialize the adapter first")
         auth = {"Authorization": f"Bearer {self._inference_key}"}
-        models = await self._request("GET", f"{self.inference_url}/models", None, _DEFAULT_TIMEOUT, **auth)
-        try:
-            self._served_names = {str(model["id"]) for model in models["data"]}
-        except (TypeError, LookupError):
-            raise self._unexpected(f"{self.inference_url}/models", models) from None
+        models = await self._request("GET", f"{self.inference_url}/models", None, _Models.model_validate_json, auth)
+        self._served_names = {model.id for model in models.data}
         return self._served_names
 
     def _model_inference_name(self, model: Any, step: int | None = None) -> str:
@@ -109,10 +121,11 @@ class _RemoteBackend:
         body = {"config": config.model_dump(), "dev_config": dict(dev_config), "verbose": verbose}
         data = await asyncio.to_thread(_body_with_groups, model, trajectory_groups, body)
         headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
-        async with self._open("POST", self._base_url + "/_train_model", data, _TRAIN_TIMEOUT, **headers) as response:
+        url = f"{self._base_url}/_train_model"  # silent until the first gradient step is done, however long that takes
+        async with self._connection.open("POST", url, data, headers, math.inf) as response:
             if response.status >= 400:
-                raise await _error_from_response(response)
-            async for line in response.content:
+                raise _error_from_response(response, await response.read(), retried_500=False)
+            async for line in self._connection.lines(response):
                 if line.strip():
                     yield self._parse_metrics(line)
 
@@ -122,22 +135,20 @@ class _RemoteBackend:
         None if it has not failed, the server is unreachable or it lists no jobs (only `insitu backend` does).
         """
         try:
-            jobs = await self._request("GET", f"{self._base_url}/art/jobs", None, _DEFAULT_TIMEOUT)
+            jobs = await self._request("GET", f"{self._base_url}/art/jobs", None, orjson.loads)
             job = next(job for job in jobs["jobs"] if str(job["key"]).endswith(f"/{idempotency_key}"))
             return str(job["message"]) if job["status"] in ("failed", "canceled") else None
         except (BackendError, StopIteration, TypeError, LookupError):
             return None
 
     def _parse_metrics(self, line: bytes) -> dict[str, float]:
-        try:
-            metrics = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            if line.startswith(b"{") and not line.endswith(b"\n"):
-                raise self._unavailable(ConnectionError("the response ended in the middle of a line")) from error
-            metrics = line.decode(errors="replace")
-        if not isinstance(metrics, dict):
-            raise self._unexpected("/_train_model", metrics)
-        return metrics
+        if line.startswith(b"{") and not line.endswith(b"\n"):
+            try:
+                orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                problem = f"{self._connection.server}: the response of /_train_model ended within a line"
+                raise BackendUnavailable(problem) from error
+        return self._connection.parsed(f"{self._base_url}/_train_model", line, _parse_object)
 
     async def train(self, model: Any, trajectory_groups: Iterable[Any], **options: Any) -> Any:
         """ART's `Backend.train` since 0.5.9. `options` may contain keys of `TrainConfig` and `art.dev.TrainConfig`."""
@@ -153,64 +164,72 @@ class _RemoteBackend:
 
     async def _log(self, model: Any, trajectory_groups: Iterable[Any], split: str = "val") -> None:
         data = await asyncio.to_thread(_body_with_groups, model, trajectory_groups, {"split": split})
-        await self._request("POST", self._base_url + "/_log", data, _LONG_TIMEOUT)
+        await self._request("POST", self._base_url + "/_log", data, _parse_any, read_timeout=_LOADING_SECONDS)
 
     async def _delete_checkpoints(self, model: Any, benchmark: str, benchmark_smoothing: float) -> None:
         query = urlencode({"benchmark": benchmark, "benchmark_smoothing": benchmark_smoothing})
-        await self._post(f"/_delete_checkpoints?{query}", model.safe_model_dump())
+        await self._post(f"/_delete_checkpoints?{query}", model.safe_model_dump(), _parse_any)
 
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
         body = {"model": model.safe_model_dump(), "steps_to_keep": steps_to_keep}
-        await self._post("/_delete_checkpoint_files", body)
+        await self._post("/_delete_checkpoint_files", body, _parse_any)
+
+    async def check_health(self) -> None:
+        """Raises BackendError unless `/healthcheck` or `/health` returns 200; retries transient errors."""
+        await self._connection.retry("GET /healthcheck", self._check_health)
 
     async def health_problem(self) -> str | None:
         """The problem with the server, or None if `/healthcheck` or `/health` returns 200."""
-        problems = []
-        for path in ("/healthcheck", "/health"):
-            try:
-                async with self._open("GET", self._base_url + path, None, _DEFAULT_TIMEOUT) as response:
-                    if response.status == 200:
-                        return None
-                    problems.append(f"{self._base_url}{path} returned {response.status}")
-            except BackendUnavailable as error:
-                return str(error)
-        return ", ".join(problems)
+        try:
+            await self._check_health()
+        except BackendError as error:
+            return str(error)
+        return None
 
-    async def _post(self, path: str, body: Any, timeouts: aiohttp.ClientTimeout = _DEFAULT_TIMEOUT) -> Any:
-        return await self._request("POST", self._base_url + path, await asyncio.to_thread(orjson.dumps, body), timeouts)
+    async def _check_health(self) -> None:
+        status, problems = 0, []
+        for path in ("/healthcheck", "/health"):
+            async with self._connection.open("GET", self._base_url + path) as response:
+                if response.status == 200:
+                    return
+                status = response.status
+                problems.append(f"{self._base_url}{path} returned {status}")
+        problem = ", ".join(problems)
+        raise BackendUnavailable(problem) if is_transient(status) else RequestRefused(problem, status=status)
+
+    async def _post(self, path: str, body: Any, parse: Callable[[bytes], T], read_timeout: float | None = None) -> T:
+        data = await asyncio.to_thread(orjson.dumps, body)
+        return await self._request("POST", self._base_url + path, data, parse, read_timeout=read_timeout)
 
     async def _request(
-        self, method: str, url: str, data: bytes | None, timeouts: aiohttp.ClientTimeout, **headers: str
-    ) -> Any:
-        async with self._open(method, url, data, timeouts, **headers) as response:
-            if response.status >= 400:
-                raise await _error_from_response(response)
-            text = await response.read()
-        try:
-            return orjson.loads(text or b"null")
-        except orjson.JSONDecodeError as error:
-            raise self._unexpected(url, text.decode(errors="replace")) from error
+        self,
+        method: str,
+        url: str,
+        data: bytes | None,
+        parse: Callable[[bytes], T],
+        headers: Mapping[str, str] | None = None,
+        read_timeout: float | None = None,
+    ) -> T:
+        async def attempt() -> T:
+            async with self._connection.open(method, url, data, headers, read_timeout) as response:
+                content = await response.read()
+                if response.status >= 400:
+                    raise _error_from_response(response, content, retried_500=read_timeout is None)
+            return self._connection.parsed(url, content, parse)
 
-    @asynccontextmanager
-    async def _open(
-        self, method: str, url: str, data: bytes | None, timeouts: aiohttp.ClientTimeout, **headers: str
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a request. Raises BackendUnavailable if the connection fails or times out."""
-        if self._session is None or self._session.closed:
-            self._session = aiohttp.ClientSession(headers=self._headers)
-        try:
-            async with self._session.request(method, url, data=data, timeout=timeouts, headers=headers) as response:
-                yield response
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise self._unavailable(error) from error
+        return await self._connection.retry(f"{method} {urlsplit(url).path}", attempt)
 
-    def _unexpected(self, where: str, body: Any) -> BackendError:
-        url = where if "://" in where else self._base_url + where
-        return BackendError(f"{url} returned unexpected data {str(body)[:80]!r}: is it an ART server?")
 
-    def _unavailable(self, error: BaseException) -> BackendUnavailable:
-        problem = f"{type(error).__name__}: {error}"
-        return BackendUnavailable(f"the connection to the ART server at {self._base_url} failed: {problem}")
+def _parse_any(content: bytes) -> Any:
+    return orjson.loads(content or b"null")
+
+
+def _parse_step(content: bytes) -> int:
+    return _STEP.validate_json(content, strict=True)
+
+
+def _parse_object(line: bytes) -> dict[str, float]:
+    return _OBJECT.validate_json(line)
 
 
 def serialize_group(group: Any) -> orjson.Fragment:
@@ -239,20 +258,26 @@ def _body_with_groups(model: Any, groups: Iterable[Any], fields: dict[str, Any])
     return orjson.dumps({"model": model.safe_model_dump(), "trajectory_groups": serialized, **fields})
 
 
-async def _error_from_response(response: aiohttp.ClientResponse) -> BackendError:
-    """The exception for an error response, with ART's `detail`, OpenAI's `error.message`, or the response text."""
-    text = await response.text()
+def _error_from_response(response: aiohttp.ClientResponse, content: bytes, *, retried_500: bool) -> BackendError:
+    """With the message of the server: ART's `detail`, OpenAI's `error`, or else the text.
+
+    A 500 of a long request, such as a training job, is its failure: `retried_500` is False.
+    """
     where = f"{response.method} {response.url.path}"
     try:
-        body = orjson.loads(text)
+        body = orjson.loads(content)
     except orjson.JSONDecodeError:
         body = None
     detail = body.get("detail") if isinstance(body, dict) else None
-    message = str(detail or error_message(body) or text[:500] or "no reason given")
-    if response.status < 500:
-        return RequestRefused(f"the ART server rejected {where} ({response.status}): {message}", status=response.status)
-    error_type = BackendUnavailable if response.status in _UNAVAILABLE_STATUSES else BackendError
-    return error_type(f"{where} failed on the ART server ({response.status}): {message}")
+    text = content[:500].decode(errors="replace")
+    message = str(detail or error_message(body) or text or "no reason given")
+    status = response.status
+    if is_transient(status) and (retried_500 or status != 500):
+        problem = f"the ART server failed at {where} ({status}): {message}"
+        return BackendUnavailable(problem, retry_after=retry_after(response.headers))
+    if status < 500:
+        return RequestRefused(f"the ART server refused {where} ({status}): {message}", status=status)
+    return BackendError(f"the ART server failed at {where} ({status}): {message}")
 
 
 def mean_metrics(step_metrics: list[dict[str, float]]) -> dict[str, float]:

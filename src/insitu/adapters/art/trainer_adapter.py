@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from insitu.adapters.art.config import ARTTrainerAdapterConfig, internal_config, load_art, server_config, train_config
 from insitu.adapters.art.conversion import art_trajectory, check_order, episode_label
 from insitu.adapters.art.remote_backend import mean_metrics, remote_backend, serialize_group
-from insitu.errors import BackendUnavailable, InsituError, JobFailed, TrajectoryError
+from insitu.errors import BackendError, BackendUnavailable, InsituError, JobFailed, TrajectoryError
 from insitu.http_format import gc_paused, http_url
 from insitu.interfaces import TrainerAdapter
 from insitu.schemas.finetuning import (
@@ -36,8 +36,10 @@ logger = logging.getLogger(__name__)
 BACKEND = "openpipe-art"
 _POLL_INTERVAL = 3.0
 """Seconds between polls of the model's step after a lost reply."""
-_MAX_OUTAGE = 30.0
-"""Seconds the server may be unreachable after a lost reply."""
+_WATCH_SECONDS = 5.0
+"""Interval of the health checks while the server is in use."""
+_SUBMISSIONS = 3
+"""A job whose reply is lost that many times has failed."""
 _METRIC_NAMES = {
     "loss": ("loss/train", "loss", "policy_loss"),
     "kl": ("loss/kl_policy_ref", "kl_policy_ref", "kl_div"),
@@ -88,7 +90,9 @@ class ARTTrainerAdapter(TrainerAdapter):
         self._server_config = server_config(self._art, backend)
         self._train_config, self._dev_config = train_config(self._art, adapter_config.training)
         url = http_url(backend.ip, backend.port)
-        self.remote_backend: art.Backend = remote_backend(self._art, url, backend.api_key)
+        self.remote_backend: art.Backend = remote_backend(
+            self._art, url, backend.api_key, backend.read_timeout, backend.retry_timeout
+        )
         self.model: art.TrainableModel = self._art.TrainableModel(
             name=backend.name,
             project=backend.project,
@@ -112,8 +116,10 @@ class ARTTrainerAdapter(TrainerAdapter):
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Registers the model with the server. Raises BackendUnavailable if the server is not healthy."""
         await super().initialize(run_config)
-        if problem := await self._remote.health_problem():
-            raise BackendUnavailable(f"the ART server cannot be used: {problem}")
+        try:
+            await self._remote.check_health()
+        except BackendError as error:
+            raise BackendUnavailable(f"the ART server cannot be used: {error}") from error
         await self.model.register(self.remote_backend, _openai_client_config=self._server_config)
 
     def training_settings(self) -> dict[str, Any]:
@@ -124,6 +130,11 @@ class ARTTrainerAdapter(TrainerAdapter):
         if problem is not None:
             logger.warning("%s", problem)
         return problem is None
+
+    async def watch(self) -> None:
+        while True:
+            await asyncio.sleep(min(_WATCH_SECONDS, self.config.backend.read_timeout))
+            await self._remote.check_health()
 
     async def close(self) -> None:
         """Stops waiting for running jobs, which the server continues, and closes the connections."""
@@ -208,7 +219,7 @@ class ARTTrainerAdapter(TrainerAdapter):
     async def _train(self, job: _Job, groups: list[orjson.Fragment]) -> None:
         if self.config.backend.delete_old_checkpoints:
             await self._delete_old_checkpoints(job.step)
-        for attempt in (1, 2):
+        for submission in range(1, _SUBMISSIONS + 1):
             job.step_metrics = []
             try:
                 async for metrics in self._remote._train_model(
@@ -216,8 +227,8 @@ class ARTTrainerAdapter(TrainerAdapter):
                 ):
                     job.step_metrics.append(metrics)
             except BackendUnavailable as error:
-                step = await self._step_after_lost_reply(job, error)
-                if step == job.step and attempt == 1:
+                step = await self._step_after_lost_reply(job)
+                if step == job.step and submission < _SUBMISSIONS:
                     logger.warning("%s; the model is still at step %d: submitting the job again", error, step)
                     continue
                 if step == job.step:
@@ -242,23 +253,17 @@ class ARTTrainerAdapter(TrainerAdapter):
             )
         return step
 
-    async def _step_after_lost_reply(self, job: _Job, lost: BackendUnavailable) -> int:
-        """The model's step after the connection was lost. Raises `lost` if the server stays unreachable.
+    async def _step_after_lost_reply(self, job: _Job) -> int:
+        """The model's step after the connection was lost.
 
         A server that remained reachable may still be training, so its step is polled until it changes, for at most
-        `lost_reply_timeout`. A server that was unreachable has restarted, so its first step is final.
+        `lost_reply_timeout`. A server that refused connections has restarted, so its first step is final.
         """
-        started, outages = time.monotonic(), 0
+        started, refused = time.monotonic(), self._remote.refused_connections
         while time.monotonic() - started < self.config.backend.lost_reply_timeout:
             await asyncio.sleep(_POLL_INTERVAL)
-            try:
-                step = await self._current_step(job)
-            except BackendUnavailable:
-                outages += 1
-                if outages * _POLL_INTERVAL >= _MAX_OUTAGE:
-                    raise lost from None
-                continue
-            if step != job.step or outages:
+            step = await self._current_step(job)
+            if step != job.step or self._remote.refused_connections > refused:
                 return step
             if failure := await self._remote.failure_message(job.idempotency_key):
                 raise JobFailed(failure)
