@@ -91,7 +91,7 @@ def test_without_the_library_the_command_says_what_to_install() -> None:
     file = Path(__file__).parent.parent / "examples/tic_tac_toe/art.yml"
     done = run("finetune", "--config_file", file)
     assert done.returncode == 2
-    assert "pip install 'insitu[art]'" in done.stderr
+    assert "pip install -e '.[art]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -89,7 +89,9 @@ def test_a_package_that_is_not_there(
     path = as_file(tmp_path, form)
     monkeypatch.setitem(sys.modules, module, None)
     said = complaint(config_for(write, _type=form, file_path=path.name))
-    assert said.startswith(f"dataset {path} needs the extra tables (pip install 'insitu[tables]'): ")
+    assert said.startswith(
+        f"dataset {path} needs the extra tables (pip install -e '.[tables]' in the clone of insitu): "
+    )
     assert module in said.partition("): ")[2]
 
 

@@ -164,6 +164,33 @@ def test_an_unscored_episode_is_left_out_and_never_zero(project: Path, asked: st
     assert metrics["num_trajectories"] == 4
 
 
+def test_all_evaluators_score_the_episodes_of_training(project: Path) -> None:
+    """The others are recorded and change nothing."""
+    second = ("-o", "eval.evaluators.other", "{_type: digits}", "-o", "finetuning.num_epochs", "1")
+    code, out, err = run_project(project, *second)
+    assert code == 0, err
+    (metrics,) = read_lines(project / "run/training_metrics.jsonl")
+    assert metrics["scores"] == pytest.approx({"score": metrics["avg_reward"], "other": metrics["avg_reward"]})
+    for episode in read_lines(project / "run/episodes.jsonl")[1:]:
+        assert episode["scores"] == {"score": episode["reward"], "other": episode["reward"]}
+    assert "\n  scores: score " in out
+    calls = read_lines(project / "run/calls.jsonl")[1:]
+    assert metrics["completions_mean_length"] == sum(len(c["token_ids"]) for c in calls) / len(calls)
+    assert metrics["completions_clipped_ratio"] == sum(c["finish_reason"] == "length" for c in calls) / len(calls)
+    code, _, err = run_project(project, *second, "-o", "finetuning.training_evaluators", "[]")
+    assert code == 0, err
+    (metrics,) = read_lines(project / "run/training_metrics.jsonl")
+    assert metrics["scores"].keys() == {"score"}
+
+
+def test_a_run_at_temperature_0_says_why_nothing_differs(project: Path) -> None:
+    code, out, err = run_project(project, "-o", "llms.player.temperature", "0", "-o", "finetuning.num_epochs", "1")
+    assert code == 1
+    assert "GREEDY: 6 of 6 groups at temperature 0" in out
+    for text in (out, err):
+        assert "all 6 groups sampled at temperature 0, so that all episodes of a row are the same" in text
+
+
 def test_nothing_to_train_on_fails_the_run_and_says_why(project: Path) -> None:
     write_rows(project, [{"say": "a", "score": "nan"}])
     code, out, err = run_project(project)

@@ -10,9 +10,10 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from insitu.config import Config
-from insitu.errors import ConfigError, InsituError, PluginError, describe_error
+from insitu.errors import ConfigError, InsituError, PluginError, describe_error, install_command
 from insitu.registry import (
     EVALUATOR,
+    FRAMEWORK_GROUP,
     FUNCTION,
     LLM,
     TRAINER,
@@ -20,6 +21,7 @@ from insitu.registry import (
     TRAJECTORY_BUILDER,
     TTC_STRATEGY,
     Kind,
+    frameworks,
     not_found,
     registry,
 )
@@ -173,16 +175,15 @@ class Builder:
         framework = str(wrapper_type).lower()
 
         async def wrap() -> Any:
-            supported = entry_points(group="insitu.llm_wrappers")
-            if framework not in supported.names:
-                raise ConfigError(not_found(f"llms.{name}: the framework", framework, sorted(supported.names)))
-            point = supported[framework]
+            if framework not in frameworks():
+                raise ConfigError(not_found(f"llms.{name}: the framework", framework, frameworks()))
+            point = entry_points(group=FRAMEWORK_GROUP)[framework]
             try:
                 make_llm = point.load()
             except ModuleNotFoundError as error:
                 raise ConfigError(
                     f"llms.{name} is requested as a model of {framework}, which needs the package {error.name!r}: "
-                    f"pip install 'insitu[{framework.replace('_', '-')}]'"
+                    f"{install_command(framework.replace('_', '-'))} in the clone of insitu"
                 ) from error
             return make_llm(llm)
 

@@ -22,6 +22,11 @@ _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
 _OURS = os.path.join(os.path.dirname(__file__), "")
 
 
+def install_command(extra: str) -> str:
+    """What installs an extra of insitu; there is no release yet, so it is installed from its clone."""
+    return f"pip install -e '.[{extra}]'"
+
+
 def describe_error(error: BaseException) -> str:
     """One-line summary of a foreign exception and its last user frame.
 

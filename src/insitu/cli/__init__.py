@@ -11,6 +11,7 @@ _COMMANDS = {
     "finetune": "Train the model behind a workflow.",
     "eval": "Score a workflow on a dataset.",
     "run": "Run a workflow on one input.",
+    "validate": "Check a file and its datasets; starts nothing.",
     "trajectories": "Inspect the recorded episodes of a run.",
     "serve": "Serve a workflow for `--endpoint` and POST /generate.",
     "backend": "Serve and train a model: inference and training jobs on one port.",
@@ -34,7 +35,15 @@ class _LazyGroup(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+def _with_underscores(name: str) -> str:
+    """The documented spelling of an option: `--config-file` is `--config_file`."""
+    return name.replace("-", "_")
+
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True, "token_normalize_func": _with_underscores}
+
+
+@click.group(cls=_LazyGroup, context_settings=_SETTINGS)
 @click.option("-v", "--verbose", count=True, help="Log to standard error (-vv: everything).")
 @click.version_option(package_name="insitu", message="%(version)s")
 def insitu(verbose: int) -> None:

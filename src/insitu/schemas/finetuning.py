@@ -144,6 +144,9 @@ class FinetuneConfig(BaseModel):
     """A key of `trainer_adapters`."""
     reward_function: RewardFunctionConfig | None = None
     """The evaluator that provides rewards; required for training."""
+    training_evaluators: list[str] | None = None
+    """Further evaluators to run on the episodes of training; their scores are recorded and do not affect training.
+    None: all of `eval.evaluators`."""
     target_functions: list[str] = Field(default_factory=lambda: ["<workflow>"], min_length=1)
     """Train only model calls made inside these functions; `<workflow>` selects all calls."""
     target_model: str | None = None

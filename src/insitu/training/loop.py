@@ -5,8 +5,8 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
+from insitu.training.metrics import EpochResult, collected_metrics, likely_causes, without_variance
 from insitu.training.report import Report, counts, plot
 from insitu.training.store import RunStore, open_store, read_curriculum_state
 from insitu.training.traffic import PolicyTraffic
@@ -66,39 +67,6 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
         return self
 
 
-@dataclass(frozen=True)
-class EpochResult:
-    """Results of one epoch; `metrics()` returns its line of `training_metrics.jsonl`.
-
-    `collected` holds the statistics of all collected trajectories, `trained` those of what was submitted, `backend` the
-    metrics of the training job. `policy_version` is the version sampled from and, once the job has completed, the
-    version it produced. `job` is its final status; None until it ends, or if nothing was submitted. `seconds` has the
-    keys collect, train and validate.
-    """
-
-    collected: Mapping[str, Any]
-    trained: Mapping[str, Any]
-    dropped: Mapping[str, int]
-    policy_version: int | None
-    seconds: Mapping[str, float]
-    job: TrainingStatusEnum | None = None
-    backend: Mapping[str, Any] | None = None
-
-    def with_seconds(self, phase: str, seconds: float) -> "EpochResult":
-        return replace(self, seconds={**self.seconds, phase: seconds})
-
-    def metrics(self) -> dict[str, Any]:
-        return {
-            **self.collected,
-            **self.trained,
-            "dropped": dict(sorted(self.dropped.items())),
-            "policy_version": self.policy_version,
-            "job": self.job and self.job.value,
-            "seconds": dict(self.seconds),
-            **(self.backend or {}),
-        }
-
-
 class InsituTrainer(Trainer):
     """Runs each epoch: collect, filter, submit, wait, record.
 
@@ -119,6 +87,8 @@ class InsituTrainer(Trainer):
         self.results: dict[int, EpochResult] = {}
         self.validation: Validation | None = None
         self._store: RunStore | None = None
+        self._causes: list[str] = []
+        """Why the latest epoch that trained nothing had no variance."""
         self._resumed_curriculum = self._read_curriculum()
 
     def _read_curriculum(self) -> dict[str, Any] | None:
@@ -175,19 +145,21 @@ class InsituTrainer(Trainer):
         if problem := await self.trajectory_builder.rehearse(self.run_id):
             self.report.note(problem)
         statuses: list[TrainingJobStatus] = []
+        self.report.begin_run(num_epochs)
         if self.validation is not None:
             await self.validation.run(0)
         for epoch in range(1, num_epochs + 1):
             try:
                 status = await self._complete_epoch(epoch, num_epochs)
             except BaseException:  # reported, then re-raised
-                self.report.end()
+                self.report.end_run()
                 self.report.note(
                     f"epoch {epoch}/{num_epochs} did not complete; results so far are in {self.store.folder}/"
                 )
                 raise
             if status is not None:
                 statuses.append(status)
+        self.report.end_run()
         await self._conclude(statuses)
         return statuses
 
@@ -218,6 +190,7 @@ class InsituTrainer(Trainer):
             seconds={"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         )
         check_sampled(collection, endpoint)
+        everything = collection
         collection, advantages = estimate_epoch(self.apply_curriculum_learning(collection, epoch), self._estimator())
         self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
@@ -232,7 +205,9 @@ class InsituTrainer(Trainer):
         result = replace(result, trained=trained, dropped=collection.dropped)
         self.results[epoch] = result.with_seconds("collect", time.perf_counter() - started)
         if not any(collection.trajectories):
-            self.report.note(f"epoch {epoch}: nothing to train on; every group was dropped")
+            self._causes = likely_causes(without_variance(everything, collection.drop_reasons))
+            nothing = f"epoch {epoch}: nothing to train on; every group was dropped"
+            self.report.note("; ".join([nothing, *self._causes]))
             return None
         return await self.trainer_adapter.submit(collection)
 
@@ -309,16 +284,11 @@ class InsituTrainer(Trainer):
         return status
 
     def _record_rewards(self, epoch: int, run_id: str, collection: TrajectoryCollection) -> dict[str, Any]:
-        rewards = [t.reward for group in collection.trajectories for t in group]
         statistics = {
             "epoch": epoch,
             "timestamp": datetime.now(UTC).isoformat(),
             "run_id": run_id,
-            "avg_reward": sum(rewards) / len(rewards),
-            "min_reward": min(rewards),
-            "max_reward": max(rewards),
-            "num_trajectories": len(rewards),
-            "num_groups": len(collection.trajectories),
+            **collected_metrics(collection.trajectories),
         }
         self.reward_history.append(
             {k: statistics[k] for k in ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")}
@@ -337,7 +307,7 @@ class InsituTrainer(Trainer):
         return {"run_id": run_id, "rewards": self.reward_history, "validations": validations, "last": last}
 
     async def cleanup(self) -> None:
-        self.report.end()
+        self.report.end_run()
         if self._store is not None:
             self._store.close()
 
@@ -371,7 +341,7 @@ class InsituTrainer(Trainer):
             dropped = sum((Counter(result.dropped) for result in self.results.values()), Counter[str]())
             raise TrajectoryError(
                 f"no epoch trained anything: every group was dropped: {counts(dropped)} "
-                f"(per epoch: {self.store.folder / 'training_metrics.jsonl'})"
+                f"(per epoch: {self.store.folder / 'training_metrics.jsonl'})" + "".join(f"; {c}" for c in self._causes)
             )
         failed = [v for v in history if "error" in v]
         if failed:

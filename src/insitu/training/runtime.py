@@ -76,24 +76,51 @@ async def finetuning_main(run_config: FinetuneRunConfig) -> list[TrainingJobStat
 
     Raises if a job failed, nothing was trained, or a validation failed.
     """
-    config = load_config(run_config.config_file, run_config.override)
-    check_ready(config)
+    config = await _prepared(run_config)
     finetuning = config.finetuning
-    finetuning.validation = _validation(config, run_config)
-    finetuning.run_configuration = _run_configuration(config, run_config)
-    check_open_files(config)
-    await _check_inputs(config, run_config)
     async with Builder(config) as builder:
         with share(builder) as run:
-            trajectory_builder = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
-            adapter = await builder.get_trainer_adapter(str(finetuning.trainer_adapter))
-            trainer = await builder.get_trainer(str(finetuning.trainer), trajectory_builder, adapter)
+            trainer, adapter = await _components(config, builder)
             async with _cleaned_up(trainer, f"trainers.{finetuning.trainer}"):
                 await trainer.initialize(finetuning)
                 async with _watched(adapter):
                     statuses = await run_finetuning(trainer)
     _check_validations(run, config)
     return statuses
+
+
+async def check_run(run_config: FinetuneRunConfig) -> Config:
+    """Checks what `finetune` checks before it starts anything; a file that does not train is only read.
+
+    Raises ConfigError or PluginError.
+    """
+    config = load_config(run_config.config_file, run_config.override)
+    if not config.finetuning.enabled:
+        return config
+    config = await _prepared(run_config.model_copy(update={"config_file": config, "override": ()}))
+    async with Builder(config) as builder:
+        with share(builder):
+            await _components(config, builder)
+    return config
+
+
+async def _prepared(run_config: FinetuneRunConfig) -> Config:
+    """The file with the options of the command line; raises ConfigError if its inputs cannot be used."""
+    config = load_config(run_config.config_file, run_config.override)
+    check_ready(config)
+    config.finetuning.validation = _validation(config, run_config)
+    config.finetuning.run_configuration = _run_configuration(config, run_config)
+    check_open_files(config)
+    await _check_inputs(config, run_config)
+    return config
+
+
+async def _components(config: Config, builder: Builder) -> tuple[Trainer, Any]:
+    """The trainer, bound to the two components it drives, and its adapter; building them starts nothing."""
+    finetuning = config.finetuning
+    trajectory_builder = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
+    adapter = await builder.get_trainer_adapter(str(finetuning.trainer_adapter))
+    return await builder.get_trainer(str(finetuning.trainer), trajectory_builder, adapter), adapter
 
 
 @asynccontextmanager

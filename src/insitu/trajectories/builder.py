@@ -5,7 +5,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,9 +21,9 @@ from insitu.evaluation.episodes import EpisodeOptions, ResultPath, fail, run_epi
 from insitu.evaluation.evaluators import parse_score, score
 from insitu.evaluation.shared_run import current_run
 from insitu.interfaces import TrajectoryBuilder
-from insitu.registry import LLM, register_trajectory_builder
+from insitu.registry import EVALUATOR, LLM, register_trajectory_builder
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
-from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
+from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluatorInfo
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     RewardFunctionConfig,
@@ -91,6 +91,8 @@ class EpisodesBuilder(TrajectoryBuilder):
         self._rows: list[EvalInputItem] = []
         self._runs: dict[str, _Collection] = {}
         self._last_epoch = 0
+        self._unscored: set[str] = set()
+        """Evaluators that have failed to score an episode."""
         self._check()
 
     def _check(self) -> None:
@@ -175,26 +177,31 @@ class EpisodesBuilder(TrajectoryBuilder):
         assert self.run_config.reward_function is not None  # checked when the builder was made
         return self.run_config.reward_function
 
-    async def _evaluator_and_options(self) -> tuple[EvaluatorInfo, EpisodeOptions]:
+    async def _evaluators_and_options(self) -> tuple[dict[str, EvaluatorInfo], EpisodeOptions]:
+        """The evaluators of training episodes, that of the reward first, and how the episodes are run."""
+        monitored = self.run_config.training_evaluators
+        others = self._full_config.names(EVALUATOR) if monitored is None else monitored
+        names = dict.fromkeys((self._reward_function.name, *others))
+        evaluators = {name: await self._builder.get_evaluator(name) for name in names}
         service = self.run_config.run_configuration
         result = ResultPath.parse(service.result_json_path) if service else None
         targets = self.run_config.target_functions
         options = EpisodeOptions.of(
             self._full_config, self._full_config.trained_llms(), result, self.needs_token_ids, targets
         )
-        return await self._builder.get_evaluator(self._reward_function.name), options
+        return evaluators, options
 
     async def rehearse(self, run_id: str) -> str | None:
         """Plays and scores one row, as epoch 0. If its evaluator fails, up to two more.
 
         Returns what went wrong; raises PluginError if the evaluator fails on all of them and failures are excluded.
         """
-        evaluator, options = await self._evaluator_and_options()
+        evaluators, options = await self._evaluators_and_options()
         service, episode = self.run_config.run_configuration, None
         async with open_workflow(self._builder, service, self._full_config.trained_llms(), current_run()) as attempt:
             for row in self.rows_of_epoch(1)[:_REHEARSED_ROWS]:
                 episode = await run_episode(attempt, row, EpisodeKey(run_id, 0, str(row.id), 0), options)
-                await self._reward(episode, row, evaluator)
+                await self._reward(episode, row, evaluators)
                 if episode.reason is not DropReason.EVALUATOR_ERROR:
                     break
         if episode is None or episode.reason is None:
@@ -206,7 +213,7 @@ class EpisodesBuilder(TrajectoryBuilder):
 
     async def _collect(self, run_id: str, collection: _Collection) -> None:
         """Runs the epoch's rows x generations, waits for episodes, and passes each group on with its last episode."""
-        evaluator, options = await self._evaluator_and_options()
+        evaluators, options = await self._evaluators_and_options()
         tasks = [
             (row, EpisodeKey(run_id, collection.epoch, str(row.id), generation))
             for row in self.rows_of_epoch(collection.epoch)
@@ -216,7 +223,7 @@ class EpisodesBuilder(TrajectoryBuilder):
         async def finish(row: EvalInputItem, episode: Episode) -> None:
             if collection.vocab_size is not None and episode.outcome is Outcome.OK:
                 self._check_vocabulary(episode, collection.vocab_size)
-            await self._reward(episode, row, evaluator)
+            await self._reward(episode, row, evaluators)
             episode.steps = []  # only the evaluator needs them; an epoch of steps would not fit into memory
 
         service, limit = self.run_config.run_configuration, self._full_config.max_concurrency
@@ -236,14 +243,18 @@ class EpisodesBuilder(TrajectoryBuilder):
                 collection.first_error = collection.first_error or next((e.error for e in group if e.error), None)
                 collection.on_group(record)
 
-    async def _reward(self, episode: Episode, row: EvalInputItem, evaluator: EvaluatorInfo) -> None:
+    async def _reward(self, episode: Episode, row: EvalInputItem, evaluators: Mapping[str, EvaluatorInfo]) -> None:
+        """Scores an episode with all `evaluators`; the score of the reward function's becomes its reward."""
         if episode.outcome is Outcome.FAILED:
             self._penalize(episode)
             return
         item = row.model_copy(update={"output_obj": episode.output, "trajectory": episode.steps})
-        limit = self._full_config.eval.scoring_limit(1)
-        given = (await score(evaluator, self._reward_function.name, [item], limit)).eval_output_items[0]
-        _, episode.reason, message = parse_score(given)
+        name, limit = self._reward_function.name, self._full_config.eval.scoring_limit(1)
+        outputs = await asyncio.gather(*(score(info, key, [item], limit) for key, info in evaluators.items()))
+        scored = {key: output.eval_output_items[0] for key, output in zip(evaluators, outputs, strict=True)}
+        given = scored.pop(name)
+        value, episode.reason, message = parse_score(given)
+        episode.scores = {name: value, **{key: self._monitored(key, other) for key, other in scored.items()}}
         if episode.reason is not None:
             episode.error = message
             self._penalize(episode)
@@ -276,6 +287,14 @@ class EpisodesBuilder(TrajectoryBuilder):
             if trained := self._trained(episode):
                 episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
                 episode.step_rewards[trained[-1]] += on_failure
+
+    def _monitored(self, evaluator: str, output: EvalOutputItem) -> float | None:
+        """A score that is not the reward; warns of the first one that is missing."""
+        value, _, message = parse_score(output)
+        if message is not None and evaluator not in self._unscored:
+            self._unscored.add(evaluator)
+            logger.warning("the evaluator %s gave an episode of training no score: %s", evaluator, message)
+        return value
 
     def _group(self, episodes: list[Episode]) -> GroupRecord:
         episodes.sort(key=lambda e: e.key.generation)
@@ -321,6 +340,7 @@ class EpisodesBuilder(TrajectoryBuilder):
                 "row_id": episode.key.row_id,
                 "generation": episode.key.generation,
                 "rewarded_functions": episode.rewarded_functions,
+                "scores": episode.scores,
             },
             id=episode.key.text(),
             calls=episode.calls,

@@ -47,6 +47,9 @@ class SamplingConfig(LLMBaseConfig):
     """Request logprobs for the workflow; training requests them in any case."""
     top_logprobs: int | None = Field(default=None, ge=0)
     """Number of most likely alternatives to return per token, if the workflow needs them."""
+    override_sampling: bool = False
+    """`temperature`, `top_p`, `max_tokens` and `stop` of this block replace those that the agent sends. Otherwise the
+    agent's take precedence, and these are used for what it does not send."""
     timeout: float | None = Field(default=None, gt=0)
     """Request timeout in seconds; none: the OpenAI client's default of 600."""
     max_retries: int = Field(default=2, ge=0)
@@ -55,6 +58,11 @@ class SamplingConfig(LLMBaseConfig):
     def params(self) -> dict[str, Any]:
         """The request's parameters."""
         names = ("temperature", "top_p", "max_tokens", "stop", "seed", "logprobs", "top_logprobs")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def forced_params(self) -> dict[str, Any]:
+        """The parameters that replace those of each request."""
+        names = ("temperature", "top_p", "max_tokens", "stop") if self.override_sampling else ()
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
@@ -167,7 +175,7 @@ def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> ModelClien
 
     http = http_library()
     server = endpoint.base_url or os.environ.get("OPENAI_BASE_URL", "api.openai.com")
-    recorder = Recorder(server, name, _capture_error_type(), endpoint.current_model)
+    recorder = Recorder(server, name, _capture_error_type(), endpoint.current_model, config.forced_params())
     http_client = http.AsyncClient(transport=recording_transport(http)(recorder), follow_redirects=True)
     options: dict[str, Any] = {} if config.timeout is None else {"timeout": config.timeout}
     client = AsyncOpenAI(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from insitu.errors import ConfigError
+from insitu.errors import ConfigError, install_command
 from insitu.registry import not_found
 from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig
 from insitu.trajectories.builder import EpisodesBuilderConfig
@@ -125,7 +125,8 @@ def load_art() -> Any:
         return importlib.import_module("art")
     except ImportError as error:
         raise ConfigError(
-            f"the ART plugin needs the package openpipe-art and its dependencies: pip install 'insitu[art]' ({error})"
+            "the ART plugin needs the package openpipe-art and its dependencies: "
+            f"{install_command('art')} in the clone of insitu ({error})"
         ) from error
 
 

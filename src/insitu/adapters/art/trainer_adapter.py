@@ -74,7 +74,7 @@ class _Job:
 class ARTTrainerAdapter(TrainerAdapter):
     """Submits trajectories to an ART server, which trains and serves the model.
 
-    Needs the package `openpipe-art` (`pip install 'insitu[art]'`). Raises ConfigError for configuration keys that the
+    Needs the package `openpipe-art` (the extra `art`). Raises ConfigError for configuration keys that the
     installed release does not support.
     """
 
