@@ -63,6 +63,26 @@ def test_help_lists_the_commands_and_their_options() -> None:
     assert all(f"--{name}" in shown for name in (*shared, "skip_workflow", "skip_completed_entries", "reps"))
 
 
+def test_the_registered_components_are_listed_with_their_keys() -> None:
+    shown = insitu("info", "components").stdout.splitlines()
+    sections = [line for line in shown if not line.startswith(" ")]
+    assert sections[0] == "llms:"
+    assert sections[-1] == "trainers:"
+    assert "  openpipe_art_trainer: The training loop for ART servers, which compute the advantages themselves." in {
+        line.partition(" Has")[0] for line in shown
+    }
+    start = shown.index("  openpipe_art_traj_builder: Runs several episodes per dataset row and groups them by row.")
+    assert shown[start + 1] == "    num_generations: integer, at least 1, default 2"
+    assert "    backend.engine_args.tensor_parallel_size: integer, at least 1, default none" in shown
+
+    one = insitu("info", "components", "insitu_traj_builder").stdout
+    assert one.startswith("trajectory_builders:\n  insitu_traj_builder: ")
+    assert "    num_generations: integer, at least 1, default 8  Episodes per row and epoch (the group size)." in one
+    wrong = insitu("info", "components", "insitu_traj_bilder")
+    assert wrong.returncode == 2
+    assert "_type 'insitu_traj_bilder' does not exist (did you mean 'insitu_traj_builder'?)" in wrong.stderr
+
+
 # what is wrong with the command line or the file is exit code 2, and says so in a sentence
 
 

@@ -150,6 +150,8 @@ def test_rows_without_id_are_numbered(write: Any, tmp_path: Path) -> None:
         ("d.csv", "id,query\n1,a\n", ["row 1", "'question' does not exist", "available: id, query"]),
         ("d.csv", "", ["has no rows"]),
         ("d.parquet", "no table", ["cannot be read"]),
+        ("d.xlsx", "no table", ["cannot be read"]),
+        ("d.xlsx", "PK\x03\x04 cut off", ["cannot be read"]),
     ],
 )
 def test_what_is_wrong_is_told_with_file_and_row(write: Any, name: str, content: str, parts: list[str]) -> None:

@@ -138,10 +138,8 @@ def test_a_workflow_exception_in_one_row_is_counted_and_the_rest_trains(project:
 
 
 def test_failed_episodes_get_the_configured_penalty(project: Path) -> None:
-    unscored = {"say": "d", "score": "what?"}  # its evaluator raises
-    write_rows(
-        project, [{"say": "a"}, {"say": "b", "raise": "lost"}, {"say": "c", "earn": 0.25, "raise": "lost"}, unscored]
-    )
+    failing = [{"say": "b", "raise": "lost"}, {"say": "c", "earn": 0.25, "raise": "lost"}, {"say": "d", "score": "x"}]
+    write_rows(project, [{"say": "a"}, *failing])  # the evaluator fails on "x"
     code, _, err = run_project(
         project, "-o", "finetuning.num_epochs", "1", "-o", "finetuning.reward_function.on_failure", "-0.5"
     )
@@ -244,6 +242,11 @@ def test_what_cannot_be_trained_is_refused_before_the_earlier_run_is_moved(proje
         (["-o", "llms.player.seed", "3"], "llms.player.seed: with a fixed seed"),
         (["-o", "finetuning.reward_function", "null"], "finetuning.reward_function is missing"),
         (
+            ["-o", "trajectory_builders.episodes.num_generations", "1"],
+            "trajectory_builders.episodes.num_generations is 1, but insitu_trainer compares the episodes of a row with "
+            "one another; allowed: 2 or more",
+        ),
+        (
             ["--validation_dataset", "rows.jsonl", "--validation_config_file", "held_out.yml"],
             "held_out.yml: the evaluator that gives the reward, 'score' does not exist; available: other",
         ),
@@ -265,6 +268,7 @@ def test_a_job_that_fails_ends_the_run_and_is_told_with_its_epoch_and_reason(pro
     assert "epoch 1/2 did not complete; results so far are in run/" in out
     (metrics,) = read_lines(project / "run/training_metrics.jsonl")  # what was gathered is recorded all the same
     assert (metrics["num_groups"], metrics["policy_version"], metrics["job"]) == (6, 0, "failed")
+    assert (project / "run/reward_plot.png").read_bytes().startswith(b"\x89PNG")
     files = RunFiles(project / "run")
     assert {read.status for read in files.summaries(files.find())} <= {
         TrainingStatus.JOB_FAILED,
@@ -305,11 +309,13 @@ def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signal
     metrics = project / "run/training_metrics.jsonl"
     with start_project(project, "-o", "finetuning.num_epochs", "500") as process:
         backend = backend_of(process)
-        process.wait_until(lambda: metrics.exists() and metrics.stat().st_size)
+        process.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
+        plotted = (project / "run/reward_plot.png").exists()  # while it runs
         process.send_signal(number)
         process.communicate(HANGS)
         assert process.wait() == code
     backend.wait(HANGS)
+    assert plotted
     files = RunFiles(project / "run")  # what has been cut off anywhere is read
     statuses = Counter(files.load(record).status for record in files.find())
     assert statuses.keys() <= {TrainingStatus.TRAINED, TrainingStatus.DROPPED, TrainingStatus.PENDING}

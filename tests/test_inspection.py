@@ -314,11 +314,12 @@ def test_a_run_of_an_earlier_release_is_read(run: Path) -> None:
     assert "has no record" in shown.out
 
 
-def test_a_line_that_is_being_written_is_not_there_yet(run: Path) -> None:
+def test_a_line_that_is_being_written_is_not_there_yet(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("episodes.jsonl", "calls.jsonl", "groups.jsonl", "advantages.jsonl", "training_metrics.jsonl"):
         with (run / name).open("ab") as file:
             file.write(b'{"episode":"run_1/1/r2/0')
     assert len(show(run).out.splitlines()) == 6
+    assert f"{run / 'episodes.jsonl'}: skipped an incomplete last line" in caplog.text
     assert show(run, "--row", "r2", "--generation", 0).code == 0
     (run / "episodes.jsonl").write_bytes(b'{"for')
     assert show(run).err == f"error: {run} has no episode yet\n"
@@ -435,6 +436,15 @@ def test_what_is_not_there_is_told_with_what_is_near(run: Path) -> None:
     (run / "episodes.jsonl").write_text('{"format":1}\nnonsense\n')
     broken = show(run)
     assert (broken.code, "line 2 is not JSON" in broken.err) == (1, True)
+
+
+@pytest.mark.parametrize("content", ["", '{"run_id": "ins', "[1]", '"text"', "\udcff"])
+def test_a_damaged_run_json_is_named(run: Path, content: str) -> None:
+    (run / "run.json").write_bytes(content.encode(errors="surrogateescape"))
+    shown = show(run, "--row", "r 1", "--generation", 0)
+    assert shown.code == 1
+    assert shown.err.startswith(f"failed: {run / 'run.json'} is not ")
+    assert len(shown.err.splitlines()) == 1
 
 
 def test_a_name_among_many_and_an_episode_without_calls(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def _adder(kind: Kind) -> Callable[["Builder", str, TypedBaseModel], Awaitable[A
 
 def _config_getter(kind: Kind) -> Callable[["Builder", str], TypedBaseModel]:
     def get_config(self: "Builder", name: str) -> TypedBaseModel:
+        """A block as configured. The result may also be awaited."""
         return self.block(kind, name)
 
     return get_config
@@ -52,9 +53,17 @@ _building: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("insitu_building
 """The components being built, each needed by the one before it."""
 
 
+_at_work: ContextVar["Builder | None"] = ContextVar("insitu_builder", default=None)
+
+
 def name_being_built() -> str:
     """The key of the block being built, for factories."""
     return _building.get()[-1][1]
+
+
+def builder_at_work() -> "Builder | None":
+    """The builder whose factory is running, for components that are constructed without one."""
+    return _at_work.get()
 
 
 @contextmanager
@@ -82,6 +91,7 @@ class Builder:
         self._live: dict[tuple[str, str], asyncio.Future[Any]] = {}
         self._added: dict[tuple[str, str], TypedBaseModel] = {}
         self._stack = AsyncExitStack()
+        self._trained_policy: PolicyEndpoint | None = None
 
     async def __aenter__(self) -> "Builder":
         return self
@@ -131,7 +141,7 @@ class Builder:
                 if not future.cancelled() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
                     raise  # otherwise the task that was building was cancelled: build it here
         future = self._live[key] = asyncio.get_running_loop().create_future()
-        token = _building.set((*_building.get(), key))
+        token, builder_token = _building.set((*_building.get(), key)), _at_work.set(self)
         try:
             made = await build()
         except BaseException as error:  # passed on to all waiters, then re-raised
@@ -144,6 +154,7 @@ class Builder:
             raise
         finally:
             _building.reset(token)
+            _at_work.reset(builder_token)
         future.set_result(made)
         return made
 
@@ -235,6 +246,15 @@ class Builder:
     def get_max_concurrency(self) -> int:
         """`eval.general.max_concurrency`, for evaluators that limit themselves."""
         return self.config.max_concurrency
+
+    @property
+    def trained_policy(self) -> PolicyEndpoint | None:
+        """Where the model under training is served; None if nothing is trained, or if the adapter does not say."""
+        return self._trained_policy or (self.parent.trained_policy if self.parent is not None else None)
+
+    @trained_policy.setter
+    def trained_policy(self, endpoint: PolicyEndpoint | None) -> None:
+        self._trained_policy = endpoint
 
     async def policy_endpoint(self) -> PolicyEndpoint:
         """Where the configured trainer adapter serves the model under training."""

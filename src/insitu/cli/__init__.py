@@ -15,6 +15,7 @@ _COMMANDS = {
     "trajectories": "Inspect the recorded episodes of a run.",
     "serve": "Serve a workflow for `--endpoint` and POST /generate.",
     "backend": "Serve and train a model: inference and training jobs on one port.",
+    "info": "List the registered components and their keys.",
 }
 
 
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def _run() -> int:
-    from insitu.errors import ConfigError, InsituError
+    from insitu.errors import ConfigError, InsituError, memory_problem
 
     _warn_of_original_toolkit()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write characters that the console cannot show
@@ -101,5 +102,10 @@ def _run() -> int:
         return 2
     except (InsituError, OSError) as error:  # OSError: a full disk, a file that cannot be written
         print(f"failed: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:  # a lack of memory, which libraries report in many ways; anything else is re-raised
+        if (problem := memory_problem(error)) is None:
+            raise
+        print(f"failed: out of memory: {problem}", file=sys.stderr)
         return 1
     return code if isinstance(code, int) else 0

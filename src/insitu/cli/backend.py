@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from insitu.backend import BackendOptions
-from insitu.errors import InsituError, install_command
+from insitu.errors import InsituError, install_command, memory_problem
 
 
 def serve(options: BackendOptions) -> int:
@@ -19,6 +19,8 @@ def serve(options: BackendOptions) -> int:
 
         from insitu.backend.server import run
     except ImportError as error:
+        if memory_problem(error) is not None:
+            raise
         install = install_command("local")
         print(f"insitu backend needs the extra `local` ({install} in the clone of insitu): {error}", file=sys.stderr)
         return 2

@@ -21,3 +21,6 @@ def command(override: tuple[tuple[str, str], ...], **run_options: Any) -> None:
     set_options = {name: value for name, value in run_options.items() if value is not None}
     statuses = run_finetuning_sync(FinetuneRunConfig(override=override, **set_options))
     print(f"{len(statuses)} training job{'s' if len(statuses) != 1 else ''} completed")
+
+
+finetune_command = command

@@ -28,7 +28,12 @@ def config_file(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 dataset = click.option("--dataset", help="Replaces the dataset of the file: .json .jsonl .csv .parquet .xlsx")
-checkpoint = click.option("--checkpoint", type=_PATH, help="A folder of weights for llms of _type policy.")
+checkpoint = click.option(
+    "--checkpoint",
+    type=_PATH,
+    metavar="CHECKPOINT",
+    help="Weights for llms of _type policy: a folder, a run directory, best, or latest.",
+)
 override = click.option(
     "-o",
     "--override",

@@ -85,7 +85,7 @@ class EvalGeneralConfig(BaseModel):
 class Config:
     """A checked file. `blocks` holds the validated block of every component, by (section, name).
 
-    `moved` maps folders that the run has moved aside to where they are now.
+    During a run, `moved` maps the folders that it has moved aside to where they are now.
     """
 
     general: GeneralConfig = field(default_factory=GeneralConfig)

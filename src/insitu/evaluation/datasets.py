@@ -96,8 +96,9 @@ def _table_rows(path: Path, reader: str) -> Rows:
         raise ConfigError(
             f"dataset {path} needs the extra tables ({install} in the clone of insitu): {reason}"
         ) from error
-    except polars.exceptions.PolarsError as error:
-        raise ConfigError(f"dataset {path} cannot be read: {error}") from error
+    except Exception as error:  # polars, fastexcel and the readers below them have no common base class
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"dataset {path} cannot be read: {reason}") from error
     yield from table.iter_rows(named=True)
 
 

@@ -19,6 +19,7 @@ from insitu.advantages.estimator import AdvantageEstimator, GroupRelativeEstimat
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
 from insitu.builder import Builder, name_being_built
 from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError
+from insitu.evaluation.shared_run import UsesBuilder, builder_of_run
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.registry import register_trainer
 from insitu.schemas.episodes import Episode
@@ -32,12 +33,14 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.training.metrics import EpochResult, collected_metrics, likely_causes, without_variance
-from insitu.training.report import Report, counts, plot
+from insitu.training.plot import RewardPlot
+from insitu.training.report import Report, counts
 from insitu.training.store import RunStore, open_store, read_curriculum_state
 from insitu.training.traffic import PolicyTraffic
 from insitu.training.validation import Validation
 from insitu.training.versions import check_sampled, new_version
-from insitu.trajectories.builder import GroupRecord
+from insitu.trajectories.builder import EpisodesBuilder, GroupRecord
+from insitu.trajectories.recovery import recover_calls
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
         return self
 
 
-class InsituTrainer(Trainer):
+class InsituTrainer(UsesBuilder, Trainer):
     """Runs each epoch: collect, filter, submit, wait, record.
 
     Validates before the first epoch, every `interval` epochs and after the last.
@@ -76,17 +79,17 @@ class InsituTrainer(Trainer):
     computes_advantages = True
     """Whether this trainer computes the advantages, rather than the adapter's backend."""
 
-    def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder) -> None:
-        super().__init__(trainer_config)
+    def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
+        super().__init__(trainer_config, **kwargs)
         self.config = trainer_config
-        self._builder = builder
-        self._full_config = builder.config
+        self._given_builder = builder or builder_of_run()
         self.run_id = f"insitu_run_{uuid.uuid4().hex[:8]}"
         self.report = Report()
         self.reward_history: list[dict[str, Any]] = []
         self.results: dict[int, EpochResult] = {}
         self.validation: Validation | None = None
         self._store: RunStore | None = None
+        self._plot: RewardPlot | None = None
         self._causes: list[str] = []
         """Why the latest epoch that trained nothing had no variance."""
         self._resumed_curriculum = self._read_curriculum()
@@ -106,6 +109,8 @@ class InsituTrainer(Trainer):
         for component, interface in ((trajectory_builder, TrajectoryBuilder), (trainer_adapter, TrainerAdapter)):
             if not isinstance(component, interface):
                 raise PluginError(f"{type(component).__name__} must be a subclass of {interface.__name__}")
+        if isinstance(trajectory_builder, EpisodesBuilder):
+            trajectory_builder.check_comparable(self.trainer_config.type)
         if self.computes_advantages and trainer_adapter.computes_advantages:
             adapter = trainer_adapter.adapter_config.type
             raise ConfigError(
@@ -118,6 +123,7 @@ class InsituTrainer(Trainer):
         self._store, moved = await asyncio.to_thread(open_store, folder, self._full_config)
         if moved is not None:
             self.report.note(f"moved the earlier run in {folder} to {moved}")
+        self._plot = RewardPlot(folder / "reward_plot.png")
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
@@ -173,6 +179,8 @@ class InsituTrainer(Trainer):
                 self.results[epoch] = self.results[epoch].with_seconds("validate", record["seconds"])
         finally:  # record the epoch even if its job or its validation fails
             self.log_progress(epoch, self.results[epoch].metrics())
+        if self._plot is not None:
+            await self._plot.update(self.reward_history, self._validations)
         self.report.epoch(epoch, num_epochs, self.results[epoch].metrics())
         return status
 
@@ -243,7 +251,7 @@ class InsituTrainer(Trainer):
                 + (f"; most often {first[0][0]}" if first else "")
                 + f" (all of them: {self.store.folder / 'episodes.jsonl'})"
             )
-        groups = [[*group] for group in collection.trajectories]
+        groups = [[recover_calls(t) for t in group] for group in collection.trajectories]
         for number, group in enumerate(groups):
             for k, trajectory in enumerate(group):
                 if trajectory.id is None:  # a plugin's builder may leave ids unset
@@ -301,15 +309,21 @@ class InsituTrainer(Trainer):
         self.store.write("reward_history.json", self.reward_history)
         self.store.write("curriculum_state.json", self.get_curriculum_state())
 
+    @property
+    def _validations(self) -> list[dict[str, Any]]:
+        return self.validation.history if self.validation else []
+
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
-        validations = self.validation.history if self.validation else []
         last = self.results[max(self.results)].metrics() if self.results else {}
-        return {"run_id": run_id, "rewards": self.reward_history, "validations": validations, "last": last}
+        return {"run_id": run_id, "rewards": self.reward_history, "validations": self._validations, "last": last}
 
     async def cleanup(self) -> None:
         self.report.end_run()
+        if self._plot is not None:  # also after a failed or interrupted run
+            await self._plot.finish(self.reward_history, self._validations)
         if self._store is not None:
             self._store.close()
+        self._full_config.moved.clear()
 
     def _write_run_file(self, num_epochs: int) -> None:
         settings = {
@@ -334,8 +348,9 @@ class InsituTrainer(Trainer):
 
         Raises TrajectoryError if no epoch trained, InsituError if a validation failed.
         """
-        history = self.validation.history if self.validation else []
-        await asyncio.to_thread(plot, self.store.folder / "reward_plot.png", self.reward_history, history)
+        history = self._validations
+        if self._plot is not None:
+            await self._plot.finish(self.reward_history, history)
         self.report.summary(history, self.validation.best if self.validation else None, self.store.folder)
         if not statuses:
             dropped = sum((Counter(result.dropped) for result in self.results.values()), Counter[str]())

@@ -1,4 +1,4 @@
-"""The console output of a run, and its plot."""
+"""The console output of a run."""
 
 import asyncio
 import math
@@ -206,27 +206,3 @@ def _flat(value: Any, prefix: str = "") -> Iterator[str]:
 
 def _number(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def plot(path: Path, rewards: Sequence[Mapping[str, Any]], validations: Sequence[Mapping[str, Any]]) -> None:
-    """Plots training and held-out reward over the epochs."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    trained = [(r["epoch"], r["avg_reward"]) for r in rewards if r["avg_reward"] is not None]
-    if trained:
-        axes.plot(*zip(*trained, strict=True), ".-", color="0.6", label="training")
-    scored = [v for v in validations if "error" not in v]
-    if scored:
-        means = [v["avg_reward"] for v in scored]
-        errors = [[m - v["ci95"][0] for m, v in zip(means, scored, strict=True)]]
-        axes.errorbar([v["epoch"] for v in scored], means, errors * 2, fmt="o-", capsize=3, label="held out, 95 % CI")
-    axes.set(xlabel="epoch", ylabel="mean reward")
-    axes.grid(alpha=0.3)
-    if trained or scored:
-        axes.legend(loc="lower right")
-    temporary = path.with_name(f".{path.name}")
-    FigureCanvasAgg(figure).print_figure(str(temporary), format="png", dpi=110)
-    temporary.replace(path)

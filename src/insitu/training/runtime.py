@@ -22,7 +22,7 @@ from insitu.errors import (
     TrajectoryError,
     describe_error,
 )
-from insitu.evaluation.datasets import load_dataset
+from insitu.evaluation.datasets import dataset_config, load_dataset
 from insitu.evaluation.episodes import ResultPath
 from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.shared_run import RunState, share
@@ -39,6 +39,7 @@ from insitu.schemas.finetuning import (
 from insitu.training.checkpoints import find_checkpoint
 from insitu.training.event_loop import run_async
 from insitu.training.report import Report
+from insitu.workflow.policy_names import check_model_names
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,9 @@ async def finetuning_main(run_config: FinetuneRunConfig) -> list[TrainingJobStat
             trainer, adapter = await _components(config, builder)
             async with _cleaned_up(trainer, f"trainers.{finetuning.trainer}"):
                 await trainer.initialize(finetuning)
+                if isinstance(adapter, TrainerAdapter):
+                    builder.trained_policy = await adapter.policy_endpoint()
+                    check_model_names(builder, run_config.endpoint)
                 async with _watched(adapter):
                     statuses = await run_finetuning(trainer)
     _check_validations(run, config)
@@ -297,9 +301,10 @@ def _validation(config: Config, request: FinetuneRunConfig) -> ValidationConfig 
     options = {key: value for key in names if (value := given.get(f"validation_{key}")) is not None}
     in_file = config.finetuning.validation
     if in_file is None:
-        if options and "dataset" not in options:
-            keys = " and ".join(f"finetuning.validation.{key}" for key in options)
-            raise ConfigError(f"{keys} given without finetuning.validation.dataset (--validation_dataset)")
+        if options.keys() == {"interval"}:
+            raise ConfigError(
+                "finetuning.validation.interval given without finetuning.validation.dataset (--validation_dataset)"
+            )
         return ValidationConfig(**options) if options else None
     return in_file.model_copy(update=options)
 
@@ -309,9 +314,13 @@ def _run_configuration(config: Config, request: FinetuneRunConfig) -> FinetuneRu
     validation = config.finetuning.validation
     if validation is None:
         return request
+    rows = validation.dataset
+    if rows is None:
+        held_out = held_out_config(config)
+        rows = held_out.find_path(dataset_config(held_out).file_path, "validation: eval.general.dataset.file_path")
     return request.model_copy(
         update={
-            "validation_dataset": validation.dataset,
+            "validation_dataset": rows,
             "validation_interval": validation.interval,
             "validation_config_file": validation.config_file,
         }

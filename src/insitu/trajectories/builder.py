@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -18,8 +17,8 @@ from insitu.errors import CaptureError, ConfigError, PluginError, TrajectoryErro
 from insitu.evaluation.collector import collect, open_workflow
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.episodes import EpisodeOptions, ResultPath, fail, run_episode
-from insitu.evaluation.evaluators import parse_score, score
-from insitu.evaluation.shared_run import current_run
+from insitu.evaluation.evaluators import ALLOWED_REWARDS, is_reward, parse_score, score
+from insitu.evaluation.shared_run import UsesBuilder, builder_of_run, current_run
 from insitu.interfaces import TrajectoryBuilder
 from insitu.registry import EVALUATOR, LLM, register_trajectory_builder
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
@@ -35,8 +34,13 @@ from insitu.trajectories.conversations import main_conversation
 
 logger = logging.getLogger(__name__)
 
-_PENALIZED = (DropReason.WORKFLOW_ERROR, DropReason.TIMEOUT, DropReason.EVALUATOR_ERROR)
-"""Failures that get `reward_function.on_failure` if it is a number; others say nothing about the model."""
+_PENALIZED = (
+    DropReason.WORKFLOW_ERROR,
+    DropReason.TIMEOUT,
+    DropReason.EVALUATOR_ERROR,
+    DropReason.NAN_SCORE,
+)
+"""Failures of the workflow and of its evaluator: these get `reward_function.on_failure` if it is a number."""
 _REHEARSED_ROWS = 3
 
 
@@ -72,7 +76,7 @@ class _Collection:
     task: asyncio.Task[None] | None = None
 
 
-class EpisodesBuilder(TrajectoryBuilder):
+class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
     """Runs the workflow `num_generations` times on each row and groups the episodes by row.
 
     `start_run(run_id, meta)` reads from `meta`: `epoch` (default: the next one; the first is 1), `vocab_size`, and the
@@ -83,17 +87,17 @@ class EpisodesBuilder(TrajectoryBuilder):
     needs_token_ids = True
     """Whether training needs the token ids of prompts, so that a call without them is a failure."""
 
-    def __init__(self, trajectory_builder_config: EpisodesBuilderConfig, builder: Builder) -> None:
+    def __init__(self, trajectory_builder_config: EpisodesBuilderConfig, builder: Builder | None = None) -> None:
         super().__init__(trajectory_builder_config)
         self.config = trajectory_builder_config
-        self._builder = builder
-        self._full_config = builder.config
+        self._given_builder = builder or builder_of_run()
         self._rows: list[EvalInputItem] = []
         self._runs: dict[str, _Collection] = {}
         self._last_epoch = 0
         self._unscored: set[str] = set()
         """Evaluators that have failed to score an episode."""
-        self._check()
+        if self._given_builder is not None:
+            self._check()
 
     def _check(self) -> None:
         """Raises ConfigError before an earlier run is moved aside and a backend is started."""
@@ -105,6 +109,14 @@ class EpisodesBuilder(TrajectoryBuilder):
                     f"llms.{llm}.seed: with a fixed seed all episodes of a group would sample the same; leave it out "
                     "(each episode gets its own seed, derived from general.seed)"
                 )
+
+    def check_comparable(self, trainer: str) -> None:
+        """Raises ConfigError if there is nothing to compare an episode with."""
+        if self.config.num_generations < 2:
+            key = f"trajectory_builders.{self._full_config.finetuning.trajectory_builder}.num_generations"
+            raise ConfigError(
+                f"{key} is 1, but {trainer} compares the episodes of a row with one another; allowed: 2 or more"
+            )
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
@@ -245,9 +257,17 @@ class EpisodesBuilder(TrajectoryBuilder):
 
     async def _reward(self, episode: Episode, row: EvalInputItem, evaluators: Mapping[str, EvaluatorInfo]) -> None:
         """Scores an episode with all `evaluators`; the score of the reward function's becomes its reward."""
-        if episode.outcome is Outcome.FAILED:
-            self._penalize(episode)
-            return
+        if episode.outcome is Outcome.OK:
+            await self._score(episode, row, evaluators)
+        on_failure = self._reward_function.on_failure
+        if isinstance(on_failure, float) and episode.reason in _PENALIZED:
+            episode.reward = on_failure
+            if trained := self._trained(episode):  # charged to the last trained call, on top of the step rewards
+                episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
+                episode.step_rewards[trained[-1]] += on_failure
+
+    async def _score(self, episode: Episode, row: EvalInputItem, evaluators: Mapping[str, EvaluatorInfo]) -> None:
+        """Sets the reward, or the reason and error if there is none."""
         item = row.model_copy(update={"output_obj": episode.output, "trajectory": episode.steps})
         name, limit = self._reward_function.name, self._full_config.eval.scoring_limit(1)
         outputs = await asyncio.gather(*(score(info, key, [item], limit) for key, info in evaluators.items()))
@@ -257,17 +277,21 @@ class EpisodesBuilder(TrajectoryBuilder):
         episode.scores = {name: value, **{key: self._monitored(key, other) for key, other in scored.items()}}
         if episode.reason is not None:
             episode.error = message
-            self._penalize(episode)
             return
-        episode.reward = await self.compute_reward(given)
-        episode.reasoning = given.reasoning
+        reward = await self.compute_reward(given)
+        if not is_reward(reward):
+            episode.reason, episode.error = DropReason.NAN_SCORE, f"the reward is {reward}; {ALLOWED_REWARDS}"
+            return
+        steps = given.step_scores if given.step_scores is not None else episode.step_rewards
+        if not all(map(is_reward, steps or ())):
+            episode.reason, episode.error = DropReason.NAN_SCORE, f"the step rewards are {steps}; {ALLOWED_REWARDS}"
+            episode.step_rewards = None
+            return
+        episode.reward, episode.reasoning = reward, given.reasoning
         if given.step_scores is not None:
             episode.step_rewards = given.step_scores
             targets = self.run_config.target_functions
             episode.rewarded_functions = sorted({credited_function(call.functions, targets) for call in episode.calls})
-        if not all(map(math.isfinite, episode.step_rewards or ())):
-            episode.reward, episode.reason = None, DropReason.NAN_SCORE
-            episode.error = f"the step rewards are {episode.step_rewards}"
 
     def _check_vocabulary(self, episode: Episode, size: int) -> None:
         """Fails an episode with a token id that the model under training lacks; its backend would refuse the job."""
@@ -278,15 +302,6 @@ class EpisodesBuilder(TrajectoryBuilder):
                     f"{call.model!r} returned the token id {highest}; the vocabulary ends at {size - 1}"
                 )
                 fail(episode, DropReason.CAPTURE_ERROR, error)
-
-    def _penalize(self, episode: Episode) -> None:
-        """Gives a failed episode the reward `on_failure`, charged to its last trained call besides the step rewards."""
-        on_failure = self._reward_function.on_failure
-        if isinstance(on_failure, float) and episode.reason in _PENALIZED:
-            episode.reward = on_failure
-            if trained := self._trained(episode):
-                episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
-                episode.step_rewards[trained[-1]] += on_failure
 
     def _monitored(self, evaluator: str, output: EvalOutputItem) -> float | None:
         """A score that is not the reward; warns of the first one that is missing."""

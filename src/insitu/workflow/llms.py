@@ -21,6 +21,8 @@ from insitu.builder import Builder, name_being_built
 from insitu.errors import CaptureError, ConfigError
 from insitu.registry import register_llm_provider
 from insitu.schemas.components import LLMBaseConfig
+from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.workflow.policy_names import policy_named_by
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -165,6 +167,10 @@ class Endpoint:
     current_model: Callable[[], str] | None = None
     """The name to request, if it changes over time."""
 
+    @classmethod
+    def of(cls, policy: PolicyEndpoint) -> "Endpoint":
+        return cls(policy.model, policy.base_url, policy.api_key, policy.current_model)
+
 
 def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> ModelClient:
     """A model client on a recording transport."""
@@ -195,16 +201,19 @@ def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> ModelClien
 async def openai_llm(config: OpenAIConfig, builder: Builder) -> AsyncIterator[ModelClient]:
     variable = "NVIDIA_API_KEY" if isinstance(config, NIMConfig) else "OPENAI_API_KEY"
     key = os.environ.get(variable) if config.api_key is None else config.api_key.get_secret_value()
-    if key is None and config.base_url in (None, NIMConfig.model_fields["base_url"].default):
+    policy = policy_named_by(name_being_built(), config, builder)
+    if policy is not None:
+        endpoint = Endpoint.of(policy)
+    elif key is None and config.base_url in (None, NIMConfig.model_fields["base_url"].default):
         raise ConfigError(f"llms: model {config.model_name!r} needs a key: set api_key, or the variable {variable}")
-    endpoint = Endpoint(config.model_name, config.base_url, key or "none")  # a self-hosted server may need no key
+    else:
+        endpoint = Endpoint(config.model_name, config.base_url, key or "none")  # a self-hosted server may need no key
     async with aclosing(connect(name_being_built(), config, endpoint)) as llm:
         yield llm
 
 
 @register_llm_provider(config_type=PolicyConfig)
 async def policy_llm(config: PolicyConfig, builder: Builder) -> AsyncIterator[ModelClient]:
-    served = await builder.policy_endpoint()
-    endpoint = Endpoint(served.model, served.base_url, served.api_key, served.current_model)
+    endpoint = Endpoint.of(await builder.policy_endpoint())
     async with aclosing(connect(name_being_built(), config, endpoint)) as llm:
         yield llm

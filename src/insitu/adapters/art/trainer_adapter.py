@@ -150,7 +150,8 @@ class ARTTrainerAdapter(TrainerAdapter):
         name = self._remote._model_inference_name(self.model)
         key = self.model.inference_api_key or self.config.backend.api_key
         current_name = partial(self._remote._model_inference_name, self.model)
-        return PolicyEndpoint(self._remote.inference_url, name, key, step, current_name)
+        base_model = self.config.backend.base_model
+        return PolicyEndpoint(self._remote.inference_url, name, key, step, current_name, base_model)
 
     async def _validate_episode_order(self, traj: Trajectory) -> None:
         """Raises ValueError if ART cannot train this order of roles, see `check_order`."""
