@@ -330,7 +330,7 @@ async def test_the_remote_backend_trains_and_is_told_why_not(address: str) -> No
 
 async def test_nobody_there_and_a_server_that_is_something_else() -> None:
     nobody = _RemoteBackend("http://127.0.0.1:9", "default")
-    assert "the connection to the ART server at http://127.0.0.1:9" in str(await nobody.health_problem())
+    assert "no answer from the ART server at http://127.0.0.1:9" in str(await nobody.health_problem())
     with pytest.raises(BackendUnavailable, match=r"127\.0\.0\.1:9"):
         await nobody.register(Sent({"name": "a"}))
     await nobody.close()
