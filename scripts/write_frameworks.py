@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from insitu.errors import install_command
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tests_frameworks" / "results"
 PAGE = ROOT / "docs" / "frameworks.md"
@@ -14,7 +16,7 @@ MODES = ("whole", "streamed")
 HEAD = """# Agent frameworks
 
 `builder.get_llm(name, wrapper_type=NAME)` returns a framework's native model object, and every completion it samples is
-captured for training.
+captured for training. The packages are extras of insitu; install them in the root of the clone, with `.venv` activated.
 
 | framework | `wrapper_type` | package | tested version | streaming | tool steps | if a tool raises | concurrent calls |
 |---|---|---|---|---|---|---|---|
@@ -65,7 +67,7 @@ def _line(name: str, found: dict[str, Any]) -> str:
     cells = [
         f"[{found['framework']}](#{found['framework'].lower().replace(' ', '-')})",
         f"`{name}`",
-        f"`pip install 'insitu[{name.replace('_', '-')}]'`",
+        f"`{install_command(name.replace('_', '-'))}`",
         f"{found['package']} {found['version']}",
         "yes" if "streamed" in found else "no",
         "yes",

@@ -22,6 +22,11 @@ MODEL = ROOT / "examples/tic_tac_toe/model"
 # messages and calls
 
 
+def sampled(logprobs: dict[str, Any]) -> list[float]:
+    """The numbers in the logprobs of a message."""
+    return [entry["logprob"] for entry in logprobs.get("content", ())]
+
+
 # files
 
 

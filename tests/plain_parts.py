@@ -134,6 +134,8 @@ async def judge(config: JudgeConfig, builder: Builder) -> AsyncIterator[Evaluato
                 return None
             case "nan":
                 items[0].score = math.nan
+            case "huge":
+                items[0].score = -1e308
             case "none":
                 items[0].score = None
             case "words":

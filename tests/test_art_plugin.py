@@ -2,19 +2,22 @@
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 import orjson
+import plain_parts  # noqa: F401 (registers the evaluator)
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 from processes import run, serving
 from pydantic import ValidationError
 from tiny_models import save_tiny_model
 
-from insitu.adapters.art.components import ARTTrainer
+from insitu.adapters.art.components import ARTTrainer, ARTTrajectoryBuilder
 from insitu.adapters.art.config import (
     ARTTrainerAdapterConfig,
     ARTTrainerConfig,
@@ -25,9 +28,9 @@ from insitu.adapters.art.remote_backend import _RemoteBackend, mean_metrics
 from insitu.adapters.art.trainer_adapter import known_metrics
 from insitu.advantages.credit import credit_by_function, credited_calls
 from insitu.advantages.estimator import estimate_epoch
-from insitu.config import Config
-from insitu.errors import BackendUnavailable, RequestRefused, TrajectoryError
-from insitu.plugin_api import Builder
+from insitu.config import Config, load_config
+from insitu.errors import BackendUnavailable, ConfigError, RequestRefused, TrajectoryError
+from insitu.plugin_api import Builder, FinetuneConfig, FinetuneRunConfig, register_trajectory_builder
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
 from insitu.trajectories.conversations import main_conversation
@@ -59,6 +62,53 @@ def test_the_documented_blocks_and_their_defaults() -> None:
     assert ARTTrainerConfig.model_fields.keys() == {"type", "reward"}
 
 
+def test_an_empty_block_has_its_defaults() -> None:
+    given = {"backend": {**BACKEND, "init_args": None}, "training": None}
+    config = ARTTrainerAdapterConfig.model_validate(given)
+    assert config.training.learning_rate == 5e-5
+    assert config.backend.init_args is None
+
+
+class StrictBuilder(ARTTrajectoryBuilder):
+    """As a package written for the toolkit derives it."""
+
+    def __init__(self, trajectory_builder_config: ARTTrajectoryBuilderConfig) -> None:
+        super().__init__(trajectory_builder_config=trajectory_builder_config)
+
+
+class OwnTrainer(ARTTrainer):
+    def __init__(self, trainer_config: ARTTrainerConfig, **kwargs: Any) -> None:
+        super().__init__(trainer_config=trainer_config, **kwargs)
+
+
+async def test_the_parts_are_made_of_their_configurations_alone(write: Any) -> None:
+    made = StrictBuilder(ARTTrajectoryBuilderConfig())
+    assert made.evaluation_runs == {}
+    trainer = OwnTrainer(ARTTrainerConfig())
+    assert trainer.run_id.startswith("art_run_")
+    assert trainer._estimator().settings() == {"advantages": "computed by the ART server"}
+    with pytest.raises(ConfigError, match="StrictBuilder is used outside a finetuning run: pass StrictBuilder"):
+        await made.initialize(FinetuneConfig(run_configuration=FinetuneRunConfig(config_file="none.yml")))
+
+
+async def test_in_a_factory_they_use_its_builder(write: Any) -> None:
+    class StrictConfig(ARTTrajectoryBuilderConfig, name="strict_builder"):
+        pass
+
+    @register_trajectory_builder(config_type=StrictConfig)
+    async def strict(config: StrictConfig, builder: Builder) -> AsyncIterator[StrictBuilder]:
+        yield StrictBuilder(trajectory_builder_config=config)
+
+    blocks = {"b": {"_type": "strict_builder"}}
+    data = {"trajectory_builders": blocks, "eval": {"evaluators": {"r": {"_type": "judge"}}}}
+    reward = {"finetuning": {"reward_function": {"name": "r"}}}
+    async with Builder(load_config(write(data | reward))) as builder:
+        assert (await builder.get_trajectory_builder("b"))._builder is builder
+    async with Builder(load_config(write(data))) as builder:
+        with pytest.raises(ConfigError, match=r"finetuning\.reward_function is missing"):
+            await builder.get_trajectory_builder("b")
+
+
 @pytest.mark.parametrize(
     ("where", "value"),
     [
@@ -87,11 +137,18 @@ def test_bounds_of_the_builder() -> None:
         ARTTrajectoryBuilderConfig(num_generations=0)
 
 
+def test_the_extra_can_be_installed_beside_adk() -> None:
+    """openpipe-art 0.5.18 requires litellm<=1.82.0, with which `make test-frameworks` has passed for ADK."""
+    wanted = (Requirement(text) for text in requires("insitu") or ())
+    (litellm,) = (r for r in wanted if r.name == "litellm" and r.marker and r.marker.evaluate({"extra": "adk"}))
+    assert litellm.specifier.contains("1.82.0")
+
+
 def test_without_the_library_the_command_says_what_to_install() -> None:
     file = Path(__file__).parent.parent / "examples/tic_tac_toe/art.yml"
     done = run("finetune", "--config_file", file)
     assert done.returncode == 2
-    assert "pip install 'insitu[art]'" in done.stderr
+    assert "pip install -e '.[art]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -175,7 +232,7 @@ def test_each_trained_call_is_a_choice_exactly_once(plan: list[tuple[int, bool]]
     given = trajectory(calls, trained)
     if not trained:
         given.episode = []
-        with pytest.raises(TrajectoryError, match="nothing to train"):
+        with pytest.raises(TrajectoryError, match="episode r/1/7/0/0 cannot be trained: none of its calls is trained"):
             art_trajectory(given)
         return
     made = art_trajectory(given)

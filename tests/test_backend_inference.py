@@ -37,6 +37,7 @@ from insitu.backend.protocols.openai.chat import (
     split_tool_calls,
     template_messages,
 )
+from insitu.backend.protocols.openai.completions import SampleLog
 from insitu.backend.protocols.openai.text import TextCompletion
 from insitu.backend.server import run
 from insitu.errors import InsituError
@@ -490,6 +491,14 @@ def test_an_output_dir_belongs_to_one_backend_and_the_next_continues_its_trainin
         assert train_once(address) == str(folder / "checkpoints/step_000002")
     other = run_command("backend", "--model", save_tiny_model(tmp_path / "other"), "--port", 0, "--output_dir", folder)
     assert (other.returncode, "load that model, or use another output_dir" in other.stderr) == (1, True)
+
+
+def test_a_full_disk_ends_the_log_of_samples_and_not_the_server(caplog):
+    log = SampleLog(Path("/dev/full"))
+    request = GenerationRequest([1], SamplingParams(seed=1, max_tokens=1))
+    for _ in range(2):
+        log.write([request], [OutputDelta(0, "a", [])], streamed=False)
+    assert caplog.text.count("/dev/full cannot be written, no more samples are logged: No space left on device") == 1
 
 
 def test_a_stream_with_tools_gives_the_text_of_the_whole():

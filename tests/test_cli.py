@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from factories import digits_project, write_rows
 from processes import run
 
 TESTS = Path(__file__).resolve().parent
@@ -62,6 +63,26 @@ def test_help_lists_the_commands_and_their_options() -> None:
     assert all(f"--{name}" in shown for name in (*shared, "skip_workflow", "skip_completed_entries", "reps"))
 
 
+def test_the_registered_components_are_listed_with_their_keys() -> None:
+    shown = insitu("info", "components").stdout.splitlines()
+    sections = [line for line in shown if not line.startswith(" ")]
+    assert sections[0] == "llms:"
+    assert sections[-1] == "trainers:"
+    assert "  openpipe_art_trainer: The training loop for ART servers, which compute the advantages themselves." in {
+        line.partition(" Has")[0] for line in shown
+    }
+    start = shown.index("  openpipe_art_traj_builder: Runs several episodes per dataset row and groups them by row.")
+    assert shown[start + 1] == "    num_generations: integer, at least 1, default 2"
+    assert "    backend.engine_args.tensor_parallel_size: integer, at least 1, default none" in shown
+
+    one = insitu("info", "components", "insitu_traj_builder").stdout
+    assert one.startswith("trajectory_builders:\n  insitu_traj_builder: ")
+    assert "    num_generations: integer, at least 1, default 8  Episodes per row and epoch (the group size)." in one
+    wrong = insitu("info", "components", "insitu_traj_bilder")
+    assert wrong.returncode == 2
+    assert "_type 'insitu_traj_bilder' does not exist (did you mean 'insitu_traj_builder'?)" in wrong.stderr
+
+
 # what is wrong with the command line or the file is exit code 2, and says so in a sentence
 
 
@@ -93,7 +114,8 @@ def assert_refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
     [
         (["finetune", "--config_fil", "x"], "--config_file"),
         (["finetune", "--learning_rate", "1"], "--learning_rate"),
-        (["finetune"], "Missing option"),
+        (["finetune"], "Missing the YAML file: insitu finetune FILE, or insitu finetune --config_file FILE"),
+        (["eval", "x.yml", "--config-file", "y.yml"], "two files were given: x.yml, and --config_file y.yml"),
         (["finetune", "--config_file", "x.yml", "--validation_interval", "0"], "--validation_interval"),
         (["eval", "--config_file", "x.yml", "--reps", "none"], "--reps"),
         (["eval", "--config_file", "x.yml", "-o", "only.key"], "-o"),
@@ -157,6 +179,69 @@ def test_a_training_run_with_a_wrong_dataset_ends_before_anything_is_started(wri
     (tmp_path / "file").write_text("")
     taken = insitu("finetune", "--config_file", path, "-o", "finetuning.output_dir", tmp_path / "file" / "run")
     assert_refused(taken, "finetuning.output_dir: cannot write to ")
+
+
+# the file as an argument, options with dashes, and a check of the file
+
+
+@pytest.mark.parametrize("file", [["FILE"], ["--config_file", "FILE"], ["--config-file", "FILE"]])
+def test_every_spelling_of_the_file_and_of_an_option(write: Any, tmp_path: Path, file: list[str]) -> None:
+    path = str(project(write))
+    words = [path if word == "FILE" else word for word in file]
+    assert insitu("run", *words, "--input", "hello").stdout == "HELLO\n"
+    done = insitu("eval", *words, "--result-json-path", "$.answer")
+    assert "result_json_path $.answer: the result 'HELLO' is not JSON" in done.stdout
+    done = insitu("validate", *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        f"{path} is valid",
+        "  workflow: parts",
+        "  evaluators: exact",
+        "  rows: 2",
+        "  training: finetuning.enabled is false",
+    ]
+
+
+def test_validate_checks_what_finetune_checks_and_starts_nothing(tmp_path: Path) -> None:
+    digits_project(tmp_path)
+    write_rows(tmp_path, [{"say": "a"}, {"say": "b"}])
+    write_rows(tmp_path, [{"say": "c"}], "held_out.jsonl")
+    done = run("validate", "config.yml", "--validation-dataset", "held_out.jsonl", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "config.yml is valid",
+        "  workflow: ask",
+        "  evaluators: score",
+        "  rows: 2",
+        "  held-out rows: 1",
+        "  training: player, by the score of score, 2 epochs",
+    ]
+    assert not (tmp_path / "run").exists()
+    for key, value, message in (
+        ("llms.player.seed", "3", "llms.player.seed: with a fixed seed"),
+        ("finetuning.validation", "{dataset: none.jsonl}", "validation: "),
+        ("trainer_adapters.backend.model", "./no/model", "'no/model' does not exist"),
+        ("finetuning.training_evaluators", "[scroe]", "finetuning.training_evaluators: 'scroe' does not exist"),
+    ):
+        assert_refused(run("validate", "config.yml", "-o", key, value, folder=tmp_path), message)
+
+
+def test_a_framework_that_insitu_does_not_know_is_refused_when_the_file_is_read(write: Any) -> None:
+    write(
+        "from insitu.plugin_api import FunctionBaseConfig, register_function\n"
+        "class Config(FunctionBaseConfig, name='graph'): ...\n"
+        "@register_function(config_type=Config, framework_wrappers=['langgrap'])\n"
+        "async def graph(config, builder):\n"
+        "    yield lambda text: text\n",
+        "graphs.py",
+    )
+    path = project(write, general={"plugins": ["graphs", "plain_parts"]}, functions={"inner": {"_type": "graph"}})
+    done = insitu("validate", path)
+    assert_refused(
+        done,
+        "functions.inner: the framework of _type 'graph', 'langgrap' does not exist (did you mean 'langgraph'?); "
+        "available: adk, agno, ",
+    )
 
 
 # evaluating

@@ -89,7 +89,9 @@ def test_a_package_that_is_not_there(
     path = as_file(tmp_path, form)
     monkeypatch.setitem(sys.modules, module, None)
     said = complaint(config_for(write, _type=form, file_path=path.name))
-    assert said.startswith(f"dataset {path} needs the extra tables (pip install 'insitu[tables]'): ")
+    assert said.startswith(
+        f"dataset {path} needs the extra tables (pip install -e '.[tables]' in the clone of insitu): "
+    )
     assert module in said.partition("): ")[2]
 
 
@@ -148,6 +150,8 @@ def test_rows_without_id_are_numbered(write: Any, tmp_path: Path) -> None:
         ("d.csv", "id,query\n1,a\n", ["row 1", "'question' does not exist", "available: id, query"]),
         ("d.csv", "", ["has no rows"]),
         ("d.parquet", "no table", ["cannot be read"]),
+        ("d.xlsx", "no table", ["cannot be read"]),
+        ("d.xlsx", "PK\x03\x04 cut off", ["cannot be read"]),
     ],
 )
 def test_what_is_wrong_is_told_with_file_and_row(write: Any, name: str, content: str, parts: list[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-from factories import pip_install
+from factories import pip_install, sampled
 from processes import run
 from training_service import TrainingService
 
@@ -118,12 +118,12 @@ def test_an_episode_arrives_as_it_was_sampled(project: Project, service: Trainin
     system, user, call, seen, answer = group["episodes"][0]["messages"]
     assert (system["role"], user["role"], user["content"]) == ("system", "user", question(group["example_id"]))
     (tool_call,) = call["tool_calls"]
-    assert (call["role"], call["logprobs"], tool_call["function"]["name"]) == ("assistant", [0.0], "look")
+    assert (call["role"], sampled(call["logprobs"]), tool_call["function"]["name"]) == ("assistant", [0.0], "look")
     assert (seen["role"], seen["tool_call_id"]) == ("tool", "call_1")
     assert seen["content"] == f"A {group['example_id']} that stands in the grass."
     assert answer["role"] == "assistant"
     assert len({e["messages"][-1]["content"] for e in group["episodes"]}) > 1
-    assert all(len(e["messages"][-1]["logprobs"]) == 1 for e in group["episodes"])
+    assert all(len(sampled(e["messages"][-1]["logprobs"])) == 1 for e in group["episodes"])
     assert all(request["logprobs"] for request in service.requests)
 
 
@@ -184,7 +184,7 @@ async def test_the_guides_own_test_of_a_builder(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(result, TrajectoryCollection)
     (group,) = result.trajectories
     assert [(t.reward, [i.content for i in t.episode]) for t in group] == [(0.5, ["How many?", "4"])] * 2
-    assert group[0].episode[-1].logprobs == [-0.25]
+    assert sampled(group[0].episode[-1].logprobs) == [-0.25]
 
     config.min_episode_length = 3
     await builder.start_run("test-run")

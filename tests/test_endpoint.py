@@ -227,6 +227,11 @@ async def test_other_servers_are_refused(config: Config) -> None:
     assert lost.reason == "backend_error"
 
 
+@pytest.mark.parametrize("path", ["", "/", "/generate", "/generate/", EPISODES])
+async def test_the_endpoint_may_be_written_with_the_route(config: Config, served: str, path: str) -> None:
+    assert (await episode(config, served + path, {"do": "plain"})).outcome == "ok"
+
+
 @asynccontextmanager
 async def describing(*statuses: int, port: int = 0) -> AsyncIterator[int]:
     """A server on a port that answers with these statuses, then describes itself as a workflow service."""

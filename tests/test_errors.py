@@ -1,11 +1,13 @@
 """How foreign exceptions are described: their message, last user frame and root cause."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from insitu.errors import WorkflowError, describe_error, exception_chain, format_error
+from insitu.errors import WorkflowError, describe_error, exception_chain, format_error, memory_problem
 
 
 class Wordless(Exception):
@@ -49,3 +51,30 @@ def test_the_cause_is_told_where_it_says_more() -> None:
     with pytest.raises(json.JSONDecodeError) as caught:
         json.loads("{")
     assert format_error(caught.value).startswith("JSONDecodeError: Expecting property name")
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (MemoryError(), "MemoryError: "),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 GB"), "[enforce fail] Default"),
+        (ImportError("Importing failed.\n\nOriginal error was: x.so: failed to map segment"), "Original error was"),
+        (RuntimeError("can't start new thread"), "can't start new thread"),
+        (ValueError("no"), None),
+    ],
+)
+def test_a_lack_of_memory_is_known_however_it_is_reported(error: Exception, problem: str | None) -> None:
+    wrapped = WorkflowError("it failed")
+    wrapped.__cause__ = error
+    for given in (error, wrapped):
+        found = memory_problem(given)
+        assert found is problem is None or str(found).startswith(str(problem))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory cannot be limited")
+def test_a_backend_without_memory_says_so_in_one_sentence() -> None:
+    command = f"ulimit -v 500000; exec {sys.executable} -m insitu backend --model nowhere"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("failed: out of memory: ")
+    assert len(done.stderr.splitlines()) == 1

@@ -140,6 +140,7 @@ async def test_repetitions_have_numbers_and_seeds_of_their_own(bench: Bench) -> 
     ("says", "first", "message", "reason"),
     [
         ("nan", "nan", "the score is nan", "nan_score"),
+        ("huge", "-1e+308", "the score is -1e+308; allowed: from -1e+30 to 1e+30", "nan_score"),
         ("none", "None", "returned no score", "no_score"),
         ("words", "good", "'good' is not a number", "no_score"),
         ("fewer", "None", "exact returned no score for this item", "evaluator_error"),
@@ -357,8 +358,7 @@ async def test_validation_means_are_over_rows() -> None:
     assert (metrics["min_reward"], metrics["max_reward"], metrics["num_examples"]) == (0, 1, 3)
     assert metrics["dropped"] == {"timeout": 1}
     low, high = metrics["ci95"]
-    assert (low + high) / 2 == pytest.approx(0.75)
-    assert high - low == pytest.approx(2 * 12.706 * 0.25, rel=1e-4)  # Student's t with 1 degree of freedom
+    assert 0 <= low < 0.75 < high <= 1
 
 
 # files

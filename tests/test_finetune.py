@@ -138,17 +138,18 @@ def test_a_workflow_exception_in_one_row_is_counted_and_the_rest_trains(project:
 
 
 def test_failed_episodes_get_the_configured_penalty(project: Path) -> None:
-    write_rows(project, [{"say": "a"}, {"say": "b", "raise": "lost"}, {"say": "c", "earn": 0.25, "raise": "lost"}])
+    failing = [{"say": "b", "raise": "lost"}, {"say": "c", "earn": 0.25, "raise": "lost"}, {"say": "d", "score": "x"}]
+    write_rows(project, [{"say": "a"}, *failing])  # the evaluator fails on "x"
     code, _, err = run_project(
         project, "-o", "finetuning.num_epochs", "1", "-o", "finetuning.reward_function.on_failure", "-0.5"
     )
     assert code == 0, err
     metrics = read_lines(project / "run/training_metrics.jsonl")[0]
     assert metrics["min_reward"] == -0.5
-    assert metrics["num_trajectories"] == 12
-    assert metrics["dropped"] == {"no_variance": 8}
+    assert metrics["num_trajectories"] == 16
+    assert metrics["dropped"] == {"no_variance": 12}
     steps = [e["step_rewards"] for e in read_lines(project / "run/episodes.jsonl")[1:]]
-    assert sorted(s for s in steps if s) == [[-0.5]] * 4 + [[-0.25]] * 4
+    assert sorted(s for s in steps if s) == [[-0.5]] * 8 + [[-0.25]] * 4
 
 
 @pytest.mark.parametrize(("asked", "reason"), [("nan", "nan_score"), ("none", "no_score")])
@@ -159,6 +160,33 @@ def test_an_unscored_episode_is_left_out_and_never_zero(project: Path, asked: st
     metrics = read_lines(project / "run/training_metrics.jsonl")[0]
     assert metrics["dropped"][reason] == 4
     assert metrics["num_trajectories"] == 4
+
+
+def test_all_evaluators_score_the_episodes_of_training(project: Path) -> None:
+    """The others are recorded and change nothing."""
+    second = ("-o", "eval.evaluators.other", "{_type: digits}", "-o", "finetuning.num_epochs", "1")
+    code, out, err = run_project(project, *second)
+    assert code == 0, err
+    (metrics,) = read_lines(project / "run/training_metrics.jsonl")
+    assert metrics["scores"] == pytest.approx({"score": metrics["avg_reward"], "other": metrics["avg_reward"]})
+    for episode in read_lines(project / "run/episodes.jsonl")[1:]:
+        assert episode["scores"] == {"score": episode["reward"], "other": episode["reward"]}
+    assert "\n  scores: score " in out
+    calls = read_lines(project / "run/calls.jsonl")[1:]
+    assert metrics["completions_mean_length"] == sum(len(c["token_ids"]) for c in calls) / len(calls)
+    assert metrics["completions_clipped_ratio"] == sum(c["finish_reason"] == "length" for c in calls) / len(calls)
+    code, _, err = run_project(project, *second, "-o", "finetuning.training_evaluators", "[]")
+    assert code == 0, err
+    (metrics,) = read_lines(project / "run/training_metrics.jsonl")
+    assert metrics["scores"].keys() == {"score"}
+
+
+def test_a_run_at_temperature_0_says_why_nothing_differs(project: Path) -> None:
+    code, out, err = run_project(project, "-o", "llms.player.temperature", "0", "-o", "finetuning.num_epochs", "1")
+    assert code == 1
+    assert "GREEDY: 6 of 6 groups at temperature 0" in out
+    for text in (out, err):
+        assert "all 6 groups sampled at temperature 0, so that all episodes of a row are the same" in text
 
 
 def test_nothing_to_train_on_fails_the_run_and_says_why(project: Path) -> None:
@@ -214,6 +242,11 @@ def test_what_cannot_be_trained_is_refused_before_the_earlier_run_is_moved(proje
         (["-o", "llms.player.seed", "3"], "llms.player.seed: with a fixed seed"),
         (["-o", "finetuning.reward_function", "null"], "finetuning.reward_function is missing"),
         (
+            ["-o", "trajectory_builders.episodes.num_generations", "1"],
+            "trajectory_builders.episodes.num_generations is 1, but insitu_trainer compares the episodes of a row with "
+            "one another; allowed: 2 or more",
+        ),
+        (
             ["--validation_dataset", "rows.jsonl", "--validation_config_file", "held_out.yml"],
             "held_out.yml: the evaluator that gives the reward, 'score' does not exist; available: other",
         ),
@@ -235,6 +268,7 @@ def test_a_job_that_fails_ends_the_run_and_is_told_with_its_epoch_and_reason(pro
     assert "epoch 1/2 did not complete; results so far are in run/" in out
     (metrics,) = read_lines(project / "run/training_metrics.jsonl")  # what was gathered is recorded all the same
     assert (metrics["num_groups"], metrics["policy_version"], metrics["job"]) == (6, 0, "failed")
+    assert (project / "run/reward_plot.png").read_bytes().startswith(b"\x89PNG")
     files = RunFiles(project / "run")
     assert {read.status for read in files.summaries(files.find())} <= {
         TrainingStatus.JOB_FAILED,
@@ -275,11 +309,13 @@ def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signal
     metrics = project / "run/training_metrics.jsonl"
     with start_project(project, "-o", "finetuning.num_epochs", "500") as process:
         backend = backend_of(process)
-        process.wait_until(lambda: metrics.exists() and metrics.stat().st_size)
+        process.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
+        plotted = (project / "run/reward_plot.png").exists()  # while it runs
         process.send_signal(number)
         process.communicate(HANGS)
         assert process.wait() == code
     backend.wait(HANGS)
+    assert plotted
     files = RunFiles(project / "run")  # what has been cut off anywhere is read
     statuses = Counter(files.load(record).status for record in files.find())
     assert statuses.keys() <= {TrainingStatus.TRAINED, TrainingStatus.DROPPED, TrainingStatus.PENDING}

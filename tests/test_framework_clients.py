@@ -44,6 +44,28 @@ async def test_a_request_gets_the_configured_model_and_parameters(server: FakeOp
     assert call.sampling.items() >= {"temperature": 0.25, "top_p": 0.9}.items()
 
 
+@pytest.mark.parametrize("forced", [False, True])
+async def test_sampling_parameters_that_an_agent_sends_itself(server: FakeOpenAI, forced: bool) -> None:
+    """They take precedence, unless the block of the model overrides them; whichever client sends them."""
+    configured = {"temperature": 0.5, "max_tokens": 40, "stop": ["x"]}
+    async with model(server, override_sampling=forced, **configured) as plain:
+        with EpisodeScope(training=True) as scope:
+            client = async_client(plain)
+            await plain.complete(ask("hi"), temperature=0, top_p=0.9)
+            await client.chat.completions.create(model="m", messages=ask("ho"), temperature=0, max_completion_tokens=9)
+            await plain.client.chat.completions.create(model="m", messages=ask("he"), temperature=0, stop="y")
+            await client.responses.create(model="m", input="ha", temperature=0, max_output_tokens=9)
+            await client.completions.create(model="m", prompt="hu", temperature=0, max_tokens=9)
+    sent = [{name: call.sampling.get(name) for name in ("temperature", "max_tokens", "stop")} for call in scope.calls]
+    if forced:
+        assert sent == [configured] * 5
+        assert scope.calls[0].sampling["top_p"] == 0.9, "what the block does not set is the agent's"
+        assert not any("max_completion_tokens" in call.sampling for call in scope.calls)
+    else:
+        assert [one["temperature"] for one in sent] == [0] * 5
+        assert [one["max_tokens"] for one in sent] == [40, None, None, 9, 9]
+
+
 async def test_responses_are_translated(server: FakeOpenAI) -> None:
     async with model(server, temperature=0.5) as plain:
         client = async_client(plain)

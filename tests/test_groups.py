@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from factories import sampled
 
 from insitu.advantages.credit import AdvantageConfig, Credit, call_advantages
 from insitu.advantages.estimator import GroupRelativeEstimator, estimate_epoch, training_rows
@@ -79,7 +80,7 @@ def test_the_dialogue_is_the_last_call_that_continues_the_first() -> None:
         ("tool", "no"),
         ("assistant", "b2"),
     ]
-    assert [i.logprobs for i in items] == [None, None, [-1.0], None, [-3.0]]
+    assert [i.logprobs and sampled(i.logprobs) for i in items] == [None, None, [-1.0], None, [-3.0]]
     assert items[3].metadata == {"tool_call_id": "t"}
     assert items[4].metadata == {"call": 2, "finish_reason": None}
 
@@ -89,7 +90,8 @@ def test_equal_answers_keep_their_own_logprobs() -> None:
     second = [*first, said("same"), user("invalid, again")]
     third = [*second, said("same"), user("invalid, again")]
     items = main_conversation([call(0, first, "same"), call(1, second, "same"), call(2, third, "other")])
-    assert [i.logprobs for i in items if i.role is EpisodeItemRole.ASSISTANT] == [[-1.0], [-2.0], [-3.0]]
+    answers = [i.logprobs for i in items if i.role is EpisodeItemRole.ASSISTANT]
+    assert [*map(sampled, answers)] == [[-1.0], [-2.0], [-3.0]]
 
 
 def test_an_answer_that_was_changed_keeps_no_logprobs() -> None:
@@ -97,7 +99,7 @@ def test_an_answer_that_was_changed_keeps_no_logprobs() -> None:
     items = main_conversation(
         [call(0, first, "<think>hm</think>yes"), call(1, [*first, said("yes"), user("and?")], "no")]
     )
-    answers = [(i.content, i.logprobs) for i in items if i.role is EpisodeItemRole.ASSISTANT]
+    answers = [(i.content, sampled(i.logprobs)) for i in items if i.role is EpisodeItemRole.ASSISTANT]
     assert answers == [("yes", []), ("no", [-2.0])]
 
 

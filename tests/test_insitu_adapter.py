@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from factories import MODEL
 
 from insitu.adapters.insitu_backend import InsituTrainerAdapter
 from insitu.config import load_config
@@ -68,7 +69,7 @@ class Backend:
         self.asked: list[str] = []
         self.tokens: set[str | None] = set()
         self.jobs: dict[str, list[dict[str, Any]]] = {}
-        self.health = 200
+        self.health = self.check = 200
         self.version = 0
         self.events: list[dict[str, Any]] = []
         self.faults: defaultdict[str, list[str]] = defaultdict(list)
@@ -107,6 +108,8 @@ class Backend:
             return web.json_response({"policy_version": self.version}, status=self.health)
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": "policy"}]})
+        if request.path == "/v1/train/check":
+            return web.json_response({}, status=self.check)
         if request.method == "POST":
             key = request.headers["Idempotency-Key"]
             assert request.headers["Content-Encoding"] == "gzip"
@@ -202,7 +205,9 @@ async def test_what_a_trainer_has_not_weighed_gets_the_default_advantages(backen
             _, *rows = list(backend.jobs.values())[-1]
             assert [row["token_ids"] for row in rows] == [[1, 2, 3]] * 2
             assert rows[0]["advantages"][1] == -rows[1]["advantages"][1] > 0
-        with pytest.raises(TrajectoryError, match="none of 1 trajectories has rows or captured calls"):
+        with pytest.raises(
+            TrajectoryError, match="1 of 1 trajectories cannot be trained; the first one: none of its 0"
+        ):
             await adapter.submit(TrajectoryCollection(trajectories=[[Trajectory(reward=1)]], run_id="r"))
     assert list(backend.jobs) == ["r/submission 1", "r/submission 2"]
 
@@ -239,6 +244,33 @@ async def test_health_is_asked_of_the_configured_address_and_its_status_counts(
     with pytest.raises(BackendError, match=f"{backend.address}|/health"):
         async with adapter_to(backend, write, {"retry_timeout": 0}):
             pass
+
+
+async def test_checkpoints_of_an_earlier_run_are_moved_aside(write: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """For trainers of plugins; ours have moved the whole run."""
+    block = {"_type": "insitu_trainer_adapter", "model": str(MODEL)}
+    path = write({"trainer_adapters": {"a": block}, "finetuning": {"output_dir": str(write("", "run/notes").parent)}})
+    weights = write("weights", "run/backend/checkpoints/step_000001/model.safetensors")
+    config = load_config(path)
+    async with Builder(config) as builder:
+        adapter = await builder.get(TRAINER_ADAPTER, "a")
+        await adapter.initialize(config.finetuning)
+        await adapter.check_settings()
+        assert (await adapter.policy_endpoint()).version == 0
+    moved = path.parent / "run/backend.1/checkpoints/step_000001/model.safetensors"
+    assert moved.read_text() == "weights"
+    assert f"{path.parent}/run/backend held the checkpoints of an earlier run" in caplog.text
+    assert config.find_path(weights, "key") == moved
+
+
+@pytest.mark.parametrize("status", [404, 405])
+async def test_an_older_backend_that_checks_no_settings_can_be_used(backend: Backend, write: Any, status: int) -> None:
+    async with adapter_to(backend, write) as adapter:
+        backend.check = status
+        await adapter.check_settings()
+        backend.check = 409
+        with pytest.raises(ConfigError, match="the trainer adapter's settings are refused by the backend: "):
+            await adapter.check_settings()
 
 
 async def test_a_server_that_is_no_backend(backend: Backend, write: Any) -> None:

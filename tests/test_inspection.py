@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from factories import MODEL
 
 from insitu.cli import main
+from insitu.cli.trajectories import _SORT_KEYS
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
+from insitu.training.inspection import SORT_KEYS
 from insitu.training.store import RunStore
 from insitu.trajectories.builder import GroupRecord
 
@@ -145,11 +148,64 @@ def test_an_episode_that_was_trained(run: Path) -> None:
         "",
         "rows",
         "  row 1: calls 0, 2; 6 tokens, 3 of them trained",
-        "    context: 1 5",
+        "    context, 2 tokens: 1 5",
         "    call 0: 7 (-0.500) 2 (-0.500)",
-        "    context: 6",
+        "    context, 1 token: 6",
         "    call 2: 3 (-0.500)",
+        "  the texts of the tokens are unknown: name the folder of the model with --tokenizer",
     ]
+
+
+def test_tokens_are_shown_as_text(run: Path) -> None:
+    """By the tokenizer of the run's backend, or that of a folder that is named."""
+    for option in (("--tokenizer", MODEL), ()):
+        shown = show(run, "--row", "r 1", "--generation", 0, "--tokens", *option).out.splitlines()
+        assert shown[-4:] == [
+            "    context, 2 tokens: '<|system|>\"'",
+            "    call 0: '$' (-0.500) '<|user|>' (-0.500)",
+            "    context, 1 token: '#'",
+            "    call 2: '<|assistant|>' (-0.500)",
+        ]
+        checkpoint = run / "backend/checkpoints/step_000001"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / "tokenizer.json").write_bytes((MODEL / "tokenizer.json").read_bytes())
+    missing = show(run, "--row", "r 1", "--generation", 0, "--tokens", "--tokenizer", run)
+    assert (missing.code, missing.out) == (2, "")
+    assert (
+        missing.err
+        == f"error: --tokenizer: {run / 'tokenizer.json'} does not exist; give the folder of the run's model\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "listed"),
+    [
+        (["--outcome", "failed"], ["r 1/1/2", "r/3/1/0"]),
+        (["--outcome", "trained"], ["r 1/0/0", "r 1/1/2"]),
+        (["--outcome", "no_variance"], ["r2/0/0", "r2/1/0"]),
+        (["--outcome", "ok", "--limit", "2"], ["r 1/0/0", "r2/0/0"]),
+        (["--min-reward", "0.5"], ["r 1/0/0", "r2/0/0", "r2/1/0", "r/3/0/0"]),
+        (["--outcome", "timeout", "--sort", "reward"], ["r 1/1/2", "r/3/1/0"]),
+        (["--outcome", "timeout", "--sort", "reward", "--reverse"], ["r/3/1/0", "r 1/1/2"]),
+    ],
+)
+def test_episodes_are_selected_and_sorted(run: Path, options: list[str], listed: list[str]) -> None:
+    shown = show(run, *options)
+    assert shown.code == 0, shown.err
+    assert [line.split("  ")[0].removeprefix("run_1/1/") for line in shown.out.splitlines()] == listed
+
+
+def test_the_one_episode_that_is_left_is_shown(run: Path) -> None:
+    assert show(run, "--sort", "reward", "--limit", "1").out.startswith("episode run_1/1/r 1/0/0\n")
+    assert set(SORT_KEYS) == set(_SORT_KEYS)
+
+
+def test_a_selection_of_nothing_lists_what_there_is(run: Path) -> None:
+    assert show(run, "--outcome", "workflow_error").err == (
+        "error: no episode has --outcome 'workflow_error'; available: ok (4), dropped (4), trained (2), failed (2), "
+        "timeout (2), no_variance (2), single_member (1)\n"
+    )
+    assert show(run, "--min_reward", "2").err == "error: no episode has --min_reward 2; the highest is 0.5\n"
 
 
 def test_a_failed_episode_says_why_and_whether_it_was_trained_all_the_same(run: Path) -> None:
@@ -258,11 +314,12 @@ def test_a_run_of_an_earlier_release_is_read(run: Path) -> None:
     assert "has no record" in shown.out
 
 
-def test_a_line_that_is_being_written_is_not_there_yet(run: Path) -> None:
+def test_a_line_that_is_being_written_is_not_there_yet(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("episodes.jsonl", "calls.jsonl", "groups.jsonl", "advantages.jsonl", "training_metrics.jsonl"):
         with (run / name).open("ab") as file:
             file.write(b'{"episode":"run_1/1/r2/0')
     assert len(show(run).out.splitlines()) == 6
+    assert f"{run / 'episodes.jsonl'}: skipped an incomplete last line" in caplog.text
     assert show(run, "--row", "r2", "--generation", 0).code == 0
     (run / "episodes.jsonl").write_bytes(b'{"for')
     assert show(run).err == f"error: {run} has no episode yet\n"
@@ -284,10 +341,10 @@ def test_some_calls_of_many_and_some_of_a_long_text(tmp_path: Path) -> None:
     assert dialogue[1] == "  ... 40 messages"
     assert dialogue[2] == f"  user: turn 20 {'x' * (2000 - 8)} ... 1008 more characters (--full)"
     assert dialogue[3:] == ["  assistant [call 20]: answer 20", "  user: turn 21 ", "  assistant [call 21]: answer 21"]
-    assert shown.splitlines()[-4:] == [
-        "    context: 99",
+    assert shown.splitlines()[-5:-1] == [
+        "    context, 1 token: 99",
         "    call 20: 20 (-0.500)",
-        "    context: 99",
+        "    context, 1 token: 99",
         "    call 21: 21 (-0.500)",
     ]
     assert "x" * 3000 in show(made.folder, "--calls", "20", "--full").out
@@ -379,6 +436,15 @@ def test_what_is_not_there_is_told_with_what_is_near(run: Path) -> None:
     (run / "episodes.jsonl").write_text('{"format":1}\nnonsense\n')
     broken = show(run)
     assert (broken.code, "line 2 is not JSON" in broken.err) == (1, True)
+
+
+@pytest.mark.parametrize("content", ["", '{"run_id": "ins', "[1]", '"text"', "\udcff"])
+def test_a_damaged_run_json_is_named(run: Path, content: str) -> None:
+    (run / "run.json").write_bytes(content.encode(errors="surrogateescape"))
+    shown = show(run, "--row", "r 1", "--generation", 0)
+    assert shown.code == 1
+    assert shown.err.startswith(f"failed: {run / 'run.json'} is not ")
+    assert len(shown.err.splitlines()) == 1
 
 
 def test_a_name_among_many_and_an_episode_without_calls(tmp_path: Path) -> None:

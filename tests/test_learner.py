@@ -509,6 +509,12 @@ def test_damaged_weights_are_refused_by_name(llama, tmp_path, lora, change, says
         train(learner, make_rows(llama.module), lora=lora)
 
 
+def test_tensors_without_a_place_in_the_model_are_reported(tmp_path, caplog):
+    folder = damage(save_tiny_model(tmp_path / "m"), lambda tensors: tensors.update(further=torch.zeros(2)))
+    load_model(str(folder), "cpu")
+    assert f"{folder}: ignored 1 tensors that the model does not have, such as further" in caplog.text
+
+
 def test_jobs_that_would_fail_are_known_before_they_have_rows(llama, tmp_path):
     def refusal(learner, **settings) -> str:
         with pytest.raises(RequestRefused) as refused:

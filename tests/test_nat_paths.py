@@ -58,6 +58,8 @@ NAMES = {
     "nat.finetuning.interfaces.trainer_adapter": "TrainerAdapter",
     "nat.finetuning.interfaces.finetuning_runner": "Trainer",
     "nat.finetuning.finetuning_runtime": "run_finetuning finetuning_main run_finetuning_sync",
+    "nat.cli.commands.finetune": "finetune_command",
+    "nat.data_models.component": "TypedBaseModel",
     "nat.finetuning.utils.parsers.base_parser": "parse_to_openai_messages",
     "nat.finetuning.utils.parsers.langchain_parser": "parse_to_openai_message",
     "nat.finetuning.utils.parsers.llama_index_parser": "parse_to_openai_message",
@@ -77,7 +79,7 @@ NAMES = {
     "nat.utils.io.suppress_logs": "suppress_logs",
     "nat.utils.io.supress_logs": "suppress_logs",
 }
-FOR_PLUGINS = [p for p in NAMES if p.startswith(("nat.data_models", "nat.builder", "nat.cli", "nat.eval"))]
+FOR_PLUGINS = [p for p in NAMES if p.startswith(("nat.data_models", "nat.builder", "nat.cli.register", "nat.eval"))]
 FOR_PLUGINS += [p for p in NAMES if p.startswith(("nat.finetuning.interfaces", "nat.experimental", "nat.utils"))]
 NAMES["nat.plugin_api"] = " ".join(NAMES[path] for path in FOR_PLUGINS)
 IMPORTS = (ROOT / "tests" / "data" / "documented_imports.txt").read_text()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from factories import sampled
 from fake_openai import FakeOpenAI, encode, logprob
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,9 +104,9 @@ def test_agents_of_the_frameworks(name: str, title: str) -> None:
     assert "blue sky" in dialogue[3]["content"]
     if (name, title) == ("llama_index", "agent"):
         texts = ["echo: tool", *(m["content"] for m in answers[1:])]
-        assert [m["logprobs"] for m in answers] == [[logprob(c) for c in text] for text in texts]
+        assert [sampled(m["logprobs"]) for m in answers] == [[logprob(c) for c in text] for text in texts]
     else:
-        assert [m["logprobs"] for m in answers] == [[]] * 4
+        assert [m["logprobs"] for m in answers] == [{}] * 4
 
 
 def test_a_model_of_adk_without_http() -> None:
@@ -117,10 +118,10 @@ def test_a_model_of_adk_without_http() -> None:
     assert (called["reasoning_content"], called["finish_reason"], called["logprobs"]) == (
         "Both, then.",
         "tool_calls",
-        [],
+        {},
     )
-    cut_off = said("assistant", "all bl", logprobs=[-0.5, -0.25], token_ids=[7, 8], finish_reason="length")
-    assert answer == cut_off
+    assert sampled(answer.pop("logprobs")) == [-0.5, -0.25]
+    assert answer == said("assistant", "all bl", token_ids=[7, 8], finish_reason="length")
 
 
 def test_both_spellings_of_adk() -> None:
@@ -293,7 +294,7 @@ async def test_a_langchain_model_that_is_not_captured(
     (dialogue,) = parse_to_conversations(through(scope.steps))
     answers = [m for m in dialogue if m["role"] == "assistant"]
     texts = ["abc" if streaming else "echo: tool", "echo: blue sky", "echo: again", "echo: again"]
-    assert [m["logprobs"] for m in answers] == [[logprob(c) for c in text] for text in texts]
+    assert [sampled(m["logprobs"]) for m in answers] == [[logprob(c) for c in text] for text in texts]
     assert [m["finish_reason"] for m in answers] == ["tool_calls", "stop", "stop", "stop"]
     assert answers[0]["tool_calls"][0]["function"]["arguments"] == '{"at": "sky"}'
     assert dialogue[3] == {"role": "tool", "content": "blue sky", "name": "look", "tool_call_id": "t1"}
@@ -315,7 +316,7 @@ async def test_a_captured_openai_client(server: FakeOpenAI) -> None:
         assert dialogue[1]["content"] == [{"type": "text", "text": "tool"}]
         assert dialogue[3]["token_ids"] == encode("echo: tool")
         assert dialogue[3]["finish_reason"] == "tool_calls"
-        assert dialogue[5]["logprobs"] == [logprob(c) for c in "echo: r"]
+        assert sampled(dialogue[5]["logprobs"]) == [logprob(c) for c in "echo: r"]
 
 
 def test_candidates_are_calls_of_their_own() -> None:
@@ -399,17 +400,18 @@ def test_logprobs_of_text_completions() -> None:
     logprobs = {"tokens": ["token_id:7", "token_id:8"], "token_logprobs": [-0.5, -0.25], "text_offset": [0, 1]}
     generation = Generation(text="ok", generation_info={"finish_reason": "stop", "logprobs": logprobs})
     response = {"text": "ok", "raw": {"choices": [{"finish_reason": "stop", "logprobs": logprobs}]}}
-    sampled = said("assistant", "ok", logprobs=[-0.5, -0.25], token_ids=[7, 8], finish_reason="stop")
     for parser, answer in ((langchain_parser, generation), (llama_index_parser, response)):
-        assert parser.parse_to_openai_message(step("LLM_END", chat_responses=[answer])) == sampled
+        message = parser.parse_to_openai_message(step("LLM_END", chat_responses=[answer]))
+        assert sampled(message.pop("logprobs")) == [-0.5, -0.25]
+        assert message == said("assistant", "ok", token_ids=[7, 8], finish_reason="stop")
 
 
 @pytest.mark.parametrize("parser", [langchain_parser, llama_index_parser, adk_parser])
 def test_each_parser_reads_captured_steps(parser: Any) -> None:
     start, end = pair([said("user", "q")], [said("assistant", "a")], logprobs=[-1.0], finish_reason="length")
     assert parser.parse_to_openai_message(start) == said("user", "q")
-    answer = said("assistant", "a", logprobs=[-1.0], finish_reason="length")
-    assert parser.parse_to_openai_message(end) == answer
+    answer = parser.parse_to_openai_message(end)
+    assert (answer["content"], answer["finish_reason"], sampled(answer["logprobs"])) == ("a", "length", [-1.0])
     assert parser.parse_to_openai_message(end.payload) == parser.parse_to_openai_message(end.model_dump()) == answer
 
 
@@ -510,7 +512,7 @@ def test_calls_without_an_answer_are_counted(caplog: pytest.LogCaptureFixture) -
         step("TOOL_START", "e"),
     ]
     with caplog.at_level(logging.WARNING):
-        assert parse_to_conversations(steps) == [[said("user", "q"), said("assistant", "yes", logprobs=[])]]
+        assert parse_to_conversations(steps) == [[said("user", "q"), said("assistant", "yes", logprobs={})]]
     assert [c.error for c in parse_calls(steps)][:3] == [
         "it ended without a completion",
         "RateLimitError()",
@@ -556,8 +558,9 @@ def test_a_changed_answer_is_context_here_and_whole_in_its_own_dialogue() -> Non
         *pair([asked, stripped, said("user", "and?")], ["b"], "b", logprobs=[-2.0], finish_reason="stop"),
     ]
     main, own = parse_to_conversations(steps)
-    assert [m.get("logprobs") for m in main] == [None, [], None, [-2.0]]
-    assert own == [asked, said("assistant", "<think>hm</think>a", logprobs=[-1.0], finish_reason="stop")]
+    assert [sampled(m["logprobs"]) for m in main if m["role"] == "assistant"] == [[], [-2.0]]
+    assert sampled(own[-1].pop("logprobs")) == [-1.0]
+    assert own == [asked, said("assistant", "<think>hm</think>a", finish_reason="stop")]
 
 
 WORDS = st.sampled_from(["a", "b", "<think>x</think>a"])
@@ -582,7 +585,7 @@ def test_each_answer_stands_once_and_where_it_was_given(scripts: list[Any], rand
     places: dict[int, tuple[int, int]] = {}
     for d, dialogue in enumerate(found):
         for place, message in enumerate(dialogue):
-            for value in message.get("logprobs") or ():
+            for value in sampled(message.get("logprobs") or {}):
                 assert int(-value) not in places
                 places[int(-value)] = (d, place)
     assert sorted(places) == [*range(len(made))]

@@ -128,6 +128,7 @@ async def test_blocks_can_be_added(write: Any) -> None:
         made = await builder.add_function("extra", config)
         assert await builder.get_function("extra") is made
         assert builder.get_function_config("extra") is config
+        assert await builder.get_function_config("extra") is config
         with pytest.raises(ConfigError, match=r"functions\.extra exists already"):
             await builder.add_function("extra", config)
         with pytest.raises(PluginError):

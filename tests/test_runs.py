@@ -3,9 +3,12 @@
 Two functions that ask two models each; what the backend sampled is compared with what it was sent to train on.
 """
 
+import asyncio
 import json
 import re
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +198,35 @@ async def test_a_backend_that_serves_another_model_is_refused(write: Any, served
 
 async def test_what_is_sampled_must_be_what_is_trained(write: Any, served: Served) -> None:
     frozen = project(write, served, {"target_model": "judge", "num_epochs": 2})
-    says = r"requested model 'policy@0' and was sampled at policy version 0, but the adapter trains .* at version"
-    with pytest.raises(BackendError, match=says):
+    before = len(served.samples())
+    with pytest.raises(ConfigError, match=r"llms\.judge\.model_name is 'policy@0', but 'policy' at http.* is trained"):
         await train(frozen, ("llms.judge.model_name", "policy@0"))
+    assert len(served.samples()) == before
+    says = r"requested model 'policy@0' and was sampled at policy version 0, but the adapter trains .* at version"
+    async with relay(int(served.address.rpartition(":")[2])) as port:  # behind another address it may be any model
+        behind = ("llms.judge.base_url", f"http://127.0.0.1:{port}/v1")
+        with pytest.raises(BackendError, match=says):
+            await train(frozen, ("llms.judge.model_name", "policy@0"), behind)
+
+
+@asynccontextmanager
+async def relay(target: int) -> AsyncIterator[int]:
+    """Another port of the server at `target`."""
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(2**16):
+            writer.write(data)
+        writer.close()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", target)
+        await asyncio.gather(copy(reader, back), copy(there, writer), return_exceptions=True)
+
+    server = await asyncio.start_server(connect, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
 
 
 async def test_a_version_that_does_not_move_ends_the_run(write: Any, served: Served) -> None:

@@ -309,6 +309,47 @@ async def test_another_file_gets_components_of_its_own_and_the_live_adapter(benc
     assert [parts.config.seconds for parts in plain_parts.made] == [0.01, 0]
 
 
+async def test_a_validation_file_alone_is_validated_on_its_own_dataset(bench: Bench) -> None:
+    data = bench.data()
+    data["eval"]["general"]["dataset"]["file_path"] = "held_out.jsonl"
+    other = bench.write(data, "other.yml")
+
+    async def script(trainer: ScriptedTrainer) -> Any:
+        assert (await trainer.run_validation_evaluation(1, "r1"))["num_examples"] == 3
+        asked = trainer.run_config.run_configuration
+        assert asked is not None
+        assert asked.validation_dataset == bench.folder / "held_out.jsonl"  # for a plugin's trainer that looks for it
+        own = EvaluationRunConfig(config_file=other, dataset=asked.validation_dataset)
+        held_out = await EvaluationRun(own).run_and_evaluate()
+        assert held_out.workflow_output_file == bench.folder / "eval/workflow_output.json"  # not one for training
+        return await gives_one(trainer)
+
+    await bench.finetune(script, validation_config_file=other)
+
+
+async def test_an_evaluation_run_patched_at_its_documented_path_is_used(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import nat.eval.evaluate
+
+    seen: list[bool | None] = []
+
+    class Patched(EvaluationRun):
+        def __init__(self, config: EvaluationRunConfig) -> None:
+            super().__init__(config)
+            seen.append(config.training)
+
+    monkeypatch.setattr(nat.eval.evaluate, "EvaluationRun", Patched)
+
+    async def script(trainer: ScriptedTrainer) -> Any:
+        await trainer.trajectory_builder.run_eval()
+        await trainer.run_validation_evaluation(1, "r1")
+        return await gives_one(trainer)
+
+    await bench.finetune(script, validation_dataset=bench.folder / "held_out.jsonl")
+    assert seen == [True, False]
+
+
 async def test_a_thread_with_an_event_loop_of_its_own_has_no_part_in_the_run(bench: Bench) -> None:
     def evaluate() -> EvaluationRunOutput:
         return asyncio.run(EvaluationRun(EvaluationRunConfig(config_file=bench.file)).run_and_evaluate())

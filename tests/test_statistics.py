@@ -33,7 +33,37 @@ def test_one_value_has_no_interval_and_none_no_mean() -> None:
     assert math.isnan(high)
     with pytest.raises(ValueError, match="no values"):
         mean_ci95([])
-    assert mean_ci95([1, 1, 1])[:3] == (1, 1, 1)
+    assert mean_ci95([2, 2, 2])[:3] == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),  # R: binom::binom.wilson
+    [(0, 10, 0.0, 0.2775328), (1, 3, 0.0614919, 0.7923404), (81, 263, 0.2552971, 0.3662113), (5, 5, 0.5655175, 1.0)],
+)
+def test_zeros_and_ones_have_wilsons_interval(successes: int, n: int, low: float, high: float) -> None:
+    estimate = mean_ci95([1] * successes + [0] * (n - successes))
+    assert estimate == pytest.approx((successes / n, low, high, n), abs=1e-4)
+
+
+@pytest.mark.parametrize("values", [[0.9, 1.0, 1.0], [0.0, 0.0, 0.1], [0.02, 0.98], [1.0, 1.0, 0.99, 0.3]])
+def test_values_between_0_and_1_have_no_interval_beyond(values: list[float]) -> None:
+    mean, low, high, _ = mean_ci95(values)
+    assert 0 <= low < mean < high <= 1
+
+
+def test_an_interval_of_other_values_is_not_cut_off() -> None:
+    assert mean_ci95([-0.5, 0.0, 1.0]).low < -0.5
+    assert mean_ci95([0.0, 0.1, 9.0]).low < 0
+
+
+@pytest.mark.parametrize("size", [4, 10, 40])
+def test_nineteen_of_twenty_intervals_of_shares_hold_the_mean(size: int) -> None:
+    """Of values that are often 1 and otherwise anything, as scores are."""
+    chance, held = random.Random(size), 0
+    for _ in range(4000):
+        estimate = mean_ci95([1.0 if chance.random() < 0.3 else chance.random() for _ in range(size)])
+        held += estimate.low <= 0.65 <= estimate.high
+    assert 0.935 <= held / 4000 <= 0.985
 
 
 @pytest.mark.parametrize("size", [3, 8, 40])

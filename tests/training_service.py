@@ -113,7 +113,7 @@ class TrainingService(FakeOpenAI):
                 for digit, weight in enumerate(softmax(logits)):
                     slope = float(digit == int(answer["content"])) - weight
                     logits[digit] += job["learning_rate"] * UNIT * advantage * slope
-                losses.append(-advantage * sum(answer["logprobs"]))
+                losses.append(-advantage * sum(entry["logprob"] for entry in answer["logprobs"]["content"]))
         return fmean(losses)
 
 

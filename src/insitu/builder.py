@@ -10,9 +10,10 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from insitu.config import Config
-from insitu.errors import ConfigError, InsituError, PluginError, describe_error
+from insitu.errors import ConfigError, InsituError, PluginError, describe_error, install_command
 from insitu.registry import (
     EVALUATOR,
+    FRAMEWORK_GROUP,
     FUNCTION,
     LLM,
     TRAINER,
@@ -20,6 +21,7 @@ from insitu.registry import (
     TRAJECTORY_BUILDER,
     TTC_STRATEGY,
     Kind,
+    frameworks,
     not_found,
     registry,
 )
@@ -41,6 +43,7 @@ def _adder(kind: Kind) -> Callable[["Builder", str, TypedBaseModel], Awaitable[A
 
 def _config_getter(kind: Kind) -> Callable[["Builder", str], TypedBaseModel]:
     def get_config(self: "Builder", name: str) -> TypedBaseModel:
+        """A block as configured. The result may also be awaited."""
         return self.block(kind, name)
 
     return get_config
@@ -50,9 +53,17 @@ _building: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("insitu_building
 """The components being built, each needed by the one before it."""
 
 
+_at_work: ContextVar["Builder | None"] = ContextVar("insitu_builder", default=None)
+
+
 def name_being_built() -> str:
     """The key of the block being built, for factories."""
     return _building.get()[-1][1]
+
+
+def builder_at_work() -> "Builder | None":
+    """The builder whose factory is running, for components that are constructed without one."""
+    return _at_work.get()
 
 
 @contextmanager
@@ -80,6 +91,7 @@ class Builder:
         self._live: dict[tuple[str, str], asyncio.Future[Any]] = {}
         self._added: dict[tuple[str, str], TypedBaseModel] = {}
         self._stack = AsyncExitStack()
+        self._trained_policy: PolicyEndpoint | None = None
 
     async def __aenter__(self) -> "Builder":
         return self
@@ -124,7 +136,7 @@ class Builder:
                 if not future.cancelled() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
                     raise  # otherwise the task that was building was cancelled: build it here
         future = self._live[key] = asyncio.get_running_loop().create_future()
-        token = _building.set((*_building.get(), key))
+        token, builder_token = _building.set((*_building.get(), key)), _at_work.set(self)
         try:
             made = await build()
         except BaseException as error:  # passed on to all waiters, then re-raised
@@ -137,6 +149,7 @@ class Builder:
             raise
         finally:
             _building.reset(token)
+            _at_work.reset(builder_token)
         future.set_result(made)
         return made
 
@@ -168,16 +181,15 @@ class Builder:
         framework = str(wrapper_type).lower()
 
         async def wrap() -> Any:
-            supported = entry_points(group="insitu.llm_wrappers")
-            if framework not in supported.names:
-                raise ConfigError(not_found(f"llms.{name}: the framework", framework, sorted(supported.names)))
-            point = supported[framework]
+            if framework not in frameworks():
+                raise ConfigError(not_found(f"llms.{name}: the framework", framework, frameworks()))
+            point = entry_points(group=FRAMEWORK_GROUP)[framework]
             try:
                 make_llm = point.load()
             except ModuleNotFoundError as error:
                 raise ConfigError(
                     f"llms.{name} is requested as a model of {framework}, which needs the package {error.name!r}: "
-                    f"pip install 'insitu[{framework.replace('_', '-')}]'"
+                    f"{install_command(framework.replace('_', '-'))} in the clone of insitu"
                 ) from error
             return make_llm(llm)
 
@@ -229,6 +241,15 @@ class Builder:
     def get_max_concurrency(self) -> int:
         """`eval.general.max_concurrency`, for evaluators that limit themselves."""
         return self.config.max_concurrency
+
+    @property
+    def trained_policy(self) -> PolicyEndpoint | None:
+        """Where the model under training is served; None if nothing is trained, or if the adapter does not say."""
+        return self._trained_policy or (self.parent.trained_policy if self.parent is not None else None)
+
+    @trained_policy.setter
+    def trained_policy(self, endpoint: PolicyEndpoint | None) -> None:
+        self._trained_policy = endpoint
 
     async def policy_endpoint(self) -> PolicyEndpoint:
         """Where the configured trainer adapter serves the model under training."""

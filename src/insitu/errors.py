@@ -19,7 +19,13 @@ from traceback import walk_tb
 
 _LIBRARY = f"{os.sep}lib{os.sep}python"
 _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
+_NO_MEMORY = re.compile(r"allocate memory|failed to map segment|can't start new thread|out of memory", re.IGNORECASE)
 _OURS = os.path.join(os.path.dirname(__file__), "")
+
+
+def install_command(extra: str) -> str:
+    """What installs an extra of insitu; there is no release yet, so it is installed from its clone."""
+    return f"pip install -e '.[{extra}]'"
 
 
 def describe_error(error: BaseException) -> str:
@@ -53,6 +59,15 @@ def _message(error: BaseException) -> str:
         return str(error)
     except Exception as reason:  # a foreign __str__ may raise anything
         return f"(its message cannot be shown: {type(reason).__name__})"
+
+
+def memory_problem(error: BaseException) -> str | None:
+    """What could not be allocated, in one line, if an exception says that memory has run out."""
+    for cause in exception_chain(error):
+        lines = [line.strip() for line in _message(cause).splitlines() if _NO_MEMORY.search(line)]
+        if lines or isinstance(cause, MemoryError):
+            return lines[-1] if lines else _format(cause)
+    return None
 
 
 def exception_chain(error: BaseException) -> list[BaseException]:

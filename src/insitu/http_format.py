@@ -77,6 +77,15 @@ def parse_token_ids(tokens: Iterable[Any]) -> list[int] | None:
     return ids or None
 
 
+def chat_logprobs(tokens: Iterable[str], logprobs: Iterable[float]) -> dict[str, Any]:
+    """`logprobs` of a choice of a chat, as OpenAI's API returns them."""
+    entries = zip(tokens, logprobs, strict=True)
+    content: list[dict[str, Any]] = [
+        {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []} for token, logprob in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
 def sampled_tokens(logprobs: Any) -> tuple[list[Any], list[float] | None]:
     """The tokens and their logprobs in `logprobs` of a choice: of a chat (`content`) or of a text (`tokens`)."""
     if not isinstance(logprobs, dict):

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from insitu.errors import ConfigError
-from insitu.evaluation.run import EvaluationRun
+from insitu.evaluation import run as evaluation_runs  # EvaluationRun may be patched: it is looked up when called
 from insitu.evaluation.shared_run import current_run, evaluation_request
 from insitu.evaluation.validation import validate, validation_request
 from insitu.schemas.evaluation import EvalOutputItem, EvaluationRunOutput
@@ -50,9 +50,13 @@ class TrajectoryBuilder(ABC):
         if options is None:
             raise ConfigError("run_eval() needs finetuning.run_configuration, which the finetune command sets")
         request = evaluation_request(
-            options, config_file=options.config_file, dataset=options.dataset, override=options.override
+            options,
+            config_file=options.config_file,
+            dataset=options.dataset,
+            override=options.override,
+            training=True,
         )
-        output = await EvaluationRun(request, training=True).run_and_evaluate()
+        output = await evaluation_runs.EvaluationRun(request).run_and_evaluate()
         _warn_about_failed_episodes(output)
         return output
 

@@ -37,6 +37,8 @@ NOT_YET = ("dpo_traj_builder", "nemo_customizer_trainer_adapter", "nemo_customiz
 """Documented `_type`s that are not implemented yet."""
 ENTRY_POINT_GROUPS = ("insitu.components", "nat.components", "nat.plugins")
 """Where plugins declare modules whose import registers components."""
+FRAMEWORK_GROUP = "insitu.llm_wrappers"
+"""Where packages declare the agent frameworks whose model objects `get_llm(..., wrapper_type=...)` returns."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Registration:
     config_type: type[TypedBaseModel]
     factory: Callable[..., Any]
     finish: Finish | None = None
+    frameworks: tuple[str, ...] = ()
+    """The agent frameworks that the component declares to use."""
     installed: bool = False
     """Registered by an installed plugin, rather than by a module that the file names or the program imports."""
 
@@ -103,7 +107,12 @@ class Registry:
         self._clashes: dict[tuple[str, str], str] = {}
 
     def add(
-        self, kind: Kind, config_type: type[TypedBaseModel], factory: Callable[..., Any], finish: Finish | None = None
+        self,
+        kind: Kind,
+        config_type: type[TypedBaseModel],
+        factory: Callable[..., Any],
+        finish: Finish | None = None,
+        frameworks: Iterable[Any] = (),
     ) -> None:
         """Raises PluginError for a class without a name, of another kind, or with a name that is taken."""
         name = config_type.static_type()
@@ -124,7 +133,8 @@ class Registry:
                 logger.warning("%s; neither can be used while both are installed", clash)
                 self._clashes[kind.section, name] = clash
             return
-        self._known[kind.section, name] = Registration(config_type, factory, finish, self._loading)
+        names = tuple(str(framework).lower() for framework in frameworks)
+        self._known[kind.section, name] = Registration(config_type, factory, finish, names, self._loading)
 
     def find(self, kind: Kind, name: str) -> Registration | None:
         """The registration of a `_type`, looked up among the built-in components first, then in installed plugins.
@@ -183,7 +193,7 @@ def decorator(kind: Kind, finish: Finish | None = None) -> Callable[..., Callabl
     ) -> Callable[[Factory], Factory]:
         def decorate(factory: Factory) -> Factory:
             context = asynccontextmanager(factory) if inspect.isasyncgenfunction(factory) else factory
-            registry.add(kind, config_type, context, finish)
+            registry.add(kind, config_type, context, finish, framework_wrappers or ())
             return factory
 
         return decorate
@@ -199,6 +209,11 @@ register_ttc_strategy = decorator(TTC_STRATEGY)
 register_trajectory_builder = decorator(TRAJECTORY_BUILDER)
 register_trainer_adapter = decorator(TRAINER_ADAPTER)
 register_trainer = decorator(TRAINER)
+
+
+def frameworks() -> list[str]:
+    """The names of `wrapper_type`: insitu's agent frameworks and those of installed packages."""
+    return sorted(entry_points(group=FRAMEWORK_GROUP).names)
 
 
 def not_found(what: str, name: str, existing: Iterable[str]) -> str:

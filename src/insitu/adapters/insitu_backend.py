@@ -14,9 +14,9 @@ from pydantic import BaseModel, Field, SecretStr, model_validator
 
 from insitu.adapters.backend_process import BackendProcess
 from insitu.advantages.estimator import training_rows
-from insitu.builder import Builder
+from insitu.builder import Builder, builder_at_work
 from insitu.connection import Connection, is_transient, retry_after
-from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused, TrajectoryError
+from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
 from insitu.files import FolderLock
 from insitu.http_format import error_message, event_data
 from insitu.interfaces import TrainerAdapter
@@ -31,8 +31,9 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.schemas.training_jobs import JobState, TrainingOptions, TrainingSettings
-from insitu.training.checkpoints import find_checkpoint
+from insitu.training.checkpoints import NAMES, find_checkpoint
 from insitu.training.store import BACKEND_FOLDER, OUTPUT_DIR, move_aside
+from insitu.trajectories.recovery import recover_collection
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
 
     model: str | None = None
     """A local folder or Hugging Face repo id. The adapter starts an `insitu backend` with this model on a free port.
-    A run directory stands for its best checkpoint, or the latest without validation; `RUN_DIR/latest` for its latest.
+    `RUN_DIR/best` and `RUN_DIR/latest` are checkpoints of a run, `best` and `latest` of the one in `output_dir`.
     """
     url: str | None = None
     """URL of a running backend, with http:// or https://."""
@@ -109,10 +110,10 @@ class _Models(BaseModel):
 class InsituTrainerAdapter(TrainerAdapter):
     """Submits training rows to an `insitu backend` and tracks its jobs."""
 
-    def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder) -> None:
+    def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder | None = None) -> None:
         super().__init__(adapter_config)
         self.config = adapter_config
-        self._full_config = builder.config
+        self._full_config = (builder or builder_at_work() or Builder()).config
         self._process: BackendProcess | None = None
         self._connection: Connection | None = None
         self._submissions = 0
@@ -160,7 +161,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         try:
             folder = find_checkpoint(self._full_config, model, key).folder
         except ConfigError as error:
-            if model.startswith((".", "/", "~")) or model.count("/") > 1:
+            if model in NAMES or model.startswith((".", "/", "~")) or model.count("/") > 1:
                 raise
             logger.info("%s; assuming a Hugging Face repo id", error)
             return model
@@ -188,7 +189,9 @@ class InsituTrainerAdapter(TrainerAdapter):
     async def policy_endpoint(self) -> PolicyEndpoint:
         version = await self._served_version()
         models = await self._request("GET", "/v1/models", _Models.model_validate_json)
-        return PolicyEndpoint(f"{self._base_url}/v1", models.data[0].id, self._token(), version)
+        return PolicyEndpoint(
+            f"{self._base_url}/v1", models.data[0].id, self._token(), version, base_model=self.config.model
+        )
 
     async def _served_version(self) -> int:
         """Raises BackendError if the backend has gone back to earlier weights."""
@@ -244,12 +247,8 @@ class InsituTrainerAdapter(TrainerAdapter):
         An epoch whose job is pending, running or completed is not trained again. Groups without rows get the default
         advantages. Without an epoch, which plugins may leave unset, every call submits a new job.
         """
+        trajectories = recover_collection(trajectories)
         rows = training_rows(trajectories)
-        if not rows:
-            raise TrajectoryError(
-                f"run {trajectories.run_id}: none of {sum(map(len, trajectories.trajectories))} trajectories has rows "
-                "or captured calls; insitu_traj_builder captures calls"
-            )
         self._submissions += 1
         if trajectories.epoch is None:
             epoch, key = self._submissions, f"{trajectories.run_id}/submission {self._submissions}"

@@ -16,15 +16,37 @@ class Estimate(NamedTuple):
 
 
 def mean_ci95(values: Sequence[float]) -> Estimate:
-    """Student's t interval for the mean of independent values; ValueError for none at all."""
+    """The mean of independent values; ValueError for none at all.
+
+    Student's t interval, or for values from 0 to 1 Wilson's, which does not reach beyond 0 and 1.
+    """
     n = len(values)
     if n == 0:
         raise ValueError("no values to take a mean of")
     mean = fmean(values)
     if n == 1:
         return Estimate(mean, math.nan, math.nan, 1)
-    half = student_t975(n - 1) * stdev(values) / math.sqrt(n)
+    if {*values} <= {0, 1}:
+        return Estimate(mean, *wilson(mean, n, NormalDist().inv_cdf(0.975)), n)
+    deviation, quantile = stdev(values), student_t975(n - 1)
+    if deviation > 0 and min(values) >= 0 and max(values) <= 1:
+        # values between 0 and 1 vary less than zeros and ones of the same mean, as if there were more of them
+        effective_n = n * mean * (1 - mean) / deviation**2
+        return Estimate(mean, *wilson(mean, effective_n, quantile), n)
+    half = quantile * deviation / math.sqrt(n)
     return Estimate(mean, mean - half, mean + half, n)
+
+
+def wilson(share: float, n: float, z: float) -> tuple[float, float]:
+    """Wilson's score interval of a share of `n`, not necessarily an integer, at the quantile `z`.
+
+    Source: Wilson (1927); for an effective sample size with Student's quantile, Franco et al. (2019),
+    doi:10.1093/jssam/smy019.
+    """
+    centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    # at a share of 0 or 1 one end is exact, but for rounding
+    return (0.0 if share == 0 else centre - half), (1.0 if share == 1 else centre + half)
 
 
 def student_t975(freedom: int) -> float:

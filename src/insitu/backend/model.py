@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from insitu.errors import BackendError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -133,9 +136,7 @@ def _tokenizer(source: str) -> "PreTrainedTokenizerBase":
 
 def _weights(base: str, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
     with wrap_errors(f"the weights of {base} could not be read"):
         try:
             return complete_model(AutoModelForCausalLM, base, dtype, "sdpa")
@@ -145,11 +146,23 @@ def _weights(base: str, dtype: torch.dtype) -> nn.Module:
 
 def complete_model(model_class: Any, folder: str | Path, dtype: torch.dtype, attention: str) -> nn.Module:
     """Raises BackendError if tensors are missing, which transformers would fill with random numbers."""
+    from transformers.utils import logging as transformers_logging
+
     options = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
-    module, loading = model_class.from_pretrained(folder, **options)
+    transformers_logging.disable_progress_bar()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its report of the tensors would hide the messages below
+    try:
+        module, loading = model_class.from_pretrained(folder, **options)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     if missing := sorted(loading["missing_keys"]):
-        others = f" and {len(missing) - 1} other tensors" if len(missing) > 1 else ""
+        others = f" and {len(missing) - 1} other tensors are" if len(missing) > 1 else " is"
         raise BackendError(f"the weights of {folder} are incomplete: {missing[0]}{others} missing")
+    if unknown := sorted(loading["unexpected_keys"]):
+        logger.warning(
+            "%s: ignored %d tensors that the model does not have, such as %s", folder, len(unknown), unknown[0]
+        )
     return module
 
 

@@ -42,7 +42,7 @@ class Recorder:
 
     `server` is its URL, `llm` its key under `llms`. `make_error` builds the error raised when a response lacks what
     training needs. `current_model` returns the model name to request, for servers that serve each policy version
-    under its own model name.
+    under its own model name. `forced_params` replace those of every request.
     """
 
     def __init__(
@@ -51,11 +51,13 @@ class Recorder:
         llm: str | None = None,
         make_error: Callable[[str], CaptureError] = CaptureError,
         current_model: Callable[[], str] | None = None,
+        forced_params: Mapping[str, Any] | None = None,
     ) -> None:
         self.server = server
         self.llm = llm
         self.make_error = make_error
         self.current_model = current_model
+        self.forced_params = dict(forced_params or {})
         self._warned = False
 
     def report_late_call(self, ledger: CallLedger) -> None:
@@ -111,6 +113,9 @@ class Exchange:
             logprobs=not logprobs and (request.route == CHAT or logprobs is None or logprobs is False),
         )
         self._call = ledger.begin_call(request.prompt_key, request.num_choices)
+        if "max_tokens" in recorder.forced_params:
+            body.pop("max_completion_tokens", None)  # the newer name of the same limit
+        body.update(recorder.forced_params)
         if recorder.current_model is not None:
             body["model"] = recorder.current_model()
         if self._is_trained:

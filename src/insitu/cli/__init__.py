@@ -10,9 +10,11 @@ _COMMANDS = {
     "finetune": "Train the model behind a workflow.",
     "eval": "Score a workflow on a dataset.",
     "run": "Run a workflow on one input.",
+    "validate": "Check a file and its datasets; starts nothing.",
     "trajectories": "Inspect the recorded episodes of a run.",
     "serve": "Serve a workflow for `--endpoint` and POST /generate.",
     "backend": "Serve and train a model: inference and training jobs on one port.",
+    "info": "List the registered components and their keys.",
 }
 
 
@@ -33,7 +35,15 @@ class _LazyGroup(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+def _with_underscores(name: str) -> str:
+    """The documented spelling of an option: `--config-file` is `--config_file`."""
+    return name.replace("-", "_")
+
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True, "token_normalize_func": _with_underscores}
+
+
+@click.group(cls=_LazyGroup, context_settings=_SETTINGS)
 @click.option("-v", "--verbose", count=True, help="Log to standard error (-vv: everything).")
 @click.version_option(package_name="insitu", message="%(version)s")
 def insitu(verbose: int) -> None:
@@ -61,7 +71,7 @@ def _warn_of_original_toolkit() -> None:
 
 def main() -> None:
     """Runs a command and exits: 0 success, 1 failed, 2 invalid command line or file, 130 interrupted."""
-    from insitu.errors import ConfigError, InsituError
+    from insitu.errors import ConfigError, InsituError, memory_problem
 
     _warn_of_original_toolkit()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write characters that the console cannot show
@@ -81,5 +91,10 @@ def main() -> None:
         sys.exit(2)
     except (InsituError, OSError) as error:  # OSError: a full disk, a file that cannot be written
         print(f"failed: {error}", file=sys.stderr)
+        sys.exit(1)
+    except Exception as error:  # a lack of memory, which libraries report in many ways; anything else is re-raised
+        if (problem := memory_problem(error)) is None:
+            raise
+        print(f"failed: out of memory: {problem}", file=sys.stderr)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from insitu.backend import BackendOptions
-from insitu.errors import InsituError
+from insitu.errors import InsituError, install_command, memory_problem
 
 
 def serve(options: BackendOptions) -> int:
@@ -19,7 +19,10 @@ def serve(options: BackendOptions) -> int:
 
         from insitu.backend.server import run
     except ImportError as error:
-        print(f"insitu backend needs the extra `local` (pip install 'insitu[local]'): {error}", file=sys.stderr)
+        if memory_problem(error) is not None:
+            raise
+        install = install_command("local")
+        print(f"insitu backend needs the extra `local` ({install} in the clone of insitu): {error}", file=sys.stderr)
         return 2
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,6 +1,5 @@
 """The command `finetune`."""
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -12,13 +11,7 @@ from insitu.cli import options
 @options.config_file
 @options.dataset
 @options.endpoint
-@click.option("--validation_dataset", help="Held-out rows, replacing those of the file.")
-@click.option("--validation_interval", type=click.IntRange(min=1), help="Epochs between validations.")
-@click.option(
-    "--validation_config_file",
-    type=click.Path(path_type=Path),
-    help="A file with the workflow and evaluators for validation.",
-)
+@options.validation
 @options.override
 def command(override: tuple[tuple[str, str], ...], **run_options: Any) -> None:
     """Train the model behind a workflow, as configured in the `finetuning` section."""
@@ -28,3 +21,6 @@ def command(override: tuple[tuple[str, str], ...], **run_options: Any) -> None:
     set_options = {name: value for name, value in run_options.items() if value is not None}
     statuses = run_finetuning_sync(FinetuneRunConfig(override=override, **set_options))
     print(f"{len(statuses)} training job{'s' if len(statuses) != 1 else ''} completed")
+
+
+finetune_command = command

@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,31 @@ import click
 
 _PATH = click.Path(path_type=Path)
 
-config_file = click.option("--config_file", required=True, type=_PATH, help="The YAML file.")
+
+def config_file(command: Callable[..., Any]) -> Callable[..., Any]:
+    """FILE or --config_file, which the command gets as `config_file`."""
+
+    @click.argument("file", required=False, type=_PATH)
+    @click.option("--config_file", type=_PATH, help="The YAML file, instead of FILE.")
+    @functools.wraps(command)
+    def with_file(file: Path | None, config_file: Path | None, **others: Any) -> Any:
+        name = click.get_current_context().command_path
+        if file is not None and config_file is not None:
+            raise click.UsageError(f"two files were given: {file}, and --config_file {config_file}")
+        if file is None and config_file is None:
+            raise click.UsageError(f"Missing the YAML file: {name} FILE, or {name} --config_file FILE")
+        return command(config_file=file or config_file, **others)
+
+    return with_file
+
+
 dataset = click.option("--dataset", help="Replaces the dataset of the file: .json .jsonl .csv .parquet .xlsx")
-checkpoint = click.option("--checkpoint", type=_PATH, help="A folder of weights for llms of _type policy.")
+checkpoint = click.option(
+    "--checkpoint",
+    type=_PATH,
+    metavar="CHECKPOINT",
+    help="Weights for llms of _type policy: a folder, a run directory, best, or latest.",
+)
 override = click.option(
     "-o",
     "--override",
@@ -31,3 +54,19 @@ _result_path = click.option(
 def endpoint(command: Callable[..., Any]) -> Callable[..., Any]:
     """--endpoint, --endpoint_timeout, --result_json_path."""
     return _endpoint(_timeout(_result_path(command)))
+
+
+_validation_options = (
+    click.option("--validation_dataset", help="Held-out rows, replacing those of the file."),
+    click.option("--validation_interval", type=click.IntRange(min=1), help="Epochs between validations."),
+    click.option(
+        "--validation_config_file", type=_PATH, help="A file with the workflow and evaluators for validation."
+    ),
+)
+
+
+def validation(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--validation_dataset, --validation_interval, --validation_config_file."""
+    for option in reversed(_validation_options):
+        command = option(command)
+    return command

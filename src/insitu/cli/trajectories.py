@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,8 +10,9 @@ import click
 
 if TYPE_CHECKING:
     from insitu.schemas.episodes import ModelCall, TrainingRow
-    from insitu.training.inspection import RecordedEpisode, RunFiles
+    from insitu.training.inspection import RecordedEpisode
 
+_SORT_KEYS = ("reward", "seconds", "tokens", "calls")
 _MAX_CHARACTERS = 2000
 """Longer messages are cut without --full."""
 
@@ -22,6 +23,8 @@ class View(NamedTuple):
     calls: Container[int]
     tokens: bool
     full: bool
+    decode: "Callable[[Sequence[int]], str] | None" = None
+    """Token ids to text; None: unknown."""
 
 
 @click.group("trajectories")
@@ -45,8 +48,14 @@ def _parse_range(context: click.Context, option: click.Parameter, value: str | N
 @click.option("--row", help="Only episodes of the dataset row with this id.")
 @click.option("--generation", type=click.IntRange(min=0), help="Only episodes with this index in their group.")
 @click.option("--episode", help="The episode with this name, as listed.")
+@click.option("--outcome", help="Only episodes that are ok, failed, trained or dropped, or have this reason code.")
+@click.option("--min_reward", type=float, help="Only episodes with at least this reward.")
+@click.option("--sort", type=click.Choice(_SORT_KEYS), help="List the episodes with the most of it first.")
+@click.option("--reverse", is_flag=True, help="List them in the reverse order.")
+@click.option("--limit", type=click.IntRange(min=1), help="List only so many episodes.")
 @click.option("--calls", callback=_parse_range, help="Only these calls, such as 4, 4-7 or 4-.")
-@click.option("--tokens", is_flag=True, help="Print every token of the rows, sampled ones with their logprobs.")
+@click.option("--tokens", is_flag=True, help="Print the tokens of the rows, sampled ones with their logprobs.")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="The folder of the model, if the run has none.")
 @click.option("--full", is_flag=True, help=f"Print messages longer than {_MAX_CHARACTERS} characters in full.")
 def show(
     run_dir: Path,
@@ -54,36 +63,49 @@ def show(
     row: str | None,
     generation: int | None,
     episode: str | None,
+    outcome: str | None,
+    min_reward: float | None,
+    sort: str | None,
+    reverse: bool,
+    limit: int | None,
     calls: range | None,
     tokens: bool,
+    tokenizer: Path | None,
     full: bool,
 ) -> None:
     """Print an episode: calls, conversations and training rows. Lists the episodes if several match."""
     from insitu.errors import ConfigError
-    from insitu.training.inspection import RunFiles
+    from insitu.training.inspection import SORT_KEYS, RunFiles, load_decoder, select
 
     files = RunFiles(run_dir)
     records = files.find(episode=episode, epoch=epoch, row_id=row, generation=generation)
-    if len(records) > 1:
-        _list(files, records)
+    found = select(list(files.summaries(records)), outcome, min_reward)
+    if sort is not None:
+        found.sort(key=lambda one: SORT_KEYS[sort](one.record), reverse=True)
+    if reverse:
+        found.reverse()
+    if len(found[:limit]) > 1:
+        _list(found[:limit], len(found))
         return
-    recorded = files.load(records[0])
+    recorded = files.load(found[0].record)
     indices = [call.index for call in recorded.calls]
     if calls is not None and not any(index in calls for index in indices):
         raise ConfigError(
             f"--calls: the episode has {f'calls {indices[0]} to {indices[-1]}' if indices else 'no calls'}"
         )
-    view = View(range(sys.maxsize) if calls is None else calls, tokens, full)
+    folder = tokenizer or files.tokenizer()
+    decode = load_decoder(folder) if tokens and folder is not None else None
+    view = View(range(sys.maxsize) if calls is None else calls, tokens, full, decode)
     for section in (_header, _calls, _conversations, _rows):
         for line in section(recorded, view):
             click.echo(line)
 
 
-def _list(files: "RunFiles", records: list[dict[str, Any]]) -> None:
+def _list(episodes: list["RecordedEpisode"], matching: int) -> None:
     from insitu.training.inspection import TrainingStatus
 
-    width = max(len(_escape(record["episode"])) for record in records)
-    for episode in files.summaries(records):
+    width = max(len(_escape(episode.record["episode"])) for episode in episodes)
+    for episode in episodes:
         record, status, reason = episode.record, str(episode.status), episode.reason
         if episode.status is TrainingStatus.DROPPED:
             status = f"dropped: {reason}"
@@ -97,7 +119,8 @@ def _list(files: "RunFiles", records: list[dict[str, Any]]) -> None:
         ]
         click.echo("  ".join(columns))
     if sys.stdout.isatty():
-        click.echo(f"{len(records)} episodes; choose one with --epoch, --row and --generation, or --episode")
+        shown = f"{len(episodes)} of {matching}" if len(episodes) < matching else str(matching)
+        click.echo(f"{shown} episodes; choose one with --epoch, --row and --generation, or --episode")
 
 
 def _format_number(value: float | None) -> str:
@@ -245,29 +268,35 @@ def _rows(episode: "RecordedEpisode", view: View) -> Iterator[str]:
         indices = ", ".join(map(str, row.calls))
         yield f"  row {number}: calls {indices}; {len(row.token_ids)} tokens, {sum(row.loss_mask)} of them {verb}"
         if view.tokens:
-            yield from _tokens(row, [calls[index] for index in row.calls], view.calls)
+            yield from _tokens(row, [calls[index] for index in row.calls], view)
     if not rows:
         yield "  none: the token ids of these calls are unknown"
+    elif view.tokens and view.decode is None:
+        yield "  the texts of the tokens are unknown: name the folder of the model with --tokenizer"
 
 
-def _tokens(row: "TrainingRow", calls: list["ModelCall"], visible: Container[int]) -> Iterator[str]:
+def _tokens(row: "TrainingRow", calls: list["ModelCall"], view: View) -> Iterator[str]:
     """The tokens of a row: for each call the context since the previous one, then the sampled tokens."""
+
+    def text(ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids)) if view.decode is None else repr(view.decode(ids))
+
     printed = 0
     for call in calls:
         start = len(call.prompt_token_ids or ())
         end = start + len(call.token_ids or ())
         context, printed = row.token_ids[printed:start], end
-        if call.index not in visible:
+        if call.index not in view.calls:
             continue
         if context:
-            yield f"    context: {' '.join(map(str, context))}"
+            yield f"    context, {len(context)} token{'s' * (len(context) > 1)}: {_escape(text(context))}"
         sampled = row.token_ids[start:end]
         if any(row.loss_mask[start:end]):
             pairs = zip(sampled, row.logprobs[start:end], strict=True)
-            tokens = " ".join(f"{token} ({logprob:.3f})" for token, logprob in pairs)
+            tokens = " ".join(f"{_escape(text([token]))} ({logprob:.3f})" for token, logprob in pairs)
             yield click.style(f"    call {call.index}: {tokens}", fg="green")
         else:
-            yield f"    call {call.index}, context: {' '.join(map(str, sampled))}"
+            yield f"    call {call.index}, context: {_escape(text(sampled))}"
 
 
 def _format_text(value: Any, view: View, indent: int = 2) -> str:

@@ -75,7 +75,7 @@ class EvalGeneralConfig(BaseModel):
 class Config:
     """A checked file. `blocks` holds the validated block of every component, by (section, name).
 
-    `moved` maps folders that the run has moved aside to where they are now.
+    During a run, `moved` maps the folders that it has moved aside to where they are now.
     """
 
     general: GeneralConfig = field(default_factory=GeneralConfig)
@@ -248,6 +248,12 @@ class _Validator:
         if registration is None:
             self.problems.append(registry.unknown(kind, f"{where}: _type", block["_type"]))
             return None
+        known = reg.frameworks() if registration.frameworks else ()
+        self.problems += [
+            not_found(f"{where}: the framework of _type {block['_type']!r},", name, known)
+            for name in registration.frameworks
+            if name not in known
+        ]
         reward = registration.config_type.model_fields.get("reward")
         if "reward" in block and reward is not None and reward.annotation == RewardFunctionConfig | None:
             self._unused(f"{where}.reward", "finetuning.reward_function")
@@ -297,6 +303,8 @@ class _Validator:
         if finetuning.reward_function is not None:
             reward = finetuning.reward_function.name
             self._exists("finetuning.reward_function.name", "eval.evaluators", reward)
+        for evaluator in finetuning.training_evaluators or ():
+            self._exists("finetuning.training_evaluators", "eval.evaluators", evaluator)
         for function in finetuning.target_functions:
             if function != WORKFLOW:
                 self._exists("finetuning.target_functions", "functions", function)

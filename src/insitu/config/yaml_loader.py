@@ -11,10 +11,45 @@ import yaml
 from insitu.errors import ConfigError
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+_MAX_DEPTH = 64
+_MAX_VALUES = 1_000_000
+"""Limits of a file's nesting, and of its size with all aliases expanded."""
 
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's core schema: 1e-5 is a number, `on` and `no` are strings, duplicate keys are errors."""
+
+    depth = 0
+    sizes: dict[int, int]
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.depth == _MAX_DEPTH:
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, f"nested deeper than {_MAX_DEPTH} levels", mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            self.sizes = {}
+            self._check_size(node)
+        return node
+
+    def _check_size(self, node: yaml.Node) -> int:
+        """The number of values below a node; a node that several aliases share counts each time."""
+        if (known := self.sizes.get(id(node))) is not None:
+            return known
+        self.sizes[id(node)] = _MAX_VALUES  # until it is known: an alias to a node around it has no end
+        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        size = 1 + sum(map(self._check_size, parts)) if isinstance(node, yaml.CollectionNode) else 1
+        if size > _MAX_VALUES:
+            problem = f"more than {_MAX_VALUES} values once its aliases are expanded"
+            raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
+        self.sizes[id(node)] = size
+        return size
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -109,6 +144,9 @@ def expand(node: Any, problems: list[str], taken: dict[str, str], where: str = "
 
     def value(match: re.Match[str]) -> str:
         name, default = match.groups()
+        if default is not None and "${" in default:
+            problems.append(f"{where}: the default of ${{{name}}} must not contain another variable: {default}}}")
+            return ""
         found = os.environ.get(name, default)
         if found is None:
             problems.append(f"{where}: the environment variable {name} is not set (and has no :-default)")

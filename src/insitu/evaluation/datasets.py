@@ -12,7 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.config import Config
-from insitu.errors import ConfigError
+from insitu.errors import ConfigError, install_command
 from insitu.evaluation.remote import read_step
 from insitu.registry import DATASET, not_found, register_dataset_loader, registry
 from insitu.schemas.components import DatasetBaseConfig
@@ -92,9 +92,13 @@ def _table_rows(path: Path, reader: str) -> Rows:
         table = getattr(polars, reader)(path)
     except ModuleNotFoundError as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"dataset {path} needs the extra tables (pip install 'insitu[tables]'): {reason}") from error
-    except polars.exceptions.PolarsError as error:
-        raise ConfigError(f"dataset {path} cannot be read: {error}") from error
+        install = install_command("tables")
+        raise ConfigError(
+            f"dataset {path} needs the extra tables ({install} in the clone of insitu): {reason}"
+        ) from error
+    except Exception as error:  # polars, fastexcel and the readers below them have no common base class
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"dataset {path} cannot be read: {reason}") from error
     yield from table.iter_rows(named=True)
 
 

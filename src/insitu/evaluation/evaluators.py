@@ -1,7 +1,6 @@
 """Base class for evaluators, and scoring that reports failures as errors instead of as a score of 0."""
 
 import asyncio
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from statistics import fmean
@@ -9,6 +8,7 @@ from statistics import fmean
 from insitu.evaluation.episodes import is_own_cancellation
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
+from insitu.schemas.finetuning import MAX_REWARD
 
 
 class BaseEvaluator(ABC):
@@ -89,9 +89,17 @@ def parse_score(item: EvalOutputItem) -> tuple[float | None, DropReason | None, 
         value = float(item.score)
     except (TypeError, ValueError, OverflowError):
         return None, DropReason.NO_SCORE, f"the score {item.score!r:.80} is not a number"
-    if not math.isfinite(value):
-        return None, DropReason.NAN_SCORE, f"the score is {value}"
+    if not is_reward(value):
+        return None, DropReason.NAN_SCORE, f"the score is {value}; {ALLOWED_REWARDS}"
     return value, None, None
+
+
+ALLOWED_REWARDS = f"allowed: from {-MAX_REWARD:g} to {MAX_REWARD:g}"
+
+
+def is_reward(value: float) -> bool:
+    """Whether it is finite, and small enough for sums and squares to be finite."""
+    return abs(value) <= MAX_REWARD
 
 
 def average(items: Sequence[EvalOutputItem]) -> float | None:

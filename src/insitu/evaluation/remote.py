@@ -38,6 +38,8 @@ from insitu.workflow.conversion import JSON_OPTIONS, to_jsonable
 
 PROTOCOL = 3
 EPISODES = "/v1/episodes"
+GENERATE = "/generate"
+"""The documented route, with which an endpoint may be written."""
 HEARTBEAT_SECONDS = 5.0
 """An idle stream carries an empty line this often."""
 TOKEN_VARIABLE = "INSITU_SERVE_TOKEN"
@@ -137,7 +139,7 @@ class RemoteWorkflow:
     """A workflow service. `timeout` in seconds per attempt; `policy` replaces the service's llms of `_type: policy`."""
 
     def __init__(self, url: str, timeout: float) -> None:
-        self.url = url.rstrip("/").removesuffix(EPISODES)
+        self.url = url.rstrip("/").removesuffix(EPISODES).removesuffix(GENERATE).rstrip("/")
         self.policy: PolicyEndpoint | None = None
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None

@@ -42,9 +42,7 @@ _generations = GenerationCounter()
 class EvaluationRun:
     """Runs an evaluation, on the components of `builder` or of the current finetuning run if there is one.
 
-    `on_episode` is called with each finished episode. `training`: the episodes are for training. Then every evaluation
-    samples anew, requests logprobs and token ids from the trained llms, and writes into its own folder; otherwise it
-    samples the same every time. None: true inside a finetuning run, but for its validation dataset.
+    `on_episode` is called with each finished episode.
     """
 
     def __init__(
@@ -52,12 +50,11 @@ class EvaluationRun:
         config: EvaluationRunConfig,
         builder: Builder | None = None,
         on_episode: Callable[[Episode], None] | None = None,
-        training: bool | None = None,
     ) -> None:
         self.config = config
+        self.on_episode = on_episode
         self._builder = builder
-        self._on_episode = on_episode
-        self._training = training
+        self._training = config.training
         self._first_generation = 0
         self._result = ResultPath.parse(config.result_json_path)
         self._precomputed = config.skip_workflow or config.skip_completed_entries
@@ -122,8 +119,8 @@ class EvaluationRun:
         collecting = collect(builder, tasks, options, self.config, fill_in, current_run(), loaded.max_concurrency)
         async with aclosing(collecting) as episodes:
             async for episode in episodes:
-                if self._on_episode is not None:
-                    self._on_episode(episode)
+                if self.on_episode is not None:
+                    self.on_episode(episode)
 
 
 def _mark_missing(items: list[EvalInputItem], key: str) -> None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from insitu.builder import Builder
+from insitu.builder import Builder, builder_at_work
 from insitu.config import Config, load_config
+from insitu.errors import ConfigError
 from insitu.schemas.evaluation import EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
 
@@ -57,6 +58,34 @@ def current_run() -> RunState | None:
     """
     run = _current.get()
     return run if run is not None and run.loop is asyncio.get_running_loop() else None
+
+
+def builder_of_run() -> Builder | None:
+    """The builder of the running factory, or else of the current finetuning run."""
+    try:
+        run = current_run()
+    except RuntimeError:  # no event loop: a component constructed by hand
+        return None
+    return builder_at_work() or (run.builder if run is not None else None)
+
+
+class UsesBuilder:
+    """A component that needs the run's builder, which is passed, or else found when it is first needed."""
+
+    _given_builder: Builder | None = None
+
+    @property
+    def _builder(self) -> Builder:
+        if self._given_builder is None:
+            self._given_builder = builder_of_run()
+        if self._given_builder is None:
+            name = type(self).__name__
+            raise ConfigError(f"{name} is used outside a finetuning run: pass {name}(..., builder=...)")
+        return self._given_builder
+
+    @property
+    def _full_config(self) -> Config:
+        return self._builder.config
 
 
 @contextmanager
@@ -109,8 +138,10 @@ def _is_for(request: EvaluationRunConfig, config: Config) -> bool:
 
 def is_held_out(dataset: str | Path | None, config: Config) -> bool:
     """Whether a dataset is the run's validation dataset."""
-    validation = config.finetuning.validation
-    return dataset is not None and validation is not None and _same_file(dataset, validation.dataset)
+    validation, run = config.finetuning.validation, config.finetuning.run_configuration
+    if dataset is None or validation is None:
+        return False
+    return _same_file(dataset, validation.dataset) or (run is not None and _same_file(dataset, run.validation_dataset))
 
 
 def _same_file(one: Any, other: Any) -> bool:

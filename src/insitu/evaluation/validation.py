@@ -3,14 +3,15 @@
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from insitu.algorithms.statistics import mean_ci95
 from insitu.builder import Builder
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
+from insitu.evaluation import run as evaluation_runs  # EvaluationRun may be patched: it is looked up when called
 from insitu.evaluation.evaluators import parse_score, scores_by_row
-from insitu.evaluation.run import EvaluationRun
 from insitu.evaluation.shared_run import current_run, evaluation_request, share
 from insitu.schemas.episodes import Episode
 from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
@@ -37,15 +38,22 @@ async def validate(
     """
     with nullcontext() if builder is None else share(builder):
         request = validation_request(run_config)
-        output = await EvaluationRun(request, None, on_episode, training=False).run_and_evaluate()
+        evaluation = evaluation_runs.EvaluationRun(request)
+        evaluation.on_episode = on_episode
+        output = await evaluation.run_and_evaluate()
     return validation_metrics(output, run_config, epoch)
 
 
 def validation_request(run_config: FinetuneConfig) -> EvaluationRunConfig:
     """The evaluation of the held-out dataset; raises ConfigError if none is configured."""
     options, validation, run = run_config.run_configuration, run_config.validation, current_run()
-    dataset = (options and options.validation_dataset) or (validation and validation.dataset)
-    if not dataset or (run is None and options is None):
+    dataset: str | Path | None = None
+    if validation is not None:
+        dataset = validation.dataset
+    elif options is not None:
+        dataset = options.validation_dataset
+    has_rows = dataset or validation or (options and options.validation_config_file)
+    if not has_rows or (run is None and options is None):
         raise ConfigError("validation needs a dataset: finetuning.validation.dataset or --validation_dataset")
     file: dict[str, Any] = {}
     if run is not None:
@@ -54,7 +62,7 @@ def validation_request(run_config: FinetuneConfig) -> EvaluationRunConfig:
         file["config_file"] = options.validation_config_file or options.config_file
         file["override"] = () if options.validation_config_file else options.override
     reps = validation.reps if validation is not None else 1
-    return evaluation_request(options, dataset=dataset, reps=reps, write_output=False, **file)
+    return evaluation_request(options, dataset=dataset, reps=reps, write_output=False, training=False, **file)
 
 
 def validation_metrics(output: EvaluationRunOutput, run_config: FinetuneConfig, epoch: int) -> dict[str, Any]:

@@ -8,14 +8,29 @@ The `name` of a configuration class is the `_type` of its YAML block:
     GreeterConfig.static_type()  ->  "greeter"
 """
 
+from collections.abc import Generator
 from enum import StrEnum
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 
 WORKFLOW = "<workflow>"
 """The name under which the block `workflow` is built and targeted."""
+
+
+def default_empty_blocks(model: type[BaseModel], values: Any) -> Any:
+    """Drops the nulls of fields that hold a model: an empty block (`training:`) has its defaults."""
+    if not isinstance(values, dict):
+        return values
+    fields = model.model_fields
+    return {key: value for key, value in values.items() if value is not None or not _is_block(fields.get(key))}
+
+
+def _is_block(field: FieldInfo | None) -> bool:
+    kind = None if field is None or field.is_required() else field.annotation
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 class TypedBaseModel(BaseModel):
@@ -33,6 +48,16 @@ class TypedBaseModel(BaseModel):
         super().__init_subclass__(**kwargs)
         if name is not None:
             cls.registered_name = name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_empty_blocks(cls, values: Any) -> Any:
+        return default_empty_blocks(cls, values)
+
+    def __await__(self) -> Generator[None, None, Self]:
+        """Gives the block itself, so that `builder.get_trainer_config(name)` works with and without `await`."""
+        return self
+        yield
 
     @model_validator(mode="after")
     def _set_type(self) -> Self:

@@ -135,6 +135,8 @@ class Episode:
     seconds: float = 0.0
     reward: float | None = None
     reasoning: Any = None
+    scores: dict[str, float | None] = field(default_factory=dict)
+    """By evaluator, the reward's included; None: it gave none."""
     step_rewards: list[float] | None = None
     rewarded_functions: list[str] = field(default_factory=list)
     """Functions whose calls have step rewards; calls of other functions have 0.0 in `step_rewards`."""

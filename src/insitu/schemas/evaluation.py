@@ -77,6 +77,10 @@ class EvaluationRunConfig(BaseModel):
     reps: int = Field(default=1, ge=1)
     override: tuple[tuple[str, str], ...] = ()
     write_output: bool = True
+    training: bool | None = None
+    """Whether the episodes are for training. Then every evaluation samples anew, requests logprobs and token ids from
+    the trained llms, and writes into its own folder; otherwise it samples the same every time. None: true inside a
+    finetuning run, but for its validation dataset."""
 
 
 class EvaluationRunOutput(BaseModel):

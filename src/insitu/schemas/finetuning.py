@@ -8,11 +8,13 @@ from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from insitu.schemas.components import BaseModelRegistryTag, TypedBaseModel
+from insitu.schemas.components import BaseModelRegistryTag, TypedBaseModel, default_empty_blocks
 from insitu.schemas.episodes import ModelCall, TrainingRow
 
 _BOOL = TypeAdapter(bool)
 _DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+MAX_REWARD = 1e30
+"""Largest magnitude of a reward: squares and sums of larger ones overflow."""
 
 
 class RewardFunctionConfig(BaseModel):
@@ -31,9 +33,12 @@ class RewardFunctionConfig(BaseModel):
         if value == "exclude":
             return value
         try:
-            return float(value)
+            number = float(value)
         except ValueError:
             raise ValueError("allowed: exclude, or a number") from None
+        if not abs(number) <= MAX_REWARD:  # NaN too
+            raise ValueError(f"allowed: exclude, or a number from {-MAX_REWARD:g} to {MAX_REWARD:g}")
+        return number
 
 
 class TrainerConfig(TypedBaseModel, BaseModelRegistryTag):
@@ -110,8 +115,8 @@ class ValidationConfig(BaseModel):
 
     model_config = _DOCUMENTED
 
-    dataset: str | Path
-    """File of held-out rows; the format follows from the suffix."""
+    dataset: str | Path | None = None
+    """File of held-out rows; the format follows from the suffix. None: the dataset of `config_file`."""
     interval: int = Field(default=5, ge=1)
     """Epochs between validations; there is also one before the first and one after the last epoch."""
     config_file: str | Path | None = None
@@ -119,6 +124,12 @@ class ValidationConfig(BaseModel):
     """
     reps: int = Field(default=1, ge=1)
     """Episodes per row."""
+
+    @model_validator(mode="after")
+    def _has_rows(self) -> Self:
+        if self.dataset is None and self.config_file is None:
+            raise ValueError("dataset is missing (or config_file, whose dataset is then used)")
+        return self
 
 
 def _is_true(value: Any) -> bool:
@@ -144,6 +155,9 @@ class FinetuneConfig(BaseModel):
     """A key of `trainer_adapters`."""
     reward_function: RewardFunctionConfig | None = None
     """The evaluator that provides rewards; required for training."""
+    training_evaluators: list[str] | None = None
+    """Further evaluators to run on the episodes of training; their scores are recorded and do not affect training.
+    None: all of `eval.evaluators`."""
     target_functions: list[str] = Field(default_factory=lambda: ["<workflow>"], min_length=1)
     """Train only model calls made inside these functions; `<workflow>` selects all calls."""
     target_model: str | None = None
@@ -172,14 +186,15 @@ class FinetuneConfig(BaseModel):
             missing = [k for k in ("trainer", "trajectory_builder", "trainer_adapter") if not values.get(k)]
             if missing:
                 raise ValueError(f"finetuning is enabled but does not name: {', '.join(missing)}")
-        return values
+        return default_empty_blocks(cls, values)
 
 
 @dataclass(frozen=True)
 class PolicyEndpoint:
     """Where the model under training is served. `model` is the name of the newest weights, `version` their version.
 
-    On servers where the name changes with every version, `current_model` returns the current name.
+    On servers where the name changes with every version, `current_model` returns the current name. `base_model` is the
+    name of the model that training started from.
     """
 
     base_url: str
@@ -187,6 +202,7 @@ class PolicyEndpoint:
     api_key: str = "none"
     version: int | None = None
     current_model: Callable[[], str] | None = None
+    base_model: str | None = None
 
 
 class TrainingStatusEnum(StrEnum):
@@ -226,8 +242,18 @@ class EpisodeItemRole(StrEnum):
     OTHER = "other"
 
 
+def text_content(content: Any) -> str:
+    """A message's content as text; the text parts of a list of parts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return "" if content is None else str(content)
+
+
 class EpisodeItem(BaseModel):
-    """One message of a conversation; assistant messages require logprobs."""
+    """One message of a conversation; assistant messages require logprobs.
+
+    `logprobs` are those of an OpenAI choice, empty for a message that is only context.
+    """
 
     model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
 
@@ -235,6 +261,11 @@ class EpisodeItem(BaseModel):
     content: str
     logprobs: Any | None = None
     metadata: dict[str, Any] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _content_as_text(cls, value: Any) -> Any:
+        return text_content(value) if value is None or isinstance(value, list) else value
 
     @model_validator(mode="after")
     def _assistant_has_logprobs(self) -> "EpisodeItem":

@@ -14,7 +14,7 @@ from insitu.errors import ConfigError
 from insitu.files import read_object
 from insitu.training.store import BACKEND_FOLDER, OUTPUT_DIR, RUN_FILES
 
-_NAMES = ("best", "latest")
+NAMES = ("best", "latest")
 
 
 class Checkpoint(NamedTuple):
@@ -27,7 +27,7 @@ class Checkpoint(NamedTuple):
 def find_checkpoint(config: Config, name: str | Path, key: str) -> Checkpoint:
     """Raises ConfigError naming `key`, the option or key of the file, if there are no such weights."""
     path = Path(name)
-    if str(path) in _NAMES:
+    if str(path) in NAMES:
         run = config.moved_path(Path(config.finetuning.output_dir))
         if not _is_run(run):
             raise ConfigError(f"{key}: {path} is of the run in {OUTPUT_DIR}, but {run} holds no run")
@@ -35,7 +35,7 @@ def find_checkpoint(config: Config, name: str | Path, key: str) -> Checkpoint:
     try:
         folder = config.find_path(path, key)
     except ConfigError:
-        if path.name not in _NAMES or not _is_run(run := config.find_path(path.parent, key)):
+        if path.name not in NAMES or not _is_run(run := config.find_path(path.parent, key)):
             raise
         return _of_run(run, path.name, key)
     if _is_model(folder) or not _is_run(folder):

@@ -1,7 +1,9 @@
 """Reads recorded episodes from a run directory, with their calls, training rows and training status."""
 
 import difflib
-from collections.abc import Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import orjson
 
 from insitu.advantages.estimator import rows_of
-from insitu.errors import ConfigError, InsituError
+from insitu.errors import ConfigError, InsituError, install_command
 from insitu.files import read_line, read_object, whole_lines
 from insitu.schemas.episodes import FORMAT_VERSION, ModelCall, TrainingRow
 from insitu.training.store import restore_calls
@@ -72,6 +74,11 @@ class RecordedEpisode:
         if not self.advantages:
             return TrainingStatus.UNKNOWN
         return TrainingStatus.SENT if None in self.advantages.values() else TrainingStatus.TRAINED
+
+    @property
+    def outcomes(self) -> set[str]:
+        """What `--outcome` selects it by: `ok` or `failed`, its training status, and its reason code."""
+        return {self.record["outcome"], str(self.status), *([self.reason] if self.reason else [])}
 
     @property
     def rows(self) -> list[TrainingRow]:
@@ -141,6 +148,11 @@ class RunFiles:
         training = {line["episode"]: line for line in self._records("advantages.jsonl")}
         return (self._episode(record, training.get(record["episode"])) for record in records)
 
+    def tokenizer(self) -> Path | None:
+        """The folder of a tokenizer that the run's backend has written, if it was a child process of the run."""
+        files = (self.folder / "backend" / "checkpoints").glob("*/tokenizer.json")
+        return next((file.parent for file in files), None)
+
     def _episode(self, record: Mapping[str, Any], training: Mapping[str, Any] | None, **fields: Any) -> RecordedEpisode:
         group, epoch = self._groups.get((record["epoch"], record["row_id"])), self._epochs.get(record["epoch"])
         return RecordedEpisode(record, training=training, group=group, epoch=epoch, **fields)
@@ -160,6 +172,46 @@ class RunFiles:
         for number, line in whole_lines(path) if path.is_file() else ():
             if number == 1 or substring in line:
                 yield read_line(path, number, line)
+
+
+SORT_KEYS: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    "reward": lambda record: -math.inf if record["reward"] is None else record["reward"],
+    "seconds": lambda record: record["seconds"],
+    "tokens": lambda record: record["sampled_tokens"],
+    "calls": lambda record: record["calls"],
+}
+"""By what episodes can be sorted, the largest first."""
+
+
+def select(episodes: Sequence[RecordedEpisode], outcome: str | None, min_reward: float | None) -> list[RecordedEpisode]:
+    """The episodes with this outcome and at least this reward; raises ConfigError if there are none."""
+    selected = [e for e in episodes if outcome is None or outcome in e.outcomes]
+    if not selected:
+        counts = Counter(label for e in episodes for label in sorted(e.outcomes))
+        existing = ", ".join(f"{label} ({n})" for label, n in counts.most_common())
+        raise ConfigError(f"no episode has --outcome {outcome!r}; available: {existing}")
+    if min_reward is None:
+        return selected
+    rewards = [e.record["reward"] for e in selected if e.record["reward"] is not None]
+    if not any(reward >= min_reward for reward in rewards):
+        highest = f"the highest is {max(rewards):g}" if rewards else "none has a reward"
+        raise ConfigError(f"no episode has --min_reward {min_reward:g}; {highest}")
+    return [e for e in selected if e.record["reward"] is not None and e.record["reward"] >= min_reward]
+
+
+def load_decoder(folder: Path) -> Callable[[Sequence[int]], str]:
+    """Token ids to text, special tokens included, by the `tokenizer.json` in a folder; raises ConfigError."""
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"texts of tokens need the package {error.name!r}: {install_command('local')} in the clone of insitu"
+        ) from error
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"--tokenizer: {path} does not exist; give the folder of the run's model")
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def _suggest(value: str, existing: list[str]) -> str:

@@ -5,8 +5,8 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from insitu.advantages.estimator import AdvantageEstimator, GroupRelativeEstimat
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
 from insitu.builder import Builder, name_being_built
 from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError
+from insitu.evaluation.shared_run import UsesBuilder, builder_of_run
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.registry import register_trainer
 from insitu.schemas.episodes import Episode
@@ -30,11 +31,14 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.training.report import Report, counts, plot
+from insitu.training.metrics import EpochResult, collected_metrics, likely_causes, without_variance
+from insitu.training.plot import RewardPlot
+from insitu.training.report import Report, counts
 from insitu.training.store import RunStore, open_store, read_curriculum_state
 from insitu.training.validation import Validation
 from insitu.training.versions import check_sampled, new_version
-from insitu.trajectories.builder import GroupRecord
+from insitu.trajectories.builder import EpisodesBuilder, GroupRecord
+from insitu.trajectories.recovery import recover_calls
 
 logger = logging.getLogger(__name__)
 
@@ -64,40 +68,7 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
         return self
 
 
-@dataclass(frozen=True)
-class EpochResult:
-    """Results of one epoch; `metrics()` returns its line of `training_metrics.jsonl`.
-
-    `collected` holds the statistics of all collected trajectories, `trained` those of what was submitted, `backend` the
-    metrics of the training job. `policy_version` is the version sampled from and, once the job has completed, the
-    version it produced. `job` is its final status; None until it ends, or if nothing was submitted. `seconds` has the
-    keys collect, train and validate.
-    """
-
-    collected: Mapping[str, Any]
-    trained: Mapping[str, Any]
-    dropped: Mapping[str, int]
-    policy_version: int | None
-    seconds: Mapping[str, float]
-    job: TrainingStatusEnum | None = None
-    backend: Mapping[str, Any] | None = None
-
-    def with_seconds(self, phase: str, seconds: float) -> "EpochResult":
-        return replace(self, seconds={**self.seconds, phase: seconds})
-
-    def metrics(self) -> dict[str, Any]:
-        return {
-            **self.collected,
-            **self.trained,
-            "dropped": dict(sorted(self.dropped.items())),
-            "policy_version": self.policy_version,
-            "job": self.job and self.job.value,
-            "seconds": dict(self.seconds),
-            **(self.backend or {}),
-        }
-
-
-class InsituTrainer(Trainer):
+class InsituTrainer(UsesBuilder, Trainer):
     """Runs each epoch: collect, filter, submit, wait, record.
 
     Validates before the first epoch, every `interval` epochs and after the last.
@@ -106,17 +77,19 @@ class InsituTrainer(Trainer):
     computes_advantages = True
     """Whether this trainer computes the advantages, rather than the adapter's backend."""
 
-    def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder) -> None:
-        super().__init__(trainer_config)
+    def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
+        super().__init__(trainer_config, **kwargs)
         self.config = trainer_config
-        self._builder = builder
-        self._full_config = builder.config
+        self._given_builder = builder or builder_of_run()
         self.run_id = f"insitu_run_{uuid.uuid4().hex[:8]}"
         self.report = Report()
         self.reward_history: list[dict[str, Any]] = []
         self.results: dict[int, EpochResult] = {}
         self.validation: Validation | None = None
         self._store: RunStore | None = None
+        self._plot: RewardPlot | None = None
+        self._causes: list[str] = []
+        """Why the latest epoch that trained nothing had no variance."""
         self._resumed_curriculum = self._read_curriculum()
 
     def _read_curriculum(self) -> dict[str, Any] | None:
@@ -134,6 +107,8 @@ class InsituTrainer(Trainer):
         for component, interface in ((trajectory_builder, TrajectoryBuilder), (trainer_adapter, TrainerAdapter)):
             if not isinstance(component, interface):
                 raise PluginError(f"{type(component).__name__} must be a subclass of {interface.__name__}")
+        if isinstance(trajectory_builder, EpisodesBuilder):
+            trajectory_builder.check_comparable(self.trainer_config.type)
         if self.computes_advantages and trainer_adapter.computes_advantages:
             adapter = trainer_adapter.adapter_config.type
             raise ConfigError(
@@ -146,6 +121,7 @@ class InsituTrainer(Trainer):
         self._store, moved = await asyncio.to_thread(open_store, folder, self._full_config)
         if moved is not None:
             self.report.note(f"moved the earlier run in {folder} to {moved}")
+        self._plot = RewardPlot(folder / "reward_plot.png")
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
@@ -171,19 +147,21 @@ class InsituTrainer(Trainer):
         """
         self._write_run_file(num_epochs)
         statuses: list[TrainingJobStatus] = []
+        self.report.begin_run(num_epochs)
         if self.validation is not None:
             await self.validation.run(0)
         for epoch in range(1, num_epochs + 1):
             try:
                 status = await self._complete_epoch(epoch, num_epochs)
             except BaseException:  # reported, then re-raised
-                self.report.end()
+                self.report.end_run()
                 self.report.note(
                     f"epoch {epoch}/{num_epochs} did not complete; results so far are in {self.store.folder}/"
                 )
                 raise
             if status is not None:
                 statuses.append(status)
+        self.report.end_run()
         await self._conclude(statuses)
         return statuses
 
@@ -197,6 +175,8 @@ class InsituTrainer(Trainer):
                 self.results[epoch] = self.results[epoch].with_seconds("validate", record["seconds"])
         finally:  # record the epoch even if its job or its validation fails
             self.log_progress(epoch, self.results[epoch].metrics())
+        if self._plot is not None:
+            await self._plot.update(self.reward_history, self._validations)
         self.report.epoch(epoch, num_epochs, self.results[epoch].metrics())
         return status
 
@@ -214,6 +194,7 @@ class InsituTrainer(Trainer):
             seconds={"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         )
         check_sampled(collection, endpoint)
+        everything = collection
         collection, advantages = estimate_epoch(self.apply_curriculum_learning(collection, epoch), self._estimator())
         self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
@@ -228,7 +209,9 @@ class InsituTrainer(Trainer):
         result = replace(result, trained=trained, dropped=collection.dropped)
         self.results[epoch] = result.with_seconds("collect", time.perf_counter() - started)
         if not any(collection.trajectories):
-            self.report.note(f"epoch {epoch}: nothing to train on; every group was dropped")
+            self._causes = likely_causes(without_variance(everything, collection.drop_reasons))
+            nothing = f"epoch {epoch}: nothing to train on; every group was dropped"
+            self.report.note("; ".join([nothing, *self._causes]))
             return None
         return await self.trainer_adapter.submit(collection)
 
@@ -258,7 +241,7 @@ class InsituTrainer(Trainer):
                 + (f"; most often {first[0][0]}" if first else "")
                 + f" (all of them: {self.store.folder / 'episodes.jsonl'})"
             )
-        groups = [[*group] for group in collection.trajectories]
+        groups = [[recover_calls(t) for t in group] for group in collection.trajectories]
         for number, group in enumerate(groups):
             for k, trajectory in enumerate(group):
                 if trajectory.id is None:  # a plugin's builder may leave ids unset
@@ -299,16 +282,11 @@ class InsituTrainer(Trainer):
         return status
 
     def _record_rewards(self, epoch: int, run_id: str, collection: TrajectoryCollection) -> dict[str, Any]:
-        rewards = [t.reward for group in collection.trajectories for t in group]
         statistics = {
             "epoch": epoch,
             "timestamp": datetime.now(UTC).isoformat(),
             "run_id": run_id,
-            "avg_reward": sum(rewards) / len(rewards),
-            "min_reward": min(rewards),
-            "max_reward": max(rewards),
-            "num_trajectories": len(rewards),
-            "num_groups": len(collection.trajectories),
+            **collected_metrics(collection.trajectories),
         }
         self.reward_history.append(
             {k: statistics[k] for k in ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")}
@@ -321,15 +299,21 @@ class InsituTrainer(Trainer):
         self.store.write("reward_history.json", self.reward_history)
         self.store.write("curriculum_state.json", self.get_curriculum_state())
 
+    @property
+    def _validations(self) -> list[dict[str, Any]]:
+        return self.validation.history if self.validation else []
+
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
-        validations = self.validation.history if self.validation else []
         last = self.results[max(self.results)].metrics() if self.results else {}
-        return {"run_id": run_id, "rewards": self.reward_history, "validations": validations, "last": last}
+        return {"run_id": run_id, "rewards": self.reward_history, "validations": self._validations, "last": last}
 
     async def cleanup(self) -> None:
-        self.report.end()
+        self.report.end_run()
+        if self._plot is not None:  # also after a failed or interrupted run
+            await self._plot.finish(self.reward_history, self._validations)
         if self._store is not None:
             self._store.close()
+        self._full_config.moved.clear()
 
     def _write_run_file(self, num_epochs: int) -> None:
         settings = {
@@ -354,14 +338,15 @@ class InsituTrainer(Trainer):
 
         Raises TrajectoryError if no epoch trained, InsituError if a validation failed.
         """
-        history = self.validation.history if self.validation else []
-        await asyncio.to_thread(plot, self.store.folder / "reward_plot.png", self.reward_history, history)
+        history = self._validations
+        if self._plot is not None:
+            await self._plot.finish(self.reward_history, history)
         self.report.summary(history, self.validation.best if self.validation else None, self.store.folder)
         if not statuses:
             dropped = sum((Counter(result.dropped) for result in self.results.values()), Counter[str]())
             raise TrajectoryError(
                 f"no epoch trained anything: every group was dropped: {counts(dropped)} "
-                f"(per epoch: {self.store.folder / 'training_metrics.jsonl'})"
+                f"(per epoch: {self.store.folder / 'training_metrics.jsonl'})" + "".join(f"; {c}" for c in self._causes)
             )
         failed = [v for v in history if "error" in v]
         if failed:

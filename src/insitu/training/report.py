@@ -1,6 +1,8 @@
-"""The console output of a run, and its plot."""
+"""The console output of a run."""
 
+import asyncio
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,20 @@ from insitu.algorithms.statistics import mean_ci95
 from insitu.evaluation.evaluators import scores_by_row
 from insitu.schemas.evaluation import EvaluationRunOutput
 
+_SILENCE = 30.0
+"""Seconds between the lines about a phase in progress, where there is no terminal for a bar."""
+
 
 class Report:
-    """The console of a run: a header, a progress bar, a line per epoch, and a table at the end."""
+    """The console of a run: a header, progress bars, a line per epoch, and a table at the end.
 
-    def __init__(self, console: Console | None = None) -> None:
+    There are bars for the run and for the phase in progress on a terminal, and elsewhere a line about the phase every
+    `interval` seconds.
+    """
+
+    def __init__(self, console: Console | None = None, interval: float = _SILENCE) -> None:
         self.console = console or Console(stderr=False, highlight=False)
+        self._interval = interval
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -30,6 +40,10 @@ class Report:
             disable=not self.console.is_terminal,
         )
         self._task: TaskID | None = None
+        self._run: TaskID | None = None
+        self._run_started = 0.0
+        self._line: asyncio.TimerHandle | None = None
+        """Of the next line about the phase in progress."""
 
     def header(self, run_id: str, settings: Mapping[str, Any]) -> None:
         self.console.print(f"[bold]run {run_id}[/bold]")
@@ -39,21 +53,56 @@ class Report:
     def note(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
+    def begin_run(self, epochs: int) -> None:
+        """Starts the bar and the clock of a run."""
+        self._run_started = time.monotonic()
+        self._progress.start()
+        self._run = self._progress.add_task("run", total=epochs)
+
+    def end_run(self) -> None:
+        self.end()
+        if self._run is not None:
+            self._progress.remove_task(self._run)
+            self._progress.stop()
+            self._run = None
+
     def begin(self, what: str, total: int | None) -> None:
-        """Replaces the progress bar."""
+        """Replaces the bar of the phase in progress; `total` is its number of episodes."""
         self.end()
         self._progress.start()
         self._task = self._progress.add_task(what, total=total)
+        self._schedule_line()
 
     def advance(self) -> None:
         if self._task is not None:
             self._progress.advance(self._task)
 
     def end(self) -> None:
+        if self._line is not None:
+            self._line.cancel()
+            self._line = None
         if self._task is not None:
             self._progress.remove_task(self._task)
-            self._progress.stop()
             self._task = None
+            if self._run is None:
+                self._progress.stop()
+
+    def _schedule_line(self) -> None:
+        if not self.console.is_terminal:
+            self._line = asyncio.get_running_loop().call_later(self._interval, self._print_line)
+
+    def _print_line(self) -> None:
+        task = next(task for task in self._progress.tasks if task.id == self._task)
+        done = "" if task.total is None else f" {task.completed:.0f} of {task.total:.0f} episodes,"
+        self.note(f"{task.description}:{done} {task.elapsed or 0:.0f} s")
+        self._schedule_line()
+
+    def time_left(self, epoch: int, last: int) -> str | None:
+        """How long the remaining epochs take if they take as long as those so far."""
+        if self._run is None or epoch >= last:
+            return None
+        seconds = (time.monotonic() - self._run_started) / epoch * (last - epoch)
+        return f"{seconds:.0f} s left" if seconds < 100 else f"{seconds / 60:.0f} min left"
 
     def validation(self, record: Mapping[str, Any]) -> None:
         if "error" in record:
@@ -66,9 +115,20 @@ class Report:
         )
 
     def epoch(self, number: int, last: int, m: Mapping[str, Any]) -> None:
+        if self._run is not None:
+            self._progress.advance(self._run)
         seconds = m.get("seconds", {})
         reward = f"reward {_number(m.get('avg_reward'))}"
+        if m.get("reward_std") is not None:
+            reward += f" std {m['reward_std']:.2g}"
         parts = [f"epoch {number}/{last}", reward, f"{m['num_trajectories']} episodes"]
+        if (zero := m.get("frac_reward_zero_std")) is not None:
+            parts.append(f"variance in {100 * (1 - zero):.0f} % of groups")
+        if (length := m.get("completions_mean_length")) is not None:
+            clipped = m["completions_clipped_ratio"]
+            parts.append(f"length {length:.3g}" + (f" ({100 * clipped:.0f} % cut off)" if clipped else ""))
+        if greedy := m.get("greedy_groups"):
+            parts.append(f"GREEDY: {greedy} of {m['num_groups']} groups at temperature 0")
         training = ("loss", "kl", "entropy", "grad_norm", "clip_fraction")
         parts += [f"{name} {_number(m[name])}" for name in training if name in m]
         if m.get("tokens"):
@@ -79,7 +139,11 @@ class Report:
         if m["dropped"]:
             parts.append(f"dropped: {counts(m['dropped'])}")
         parts.append("+".join(f"{seconds.get(k, 0.0):.1f}" for k in ("collect", "train", "validate")) + " s")
+        if (left := self.time_left(number, last)) is not None:
+            parts.append(left)
         self.note("  ".join(parts))
+        if len(scores := m.get("scores") or {}) > 1:
+            self.note(f"  scores: {', '.join(f'{name} {_number(mean)}' for name, mean in scores.items())}")
         if len(functions := m["credit_by_function"]) > 1:
             shares = (
                 f"{name} {100 * of['share']:.0f} % ({of['calls']} calls, mean |A| {of['mean_abs_advantage']:.3g})"
@@ -142,27 +206,3 @@ def _flat(value: Any, prefix: str = "") -> Iterator[str]:
 
 def _number(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def plot(path: Path, rewards: Sequence[Mapping[str, Any]], validations: Sequence[Mapping[str, Any]]) -> None:
-    """Plots training and held-out reward over the epochs."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    trained = [(r["epoch"], r["avg_reward"]) for r in rewards if r["avg_reward"] is not None]
-    if trained:
-        axes.plot(*zip(*trained, strict=True), ".-", color="0.6", label="training")
-    scored = [v for v in validations if "error" not in v]
-    if scored:
-        means = [v["avg_reward"] for v in scored]
-        errors = [[m - v["ci95"][0] for m, v in zip(means, scored, strict=True)]]
-        axes.errorbar([v["epoch"] for v in scored], means, errors * 2, fmt="o-", capsize=3, label="held out, 95 % CI")
-    axes.set(xlabel="epoch", ylabel="mean reward")
-    axes.grid(alpha=0.3)
-    if trained or scored:
-        axes.legend(loc="lower right")
-    temporary = path.with_name(f".{path.name}")
-    FigureCanvasAgg(figure).print_figure(str(temporary), format="png", dpi=110)
-    temporary.replace(path)

@@ -28,7 +28,7 @@ from insitu.errors import (
     TrajectoryError,
     describe_error,
 )
-from insitu.evaluation.datasets import load_dataset
+from insitu.evaluation.datasets import dataset_config, load_dataset
 from insitu.evaluation.episodes import ResultPath
 from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.shared_run import RunState, share
@@ -45,6 +45,7 @@ from insitu.schemas.finetuning import (
 )
 from insitu.training.checkpoints import find_checkpoint
 from insitu.training.report import Report
+from insitu.workflow.policy_names import check_model_names
 
 logger = logging.getLogger(__name__)
 
@@ -86,24 +87,54 @@ async def finetuning_main(run_config: FinetuneRunConfig) -> list[TrainingJobStat
 
     Raises if a job failed, nothing was trained, or a validation failed.
     """
-    config = load_config(run_config.config_file, run_config.override)
-    check_ready(config)
+    config = await _prepared(run_config)
     finetuning = config.finetuning
-    finetuning.validation = _validation(config, run_config)
-    finetuning.run_configuration = _run_configuration(config, run_config)
-    check_open_files(config)
-    await _check_inputs(config, run_config)
     async with Builder(config) as builder:
         with share(builder) as run:
-            trajectory_builder = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
-            adapter = await builder.get_trainer_adapter(str(finetuning.trainer_adapter))
-            trainer = await builder.get_trainer(str(finetuning.trainer), trajectory_builder, adapter)
+            trainer, adapter = await _components(config, builder)
             async with _cleaned_up(trainer, f"trainers.{finetuning.trainer}"):
                 await trainer.initialize(finetuning)
+                if isinstance(adapter, TrainerAdapter):
+                    builder.trained_policy = await adapter.policy_endpoint()
+                    check_model_names(builder, run_config.endpoint)
                 async with _watched(adapter):
                     statuses = await run_finetuning(trainer)
     _check_validations(run, config)
     return statuses
+
+
+async def check_run(run_config: FinetuneRunConfig) -> Config:
+    """Checks what `finetune` checks before it starts anything; a file that does not train is only read.
+
+    Raises ConfigError or PluginError.
+    """
+    config = load_config(run_config.config_file, run_config.override)
+    if not config.finetuning.enabled:
+        return config
+    config = await _prepared(run_config.model_copy(update={"config_file": config, "override": ()}))
+    async with Builder(config) as builder:
+        with share(builder):
+            await _components(config, builder)
+    return config
+
+
+async def _prepared(run_config: FinetuneRunConfig) -> Config:
+    """The file with the options of the command line; raises ConfigError if its inputs cannot be used."""
+    config = load_config(run_config.config_file, run_config.override)
+    check_ready(config)
+    config.finetuning.validation = _validation(config, run_config)
+    config.finetuning.run_configuration = _run_configuration(config, run_config)
+    check_open_files(config)
+    await _check_inputs(config, run_config)
+    return config
+
+
+async def _components(config: Config, builder: Builder) -> tuple[Trainer, Any]:
+    """The trainer, bound to the two components it drives, and its adapter; building them starts nothing."""
+    finetuning = config.finetuning
+    trajectory_builder = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
+    adapter = await builder.get_trainer_adapter(str(finetuning.trainer_adapter))
+    return await builder.get_trainer(str(finetuning.trainer), trajectory_builder, adapter), adapter
 
 
 @asynccontextmanager
@@ -280,9 +311,10 @@ def _validation(config: Config, request: FinetuneRunConfig) -> ValidationConfig 
     options = {key: value for key in names if (value := given.get(f"validation_{key}")) is not None}
     in_file = config.finetuning.validation
     if in_file is None:
-        if options and "dataset" not in options:
-            keys = " and ".join(f"finetuning.validation.{key}" for key in options)
-            raise ConfigError(f"{keys} given without finetuning.validation.dataset (--validation_dataset)")
+        if options.keys() == {"interval"}:
+            raise ConfigError(
+                "finetuning.validation.interval given without finetuning.validation.dataset (--validation_dataset)"
+            )
         return ValidationConfig(**options) if options else None
     return in_file.model_copy(update=options)
 
@@ -292,9 +324,13 @@ def _run_configuration(config: Config, request: FinetuneRunConfig) -> FinetuneRu
     validation = config.finetuning.validation
     if validation is None:
         return request
+    rows = validation.dataset
+    if rows is None:
+        held_out = held_out_config(config)
+        rows = held_out.find_path(dataset_config(held_out).file_path, "validation: eval.general.dataset.file_path")
     return request.model_copy(
         update={
-            "validation_dataset": validation.dataset,
+            "validation_dataset": rows,
             "validation_interval": validation.interval,
             "validation_config_file": validation.config_file,
         }

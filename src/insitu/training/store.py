@@ -175,6 +175,7 @@ def episode_record(episode: Episode) -> dict[str, Any]:
         "reward": episode.reward,
         "step_rewards": episode.step_rewards,
         "rewarded_functions": episode.rewarded_functions,
+        "scores": episode.scores,
         "reasoning": episode.reasoning,
         "policy_versions": sorted(versions),
         "calls": len(calls),

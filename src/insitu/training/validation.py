@@ -1,12 +1,14 @@
 """Validations of a run: history, report and best version."""
 
+import asyncio
 import math
 import time
 from typing import Any
 
 from insitu.builder import Builder
 from insitu.errors import ConfigError, InsituError
-from insitu.evaluation.validation import validate
+from insitu.evaluation.datasets import load_dataset
+from insitu.evaluation.validation import held_out_config, validate
 from insitu.interfaces import TrainerAdapter
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
 from insitu.training.report import Report
@@ -32,13 +34,21 @@ class Validation:
         self._adapter = adapter
         self._report = report
         self._store = store
+        self._episodes: int | None = None
+        """The number of episodes of each validation, once it is known."""
+
+    def _count_episodes(self) -> int:
+        held_out = held_out_config(self._builder.config)
+        return len(load_dataset(held_out, self.config.dataset)) * self.config.reps
 
     async def run(self, epoch: int) -> dict[str, Any]:
         """Validates (epoch 0: before the first step). The record of a failure has `error` and no reward."""
         started = time.perf_counter()
         endpoint = await self._adapter.policy_endpoint()
         version = endpoint.version if endpoint is not None else None
-        self._report.begin(f"epoch {epoch}: validating", None)
+        if self._episodes is None:
+            self._episodes = await asyncio.to_thread(self._count_episodes)
+        self._report.begin(f"epoch {epoch}: validating", self._episodes)
         try:
             record = await validate(self._run_config, epoch, self._builder, lambda _: self._report.advance())
         except ConfigError:

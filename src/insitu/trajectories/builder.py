@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,19 +17,24 @@ from insitu.errors import ConfigError, TrajectoryError
 from insitu.evaluation.collector import Task, collect
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.episodes import EpisodeOptions, ResultPath
-from insitu.evaluation.evaluators import parse_score, score
-from insitu.evaluation.shared_run import current_run
+from insitu.evaluation.evaluators import ALLOWED_REWARDS, is_reward, parse_score, score
+from insitu.evaluation.shared_run import UsesBuilder, builder_of_run, current_run
 from insitu.interfaces import TrajectoryBuilder
-from insitu.registry import LLM, register_trajectory_builder
+from insitu.registry import EVALUATOR, LLM, register_trajectory_builder
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
-from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
+from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluatorInfo
 from insitu.schemas.finetuning import FinetuneConfig, Trajectory, TrajectoryBuilderConfig, TrajectoryCollection
 from insitu.trajectories.conversations import main_conversation
 
 logger = logging.getLogger(__name__)
 
-_PENALIZED = (DropReason.WORKFLOW_ERROR, DropReason.TIMEOUT)
-"""Failures caused by the episode itself: these get `reward_function.on_failure` if it is a number."""
+_PENALIZED = (
+    DropReason.WORKFLOW_ERROR,
+    DropReason.TIMEOUT,
+    DropReason.EVALUATOR_ERROR,
+    DropReason.NAN_SCORE,
+)
+"""Failures of the workflow and of its evaluator: these get `reward_function.on_failure` if it is a number."""
 
 
 class EpisodesBuilderConfig(TrajectoryBuilderConfig, name="insitu_traj_builder"):
@@ -64,7 +68,7 @@ class _Collection:
     task: asyncio.Task[None] | None = None
 
 
-class EpisodesBuilder(TrajectoryBuilder):
+class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
     """Runs the workflow `num_generations` times on each row and groups the episodes by row.
 
     `start_run(run_id, meta)` reads from `meta`: `epoch` (default: the next one; the first is 1), and the callbacks
@@ -74,15 +78,17 @@ class EpisodesBuilder(TrajectoryBuilder):
     needs_token_ids = True
     """Whether training needs the token ids of prompts, so that a call without them is a failure."""
 
-    def __init__(self, trajectory_builder_config: EpisodesBuilderConfig, builder: Builder) -> None:
+    def __init__(self, trajectory_builder_config: EpisodesBuilderConfig, builder: Builder | None = None) -> None:
         super().__init__(trajectory_builder_config)
         self.config = trajectory_builder_config
-        self._builder = builder
-        self._full_config = builder.config
+        self._given_builder = builder or builder_of_run()
         self._rows: list[EvalInputItem] = []
         self._runs: dict[str, _Collection] = {}
         self._last_epoch = 0
-        self._check()
+        self._unscored: set[str] = set()
+        """Evaluators that have failed to score an episode."""
+        if self._given_builder is not None:
+            self._check()
 
     def _check(self) -> None:
         """Raises ConfigError before an earlier run is moved aside and a backend is started."""
@@ -94,6 +100,14 @@ class EpisodesBuilder(TrajectoryBuilder):
                     f"llms.{llm}.seed: with a fixed seed all episodes of a group would sample the same; leave it out "
                     "(each episode gets its own seed, derived from general.seed)"
                 )
+
+    def check_comparable(self, trainer: str) -> None:
+        """Raises ConfigError if there is nothing to compare an episode with."""
+        if self.config.num_generations < 2:
+            key = f"trajectory_builders.{self._full_config.finetuning.trajectory_builder}.num_generations"
+            raise ConfigError(
+                f"{key} is 1, but {trainer} compares the episodes of a row with one another; allowed: 2 or more"
+            )
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
@@ -163,7 +177,9 @@ class EpisodesBuilder(TrajectoryBuilder):
     async def _collect(self, run_id: str, collection: _Collection) -> None:
         """Runs the epoch's rows x generations, waits for episodes, and passes each group on with its last episode."""
         name = self.run_config.reward_function.name  # type: ignore[union-attr]  # checked when the builder was made
-        evaluator = await self._builder.get_evaluator(name)
+        monitored = self.run_config.training_evaluators
+        others = self._full_config.names(EVALUATOR) if monitored is None else monitored
+        evaluators = {other: await self._builder.get_evaluator(other) for other in dict.fromkeys((name, *others))}
         service = self.run_config.run_configuration
         result = ResultPath.parse(service.result_json_path) if service else None
         targets = self.run_config.target_functions
@@ -177,7 +193,7 @@ class EpisodesBuilder(TrajectoryBuilder):
                     yield row, EpisodeKey(run_id, collection.epoch, str(row.id), generation)
 
         async def finish(row: EvalInputItem, episode: Episode) -> None:
-            await self._reward(episode, row, evaluator, name)
+            await self._reward(episode, row, evaluators, name)
             episode.steps = []  # only the evaluator needs them; an epoch of steps would not fit into memory
 
         limit = self._full_config.max_concurrency
@@ -197,30 +213,54 @@ class EpisodesBuilder(TrajectoryBuilder):
                 collection.first_error = collection.first_error or next((e.error for e in group if e.error), None)
                 collection.on_group(record)
 
-    async def _reward(self, episode: Episode, row: EvalInputItem, evaluator: EvaluatorInfo, name: str) -> None:
-        if episode.outcome is Outcome.FAILED:
-            on_failure = self.run_config.reward_function.on_failure  # type: ignore[union-attr]
-            if isinstance(on_failure, float) and episode.reason in _PENALIZED:
-                episode.reward = on_failure
-                if trained := self._trained(episode):  # charged to the last trained call, on top of the step rewards
-                    episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
-                    episode.step_rewards[trained[-1]] += on_failure
-            return
+    async def _reward(
+        self, episode: Episode, row: EvalInputItem, evaluators: Mapping[str, EvaluatorInfo], name: str
+    ) -> None:
+        """Scores an episode with all `evaluators`; the score of the one called `name` becomes its reward."""
+        if episode.outcome is Outcome.OK:
+            await self._score(episode, row, evaluators, name)
+        on_failure = self.run_config.reward_function.on_failure  # type: ignore[union-attr]
+        if isinstance(on_failure, float) and episode.reason in _PENALIZED:
+            episode.reward = on_failure
+            if trained := self._trained(episode):  # charged to the last trained call, on top of the step rewards
+                episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
+                episode.step_rewards[trained[-1]] += on_failure
+
+    async def _score(
+        self, episode: Episode, row: EvalInputItem, evaluators: Mapping[str, EvaluatorInfo], name: str
+    ) -> None:
+        """Sets the reward, or the reason and error if there is none."""
         item = row.model_copy(update={"output_obj": episode.output, "trajectory": episode.steps})
-        given = (await score(evaluator, name, [item])).eval_output_items[0]
-        _, episode.reason, message = parse_score(given)
+        outputs = await asyncio.gather(*(score(info, key, [item]) for key, info in evaluators.items()))
+        scored = {key: output.eval_output_items[0] for key, output in zip(evaluators, outputs, strict=True)}
+        given = scored.pop(name)
+        value, episode.reason, message = parse_score(given)
+        episode.scores = {name: value, **{key: self._monitored(key, other) for key, other in scored.items()}}
         if episode.reason is not None:
             episode.error = message
             return
-        episode.reward = await self.compute_reward(given)
-        episode.reasoning = given.reasoning
+        reward = await self.compute_reward(given)
+        if not is_reward(reward):
+            episode.reason, episode.error = DropReason.NAN_SCORE, f"the reward is {reward}; {ALLOWED_REWARDS}"
+            return
+        steps = given.step_scores if given.step_scores is not None else episode.step_rewards
+        if not all(map(is_reward, steps or ())):
+            episode.reason, episode.error = DropReason.NAN_SCORE, f"the step rewards are {steps}; {ALLOWED_REWARDS}"
+            episode.step_rewards = None
+            return
+        episode.reward, episode.reasoning = reward, given.reasoning
         if given.step_scores is not None:
             episode.step_rewards = given.step_scores
             targets = self.run_config.target_functions
             episode.rewarded_functions = sorted({credited_function(call.functions, targets) for call in episode.calls})
-        if not all(map(math.isfinite, episode.step_rewards or ())):
-            episode.reward, episode.reason = None, DropReason.NAN_SCORE
-            episode.error = f"the step rewards are {episode.step_rewards}"
+
+    def _monitored(self, evaluator: str, output: EvalOutputItem) -> float | None:
+        """A score that is not the reward; warns of the first one that is missing."""
+        value, _, message = parse_score(output)
+        if message is not None and evaluator not in self._unscored:
+            self._unscored.add(evaluator)
+            logger.warning("the evaluator %s gave an episode of training no score: %s", evaluator, message)
+        return value
 
     def _group(self, episodes: list[Episode]) -> GroupRecord:
         episodes.sort(key=lambda e: e.key.generation)
@@ -266,6 +306,7 @@ class EpisodesBuilder(TrajectoryBuilder):
                 "row_id": episode.key.row_id,
                 "generation": episode.key.generation,
                 "rewarded_functions": episode.rewarded_functions,
+                "scores": episode.scores,
             },
             id=episode.key.text(),
             calls=episode.calls,

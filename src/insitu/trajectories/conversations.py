@@ -1,12 +1,13 @@
 """The conversations of an episode: chains of prompts that extend one another, each answer with its call."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from insitu.http_format import chat_logprobs, format_token_id
 from insitu.schemas.episodes import ModelCall
-from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole
+from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, text_content
 
 _ROLES = {role.value: role for role in EpisodeItemRole} | {"developer": EpisodeItemRole.SYSTEM}
 
@@ -30,19 +31,36 @@ def _item(turn: Turn) -> EpisodeItem:
     metadata = {key: value for key, value in message.items() if key not in ("role", "content")}
     if call is not None:
         metadata |= {"call": call.index, "finish_reason": call.finish_reason}
-    logprobs = None
-    if role is EpisodeItemRole.ASSISTANT:
-        logprobs = (call.logprobs if call is not None else None) or []
+    logprobs = call_logprobs(call) if role is EpisodeItemRole.ASSISTANT else None
     return EpisodeItem(
         role=role, content=text_content(message.get("content")), logprobs=logprobs, metadata=metadata or None
     )
 
 
-def text_content(content: Any) -> str:
-    """A message's content as text; the text parts of a list of parts."""
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return "" if content is None else str(content)
+_CALL_FIELDS = ("message", "model", "llm", "functions", "tools", "finish_reason", "policy_version", "prompt_token_ids")
+"""Fields of a call that `call_logprobs` keeps beside its tokens."""
+
+
+def call_logprobs(call: ModelCall | None, tokens: Iterable[str] | None = None) -> dict[str, Any]:
+    """A message's `logprobs` as OpenAI's API returns them, with the call that sampled it; empty if they are unknown.
+
+    `tokens` are the texts of the sampled tokens, used if their ids are unknown.
+
+        {"content": [{"token": "token_id:7", "logprob": -0.1, "bytes": None, "top_logprobs": []}], "refusal": None,
+         "call": {"model": "policy", "prompt_token_ids": [1, 5, 9], "policy_version": 3, ...}}
+
+    Components that build trajectories from messages pass the logprobs on, and with them the call
+    (see `insitu.trajectories.recovery`).
+    """
+    if call is None or not call.logprobs:
+        return {}
+    texts = [""] * len(call.logprobs) if tokens is None else [*tokens]
+    if call.token_ids is not None:
+        texts = [format_token_id(token) for token in call.token_ids]
+    if len(texts) != len(call.logprobs):
+        return {}
+    known = {name: value for name in _CALL_FIELDS if (value := getattr(call, name)) is not None}
+    return {**chat_logprobs(texts, call.logprobs), "call": known}
 
 
 def conversations(calls: Sequence[ModelCall]) -> list[list[Turn]]:

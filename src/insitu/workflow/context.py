@@ -8,7 +8,6 @@
 It is held in a context variable: concurrent episodes are isolated, and tasks inherit the one they were started in.
 """
 
-import math
 from collections.abc import Collection
 from contextvars import ContextVar, Token
 from typing import Any, Self
@@ -18,6 +17,7 @@ from insitu.capture.ledger import OUTSIDE, CallLedger, CallSite, Invocation, cur
 from insitu.errors import WorkflowError
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import EpisodeKey, ModelCall
+from insitu.schemas.finetuning import MAX_REWARD
 from insitu.schemas.steps import IntermediateStep, IntermediateStepCategory, IntermediateStepType, InvocationNode
 from insitu.workflow.steps import IntermediateStepManager, OnStep, add_call_metadata, llm_step_payloads
 
@@ -52,8 +52,8 @@ class StepRewards:
 
     def add_reward(self, value: float, invocation: Invocation, function: str | None = None) -> None:
         """Adds to the reward of the latest call made in `invocation`, or in the function named `function`."""
-        if not math.isfinite(value):
-            raise WorkflowError(f"a step reward must be finite, got {value}")
+        if not abs(value) <= MAX_REWARD:
+            raise WorkflowError(f"a step reward is {value}; allowed: from {-MAX_REWARD:g} to {MAX_REWARD:g}")
         if function is not None and function not in self._latest_call_by_function:
             known = ", ".join(sorted(self._latest_call_by_function)) or "none"
             raise WorkflowError(

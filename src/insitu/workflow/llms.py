@@ -21,6 +21,8 @@ from insitu.builder import Builder, name_being_built
 from insitu.errors import CaptureError, ConfigError
 from insitu.registry import register_llm_provider
 from insitu.schemas.components import LLMBaseConfig
+from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.workflow.policy_names import policy_named_by
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -47,6 +49,9 @@ class SamplingConfig(LLMBaseConfig):
     """Request logprobs for the workflow; training requests them in any case."""
     top_logprobs: int | None = Field(default=None, ge=0)
     """Number of most likely alternatives to return per token, if the workflow needs them."""
+    override_sampling: bool = False
+    """`temperature`, `top_p`, `max_tokens` and `stop` of this block replace those that the agent sends. Otherwise the
+    agent's take precedence, and these are used for what it does not send."""
     timeout: float | None = Field(default=None, gt=0)
     """Request timeout in seconds; none: the OpenAI client's default of 600."""
     max_retries: int = Field(default=2, ge=0)
@@ -55,6 +60,11 @@ class SamplingConfig(LLMBaseConfig):
     def params(self) -> dict[str, Any]:
         """The request's parameters."""
         names = ("temperature", "top_p", "max_tokens", "stop", "seed", "logprobs", "top_logprobs")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def forced_params(self) -> dict[str, Any]:
+        """The parameters that replace those of each request."""
+        names = ("temperature", "top_p", "max_tokens", "stop") if self.override_sampling else ()
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
@@ -157,6 +167,10 @@ class Endpoint:
     current_model: Callable[[], str] | None = None
     """The name to request, if it changes over time."""
 
+    @classmethod
+    def of(cls, policy: PolicyEndpoint) -> "Endpoint":
+        return cls(policy.model, policy.base_url, policy.api_key, policy.current_model)
+
 
 def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> ModelClient:
     """A model client on a recording transport."""
@@ -167,7 +181,7 @@ def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> ModelClien
 
     http = http_library()
     server = endpoint.base_url or os.environ.get("OPENAI_BASE_URL", "api.openai.com")
-    recorder = Recorder(server, name, _capture_error_type(), endpoint.current_model)
+    recorder = Recorder(server, name, _capture_error_type(), endpoint.current_model, config.forced_params())
     http_client = http.AsyncClient(transport=recording_transport(http)(recorder), follow_redirects=True)
     options: dict[str, Any] = {} if config.timeout is None else {"timeout": config.timeout}
     client = AsyncOpenAI(
@@ -187,16 +201,19 @@ def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> ModelClien
 async def openai_llm(config: OpenAIConfig, builder: Builder) -> AsyncIterator[ModelClient]:
     variable = "NVIDIA_API_KEY" if isinstance(config, NIMConfig) else "OPENAI_API_KEY"
     key = os.environ.get(variable) if config.api_key is None else config.api_key.get_secret_value()
-    if key is None and config.base_url in (None, NIMConfig.model_fields["base_url"].default):
+    policy = policy_named_by(name_being_built(), config, builder)
+    if policy is not None:
+        endpoint = Endpoint.of(policy)
+    elif key is None and config.base_url in (None, NIMConfig.model_fields["base_url"].default):
         raise ConfigError(f"llms: model {config.model_name!r} needs a key: set api_key, or the variable {variable}")
-    endpoint = Endpoint(config.model_name, config.base_url, key or "none")  # a self-hosted server may need no key
+    else:
+        endpoint = Endpoint(config.model_name, config.base_url, key or "none")  # a self-hosted server may need no key
     async with aclosing(connect(name_being_built(), config, endpoint)) as llm:
         yield llm
 
 
 @register_llm_provider(config_type=PolicyConfig)
 async def policy_llm(config: PolicyConfig, builder: Builder) -> AsyncIterator[ModelClient]:
-    served = await builder.policy_endpoint()
-    endpoint = Endpoint(served.model, served.base_url, served.api_key, served.current_model)
+    endpoint = Endpoint.of(await builder.policy_endpoint())
     async with aclosing(connect(name_being_built(), config, endpoint)) as llm:
         yield llm

@@ -117,6 +117,8 @@ def call_metadata(call: ModelCall) -> dict[str, Any]:
         "model": call.model,
         "llm": call.llm,
         "finish_reason": call.finish_reason,
+        "policy_version": call.policy_version,
+        "prompt_token_ids": call.prompt_token_ids,
         "token_ids": call.token_ids,
         "logprobs": call.logprobs,
     }

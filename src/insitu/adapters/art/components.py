@@ -40,9 +40,9 @@ class ARTTrainer(InsituTrainer):
 
     computes_advantages = False
 
-    def __init__(self, trainer_config: ARTTrainerConfig, builder: Builder) -> None:
+    def __init__(self, trainer_config: ARTTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
         # the built-in loop runs with its defaults; trainer_config holds the plugin's own settings
-        super().__init__(InsituTrainerConfig(), builder)
+        super().__init__(InsituTrainerConfig(), builder, **kwargs)
         self.trainer_config = trainer_config
         self.run_id = f"art_run_{uuid.uuid4().hex[:8]}"
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from insitu.errors import ConfigError
+from insitu.errors import ConfigError, install_command
 from insitu.registry import not_found
 from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig
 from insitu.trajectories.builder import EpisodesBuilderConfig
@@ -97,7 +97,7 @@ class ARTTrainingConfig(BaseModel):
     learning_rate: float = Field(default=5e-5, ge=0)
     """Learning rate of the optimizer."""
     beta: float = Field(default=0.0, ge=0)
-    """KL penalty coefficient. Must be 0.0 from ART 0.5.17 on, which has no KL penalty."""
+    """KL penalty coefficient. Must be 0.0 from ART 0.5.17 on, whose KL penalty is `kl_penalty_coef`."""
 
 
 class ARTTrainerAdapterConfig(TrainerAdapterConfig, name="openpipe_art_trainer_adapter"):
@@ -125,7 +125,8 @@ def load_art() -> Any:
         return importlib.import_module("art")
     except ImportError as error:
         raise ConfigError(
-            f"the ART plugin needs the package openpipe-art and its dependencies: pip install 'insitu[art]' ({error})"
+            "the ART plugin needs the package openpipe-art and its dependencies: "
+            f"{install_command('art')} in the clone of insitu ({error})"
         ) from error
 
 
@@ -165,8 +166,9 @@ def train_config(art: Any, training: ARTTrainingConfig) -> tuple[Any, dict[str, 
     if "beta" not in public:
         if options["beta"]:
             raise ConfigError(
-                f"training.beta is {options['beta']}, but openpipe-art {_release()} has no KL penalty in its loss; "
-                f"allowed here: 0.0 (its keys: {', '.join(sorted(public | dev))})"
+                f"training.beta is {options['beta']}, but openpipe-art {_release()} has no such option: its KL penalty "
+                "is training.kl_penalty_coef (with ART's own server; an insitu backend takes beta from "
+                "openpipe-art<0.5.17)"
             )
         del options["beta"]
     _check_keys("training", options, public | dev)

@@ -18,14 +18,13 @@ from itertools import pairwise
 from typing import Any
 
 from insitu.errors import TrajectoryError
-from insitu.http_format import format_token_id
+from insitu.http_format import chat_logprobs, format_token_id
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItemRole, Trajectory
 from insitu.trajectories.conversations import Turn, conversations
+from insitu.trajectories.recovery import item_message, item_tokens, recover_calls, untrainable_reason
 
 _FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "function_call")
-_ROLES = {EpisodeItemRole.ENVIRONMENT: "user", EpisodeItemRole.OTHER: "user"}
-"""Roles that chat templates do not have: the model reads an environment's messages as the user's."""
 
 
 def check_order(items: Sequence[Any], episode: str | None = None) -> None:
@@ -50,18 +49,20 @@ def episode_label(episode: str | None) -> str:
 def art_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     """The fields of ART's `Trajectory`. Raises TrajectoryError if there is nothing to train on.
 
-    With captured calls, each conversation is a history, the longest first. A trajectory without calls is converted item
-    by item.
+    With captured calls, each conversation is a history, the longest first. A trajectory whose calls are unknown is
+    converted item by item.
     """
     label = episode_label(trajectory.id)
+    trajectory = recover_calls(trajectory)
     if not math.isfinite(trajectory.reward):
         raise TrajectoryError(f"{label}: its reward is {trajectory.reward}; allowed: a finite number")
     if trajectory.trained_calls:
         histories = _call_histories(trajectory)
     else:
-        histories = [{"messages_and_choices": [_item_turn(item) for item in trajectory.episode], "tools": None}]
+        histories = [{"messages_and_choices": [*map(_item_turn, trajectory.episode)], "tools": None}]
     if not any("message" in turn for history in histories for turn in history["messages_and_choices"]):
-        raise TrajectoryError(f"{label}: no assistant message has logprobs; there is nothing to train")
+        reason = "none of its calls is trained" if trajectory.calls else untrainable_reason(trajectory)
+        raise TrajectoryError(f"{label} cannot be trained: {reason}")
     histories.sort(key=lambda history: -len(history["messages_and_choices"]))
     scalars = {k: v for k, v in (trajectory.metadata or {}).items() if isinstance(v, str | int | float | bool | None)}
     longest, *additional = histories
@@ -101,12 +102,8 @@ def _call_choice(call: ModelCall) -> dict[str, Any]:
     ids, logprobs = call.token_ids or [], call.logprobs or []
     if len(ids) != len(logprobs):
         raise TrajectoryError(f"call {call.index} has {len(ids)} sampled tokens and {len(logprobs)} logprobs")
-    content: list[dict[str, Any]] = [
-        {"token": format_token_id(token), "logprob": logprob, "bytes": None, "top_logprobs": []}
-        for token, logprob in zip(ids, logprobs, strict=True)
-    ]
     message = {"role": "assistant", "content": None, **(call.message or {})}
-    choice = _choice(message, {"content": content, "refusal": None}, call.finish_reason)
+    choice = _choice(message, chat_logprobs(map(format_token_id, ids), logprobs), call.finish_reason)
     return choice if call.prompt_token_ids is None else {**choice, "prompt_token_ids": call.prompt_token_ids}
 
 
@@ -121,20 +118,9 @@ def _choice(message: dict[str, Any], logprobs: Any, finish_reason: str | None) -
 
 def _item_turn(item: Any) -> dict[str, Any]:
     """The documented conversion, for trajectories without calls."""
-    metadata = item.metadata or {}
-    extra = {name: metadata[name] for name in ("tool_calls", "tool_call_id", "name") if metadata.get(name) is not None}
-    message = {"role": _ROLES.get(item.role, item.role.value), "content": item.content, **extra}
-    if item.role is not EpisodeItemRole.ASSISTANT or not (logprobs := _choice_logprobs(item.logprobs)):
+    message, sampled = item_message(item), item_tokens(item)
+    if sampled is None or (sampled.token_ids is None and not sampled.tokens):
         return message
-    return _choice(message, logprobs, metadata.get("finish_reason"))
-
-
-def _choice_logprobs(logprobs: Any) -> dict[str, Any] | None:
-    """From ChoiceLogprobs or their `content`; None for a list of numbers, which does not name the tokens."""
-    if hasattr(logprobs, "model_dump"):
-        logprobs = logprobs.model_dump()
-    content = logprobs.get("content") if isinstance(logprobs, dict) else logprobs
-    if isinstance(content, list) and content and all(isinstance(e, dict) or hasattr(e, "model_dump") for e in content):
-        entries = (e if isinstance(e, dict) else e.model_dump() for e in content)
-        return {"content": [{"bytes": None, "top_logprobs": [], **e} for e in entries], "refusal": None}
-    return None
+    texts = sampled.tokens if sampled.token_ids is None else map(format_token_id, sampled.token_ids)
+    reason = (item.metadata or {}).get("finish_reason") or sampled.call.get("finish_reason")
+    return _choice(message, chat_logprobs(texts, sampled.logprobs), reason)

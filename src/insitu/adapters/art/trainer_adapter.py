@@ -74,7 +74,7 @@ class _Job:
 class ARTTrainerAdapter(TrainerAdapter):
     """Submits trajectories to an ART server, which trains and serves the model.
 
-    Needs the package `openpipe-art` (`pip install 'insitu[art]'`). Raises ConfigError for configuration keys that the
+    Needs the package `openpipe-art` (the extra `art`). Raises ConfigError for configuration keys that the
     installed release does not support.
     """
 
@@ -150,7 +150,8 @@ class ARTTrainerAdapter(TrainerAdapter):
         name = self._remote._model_inference_name(self.model)
         key = self.model.inference_api_key or self.config.backend.api_key
         current_name = partial(self._remote._model_inference_name, self.model)
-        return PolicyEndpoint(self._remote.inference_url, name, key, step, current_name)
+        base_model = self.config.backend.base_model
+        return PolicyEndpoint(self._remote.inference_url, name, key, step, current_name, base_model)
 
     async def _validate_episode_order(self, traj: Trajectory) -> None:
         """Raises ValueError if ART cannot train this order of roles, see `check_order`."""

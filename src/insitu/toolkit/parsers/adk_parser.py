@@ -56,10 +56,12 @@ def _completions(item: Any, before: Sequence[Message]) -> list[Completion] | Non
     chosen = _get(_get(item, "logprobsResult") or {}, "chosenCandidates")
     logprobs = None if chosen is None else [float(_get(token, "logProbability")) for token in chosen]
     ids = None if chosen is None else [_get(token, "tokenId") for token in chosen]
+    texts = None if chosen is None else [str(token.get("token") or "") for token in chosen]
     reason = openai_finish_reason(_get(item, "finishReason"))
     if reason == "stop" and messages[0].get("tool_calls"):
         reason = "tool_calls"  # Gemini reports STOP for tool calls
-    return [Completion(messages[0], reason, logprobs, ids if ids and None not in ids else None)]
+    known_ids = ids if ids and None not in ids else None
+    return [Completion(messages[0], reason, logprobs, known_ids, tokens=texts)]
 
 
 def _is_tool_message(output: JsonObject) -> bool:

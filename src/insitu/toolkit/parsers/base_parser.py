@@ -1,12 +1,14 @@
 """Converts the intermediate steps of an episode to OpenAI messages, for any framework.
 
 An LLM_START and an LLM_END with the same UUID are one model call; the parsers of the frameworks describe the payloads.
-A captured call has `logprobs`, `token_ids`, `finish_reason`, `model` and `llm` in the metadata of its LLM_END, which
-override what the framework reports. TOOL_ steps are skipped: the next prompt has the tool's result as the model saw it.
+A captured call has `logprobs`, `token_ids`, `prompt_token_ids`, `finish_reason`, `model`, `llm` and `policy_version` in
+the metadata of its LLM_END, which override what the framework reports. TOOL_ steps are skipped: the next prompt has the
+tool's result as the model saw it.
 """
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from insitu.errors import TrajectoryError
@@ -21,6 +23,7 @@ from insitu.toolkit.parsers.common import (
     naming_step,
     parse_prompt,
     parse_step,
+    sampled_call,
     step_completions,
     step_metadata,
     step_prompt,
@@ -40,8 +43,9 @@ def parse_to_openai_messages(steps: Iterable[Any], **kwargs: Any) -> list[Messag
 
     `steps` are those of `EvalInputItem.trajectory`, or their JSON. Messages have `role`, `content` (text or a list of
     parts), and `tool_calls`, `tool_call_id`, `name` and `reasoning_content` where set. Assistant messages also have
-    `logprobs`, one number per sampled token, and `token_ids` and `finish_reason` if known. Their logprobs are empty if
-    unknown, or if no call of this episode sampled this message after exactly the messages before it.
+    `logprobs`, as `openai.types.chat.chat_completion.Choice` takes them, and `token_ids` and `finish_reason` if known.
+    Their logprobs are empty if unknown, or if no call of this episode sampled this message after exactly the messages
+    before it. An EpisodeItem with these logprobs can be trained by every trainer adapter.
 
     Raises TrajectoryError, naming the step, if a step cannot be parsed.
     """
@@ -53,21 +57,21 @@ def parse_to_conversations(steps: Iterable[Any]) -> list[list[Message]]:
 
     The logprobs of a completion appear in exactly one of them.
     """
-    calls = parse_calls(steps)
+    sampled = _parse_calls(steps)
+    calls = [call for call, _ in sampled]
     unanswered = [call for call in calls if call.message is None]
     if unanswered:
         reasons = ", ".join(sorted({str(call.error) for call in unanswered}))
         logger.warning("skipped %d of %d model calls without a completion: %s", len(unanswered), len(calls), reasons)
-    return [[_parse_turn(turn) for turn in turns] for turns in conversations(calls)]
+    tokens = {call.index: completion.tokens for call, completion in sampled if completion is not None}
+    return [[_parse_turn(turn, tokens) for turn in turns] for turns in conversations(calls)]
 
 
-def _parse_turn(turn: Turn) -> Message:
+def _parse_turn(turn: Turn, tokens: dict[int, list[str] | None]) -> Message:
     message, call = turn
     if message.get("role") != "assistant":
         return message
-    if call is None:
-        return assistant_message(Completion(message))
-    return assistant_message(Completion(message, call.finish_reason, call.logprobs, call.token_ids))
+    return assistant_message(message, call, None if call is None else tokens.get(call.index))
 
 
 class _CallSteps(NamedTuple):
@@ -90,7 +94,11 @@ def parse_calls(steps: Iterable[Any]) -> list[ModelCall]:
     A call without a completion has `message` None, and the reason in `error`. Raises TrajectoryError, naming the step,
     if a step cannot be parsed.
     """
-    calls: list[ModelCall] = []
+    return [call for call, _ in _parse_calls(steps)]
+
+
+def _parse_calls(steps: Iterable[Any]) -> list[tuple[ModelCall, Completion | None]]:
+    calls: list[tuple[ModelCall, Completion | None]] = []
     for pair in sorted(_pair_steps(steps), key=lambda pair: (pair.first.event_timestamp, pair.position)):
         calls.extend(_pair_calls(pair, len(calls)))
     return calls
@@ -114,36 +122,29 @@ def _pair_steps(steps: Iterable[Any]) -> list[_CallSteps]:
     return pairs
 
 
-def _pair_calls(pair: _CallSteps, index: int) -> list[ModelCall]:
-    completions, captured, error = [], {}, "its LLM_END is missing"
+def _pair_calls(pair: _CallSteps, index: int) -> list[tuple[ModelCall, Completion | None]]:
+    """A call per completion, with the completion; a single one without, if there is none."""
+    completions, error = [], "its LLM_END is missing"
     prompt = _pair_prompt(pair)
     if pair.end is not None:
         with naming_step(pair.end):
-            captured = step_metadata(pair.end)
             completions = step_completions(pair.end, prompt, FORMATS)
-            error = str(captured.get("error") or "it ended without a completion")
+            error = str(step_metadata(pair.end).get("error") or "it ended without a completion")
     metadata = [step_metadata(step) for step in (pair.end, pair.start) if step is not None]
-    tools = next((to_jsonable(m["tools_schema"]) for m in metadata if m.get("tools_schema") is not None), None)
-
-    def model_call(choice: int, completion: Completion | None) -> ModelCall:
-        return ModelCall(
-            index=index + choice,
-            model=captured.get("model") or pair.first.name or "",
-            messages=prompt,
-            llm=captured.get("llm"),
-            tools=tools,
-            message=completion and completion.message,
-            choice=choice,
-            token_ids=completion and completion.token_ids,
-            logprobs=completion and completion.logprobs,
-            finish_reason=completion and completion.finish_reason,
-            functions=(pair.first.function_ancestry.function_name,),
-            started=pair.first.event_timestamp,
-            ended=(pair.end or pair.first).event_timestamp,
-            error=error if completion is None else None,
-        )
-
-    return [model_call(choice, completion) for choice, completion in enumerate(completions)] or [model_call(0, None)]
+    shared: dict[str, Any] = {
+        "messages": prompt,
+        "tools": next((to_jsonable(m["tools_schema"]) for m in metadata if m.get("tools_schema") is not None), None),
+        "functions": (pair.first.function_ancestry.function_name,),
+        "started": pair.first.event_timestamp,
+        "ended": (pair.end or pair.first).event_timestamp,
+    }
+    if pair.end is None or not completions:
+        model = metadata[0].get("model") or pair.first.name or ""
+        return [(ModelCall(index, model, llm=metadata[0].get("llm"), error=error, **shared), None)]
+    return [
+        (replace(sampled_call(pair.end, completion), index=index + choice, choice=choice, **shared), completion)
+        for choice, completion in enumerate(completions)
+    ]
 
 
 def _pair_prompt(pair: _CallSteps) -> list[Message]:

@@ -12,7 +12,9 @@ from pydantic import ValidationError
 
 from insitu.errors import TrajectoryError
 from insitu.http_format import MALFORMED, parse_token_ids, sampled_tokens
+from insitu.schemas.episodes import ModelCall
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, IntermediateStepType
+from insitu.trajectories.conversations import call_logprobs
 from insitu.workflow.conversion import to_jsonable
 
 JsonObject = dict[str, Any]
@@ -35,12 +37,22 @@ _FINISH_REASONS = {
 
 
 class Completion(NamedTuple):
-    """An assistant message and how it was sampled: `logprobs` and `token_ids` have one entry per token."""
+    """An assistant message and how it was sampled.
+
+    `logprobs`, `token_ids` and `tokens` (their texts) have one entry per token.
+    """
 
     message: Message
     finish_reason: str | None = None
     logprobs: list[float] | None = None
     token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    policy_version: int | None = None
+    tokens: list[str] | None = None
+
+
+_RECORDED = ("finish_reason", "logprobs", "token_ids", "prompt_token_ids", "policy_version")
+"""Fields of a Completion that the metadata of a recorded call has."""
 
 
 class StepFormat(NamedTuple):
@@ -106,27 +118,45 @@ def step_completions(
 ) -> list[Completion]:
     """The completions of an LLM_END step.
 
-    For the first, `finish_reason`, `logprobs` and `token_ids` recorded by insitu in the metadata override those of the
-    framework.
+    What insitu recorded of each one in the metadata overrides what the framework reported.
     """
     metadata = step_metadata(step)
     responses = metadata.get("chat_responses")
     if responses is None:
         responses = step.data.output if step.data is not None and step.data.output is not None else []
     completions = parse_completions(responses, prompt, formats)
-    if completions:
-        recorded = {name: to_jsonable(metadata.get(name)) for name in ("finish_reason", "logprobs", "token_ids")}
-        recorded["logprobs"] = parse_logprobs(recorded["logprobs"])
-        known = {name: value for name, value in recorded.items() if value is not None}
-        completions[0] = completions[0]._replace(**known)
+    for position, recorded in enumerate((metadata.get("choices") or [metadata])[: len(completions)]):
+        values = {name: to_jsonable(recorded.get(name)) for name in _RECORDED}
+        values["logprobs"] = parse_logprobs(values["logprobs"])
+        known = {name: value for name, value in values.items() if value is not None}
+        completions[position] = completions[position]._replace(**known)
     return completions
 
 
-def assistant_message(completion: Completion) -> Message:
-    """The message with its `logprobs` (empty if unknown), and `token_ids` and `finish_reason` if known."""
-    optional = {"token_ids": completion.token_ids, "finish_reason": completion.finish_reason}
-    known = {name: value for name, value in optional.items() if value is not None}
-    return {**completion.message, "logprobs": completion.logprobs or [], **known}
+def sampled_call(step: IntermediateStep, completion: Completion, prompt: Sequence[Message] = ()) -> ModelCall:
+    """The model call of an LLM_END step, as far as it is known."""
+    metadata = step_metadata(step)
+    return ModelCall(
+        index=0,
+        model=metadata.get("model") or step.name or "",
+        messages=[*prompt],
+        llm=metadata.get("llm"),
+        tools=to_jsonable(metadata.get("tools_schema")),
+        message=completion.message,
+        prompt_token_ids=completion.prompt_token_ids,
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        finish_reason=completion.finish_reason,
+        policy_version=completion.policy_version,
+        functions=(step.function_ancestry.function_name,),
+    )
+
+
+def assistant_message(message: Message, call: ModelCall | None, tokens: list[str] | None = None) -> Message:
+    """The message with its `logprobs` (see `call_logprobs`), and `token_ids` and `finish_reason` if known."""
+    sampling = {} if call is None else {"token_ids": call.token_ids, "finish_reason": call.finish_reason}
+    known = {name: value for name, value in sampling.items() if value is not None}
+    return {**message, "logprobs": call_logprobs(call, tokens), **known}
 
 
 class StepParser(Protocol):
@@ -141,8 +171,8 @@ def step_parser(*formats: StepFormat) -> StepParser:
     def parse_to_openai_message(step: Any, previous_message: Message | None = None, **kwargs: Any) -> Message:
         """Returns the message that one step adds.
 
-        LLM_START: the last message of the prompt. LLM_END: the completion with `logprobs` (one number per token, empty
-        if unknown), and `finish_reason` and `token_ids` if known. TOOL_END: the tool's result, for the call in
+        LLM_START: the last message of the prompt. LLM_END: the completion with `logprobs` (those of an OpenAI choice,
+        empty if unknown), and `finish_reason` and `token_ids` if known. TOOL_END: the tool's result, for the call in
         `previous_message` if the tool's output does not name one. Raises TrajectoryError if the step has no message or
         cannot be parsed.
         """
@@ -152,7 +182,8 @@ def step_parser(*formats: StepFormat) -> StepParser:
                 case IntermediateStepType.LLM_START if prompt := parse_prompt(step_prompt(step), formats):
                     return prompt[-1]
                 case IntermediateStepType.LLM_END if completions := step_completions(step, before, formats):
-                    return assistant_message(completions[0])
+                    first = completions[0]
+                    return assistant_message(first.message, sampled_call(step, first), first.tokens)
                 case IntermediateStepType.TOOL_END:
                     return _tool_message(step, before, formats)
             raise TrajectoryError(
@@ -230,9 +261,9 @@ def parse_logprobs(logprobs: Any) -> list[float] | None:
 
 def make_completion(message: Message, finish_reason: Any, logprobs: Any) -> Completion:
     """`logprobs` is a list of numbers or OpenAI's object, whose tokens may be written as `token_id:123`."""
-    numbers = parse_logprobs(logprobs)
-    token_ids = parse_token_ids(sampled_tokens(logprobs)[0])
-    return Completion(message, openai_finish_reason(finish_reason), numbers, token_ids)
+    tokens = [str(token) for token in sampled_tokens(logprobs)[0]]
+    reason, numbers = openai_finish_reason(finish_reason), parse_logprobs(logprobs)
+    return Completion(message, reason, numbers, parse_token_ids(tokens), tokens=tokens or None)
 
 
 def tool_call(name: Any, arguments: Any, call_id: Any) -> JsonObject:

@@ -156,7 +156,9 @@ def _parse_message(data: Any, path: str) -> ArtMessage:
     logprobs = [_required(_typed(each, dict, path), "logprob", (int, float), path) for each in entries]
     if len(ids) != len(logprobs):
         raise _refused(f"{path} has {len(ids)} token_ids and {len(logprobs)} logprobs", path)
-    return ArtMessage(message, ids, logprobs, optional(keys, "prompt_token_ids", list, path))
+    call = optional_dict(choice_logprobs, "call", path)  # where insitu's parser keeps the prompt
+    prompt = optional(keys, "prompt_token_ids", list, path) or optional(call, "prompt_token_ids", list, path)
+    return ArtMessage(message, ids, logprobs, prompt)
 
 
 def _template_message(data: Mapping[str, Any], path: str) -> dict[str, Any]:

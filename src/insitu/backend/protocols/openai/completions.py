@@ -32,7 +32,6 @@ class SampleLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._failed = False
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
@@ -52,10 +51,10 @@ class SampleLog:
             }
             lines.append(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
         try:
-            if not self._failed:
+            if not self._file.closed:
                 self._file.write(b"".join(lines))
         except OSError as error:  # e.g. a full disk: completions do not depend on their log
-            self._failed = True
+            self._file.close()
             logger.error("%s cannot be written, no more samples are logged: %s", self._path, error.strerror)
 
 

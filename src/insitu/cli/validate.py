@@ -1,0 +1,53 @@
+"""The command `validate`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from insitu.cli import options
+
+if TYPE_CHECKING:
+    from insitu.config import Config
+
+
+@click.command("validate")
+@options.config_file
+@options.dataset
+@options.validation
+@options.override
+def command(**run_options: Any) -> None:
+    """Check a file, its plugins and its datasets, as `finetune` does before it starts anything."""
+    from insitu.schemas.finetuning import FinetuneRunConfig
+    from insitu.training.runtime import check_run, run_async
+
+    set_options = {name: value for name, value in run_options.items() if value is not None}
+    request = FinetuneRunConfig(**set_options)
+    config = run_async(check_run(request))
+    click.echo(f"{request.config_file} is valid")
+    for line in _summary(config, request.dataset):
+        click.echo(f"  {line}")
+
+
+def _summary(config: "Config", dataset: str | Path | None) -> list[str]:
+    """What the file runs, and what it trains."""
+    from insitu.evaluation.datasets import load_dataset
+    from insitu.evaluation.validation import held_out_config
+    from insitu.registry import EVALUATOR, FUNCTION
+    from insitu.schemas.components import WORKFLOW
+
+    lines = [f"evaluators: {', '.join(config.names(EVALUATOR)) or 'none'}"]
+    if WORKFLOW in config.names(FUNCTION):
+        lines.insert(0, f"workflow: {config.workflow.type}")
+    if dataset is not None or config.eval.dataset is not None:
+        lines.append(f"rows: {len(load_dataset(config, dataset))}")
+    finetuning = config.finetuning
+    if not finetuning.enabled:
+        return [*lines, "training: finetuning.enabled is false"]
+    if finetuning.validation is not None:
+        held_out = load_dataset(held_out_config(config), finetuning.validation.dataset)
+        lines.append(f"held-out rows: {len(held_out)}")
+    assert finetuning.reward_function is not None
+    trained = ", ".join(sorted(config.trained_llms()))
+    epochs = f"{finetuning.num_epochs} epoch{'s' * (finetuning.num_epochs != 1)}"
+    return [*lines, f"training: {trained}, by the score of {finetuning.reward_function.name}, {epochs}"]

@@ -1,0 +1,137 @@
+"""The numbers of one epoch: a line of `training_metrics.jsonl`, and the likely causes of groups without variance."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+from typing import Any
+
+from insitu.schemas.episodes import DropReason, ModelCall
+from insitu.schemas.finetuning import TrainingStatusEnum, Trajectory, TrajectoryCollection
+
+Group = Sequence[Trajectory]
+
+_MOSTLY = 0.5
+"""Share of the answers from which their length counts as a cause."""
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """Results of one epoch; `metrics()` returns its line of `training_metrics.jsonl`.
+
+    `collected` holds the statistics of all collected trajectories, `trained` those of what was submitted, `backend` the
+    metrics of the training job. `policy_version` is the version sampled from and, once the job has completed, the
+    version it produced. `job` is its final status; None until it ends, or if nothing was submitted. `seconds` has the
+    keys collect, train and validate.
+    """
+
+    collected: Mapping[str, Any]
+    trained: Mapping[str, Any]
+    dropped: Mapping[str, int]
+    policy_version: int | None
+    seconds: Mapping[str, float]
+    job: TrainingStatusEnum | None = None
+    backend: Mapping[str, Any] | None = None
+
+    def with_seconds(self, phase: str, seconds: float) -> "EpochResult":
+        return replace(self, seconds={**self.seconds, phase: seconds})
+
+    def metrics(self) -> dict[str, Any]:
+        return {
+            **self.collected,
+            **self.trained,
+            "dropped": dict(sorted(self.dropped.items())),
+            "policy_version": self.policy_version,
+            "job": self.job and self.job.value,
+            "seconds": dict(self.seconds),
+            **(self.backend or {}),
+        }
+
+
+def collected_metrics(groups: Sequence[Group]) -> dict[str, Any]:
+    """Statistics of the scored episodes of an epoch; None where they say nothing (groups of one, no captured call)."""
+    rewards = [t.reward for group in groups for t in group]
+    deviations = [stdev(t.reward for t in group) for group in groups if len(group) > 1]
+    answers = [call for group in groups for call in trained_calls(group)]
+    lengths = [len(call.token_ids) for call in answers if call.token_ids is not None]
+    return {
+        "avg_reward": sum(rewards) / len(rewards),
+        "min_reward": min(rewards),
+        "max_reward": max(rewards),
+        "reward_std": fmean(deviations) if deviations else None,
+        "frac_reward_zero_std": fmean(d == 0 for d in deviations) if deviations else None,
+        "scores": _scores(groups),
+        "num_trajectories": len(rewards),
+        "num_groups": len(groups),
+        "completions_mean_length": fmean(lengths) if lengths else None,
+        "completions_clipped_ratio": fmean(map(_is_clipped, answers)) if answers else None,
+        "greedy_groups": sum(map(_is_greedy, groups)),
+    }
+
+
+def _scores(groups: Sequence[Group]) -> dict[str, float | None]:
+    """The mean score of each evaluator, None if it scored no episode."""
+    given = [(t.metadata or {}).get("scores") or {} for group in groups for t in group]
+    means: dict[str, float | None] = {}
+    for name in dict.fromkeys(name for scores in given for name in scores):
+        known = [scores[name] for scores in given if scores.get(name) is not None]
+        means[name] = fmean(known) if known else None
+    return means
+
+
+def trained_calls(group: Group) -> Iterator[ModelCall]:
+    return (trajectory.calls[position] for trajectory in group for position in trajectory.trained_calls)
+
+
+def _is_clipped(call: ModelCall) -> bool:
+    return call.finish_reason == "length"
+
+
+def _is_greedy(group: Group) -> bool:
+    """Whether all of its answers were sampled at temperature 0."""
+    answers = list(trained_calls(group))
+    return bool(answers) and all(call.sampling.get("temperature") == 0 for call in answers)
+
+
+def without_variance(collected: TrajectoryCollection, drop_reasons: Mapping[str, str]) -> list[Group]:
+    """The groups that were dropped because their episodes do not differ."""
+    reason = DropReason.NO_VARIANCE
+    return [group for group in collected.trajectories if any(drop_reasons.get(str(t.id)) == reason for t in group)]
+
+
+def likely_causes(groups: Sequence[Group]) -> list[str]:
+    """Why the episodes of each of these groups scored the same, as far as their calls and scores show it."""
+    if not groups:
+        return []
+    causes = []
+    answers = [call for group in groups for call in trained_calls(group)]
+    if greedy := sum(map(_is_greedy, groups)):
+        causes.append(
+            f"{_share(greedy, len(groups), 'groups')} sampled at temperature 0, so that all episodes of a row are the "
+            "same: raise it under llms, or set override_sampling there if the agent sends its own"
+        )
+    elif answers and all(_same_answers(group) for group in groups):
+        causes.append("the answers of each row are the same: raise the temperature, or start from a less certain model")
+    clipped = sum(map(_is_clipped, answers))
+    if answers and clipped >= _MOSTLY * len(answers):
+        causes.append(f"{_share(clipped, len(answers), 'answers')} were cut off at max_tokens: raise it under llms")
+    rewards = {t.reward for group in groups for t in group}
+    if len(rewards) == 1:
+        causes.append(
+            f"every episode has the reward {rewards.pop():g}: does the evaluator tell a good answer from a bad one, "
+            "and are some answers good?"
+        )
+    elif not causes:
+        causes.append(
+            f"the episodes of a row score the same, from {min(rewards):g} to {max(rewards):g} by row: its question is "
+            "too easy or too hard, or the score too coarse"
+        )
+    return causes
+
+
+def _share(count: int, total: int, what: str) -> str:
+    return f"all {total} {what}" if count == total else f"{count} of {total} {what}"
+
+
+def _same_answers(group: Group) -> bool:
+    answers = [[call.message for call in trained_calls([trajectory])] for trajectory in group]
+    return all(answer == answers[0] for answer in answers)

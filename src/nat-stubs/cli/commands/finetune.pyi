@@ -1,0 +1,1 @@
+from insitu.cli.finetune import *

@@ -1,0 +1,1 @@
+from insitu.schemas.components import *

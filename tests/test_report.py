@@ -1,0 +1,156 @@
+"""The console of a run and the numbers of an epoch."""
+
+import asyncio
+import io
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from insitu.schemas.episodes import ModelCall
+from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
+from insitu.training.metrics import collected_metrics, likely_causes, without_variance
+from insitu.training.report import Report
+
+
+def answer(text: str = "yes", tokens: int = 3, **other: Any) -> ModelCall:
+    values = {"token_ids": [1] * tokens, "finish_reason": "stop", "sampling": {"temperature": 1.0}, **other}
+    return ModelCall(0, "policy", [], message={"role": "assistant", "content": text}, **values)
+
+
+def episode(reward: float, *calls: ModelCall, scores: dict[str, float | None] | None = None) -> Trajectory:
+    trained = list(range(len(calls)))
+    return Trajectory(reward=reward, calls=list(calls), trained_calls=trained, metadata={"scores": scores or {}})
+
+
+def test_the_statistics_of_an_epoch() -> None:
+    groups = [
+        [
+            episode(1.0, answer(tokens=2), answer(tokens=4), scores={"right": 1.0, "short": 0.5, "dead": None}),
+            episode(0.0, answer(tokens=6, finish_reason="length"), scores={"right": 0.0, "short": None, "dead": None}),
+        ],
+        [episode(0.5, answer(tokens=4, sampling={"temperature": 0})) for _ in range(2)],
+        [episode(1.0)],
+    ]
+    metrics = collected_metrics(groups)
+    assert metrics == {
+        "avg_reward": 0.6,
+        "min_reward": 0.0,
+        "max_reward": 1.0,
+        "reward_std": pytest.approx(fmean([stdev([1.0, 0.0]), 0.0])),
+        "frac_reward_zero_std": 0.5,
+        "scores": {"right": 0.5, "short": 0.5, "dead": None},
+        "num_trajectories": 5,
+        "num_groups": 3,
+        "completions_mean_length": 4.0,
+        "completions_clipped_ratio": 0.2,
+        "greedy_groups": 1,
+    }
+    alone = collected_metrics([[episode(1.0)]])
+    unknown = ("reward_std", "frac_reward_zero_std", "completions_mean_length", "completions_clipped_ratio")
+    assert [alone[name] for name in unknown] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("groups", "causes"),
+    [
+        ([], []),
+        (
+            [[episode(0.0, answer(sampling={"temperature": 0}))] * 2, [episode(1.0, answer("a"))] * 2],
+            ["1 of 2 groups sampled at temperature 0"],
+        ),
+        ([[episode(0.0, answer())] * 2, [episode(1.0, answer())] * 2], ["the answers of each row are the same"]),
+        (
+            [[episode(0.0, answer(text, finish_reason="length")) for text in "abc"]],
+            ["all 3 answers were cut off at max_tokens", "every episode has the reward 0: does the evaluator"],
+        ),
+        (
+            [[episode(0.25, answer(text)) for text in "ab"], [episode(1.0, answer(text)) for text in "ab"]],
+            ["the episodes of a row score the same, from 0.25 to 1 by row"],
+        ),
+    ],
+    ids=["none", "greedy", "same answers", "cut off", "coarse"],
+)
+def test_the_likely_causes_of_no_variance(groups: list[list[Trajectory]], causes: list[str]) -> None:
+    found = likely_causes(groups)
+    assert len(found) == len(causes), found
+    for cause, start in zip(found, causes, strict=True):
+        assert cause.startswith(start)
+
+
+def test_only_groups_without_variance_are_explained() -> None:
+    groups = [[episode(1.0).model_copy(update={"id": name})] for name in ("a", "b", "c")]
+    collected = TrajectoryCollection(trajectories=groups, run_id="r")
+    assert without_variance(collected, {"a": "no_variance", "b": "curriculum"}) == [groups[0]]
+
+
+def metrics(**values: Any) -> dict[str, Any]:
+    return {"num_trajectories": 8, "num_groups": 4, "dropped": {}, "credit_by_function": {}, **values}
+
+
+def printed() -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, width=400, highlight=False), file
+
+
+def test_the_line_of_an_epoch() -> None:
+    console, file = printed()
+    report = Report(console)
+    report.begin_run(2)
+    values = {
+        "avg_reward": 0.5,
+        "reward_std": 0.25,
+        "frac_reward_zero_std": 0.25,
+        "completions_mean_length": 7.5,
+        "completions_clipped_ratio": 0.125,
+        "greedy_groups": 1,
+        "scores": {"right": 0.5, "short": None},
+        "seconds": {"collect": 1.0, "train": 2.0, "validate": 0.0},
+    }
+    report.epoch(1, 2, metrics(**values))
+    report.epoch(2, 2, metrics(avg_reward=1.0, scores={"right": 1.0}))
+    report.end_run()
+    first, scores, second = file.getvalue().splitlines()
+    assert first.startswith(
+        "epoch 1/2  reward 0.5 std 0.25  8 episodes  variance in 75 % of groups  length 7.5 (12 % cut off)  "
+        "GREEDY: 1 of 4 groups at temperature 0  1.0+2.0+0.0 s  "
+    )
+    assert first.endswith(" s left")
+    assert scores == "  scores: right 0.5, short -"
+    assert second == "epoch 2/2  reward 1  8 episodes  0.0+0.0+0.0 s"
+
+
+async def turns() -> None:
+    """A few turns of the event loop, in which every timer that is due runs."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_without_a_terminal_a_line_now_and_then_says_how_far_a_phase_is() -> None:
+    console, file = printed()
+    report = Report(console, interval=0)
+    for what, total in (("epoch 1: collecting", 4), ("epoch 1: training", None)):
+        report.begin(what, total)
+        report.advance()
+        await turns()
+        report.end()
+        before = file.getvalue()
+        await turns()
+        assert file.getvalue() == before, "a phase that has ended says nothing"
+    lines = file.getvalue().splitlines()
+    assert "epoch 1: collecting: 1 of 4 episodes, 0 s" in lines
+    assert "epoch 1: training: 0 s" in lines
+
+
+async def test_a_terminal_shows_the_run_and_the_phase_with_their_counts() -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=100, force_terminal=True, highlight=False)
+    report = Report(console)
+    report.begin_run(3)
+    report.begin("epoch 0: validating", 24)
+    report.advance()
+    report._progress.refresh()
+    report.end_run()
+    assert "0/3" in file.getvalue()
+    assert "1/24" in file.getvalue()
