@@ -1,6 +1,6 @@
 """A workflow for tests of the service: it does what its input says, and records steps of every form.
 
-{"do": "plain" | "chain" | "steps" | "nest" | "raise" | "hang" | "block" | "deep" | "model", "say": text}
+{"do": "echo" | "plain" | "chain" | "steps" | "nest" | "raise" | "hang" | "block" | "deep" | "model", "say": text}
 """
 
 import asyncio
@@ -37,6 +37,10 @@ class ServedConfig(FunctionBaseConfig, name="served"):
 
 class StreamedConfig(FunctionBaseConfig, name="streamed"):
     llm: LLMRef
+
+
+class EchoedConfig(FunctionBaseConfig, name="echoed"):
+    """Answers with its input, whatever it is."""
 
 
 class SpelledConfig(EvaluatorBaseConfig, name="spelled"):
@@ -77,6 +81,8 @@ async def served(config: ServedConfig, builder: Builder):
     async def answer(question: dict[str, Any]) -> Any:
         do, say = question["do"], question.get("say", "hello")
         match do:
+            case "echo":
+                return say
             case "chain":
                 seen = await look.ainvoke({"at": say})
                 return (await chat.ainvoke([HumanMessage(seen)])).content
@@ -120,6 +126,14 @@ async def streamed(config: StreamedConfig, builder: Builder):
                 yield event.choices[0].delta.content
 
     yield pieces
+
+
+@register_function(config_type=EchoedConfig)
+async def echoed(config: EchoedConfig, builder: Builder):
+    async def answer(question: Any) -> Any:
+        return question
+
+    yield FunctionInfo.from_fn(answer, description="echoes")
 
 
 @register_evaluator(config_type=SpelledConfig)

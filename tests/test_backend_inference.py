@@ -70,7 +70,8 @@ def client(served) -> openai.OpenAI:
 def post(address: str, body: Any, token: str = TOKEN, path: str = "/v1/chat/completions", method: str = "POST"):
     """(status, answer, headers) of a request with exactly this body."""
     raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    request = urllib.request.Request(address + path, raw, {"Authorization": f"Bearer {token}"}, method=method)
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    request = urllib.request.Request(address + path, raw, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=HANGS) as answer:
             return answer.status, json.loads(answer.read()), answer.headers
@@ -261,7 +262,7 @@ REFUSED = [
     ({"model": "policy", "messages": HELLO, "stop": ["x"] * 65}, 400, "stop", "65 entries; allowed: 64"),
     ({"model": "policy", "messages": HELLO, "chat_template_kwargs": {"messages": []}}, 400, "messages", ".*"),
     ({"model": "policy", "messages": HELLO, "chat_template_kwargs": {"self": 1}}, 400, "messages", "multiple"),
-    (DEEP, 400, "messages", "recursion"),
+    (DEEP, 400, None, "nested more than 128 levels"),
     ({"model": "policy@7", "messages": HELLO}, 404, "model", "known models: policy, policy@0"),
     ({"model": "policy", "messages": [{"role": "user", "content": "x" * 300}]}, 400, "messages", r"3\d\d tokens.*256"),
     ({"model": "policy", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
@@ -406,7 +407,8 @@ async def test_clients_that_leave_free_their_slots(served):
 def test_it_stops_when_asked_to_even_while_it_streams(tmp_path, name):
     with backend(save_tiny_model(tmp_path)) as (process, address):
         body = {"model": "policy", "messages": HELLO, "stream": True, "ignore_eos": True}
-        request = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode())
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request) as stream:
             stream.readline()
             process.send_signal(getattr(signal, name))

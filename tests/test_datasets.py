@@ -139,6 +139,7 @@ def test_rows_without_id_are_numbered(write: Any, tmp_path: Path) -> None:
         ("d.jsonl", '{"question": 1}\n{"qestion": 2, "id": 5}\n', ["row 2", "'question'", "'qestion'", "qestion, id"]),
         ("d.jsonl", '{"question": 1}\n\n{"question": \n', ["line 3", "not valid JSON"]),
         ("d.jsonl", '{"question": 1, "id": "x"}\n{"question": 2, "id": "x"}', ["rows 1 and 2", "same id 'x'"]),
+        ("d.jsonl", '{"question": 1, "id": "\\ud83d"}', ["row 1", "the id '\\ud83d' has a lone surrogate"]),
         ("d.jsonl", '{"question": 1, "id": 1}\n{"question": 2, "id": "1"}', ["rows 1 and 2", "same id '1'"]),
         ("d.jsonl", '{"question": 1}\n[1, 2]', ["row 2", "must be a mapping of columns, not [1, 2]"]),
         ("d.jsonl", "\n \n", ["has no rows"]),

@@ -29,6 +29,7 @@ from insitu.evaluation.episodes import EpisodeOptions, run_episode
 from insitu.evaluation.remote import EPISODES, PROTOCOL, RemoteWorkflow, decode, encode
 from insitu.evaluation.run import EvaluationRun
 from insitu.evaluation.service import WorkflowService
+from insitu.http_access import AccessPolicy
 from insitu.plugin_api import Builder, PolicyEndpoint
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
@@ -283,7 +284,8 @@ async def test_the_llms_that_are_trained_must_be_the_services(config: Config, se
 
 @asynccontextmanager
 async def serving(config: Config, token: str | None = None) -> AsyncIterator[tuple[WorkflowService, str]]:
-    service = WorkflowService(config, lambda _: nullcontext(), token)  # type: ignore[arg-type,return-value]
+    access = AccessPolicy.of("127.0.0.1", token, variable="INSITU_SERVE_TOKEN")
+    service = WorkflowService(config, lambda _: nullcontext(), access)  # type: ignore[arg-type,return-value]
     async with service.listening("127.0.0.1", 0) as address:
         yield service, address
 
@@ -314,11 +316,17 @@ async def test_wrong_requests(config: Config, monkeypatch: pytest.MonkeyPatch) -
     async with serving(config) as (_, address):
         for path, body, headers, status, message in (
             ("/generate", {"inptu": 1}, {}, 400, "input: Field required"),
-            ("/generate", b"{", {}, 400, "Invalid JSON"),
+            ("/generate", b"{", {}, 400, "the body is not JSON"),
             (EPISODES, {"key": ["r"]}, {}, 400, "key"),
             (EPISODES, {"key": ["r", 1, "2", 0, 0], "polcy": {}}, {}, 400, "polcy: Extra inputs"),
             (EPISODES, {"key": ["r", 1, "2", 0, 0], "options": {"sed": 1}}, {}, 400, "options.sed: Unexpected"),
-            ("/generate", {"input": 1}, {"Content-Type": "text/plain"}, 415, "text/plain, not application/json"),
+            (
+                "/generate",
+                {"input": 1},
+                {"Content-Type": "text/plain"},
+                415,
+                "is 'text/plain'; send JSON as application/json",
+            ),
             ("/generate", {"input": "x" * 20_000}, {}, 413, "larger than 10000 bytes"),
             ("/nothing", {}, {}, 404, "POST /nothing: "),
             ("/health", {}, {}, 405, "POST /health: "),

@@ -543,3 +543,22 @@ async def test_a_model_with_another_kind_of_state_is_refused(tmp_path):
     with pytest.raises(BackendError, match="mamba models cannot be served"):
         async with running(tmp_path):
             pass
+
+
+async def test_a_full_queue_refuses_requests_and_forgets_cancelled_ones(folders):
+    prompt = list(range(9))
+    async with running(folders["llama"], max_batch=1, max_in_flight=4) as engine:
+        waiting = [asyncio.create_task(engine.complete(asks(prompt, [params(i, 900)]))) for i in range(4)]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestRefused, match="4 completions are waiting already") as refused:
+            await engine.complete(asks(prompt, [params(9, 1)]))
+        assert refused.value.status == 429
+        for task in waiting[1:]:
+            task.cancel()
+        await asyncio.wait(waiting[1:])
+        async with asyncio.timeout(HANGS):
+            while sum(engine.num_requests) > 1:  # noqa: ASYNC110 - the compute thread sets no event
+                await asyncio.sleep(0.001)
+        assert not waiting[0].done()
+        waiting[0].cancel()
+        assert len(await engine.complete(asks(prompt, [params(9, 1)]))) == 1

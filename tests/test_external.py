@@ -114,6 +114,26 @@ async def test_arguments_environment_and_forms_of_answer(tmp_path: Path, server:
         await output(tmp_path, server, "print('plain')", answer="json")
 
 
+async def test_a_program_gets_no_secrets_but_those_it_needs(
+    tmp_path: Path, server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_name = {"INSITU_BACKEND_TOKEN", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "SSH_AUTH_SOCK", "SEARCH_KEY"}
+    secret = by_name | {"DATABASE_URL"}
+    harmless = {"TOKENIZERS_PARALLELISM", "KEYBOARD", "MODE", "https_proxy"}
+    for name in by_name | harmless:
+        monkeypatch.setenv(name, "x")
+    for name in ("DATABASE_URL", "https_proxy"):
+        monkeypatch.setenv(name, "https://me:pw@host/x")
+    code = "import json, os; print(json.dumps(sorted(os.environ)))"
+    assert (secret | harmless) & {*await output(tmp_path, server, code, answer="json")} == harmless
+    more = {"pass_env": ["SEARCH_KEY", "DATABASE_URL"], "env": {"MY_TOKEN": "x"}}
+    given = {*await output(tmp_path, server, code, answer="json", **more)}
+    assert secret & given == {"SEARCH_KEY", "DATABASE_URL"}
+    assert "MY_TOKEN" in given
+    with pytest.raises(ConfigError, match="pass_env names NO_SUCH_KEY: no such environment variable"):
+        await output(tmp_path, server, code, pass_env=["NO_SUCH_KEY"])
+
+
 async def test_a_program_is_found_from_the_file(tmp_path: Path, server: FakeOpenAI) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/agent").write_text("#!/bin/sh\ncat; pwd\n")

@@ -243,6 +243,8 @@ async def test_what_training_lacks_is_told() -> None:
         (b"\xff\xfe", "is not JSON"),
         (b"", "is not JSON"),
         (b'{"model": "x"}', "messages is missing"),
+        (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", "nested more than 128 levels"),
+        (b'{"messages": ["\\ud800"]}', "is not JSON"),
         (b'{"messages": [], "n": 1000000000}', "allowed: 1 to 128"),
         (b'{"messages": [], "n": "many"}', "allowed: 1 to 128"),
     ],
@@ -270,6 +272,10 @@ async def test_a_body_too_large(server: FakeOpenAI) -> None:
             status, answer = await post(f"{door.openai_url}/chat/completions", _pieces(body))
             assert (status, answer["error"]["code"]) == (413, "too_large")
             assert str(MAX_BODY) in answer["error"]["message"]
+            lists = io.BytesIO(b'{"a": [' + b"[]," * 8_000_000 + b"1]}")
+            status, answer = await post(f"{door.openai_url}/chat/completions", lists)
+            assert (status, answer["error"]["code"]) == (413, "too_large")
+            assert "commas and brackets; allowed: 524288" in answer["error"]["message"]
             long = "x" * 2_000_000
             assert await text_by("chat", False, door, long) == f"echo: {long}"
     assert len(scope.calls) == 1

@@ -325,3 +325,15 @@ async def test_a_compressed_bomb_is_stopped_early():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20_000_000
+
+
+async def test_a_full_queue_refuses_jobs(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr("insitu.backend.training.jobs.MAX_UNFINISHED_JOBS", 1)
+    async with serving(loaded, tmp_path) as backend:
+        _, first = await backend.post(lines(MANY), Idempotency_Key="run/1")
+        async with backend.session.post(JOBS, data=lines(MANY)) as response:
+            assert (response.status, response.headers["Retry-After"].isdecimal()) == (429, True)
+            assert (await response.json())["error"]["message"] == "1 training jobs are queued already"
+        assert (await backend.post(lines(MANY), Idempotency_Key="run/1"))[1]["id"] == first["id"]
+        await backend.events(first["id"])
+        assert (await backend.post(lines(MANY)))[0] == 200

@@ -24,6 +24,8 @@ ORDER = [
     "algorithms",
     "advantages",
     "http_format",
+    "http_access",
+    "http_limits",
     "connection",
     "registry",
     "config",
@@ -50,7 +52,9 @@ INTEGRATIONS = {
     "backend/protocols/native": None,
     "frameworks/*": None,
 }
-BACKEND_MAY = {"errors", "files", "schemas", "algorithms", "advantages", "http_format", "backend"}
+BACKEND_MAY = {
+    *("errors", "files", "schemas", "algorithms", "advantages", "http_format", "http_access", "http_limits", "backend"),
+}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]
 each_module = pytest.mark.parametrize("path", MODULES, ids=NAMES)
@@ -216,7 +220,7 @@ def test_the_backend_works_without_a_protocol(tmp_path: Path) -> None:
             backend = create_backend(load_model({str(model)!r}), BackendOptions(model="m", threads=1), Path("out"))
             await backend.start()
             transport = httpx.ASGITransport(backend.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://backend") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 body = {{"model": "policy", "prompt": "Hello", "max_tokens": 3, "ignore_eos": True}}
                 answer = (await client.post("/v1/completions", json=body)).json()
                 assert answer["usage"]["completion_tokens"] == 3, answer

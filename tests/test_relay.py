@@ -101,6 +101,16 @@ async def ask_raw(
         return answer.status, json.loads(text) if answer.content_type == "application/json" and text else text
 
 
+async def send_raw(door: EpisodeEndpoint, request: bytes) -> bytes:
+    """The response to a request that no client library sends."""
+    url = URL(door.address)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(request)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -417,7 +427,11 @@ async def test_no_key_is_logged(server: Watched, caplog: pytest.LogCaptureFixtur
             for path in ("/v1/chat/completions", "/v1/models", "/v1/../x", "/v1/train/jobs", "/nothing"):
                 await ask_raw(door, path)
                 await ask_raw(door, path, body=b"{nope")
+            path = f"/e/{door.key}/v1/x"
+            for target in (f"http://[x{path}", f"http://h:99999999{path}", f"{path} y", f"{path}\xff", path[1:]):
+                await send_raw(door, f"GET {target} HTTP/1.1\r\nHost: h\r\n\r\n".encode("latin-1"))
         await ask_raw(door, "/v1/chat/completions")
     assert "which has ended" in caplog.text
+    assert caplog.text.count("refused a malformed request") == 5
     assert door.key not in caplog.text
     assert door.key not in repr(door) + repr(gateway)

@@ -11,15 +11,21 @@ model        loads Hugging Face causal language models
 from dataclasses import dataclass
 from pathlib import Path
 
+from insitu.http_access import AccessPolicy
+
+TOKEN_VARIABLE = "INSITU_BACKEND_TOKEN"
+"""The environment variable with the bearer token."""
+
 
 @dataclass(frozen=True)
 class BackendOptions:
     """The options of `insitu backend`; importing them does not import torch.
 
-    `port` 0 picks a free port. `token` is required of every request. `output_dir` receives checkpoints (None: a
-    temporary folder). `max_length`, `max_batch` and `threads` default to values that suit the model. `log_samples` is a
-    file that gets a JSON line per completion. The process stops when `parent_pid` ends. With `lora_rank`, jobs without
-    a `lora` block train adapters of that rank instead of all weights.
+    `port` 0 picks a free port. `token` is required of every request; without one, `insecure_no_auth` allows a `host`
+    that other machines can connect to, and `allowed_host` further names in the Host header. `output_dir` receives
+    checkpoints (None: a temporary folder). `max_length`, `max_batch` and `threads` default to values that suit the
+    model. `log_samples` is a file that gets a JSON line per completion. The process stops when `parent_pid` ends. With
+    `lora_rank`, jobs without a `lora` block train adapters of that rank instead of all weights.
     """
 
     model: str
@@ -30,9 +36,21 @@ class BackendOptions:
     dtype: str = "auto"
     output_dir: Path | None = None
     token: str | None = None
+    insecure_no_auth: bool = False
+    allowed_host: tuple[str, ...] = ()
     max_length: int | None = None
     max_batch: int | None = None
     threads: int | None = None
     log_samples: Path | None = None
     lora_rank: int | None = None
     parent_pid: int | None = None
+
+    def access(self) -> AccessPolicy:
+        """Raises ConfigError if the options would leave the server open to other machines, or the token is empty."""
+        return AccessPolicy.of(
+            self.host,
+            self.token,
+            variable=TOKEN_VARIABLE,
+            allow_anyone=self.insecure_no_auth,
+            allowed_hosts=self.allowed_host,
+        )

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
+from insitu.errors import BackendUnavailable, format_error
+
 T = TypeVar("T")
 E = TypeVar("E")
 R = TypeVar("R")
@@ -21,11 +23,15 @@ class ComputeThread:
 
     Each iteration runs all pending calls, one sampling step, and one step of an interleaved generator (a training
     job), so training delays a sampling step by at most one micro-batch. `sampling_step()` returns whether there is more
-    to sample.
+    to sample. If the thread fails, all that waits for it gets BackendUnavailable, `on_failure` is called with it, and
+    `check_alive` raises it from then on.
     """
 
     def __init__(self) -> None:
         self.sampling_step: Callable[[], bool] | None = None
+        self.on_failure: Callable[[BackendUnavailable], None] | None = None
+        self._failure: BackendUnavailable | None = None
+        self._waiting: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = {}
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: shut down
         self._generators: deque[_InterleavedGenerator] = deque()
         self._thread = threading.Thread(target=self._run, name="insitu-compute", daemon=True)
@@ -39,14 +45,19 @@ class ComputeThread:
         if self._thread.is_alive():
             self._thread.join(timeout)
 
+    def check_alive(self) -> None:
+        """Raises BackendUnavailable if the thread has failed."""
+        if self._failure is not None:
+            raise self._failure
+
     def wake(self) -> None:
         """Wakes the thread because there may be new sampling work; thread-safe."""
         self._requests.put(lambda: None)
 
     async def call(self, fn: Callable[..., T], *args: Any) -> T:
-        """Runs `fn(*args)` in the thread and returns its result."""
+        """Runs `fn(*args)` in the thread and returns its result. Raises BackendUnavailable if the thread fails."""
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
+        done: asyncio.Future[T] = self._future(loop)
 
         def run() -> None:
             try:
@@ -61,9 +72,10 @@ class ComputeThread:
         """Runs the generator to completion, interleaved with other work.
 
         Calls `on_event` on the event loop with each value it yields. If the caller is cancelled, returns only after the
-        generator has been closed in the thread.
+        generator has been closed in the thread. Raises BackendUnavailable if the thread fails.
         """
-        generator = _InterleavedGenerator(asyncio.get_running_loop(), steps, on_event)
+        loop = asyncio.get_running_loop()
+        generator = _InterleavedGenerator(loop, self._future(loop), steps, on_event)
         self._requests.put(lambda: self._generators.append(generator))
         try:
             return await asyncio.shield(generator.done)
@@ -75,7 +87,29 @@ class ComputeThread:
                 generator.done.exception()  # marks the exception as retrieved
             raise
 
+    def _future(self, loop: asyncio.AbstractEventLoop) -> "asyncio.Future[Any]":
+        """A future that fails with the thread."""
+        future = loop.create_future()
+        self._waiting[future] = loop
+        future.add_done_callback(self._waiting.pop)
+        if self._failure is not None:  # checked last: the thread may fail at any time
+            future.set_exception(self._failure)
+        return future
+
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # nobody joins the thread: whoever waits for it would do so for ever
+            logger.critical("the compute thread has failed", exc_info=error)
+            self._failure = BackendUnavailable(
+                f"the compute thread of the backend has failed ({format_error(error)}); restart the backend"
+            )
+            for future, loop in list(self._waiting.items()):
+                call_in_loop(loop, set_outcome, future, self._failure)
+            if self.on_failure is not None:
+                self.on_failure(self._failure)
+
+    def _work(self) -> None:
         """Main loop; blocks on the queue only when idle."""
         busy = False
         while True:
@@ -99,11 +133,17 @@ class ComputeThread:
 class _InterleavedGenerator:
     """A running generator and the future for its return value."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, steps: Generator[Any, None, Any], on_event: Callable) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        done: "asyncio.Future[Any]",
+        steps: Generator[Any, None, Any],
+        on_event: Callable,
+    ) -> None:
         self.loop = loop
+        self.done = done
         self.steps = steps
         self.on_event = on_event
-        self.done: asyncio.Future[Any] = loop.create_future()
         self.cancelled = False
 
     def advance(self) -> bool:

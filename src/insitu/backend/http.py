@@ -1,13 +1,11 @@
-"""What all routes share: responses, error handlers, request bodies, the bearer token, and the OpenAPI document."""
+"""What all routes share: responses, error handlers, request bodies, access, and the OpenAPI document."""
 
 import asyncio
-import base64
-import hmac
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, FailFast, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -15,13 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from insitu.errors import InsituError, RequestRefused
+from insitu.errors import BackendUnavailable, InsituError, RequestRefused
+from insitu.http_access import AccessPolicy
 from insitu.http_format import error_body
+from insitu.http_limits import BODY_SECONDS, LARGE_BODY
 
-MAX_JOB_BYTES = 1 << 30
-"""Limit for the body of a training request, decompressed."""
-THREAD_PARSE_BYTES = 1 << 16
-"""Bodies from this size on are parsed in a thread, so that they do not hold up other responses."""
+RETRY_AFTER = "5"
+"""Seconds after which a client may repeat a request that a full queue refused."""
 
 T = TypeVar("T")
 
@@ -44,7 +42,11 @@ def error_response(
 
 
 def refused_response(error: RequestRefused) -> JSON:
-    return error_response(str(error), error.status, error.param, error.code)
+    return error_response(str(error), error.status, error.param, error.code, refusal_headers(error.status))
+
+
+def refusal_headers(status: int) -> dict[str, str]:
+    return {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": RETRY_AFTER}}.get(status, {})
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -53,6 +55,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         message = f"{request.method} {request.url.path}: {error.detail}"
         return error_response(message, error.status_code, headers=error.headers)
+    if isinstance(error, BackendUnavailable):
+        return error_response(str(error), 503)
     known = isinstance(error, InsituError)
     return error_response(str(error) if known else f"the server failed: {type(error).__name__}: {error}", 500)
 
@@ -60,34 +64,42 @@ async def _on_error(request: Request, error: Exception) -> Response:
 EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys((RequestRefused, HTTPException, InsituError, Exception), _on_error)
 
 
+class StopAtFirstError(FailFast):
+    """For lists in requests: an error per entry would take hundreds of times the memory of the request."""
+
+    __hash__ = object.__hash__  # members of unions must be hashable
+
+
+async def body_chunks(receive: Receive) -> AsyncIterator[bytes]:
+    """The request's body as it arrives. Raises RequestRefused if it stops arriving, or the client leaves."""
+    more = True
+    while more:
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                message = await receive()
+        except TimeoutError:
+            raise RequestRefused(f"no more of the body arrived for {BODY_SECONDS:g} s", status=408) from None
+        if message["type"] == "http.disconnect":
+            raise RequestRefused("the client disconnected before its request was complete", status=400)
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
+
+
 async def read_body(receive: Receive, limit: int) -> bytes:
     """The request's body. Raises RequestRefused (413) as soon as it exceeds `limit` bytes."""
     parts: list[bytes] = []
     size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise RequestRefused("the client disconnected before its request was complete", status=400)
-        part = message.get("body", b"")
+    async for part in body_chunks(receive):
         size += len(part)
         if size > limit:
-            raise RequestRefused(f"the body is larger than {limit} bytes", status=413)
+            raise RequestRefused(f"the body is larger than {limit} bytes", status=413, code="too_large")
         parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+    return b"".join(parts)
 
 
 async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
     """Runs `parse`, for large bodies in a thread."""
-    return parse(body) if len(body) < THREAD_PARSE_BYTES else await asyncio.to_thread(parse, body)
-
-
-def parse_json(body: bytes) -> Any:
-    """Raises RequestRefused (400) if the body is not JSON."""
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise RequestRefused(f"the body is not JSON: {error}", code="malformed_json") from error
+    return parse(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse, body)
 
 
 def validation_refusal(error: ValidationError) -> RequestRefused:
@@ -104,37 +116,23 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-class TokenGate:
-    """Requires `Authorization: Bearer TOKEN` except for `public_paths`.
+class AccessGate:
+    """Refuses requests that `policy` does not allow; `public_paths` need no token."""
 
-    Basic authentication with the token as password is accepted too: that is what clients without token support send for
-    `http://user:TOKEN@host:port`.
-    """
-
-    def __init__(self, app: ASGIApp, token: str, public_paths: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, policy: AccessPolicy, public_paths: Collection[str]) -> None:
         self._app = app
-        self._token = token.encode()
-        self._public_paths = public_paths
+        self._policy = policy
+        self._public_paths = frozenset(public_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._public_paths and not self._authorized(scope):
-            headers = {"www-authenticate": "Bearer"}
-            response = error_response("the bearer token is missing or wrong", 401, headers=headers)
-            await response(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _authorized(self, scope: Scope) -> bool:
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, credentials = header.partition(b" ")
-        if scheme.lower() == b"basic":
+        if scope["type"] == "http":
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             try:
-                credentials = base64.b64decode(credentials, validate=True).partition(b":")[2]
-            except ValueError:
-                return False
-        elif scheme.lower() != b"bearer":
-            return False
-        return hmac.compare_digest(credentials, self._token)
+                self._policy.check(headers, is_public=scope["path"] in self._public_paths)
+            except RequestRefused as error:
+                await refused_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class ErrorDetail(BaseModel):

@@ -7,9 +7,11 @@ import os
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from pydantic import BaseModel
@@ -21,7 +23,7 @@ from starlette.types import ASGIApp
 import insitu
 from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread
-from insitu.backend.http import EXCEPTION_HANDLERS, JSON, ApiRoute, TokenGate, openapi_document
+from insitu.backend.http import EXCEPTION_HANDLERS, JSON, AccessGate, ApiRoute, openapi_document
 from insitu.backend.inference.engine import Engine, ModelRegistry, PolicyModels
 from insitu.backend.inference.scheduler import EngineOptions
 from insitu.backend.model import LoadedModel, load_model
@@ -31,6 +33,7 @@ from insitu.backend.training.learner import Learner, Learners
 from insitu.errors import BackendError
 from insitu.files import FolderLock, writable_folder
 from insitu.http_format import http_url
+from insitu.http_limits import IDLE_SECONDS
 from insitu.schemas.training_jobs import LoRASettings
 
 logger = logging.getLogger(__name__)
@@ -101,6 +104,7 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     services = Services(options, loaded, compute, engine, learners, jobs, models, output_dir)
 
     async def health(request: Request) -> Response:
+        compute.check_alive()
         return JSON({"status": "ok", "policy_version": engine.version})
 
     async def openapi(request: Request) -> Response:
@@ -112,8 +116,7 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
         *protocol_routes(services),
     ]
     app: ASGIApp = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
-    if options.token:
-        app = TokenGate(app, options.token, {route.path for route in routes if route.public})
+    app = AccessGate(app, options.access(), {route.path for route in routes if route.public})
     return Backend(app, compute, engine, jobs, learners.default)
 
 
@@ -130,7 +133,8 @@ async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=GRACE_SECONDS,
-            timeout_keep_alive=75,
+            timeout_keep_alive=int(IDLE_SECONDS),
+            ws="none",
         )
         address = http_url(*listener.getsockname()[:2])
         server = _Server(config, lambda: on_ready(address))
@@ -142,14 +146,31 @@ async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Reports when it accepts connections, and leaves signals to `_stop_on_signal`.
+    """Reports when it accepts connections, closes idle ones, and leaves signals to `_stop_on_signal`.
 
-    uvicorn's own handlers would re-raise the signal, and the process would end with a failure.
+    uvicorn's own handlers would re-raise the signal, and the process would end with a failure. Its own timeout for idle
+    connections starts after a response only, and ends with the first byte of the next request.
     """
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_started = on_started
+        self._idle_since: dict[Any, float] = {}  # by connection
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second."""
+        if counter % 10 == 0:
+            self._close_idle(time.monotonic())
+        return await super().on_tick(counter)
+
+    def _close_idle(self, now: float) -> None:
+        """Closes the connections that have been without a complete request head for `IDLE_SECONDS`."""
+        connections: set[Any] = self.server_state.connections
+        idle = [each for each in connections if each.cycle is None or each.cycle.response_complete]
+        self._idle_since = {each: self._idle_since.get(each, now) for each in idle}
+        for connection, since in self._idle_since.items():
+            if now - since >= IDLE_SECONDS:
+                connection.transport.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

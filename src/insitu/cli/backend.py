@@ -8,12 +8,17 @@ from typing import Any
 
 import click
 
-from insitu.backend import BackendOptions
+from insitu.backend import TOKEN_VARIABLE, BackendOptions
+from insitu.cli import options
 from insitu.errors import InsituError, install_command, memory_problem
 
 
-def serve(options: BackendOptions) -> int:
-    """Runs the server until it is stopped, and returns the exit code."""
+def serve(backend_options: BackendOptions) -> int:
+    """Runs the server until it is stopped, and returns the exit code. Raises ConfigError before it starts."""
+    from insitu.http_limits import raise_file_limit
+
+    backend_options.access()
+    raise_file_limit()
     try:
         import uvloop
 
@@ -26,7 +31,7 @@ def serve(options: BackendOptions) -> int:
         return 2
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run(options, lambda url: print(f"insitu backend ready at {url}", flush=True)))
+            runner.run(run(backend_options, lambda url: print(f"insitu backend ready at {url}", flush=True)))
     except InsituError as error:
         print(f"insitu backend: {error}", file=sys.stderr)
         return 1
@@ -43,13 +48,13 @@ def serve(options: BackendOptions) -> int:
 @click.option("--device", default="auto", help="cpu, cuda, cuda:1 ..., or auto.")
 @click.option("--dtype", default="auto", help="float32, bfloat16, float16, or auto.")
 @click.option("--output_dir", type=click.Path(path_type=Path), help="Folder for checkpoints (default: temporary).")
-@click.option("--token", envvar="INSITU_BACKEND_TOKEN", help="Bearer token required for requests.")
+@options.access(TOKEN_VARIABLE)
 @click.option("--max_length", type=click.IntRange(min=2), help="Maximum tokens of prompt and completion.")
 @click.option("--max_batch", type=click.IntRange(min=1), help="Maximum number of concurrent requests.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads for sampling.")
 @click.option("--lora_rank", type=click.IntRange(min=1), help="LoRA rank (default: train all weights).")
 @click.option("--log_samples", type=click.Path(path_type=Path), help="Append a JSON line per completion.")
 @click.option("--parent_pid", type=int, help="Exit when this process has exited.")
-def command(**options: Any) -> None:
+def command(**values: Any) -> None:
     """Serve and train a model: inference and training jobs on one port."""
-    sys.exit(serve(BackendOptions(**options)))
+    sys.exit(serve(BackendOptions(**values)))

@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,27 @@ _result_path = click.option(
 def endpoint(command: Callable[..., Any]) -> Callable[..., Any]:
     """--endpoint, --endpoint_timeout, --result_json_path."""
     return _endpoint(_timeout(_result_path(command)))
+
+
+def access(variable: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """--token, --insecure_no_auth, --allowed_host of a server; `variable` is the environment variable of the token."""
+
+    def empty_is_not_unset(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+        return os.environ.get(variable) if value is None else value  # click ignores an empty variable
+
+    token = click.option(
+        "--token", envvar=variable, callback=empty_is_not_unset, help="Bearer token required for requests."
+    )
+    no_auth = click.option(
+        "--insecure_no_auth", is_flag=True, help="Serve other machines without a token: everyone may use the server."
+    )
+    allowed_host = click.option(
+        "--allowed_host",
+        multiple=True,
+        metavar="NAME",
+        help="Without a token: a further host name by which clients may call the server.",
+    )
+    return lambda command: token(no_auth(allowed_host(command)))
 
 
 _validation_options = (

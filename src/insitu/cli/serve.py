@@ -13,7 +13,13 @@ from insitu.cli import options
 @options.config_file
 @click.option("--host", default="127.0.0.1", help="The address to bind.")
 @click.option("--port", default=8000, type=click.IntRange(0, 65535), help="0 picks a free port.")
-@click.option("--token", envvar="INSITU_SERVE_TOKEN", help="Bearer token required for requests.")
+@options.access("INSITU_SERVE_TOKEN")
+@click.option(
+    "--policy_url",
+    multiple=True,
+    metavar="URL",
+    help="A model server that trainers may name (default: those on this machine, for trainers on this machine).",
+)
 @options.checkpoint
 @options.override
 def command(config_file: Path, override: tuple[tuple[str, str], ...], **serve_options: object) -> None:
@@ -29,15 +35,23 @@ async def _serve(
     host: str,
     port: int,
     token: str | None,
+    insecure_no_auth: bool,
+    allowed_host: tuple[str, ...],
+    policy_url: tuple[str, ...],
     checkpoint: Path | None,
 ) -> None:
     from insitu.config import load_config
+    from insitu.evaluation.remote import TOKEN_VARIABLE
     from insitu.evaluation.service import WorkflowService
+    from insitu.http_access import AccessPolicy
     from insitu.registry import LLM
     from insitu.training.runtime import serve_policy
 
     config = load_config(config_file, override)
-    service = WorkflowService(config, partial(serve_policy, config, checkpoint=checkpoint), token)
+    access = AccessPolicy.of(
+        host, token, variable=TOKEN_VARIABLE, allow_anyone=insecure_no_auth, allowed_hosts=allowed_host
+    )
+    service = WorkflowService(config, partial(serve_policy, config, checkpoint=checkpoint), access, policy_url)
     try:
         async with service.listening(host, port) as url:
             needs_trainer = any(config.block(LLM, name).type == "policy" for name in config.names(LLM))

@@ -72,7 +72,7 @@ async def open_workflow(
     """Runs attempts in this process, or in the service at `endpoint`.
 
     Raises BackendUnavailable if the service does not respond, ConfigError if it is not a workflow service or lacks one
-    of the llms in `trained`.
+    of the llms in `trained`, RequestRefused if it may not send requests to the policy.
     """
     config = builder.config
     # a service runs the workflow of the run, not that of another file
@@ -81,9 +81,9 @@ async def open_workflow(
         yield in_process(await builder.get_workflow())
         return
     async with RemoteWorkflow(service.endpoint, service.endpoint_timeout) as remote:
-        await remote.check(trained, reached=run is not None)  # a finetuning run checks the service before it begins
         if any(config.block(LLM, name).type == "policy" for name in config.names(LLM)):
             remote.policy = await builder.policy_endpoint()
+        await remote.check(trained, reached=run is not None)  # a finetuning run checks the service before it begins
         yield remote.attempt
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.config import Config
 from insitu.errors import ConfigError, install_command
-from insitu.evaluation.remote import read_step
+from insitu.evaluation.remote import has_lone_surrogate, read_step
 from insitu.registry import DATASET, not_found, register_dataset_loader, registry
 from insitu.schemas.components import DatasetBaseConfig
 from insitu.schemas.evaluation import EvalInputItem
@@ -171,6 +171,8 @@ def _items(shape: FileDatasetConfig, file: Path, rows: Rows, answered: bool) -> 
             item.output_obj = None if answer == "" and file.suffix == ".csv" else answer  # an empty cell
             item.trajectory = _steps(row, keys.trajectory_key, where)
             item.rep = row["rep"] if isinstance(row.get("rep"), int) else 0
+        if has_lone_surrogate(str(item.id)):
+            raise ConfigError(f"{where}: the id {item.id!r} has a lone surrogate, which no file can hold")
         earlier = seen.setdefault((str(item.id), item.rep), number)
         if earlier != number:
             raise ConfigError(f"dataset {file}: rows {earlier} and {number} have the same id {item.id!r}")

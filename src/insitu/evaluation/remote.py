@@ -24,7 +24,7 @@ from dataclasses import fields
 from typing import Any
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from insitu.connection import CONNECT_TIMEOUT, Retry, is_transient, retry_after
@@ -34,7 +34,7 @@ from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, 
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.schemas.steps import IntermediateStep, StreamEventData, TraceMetadata, TTCEventData
-from insitu.workflow.conversion import JSON_OPTIONS, to_jsonable
+from insitu.workflow.conversion import JSON_OPTIONS, json_form, to_jsonable
 
 PROTOCOL = 3
 EPISODES = "/v1/episodes"
@@ -80,6 +80,13 @@ class EpisodeRequest(BaseModel):
     options: EpisodeOptions = EpisodeOptions()
     policy: ServedPolicy | None = None
 
+    @field_validator("key")
+    @classmethod
+    def _check_key(cls, key: EpisodeKey) -> EpisodeKey:
+        if has_lone_surrogate(key.text()):
+            raise ValueError("it has a lone surrogate, which no file can hold")
+        return key
+
 
 class EpisodeEnd(BaseModel):
     """The outcome of an attempt; its steps and calls have their own lines."""
@@ -107,8 +114,11 @@ def encode(value: Any) -> bytes:
     """JSON of any value a workflow may return; raises ValueError if it is nested too deeply."""
     try:
         return to_json(value, inf_nan_mode="constants", **JSON_OPTIONS)
-    except PydanticSerializationError:  # lone surrogates are escaped
-        return json.dumps(to_jsonable(value)).encode()
+    except (PydanticSerializationError, UnicodeEncodeError):  # lone surrogates are escaped
+        try:
+            return json.dumps(to_jsonable(value)).encode()
+        except UnicodeEncodeError:  # in a key
+            return json.dumps(value, default=json_form).encode()
 
 
 def decode(text: bytes) -> Any:
@@ -116,6 +126,15 @@ def decode(text: bytes) -> Any:
         return from_json(text)
     except ValueError:  # lone surrogates again, or not JSON
         return json.loads(text)
+
+
+def has_lone_surrogate(text: str) -> bool:
+    """Whether a text, as JSON may hold it, cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def read_call(record: dict[str, Any]) -> ModelCall:
@@ -163,7 +182,7 @@ class RemoteWorkflow:
         """Raises BackendUnavailable or ConfigError unless this is a workflow service with the llms in `trained`.
 
         Retries transient errors for up to `timeout` seconds, and refused connections too if the service has been
-        `reached` before.
+        `reached` before. Raises RequestRefused if the service may not send requests to `policy`.
         """
         retry = Retry(f"the workflow service at {self.url}", self._timeout, key="endpoint_timeout")
         retry.reached = reached
@@ -179,8 +198,9 @@ class RemoteWorkflow:
             )
 
     async def _description(self) -> Description:
+        params = {"base_url": self.policy.base_url} if self.policy else {}
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT), self._open("GET") as response:
+            async with asyncio.timeout(CONNECT_TIMEOUT), self._open("GET", params=params) as response:
                 if response.status in (404, 405):
                     raise self._not_ours(f"GET {EPISODES} returned {response.status}")
                 if response.status >= 400:

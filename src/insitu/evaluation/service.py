@@ -9,34 +9,38 @@ A request is cancelled when its client disconnects.
 """
 
 import asyncio
-import hmac
 import logging
+import re
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
+from yarl import URL
 
 from insitu.builder import Builder
 from insitu.config import Config
-from insitu.errors import InsituError, describe_error
+from insitu.errors import InsituError, RequestRefused, describe_error
 from insitu.evaluation.episodes import AttemptResult, classify, fail, in_process, is_own_cancellation
 from insitu.evaluation.remote import (
     EPISODES,
     HEARTBEAT_SECONDS,
     PROTOCOL,
-    TOKEN_VARIABLE,
     Description,
     EpisodeEnd,
     EpisodeRequest,
     ServedPolicy,
+    decode,
     encode,
 )
+from insitu.gateway.listener import parse_body, read_body, server_runner
+from insitu.http_access import AccessPolicy, is_loopback_address
 from insitu.http_format import error_body, http_url
+from insitu.http_limits import parse_json
 from insitu.registry import LLM
 from insitu.schemas.episodes import DropReason, Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem
@@ -50,6 +54,8 @@ ServePolicy = Callable[[Builder], AbstractAsyncContextManager[None]]
 _BODY_LIMIT = 64 * 2**20
 _MAX_IDLE = 4
 """Number of idle workflows kept for the next episode of their trainer."""
+_BASE_URL = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:[0-9]{1,5})?(/[\w.~/-]*)?", re.ASCII)
+"""No user, query or other part that one library reads as the host and another does not."""
 _Body = TypeVar("_Body", bound=BaseModel)
 _STATUS = {DropReason.BACKEND_ERROR: 502, DropReason.TIMEOUT: 504}
 
@@ -116,25 +122,33 @@ class _Deployment:
 class WorkflowService:
     """Serves the workflow of `config`, built once per policy.
 
-    `serve_policy(builder)` starts the file's own policy model, for requests without a trainer's.
+    `serve_policy(builder)` starts the file's own policy model, for requests without a trainer's. `policy_urls` are the
+    model servers that trainers may name; none: those of this machine, if the trainer is on it, too.
     """
 
-    def __init__(self, config: Config, serve_policy: ServePolicy, token: str | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        serve_policy: ServePolicy,
+        access: AccessPolicy | None = None,
+        policy_urls: Collection[str] = (),
+    ) -> None:
         self.config = config
         self._serve_policy = serve_policy
-        self._expected = f"Bearer {token}".encode() if token else None
+        self._access = access or AccessPolicy()
+        self._policy_origins = {URL(url).origin() for url in policy_urls}
         self._deployments: OrderedDict[ServedPolicy | None, _Deployment] = OrderedDict()  # most recently used last
         self._closing: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[str]:
         """Serves on this address (port 0: a free one) while the context is open; yields the URL."""
-        app = web.Application(middlewares=[self._guard], client_max_size=_BODY_LIMIT)
+        app = web.Application(middlewares=[self._guard])
         app.router.add_get("/health", self._health)
         app.router.add_get(EPISODES, self._describe)
         app.router.add_post(EPISODES, self._episode)
         app.router.add_post("/generate", self._generate)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
+        runner = server_runner(app, shutdown_timeout=0.5)
         await runner.setup()
         try:
             await web.TCPSite(runner, host, port).start()
@@ -186,15 +200,12 @@ class WorkflowService:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Checks the bearer token, and turns errors into OpenAI-shaped bodies."""
-        if self._expected is not None and request.path != "/health":
-            authorization = request.headers.get("Authorization", "").encode()
-            if not hmac.compare_digest(authorization, self._expected):
-                return _error(f"the bearer token is missing or wrong (insitu reads it from {TOKEN_VARIABLE})", 401)
+        """Checks who asks, and turns errors into OpenAI-shaped bodies."""
         try:
+            self._access.check(request.headers, is_public=request.path == "/health")
             return await handler(request)
-        except web.HTTPRequestEntityTooLarge as error:
-            return _error(f"the body is larger than {_BODY_LIMIT} bytes", error.status)
+        except RequestRefused as error:
+            return _error(str(error), error.status, error.param, error.code)
         except web.HTTPException as error:
             return _error(f"{request.method} {request.path}: {error.text or error.reason}", error.status)
         except ValidationError as error:
@@ -206,6 +217,9 @@ class WorkflowService:
         return _json({"status": "ok", "episodes": sum(d.users for d in self._deployments.values())})
 
     async def _describe(self, request: web.Request) -> web.Response:
+        """Refuses a trainer whose model server this service may not use before the trainer sends episodes."""
+        if (base_url := request.query.get("base_url")) is not None:
+            self._check_policy(base_url, request.remote)
         return _json(Description(protocol=PROTOCOL, source=self.config.source, llms=self.config.names(LLM)))
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -225,6 +239,8 @@ class WorkflowService:
 
     async def _episode(self, request: web.Request) -> web.StreamResponse:
         body = await _read(request, EpisodeRequest)
+        if body.policy is not None:
+            self._check_policy(body.policy.base_url, request.remote)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         await response.write(b"\n")
@@ -241,6 +257,28 @@ class WorkflowService:
             await asyncio.gather(attempt, return_exceptions=True)
         return response
 
+    def _check_policy(self, base_url: str, client: str | None) -> None:
+        """Raises RequestRefused unless this service may send requests to the trainer's model server."""
+        try:
+            url = URL(base_url) if _BASE_URL.fullmatch(base_url) else URL()
+        except ValueError:  # a port above 65535
+            url = URL()
+        if not url.host:
+            problem = f"policy.base_url is {base_url!r:.200}; expected http://host:port/path"
+            raise RequestRefused(problem, param="policy.base_url", code="invalid_url")
+        if url.origin() in self._policy_origins:
+            return
+        if not self._policy_origins and is_loopback_address(url.host) and is_loopback_address(client or ""):
+            return
+        allowed = ", ".join(sorted(map(str, self._policy_origins)))
+        raise RequestRefused(
+            f"policy.base_url is {base_url!r:.200}, which this service may not send requests to; "
+            f"allowed: {allowed or 'model servers on its machine, for trainers on its machine'} (--policy_url)",
+            status=403,
+            param="policy.base_url",
+            code="policy_not_allowed",
+        )
+
     async def _attempt(self, body: EpisodeRequest, on_step: Callable[[IntermediateStep], None]) -> AttemptResult:
         item = EvalInputItem(id=body.key.row_id, input_obj=body.input, full_dataset_entry=body.row)
         async with AsyncExitStack() as stack:
@@ -254,9 +292,10 @@ class WorkflowService:
 
 
 async def _read(request: web.Request, model: type[_Body]) -> _Body:
-    if request.content_type != "application/json":  # browsers send it to other origins only after a preflight request
-        raise web.HTTPUnsupportedMediaType(text=f"the content type is {request.content_type}, not application/json")
-    return model.model_validate_json(await request.read())
+    def parse(body: bytes) -> _Body:
+        return model.model_validate(parse_json(body, loads=decode))
+
+    return await parse_body(parse, await read_body(request, _BODY_LIMIT))
 
 
 async def _stream_steps(

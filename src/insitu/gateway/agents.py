@@ -10,7 +10,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -21,8 +21,8 @@ from pydantic import Field
 from yarl import URL
 
 from insitu.builder import Builder
-from insitu.errors import BackendUnavailable, EpisodeTimeout, WorkflowError
-from insitu.gateway.programs import run_program
+from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
+from insitu.gateway.programs import inherited_environment, run_program
 from insitu.gateway.server import Address, EpisodeEndpoint, Gateway, GatewayConfig, Upstream
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.workflow.context import Context, EpisodeScope, current_scope
@@ -61,6 +61,8 @@ class CommandConfig(ExternalConfig, name="command"):
     nothing."""
     env: dict[str, str] = Field(default_factory=dict)
     """Additional environment variables."""
+    pass_env: list[str] = Field(default_factory=list)
+    """Environment variables that the program gets although their names or values suggest a secret."""
     cwd: Path | None = None
     """Working directory, relative to the folder of the YAML file; none: that folder."""
     timeout: float | None = Field(default=None, gt=0)
@@ -102,13 +104,13 @@ async def _gateway(config: ExternalConfig, builder: Builder) -> Gateway:
     return Gateway([await builder.get_llm(name) for name in names], config.models, config.elsewhere, config.gateway)
 
 
-def environment(endpoint: EpisodeEndpoint, extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables, those from which the official clients take their endpoint, and `extra`."""
+def environment(endpoint: EpisodeEndpoint, config: CommandConfig) -> dict[str, str]:
+    """This process's variables without secrets, those that tell the official clients their endpoint, and `env`."""
     no_proxy = ",".join(
         filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), URL(endpoint.address).host))
     )
     return {
-        **os.environ,
+        **inherited_environment(config.pass_env),
         "OPENAI_BASE_URL": endpoint.openai_url,
         "OPENAI_API_BASE": endpoint.openai_url,
         "OPENAI_API_KEY": endpoint.key,
@@ -117,7 +119,7 @@ def environment(endpoint: EpisodeEndpoint, extra: Mapping[str, str]) -> dict[str
         "INSITU_ROW_ID": Context.get().row_id or "",
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,
-        **extra,
+        **config.env,
     }
 
 
@@ -138,6 +140,8 @@ def _parse_json_answer(output: bytes, source: str) -> Any:
 async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
     name, folder = config.command[0], builder.config.folder
     program = str(folder / name) if os.sep in name else name  # absolute paths stay as they are
+    if missing := [name for name in config.pass_env if name not in os.environ]:
+        raise ConfigError(f"pass_env names {', '.join(missing)}: no such environment variable")
 
     async def run(value: Any) -> Any:
         context = Context.get()
@@ -152,7 +156,7 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
                 [program, *arguments],
                 stdin,
                 cwd=folder / (config.cwd or ""),
-                env=environment(endpoint, config.env),
+                env=environment(endpoint, config),
                 time_limit=config.timeout,
                 max_output=config.max_output,
                 on_exit=until_exit.close,

@@ -16,11 +16,14 @@ from insitu.capture.recorder import Exchange
 from insitu.errors import CaptureError, RequestRefused
 from insitu.gateway.dialects import StreamTranslator, Translation
 from insitu.http_format import MALFORMED, error_message
+from insitu.http_limits import parse_json
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY = 32 * 2**20
 """Maximum size of a request body in bytes, compressed or not."""
+MAX_VALUES = 2**19
+"""Commas and brackets in a request body: a megabyte of code or numbers, which exceeds the context of any model."""
 _LARGE = 2**20
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _NOT_FORWARDED = frozenset(
@@ -49,28 +52,9 @@ def parse_route(request: web.Request) -> Route:
     return Route(unquote(raw), raw)
 
 
-async def read_body(request: web.Request) -> bytes:
-    """The body as it was sent; raises RequestRefused if it is too large or cannot be read."""
-    if (request.content_length or 0) > MAX_BODY:
-        raise _too_large()
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise _too_large() from None
-    except web.RequestPayloadError as error:
-        raise RequestRefused(f"the body cannot be read: {error}", code="malformed_body") from None
-
-
-def _too_large() -> RequestRefused:
-    return RequestRefused(f"the body is larger than {MAX_BODY} bytes", status=413, code="too_large")
-
-
-def parse_json(body: bytes, encoding: str) -> dict[str, Any]:
+def parse_request(body: bytes, encoding: str) -> dict[str, Any]:
     """The JSON object in a body, which may be compressed; raises RequestRefused if it is not one."""
-    try:
-        data = orjson.loads(_decompress(body, encoding.strip().lower()))
-    except orjson.JSONDecodeError as error:
-        raise RequestRefused(f"the body is not JSON: {error}", code="malformed_json") from None
+    data = parse_json(_decompress(body, encoding.strip().lower()), max_values=MAX_VALUES)
     if not isinstance(data, dict):
         raise RequestRefused(f"the body is a JSON {type(data).__name__}; expected an object", code="malformed_json")
     return data
@@ -87,7 +71,7 @@ def _decompress(body: bytes, encoding: str) -> bytes:
     except zlib.error as error:
         raise RequestRefused(f"the body is not {encoding}: {error}", code="malformed_body") from None
     if len(content) > MAX_BODY:
-        raise _too_large()
+        raise RequestRefused(f"the body is larger than {MAX_BODY} bytes", status=413, code="too_large")
     if not stream.eof:
         raise RequestRefused(f"the body is truncated {encoding}", code="malformed_body")
     return content

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Self
 
 import aiohttp
@@ -28,6 +29,7 @@ from insitu.capture.ledger import CallLedger, CallSite, current_call_site
 from insitu.errors import CaptureError, ConfigError, RequestRefused
 from insitu.gateway import proxy
 from insitu.gateway.dialects import DIALECTS, ChatTranslation, Dialect, MessagesTranslation, Translation
+from insitu.gateway.listener import parse_body, read_body, server_runner
 from insitu.gateway.proxy import MAX_BODY, Route
 from insitu.http_format import MALFORMED, http_url
 from insitu.workflow.context import EpisodeScope
@@ -148,10 +150,9 @@ class Gateway:
         """Requests refused because their key belongs to no running episode."""
 
     async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=MAX_BODY)
+        app = web.Application()
         app.router.add_route("*", "/e/{key}/{tail:.*}", self._handle)
-        options: dict[str, Any] = {"access_log": None, "handler_cancellation": True, "auto_decompress": False}
-        self._runner = web.AppRunner(app, shutdown_timeout=1.0, **options)
+        self._runner = server_runner(app, shutdown_timeout=1.0, auto_decompress=False)
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self._bind.host, self._bind.port, backlog=_BACKLOG).start()
@@ -200,10 +201,11 @@ class Gateway:
             dialect = DIALECTS.get(route.text, dialect)
             if "websocket" in request.headers.get("Upgrade", "").lower():
                 raise RequestRefused("websockets are not supported; use POST", code="unsupported")
-            body = await proxy.read_body(request)
+            body = await read_body(request, MAX_BODY)
             if request.method != "POST" or route.text not in DIALECTS:
                 return await self._forward(request, route, body)
-            data = proxy.parse_json(body, request.headers.get("Content-Encoding", ""))
+            encoding = request.headers.get("Content-Encoding", "")
+            data = await parse_body(partial(proxy.parse_request, encoding=encoding), body)
             llm = self._by_name.get(str(data.get("model")), self._default if self._upstream is None else None)
             if llm is None:
                 return await self._forward(request, route, body)

@@ -71,7 +71,10 @@ class Engine:
         self._loaded = loaded
         self._compute = compute
         self._load_version = load_version
-        self._inbox: deque[tuple[asyncio.AbstractEventLoop, list[SequenceState], WeightVersion]] = deque()
+        self._inbox: deque[tuple[list[SequenceState], WeightVersion]] = deque()
+        self._in_flight: dict[SequenceState, None] = {}
+        self._has_aborted = False
+        """Whether the schedulers may hold waiting sequences that were aborted."""
         self._schedulers: dict[WeightVersion, list[Scheduler]] = {}
         self._schedulers_per_version = 1
         self._pool: ThreadPoolExecutor | None = None
@@ -81,6 +84,7 @@ class Engine:
 
     async def start(self) -> None:
         """Checks the model, probes its batch shapes and starts sampling; `compute` must be running."""
+        self._compute.on_failure = self._fail_all
         await self._compute.call(self._prepare)
         self._compute.sampling_step = self.step
 
@@ -109,7 +113,7 @@ class Engine:
     @property
     def num_requests(self) -> tuple[int, int]:
         """Running and waiting completions; approximate, because the compute thread keeps working."""
-        waiting = sum(len(sequences) for _, sequences, _ in tuple(self._inbox))
+        waiting = sum(len(sequences) for sequences, _ in tuple(self._inbox))
         return sum(len(scheduler.sequences) for scheduler in self._all_schedulers()), waiting
 
     def publish(self, module: nn.Module, version: int, policy: str = "") -> None:
@@ -168,22 +172,42 @@ class Engine:
     def _submitted(
         self, loop: asyncio.AbstractEventLoop, sequences: list[SequenceState], weights: WeightVersion
     ) -> Iterator[None]:
-        """Hands sequences to the compute thread; leaving the block early aborts them and frees their slots."""
+        """Hands sequences to the compute thread; leaving the block early aborts them and frees their slots.
+
+        Raises RequestRefused (429) if too many sequences are waiting already.
+        """
+        if (waiting := len(self._in_flight)) >= self.options.max_in_flight:
+            raise RequestRefused(f"{waiting} completions are waiting already", status=429, code="queue_full")
         for sequence in sequences:
+            sequence.loop = loop
             if sequence.streamed or sequence.params.stop:
                 sequence.detokenizer = IncrementalDetokenizer(self.tokenizer)
                 sequence.stop_checker = StopChecker(sequence.params.stop)
-        self._inbox.append((loop, sequences, weights))
+        self._in_flight.update(dict.fromkeys(sequences))
+        self._inbox.append((sequences, weights))
         self._compute.wake()
         try:
+            self._compute.check_alive()  # after the sequences are known: a failure from now on reaches them
             yield
+        except BaseException:  # nobody waits for them any more; re-raised
+            self._has_aborted = True
+            raise
         finally:
             for sequence in sequences:
                 sequence.aborted = True
+                del self._in_flight[sequence]
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Ends all completions with this error."""
+        self._deliver([(sequence, error) for sequence in tuple(self._in_flight)])
 
     def step(self) -> bool:
         """Admits new sequences, advances every scheduler, delivers the outputs; returns whether work remains."""
         self._admit()
+        if self._has_aborted:
+            self._has_aborted = False
+            for scheduler in self._all_schedulers():
+                scheduler.drop_aborted()
         busy = [scheduler for scheduler in self._all_schedulers() if scheduler.sequences]
         if self._pool is None or len(busy) < 2:
             results = [each for scheduler in busy for each in self._advance(scheduler)]
@@ -195,9 +219,7 @@ class Engine:
 
     def _admit(self) -> None:
         while self._inbox:
-            loop, sequences, weights = self._inbox.popleft()
-            for sequence in sequences:
-                sequence.loop = loop
+            sequences, weights = self._inbox.popleft()
             try:
                 group = self._schedulers_for(weights)
             except Exception as error:  # a missing or changed checkpoint must not end the compute thread
@@ -255,7 +277,7 @@ class Engine:
     def _deliver(self, results: Sequence[Result]) -> None:
         """Passes all outputs of a step to the event loop in one call."""
         for loop in {sequence.loop for sequence, _ in results}:
-            assert loop is not None  # set on admission
+            assert loop is not None  # set on submission
             batch = [(sequence.notify, output) for sequence, output in results if sequence.loop is loop]
             call_in_loop(loop, _notify_all, batch)
 

@@ -26,10 +26,10 @@ from insitu.backend.inference.tokenizer import ChatTokenizer, IncrementalDetoken
 class EngineOptions:
     """Limits of the engine.
 
-    `max_length`: tokens of a prompt and its completion. `max_batch`: sequences decoded together. `prefill_tokens`:
-    padded prompt tokens per forward pass. `prefix_bytes`: prefix cache per weight version. `kept_versions`: older
-    versions that stay loaded once requested. `threads` of torch and `schedulers` per version: None chooses by model
-    size.
+    `max_length`: tokens of a prompt and its completion. `max_batch`: sequences decoded together. `max_in_flight`:
+    sequences running or waiting, from which on requests are refused. `prefill_tokens`: padded prompt tokens per forward
+    pass. `prefix_bytes`: prefix cache per weight version. `kept_versions`: older versions that stay loaded once
+    requested. `threads` of torch and `schedulers` per version: None chooses by model size.
     """
 
     max_length: int
@@ -37,6 +37,7 @@ class EngineOptions:
     prefill_tokens: int = 512
     prefix_bytes: int = 256 * 2**20
     kept_versions: int = 2
+    max_in_flight: int = 8192
     threads: int | None = None
     schedulers: int | None = None
 
@@ -135,6 +136,11 @@ class Scheduler:
         self._top_p_S = np.ones(size)
         self._seed_S = np.zeros(size, dtype=np.uint64)
         self._index_S = np.zeros(size, dtype=np.int64)
+
+    def drop_aborted(self) -> None:
+        """Forgets waiting sequences that were aborted; those in slots are dropped by their next step."""
+        if any(sequence.aborted for sequence in self.waiting):
+            self.waiting = deque(sequence for sequence in self.waiting if not sequence.aborted)
 
     def load(self, sequence: SequenceState, prefix_discount: int) -> int:
         """Number of sequences, less `prefix_discount` if the start of this one's prompt is cached or waiting here."""

@@ -1,5 +1,6 @@
 """Chat templates, encoding, and incremental decoding of sampled tokens."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"
-_CACHED_PROMPTS = 1024
+_CACHED_TOKENS = 2**20
+"""Tokens of all cached prompts."""
 _MAX_CACHED_LENGTH = 16_384
-"""Characters of a cached prompt; longer ones seldom recur, and a thousand of them would fill the memory."""
+"""Characters of a cached prompt; longer ones seldom recur."""
 
 
 class ChatTokenizer:
@@ -28,6 +30,8 @@ class ChatTokenizer:
         self._fast.no_truncation()
         self._special = dict(tokenizer.special_tokens_map)
         self._prompts: OrderedDict[tuple[str, bool], list[int]] = OrderedDict()
+        self._num_cached = 0
+        self._lock = threading.Lock()
         self._tokens: dict[int, tuple[str, list[int]]] = {}
         self.eos_token_ids = frozenset(eos_token_ids) | {tokenizer.eos_token_id} - {None}
 
@@ -60,10 +64,15 @@ class ChatTokenizer:
             if len(text) > _MAX_CACHED_LENGTH:  # only encode_batch releases the interpreter's lock
                 return self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
             ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
-            self._prompts[text, add_special_tokens] = ids
-            if len(self._prompts) > _CACHED_PROMPTS:
-                self._prompts.popitem(last=False)
+            self._cache((text, add_special_tokens), ids)
         return list(ids)
+
+    def _cache(self, prompt: tuple[str, bool], ids: list[int]) -> None:
+        with self._lock:  # large requests are parsed in threads
+            self._num_cached += len(ids) - len(self._prompts.get(prompt, ()))
+            self._prompts[prompt] = ids
+            while self._num_cached > _CACHED_TOKENS:
+                self._num_cached -= len(self._prompts.popitem(last=False)[1])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text without special tokens."""

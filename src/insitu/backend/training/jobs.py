@@ -14,7 +14,7 @@ from insitu.backend.compute import ComputeThread
 from insitu.backend.training.batches import Row
 from insitu.backend.training.learner import Learner, TrainedVersion
 from insitu.backend.training.optimizer_loop import Progress
-from insitu.errors import InsituError, RequestRefused
+from insitu.errors import InsituError, JobFailed, RequestRefused
 from insitu.files import write_file
 from insitu.schemas.training_jobs import JobState, TrainingSettings
 
@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 15.0
 """`TrainingJob.events` yields None after this long without an event, so that the caller can send a keep-alive."""
+
+MAX_UNFINISHED_JOBS = 64
+"""Jobs that may be pending or running; each holds its rows in memory."""
 
 PublishWeights = Callable[[nn.Module, int, str], None]
 """Called with (module, version, policy name) on the compute thread once a job's new weights are ready to serve."""
@@ -35,6 +38,8 @@ class TrainingJob:
         self.learner = learner
         self.history: list[JobState] = [self.state]
         self.task: asyncio.Task[None] | None = None
+        self.diverged = False
+        """Whether the job failed because of its rows or settings: they made the loss or a weight infinite."""
         self._changed = asyncio.Event()
 
     @property
@@ -98,6 +103,7 @@ class TrainingQueue:
         """Queues the job, or returns the existing job with this idempotency key."""
         if job := self.find_by_idempotency_key(idempotency_key):
             return job
+        self.check_room()
         learner = learner or self._learner
         learner.check(settings)
         job = TrainingJob(idempotency_key, learner)
@@ -107,9 +113,15 @@ class TrainingQueue:
         job.task = asyncio.create_task(self._train(job, settings, rows), name=job.state.id)
         return job
 
+    def check_room(self) -> None:
+        """Raises RequestRefused (429) if no further job can be queued."""
+        unfinished = sum(not job.ended for job in self._jobs.values())
+        if unfinished >= MAX_UNFINISHED_JOBS:
+            raise RequestRefused(f"{unfinished} training jobs are queued already", status=429, code="queue_full")
+
     def get(self, job_id: str) -> TrainingJob:
         if job_id not in self._jobs:
-            existing = ", ".join(self._jobs) or "none"
+            existing = ", ".join(list(self._jobs)[-20:]) or "none"
             raise RequestRefused(
                 f"no such job: {job_id!r}; known jobs: {existing}", status=404, param="id", code="job_not_found"
             )
@@ -154,6 +166,7 @@ class TrainingQueue:
             if result is None:
                 job.update(status="canceled", message="canceled; the weights are unchanged")
         except InsituError as error:
+            job.diverged = isinstance(error, JobFailed)
             job.update(status="failed", message=str(error))
         except Exception as error:  # e.g. a model or disk error: fail this job, keep the server running
             logger.exception("job %s failed", job.state.id)

@@ -11,11 +11,12 @@ from insitu.backend.http import ApiRoute
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.jobs import ArtJobs
 from insitu.backend.protocols.art.models import ArtModels
+from insitu.backend.protocols.art.responses import Uploads
 from insitu.backend.protocols.art.routes import art_run_routes, serverless_routes
 
 
 def routes(services: Services) -> list[ApiRoute]:
     models = ArtModels(services)
     services.models.add(models)
-    jobs = ArtJobs(models, services)
-    return [*art_run_routes(models, jobs, services), *serverless_routes(models, jobs)]
+    jobs, uploads = ArtJobs(models, services), Uploads()
+    return [*art_run_routes(models, jobs, uploads, services), *serverless_routes(models, jobs, uploads)]

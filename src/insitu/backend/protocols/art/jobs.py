@@ -62,11 +62,15 @@ class ArtJob:
         return self.job.state.model_dump() | extra
 
     async def metric_lines(self) -> AsyncIterator[dict[str, float]]:
-        """Yields the metrics of each optimizer step; one line for a job without steps. Raises JobFailed."""
+        """Yields the metrics of each optimizer step; one line for a job without steps.
+
+        Raises JobFailed, or RequestRefused (422) if the rows or settings made the loss or a weight infinite.
+        """
         async for state in self.job.events():
             if state is not None:
                 if state.status in ("failed", "canceled"):
-                    raise JobFailed(f"job {state.id}: {state.message}")
+                    message = f"job {state.id}: {state.message}"
+                    raise RequestRefused(message, status=422) if self.job.diverged else JobFailed(message)
                 for line in self._lines_of(state):
                     yield line
 

@@ -24,6 +24,12 @@ from insitu.files import LineFile, read_line, whole_lines
 ARTIFACT = "wandb-artifact:///"
 """Prefix of `entity/project/name` in the serverless protocol."""
 
+MAX_NAME = 200
+"""Bytes of a name as the name of a folder; file systems allow 255."""
+MAX_MODELS = 1000
+MAX_BASE_NAMES = 64
+"""Names of the loaded model that are served; the latest ones."""
+
 
 class MetricsLog:
     """`history.jsonl` in the model's folder: a line per log request, with metrics named `SPLIT/METRIC`."""
@@ -145,6 +151,11 @@ class ArtModels:
             if value in ("", ".", ".."):
                 problem = f"the model's {key} is {value!r}, which is not a folder name"
                 raise RequestRefused(problem, status=422, param=key)
+            if len(_folder_name(value)) > MAX_NAME:
+                problem = (
+                    f"the model's {key} is {value!r:.40}..., too long for a folder name; allowed: {MAX_NAME} bytes"
+                )
+                raise RequestRefused(problem, status=422, param=key)
         base = optional(optional_dict(model.config, "init_args"), "model_name", str) or model.base_model
         if base is None or not self._is_loaded_model(base):
             problem = f"this backend has loaded {self._source!r}, also served as {self._name!r}"
@@ -168,11 +179,16 @@ class ArtModels:
             raise _name_taken(model, "the base model is served under it")
         if base != self._name:
             self._base_names[base] = None
+            if len(self._base_names) > MAX_BASE_NAMES:
+                del self._base_names[next(iter(self._base_names))]
 
     async def open(self, model: ArtModel) -> RegisteredModel:
         """Registers the model, or returns it; resumes from its checkpoints. Raises RequestRefused like `check`."""
         self.check(model)
         if model.key not in self._models:
+            if len(self._models) >= MAX_MODELS:
+                problem = f"this backend trains {MAX_MODELS} models already; delete some"
+                raise RequestRefused(problem, status=409, code="too_many_models")
             folder = self.folder(model)
             learner = await self._compute.call(self._open_learner, model, folder)
             if model.key not in self._models:  # another request may have registered it meanwhile
@@ -197,15 +213,15 @@ class ArtModels:
     async def delete_steps(self, registered: RegisteredModel, steps: Iterable[int]) -> list[int]:
         """Deletes checkpoints except the latest and the loaded model (step 0); returns the deleted steps."""
         learner = registered.learner
-        deleted = sorted(set(steps) & set(learner.versions) - {0, learner.version})
 
-        def delete() -> None:
+        def delete() -> list[int]:  # decides in the compute thread, where no other request deletes meanwhile
+            deleted = sorted(set(steps) & set(learner.versions) - {0, learner.version})
             for step in deleted:
                 learner.delete_checkpoint(step)
                 self._engine.retire(WeightVersion(step, learner.policy_name))
+            return deleted
 
-        await self._compute.call(delete)
-        return deleted
+        return await self._compute.call(delete)
 
     async def delete(self, registered: RegisteredModel) -> None:
         """Deletes the model with all its checkpoints and logs."""
@@ -220,7 +236,7 @@ class ArtModels:
         shutil.rmtree(self.folder(registered.model), ignore_errors=True)
 
     def folder(self, model: ArtModel) -> Path:
-        return self._folder.joinpath(*(quote(part, safe="") for part in (model.entity, model.project, model.name)))
+        return self._folder.joinpath(*map(_folder_name, (model.entity, model.project, model.name)))
 
     def find(self, name: str) -> ServedModel | None:
         if name in self._base_names:
@@ -233,6 +249,10 @@ class ArtModels:
     def _is_loaded_model(self, name: str) -> bool:
         """Accepts the path, the hub name, the last component of either, and the name it is served under."""
         return name in (self._source, self._name) or Path(name).name == Path(self._source).resolve().name
+
+
+def _folder_name(name: str) -> str:
+    return quote(name, safe="")
 
 
 def _name_taken(model: ArtModel, reason: str) -> RequestRefused:

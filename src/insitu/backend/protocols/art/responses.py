@@ -3,7 +3,8 @@
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import orjson
@@ -11,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from insitu.backend.http import JSON, MAX_JOB_BYTES, parse_body, read_body, wait_for_disconnect
+from insitu.backend.http import JSON, parse_body, read_body, refusal_headers, wait_for_disconnect
 from insitu.backend.protocols.art.jobs import ArtJob
 from insitu.backend.protocols.art.trajectories import parse_object
-from insitu.errors import BackendError, JobFailed, RequestRefused
-from insitu.http_format import error_body, gc_paused
+from insitu.errors import BackendError, BackendUnavailable, JobFailed, RequestRefused
+from insitu.http_format import error_body
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +33,15 @@ def json_endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
             logger.warning("%s %s refused: %s", request.method, request.url.path, error)
             return error_response(str(error), error.status, error.param, error.code)
         except BackendError as error:
-            return error_response(str(error), 500)
+            return error_response(str(error), 503 if isinstance(error, BackendUnavailable) else 500)
         return result if isinstance(result, Response) else JSON(result)
 
     return endpoint
 
 
 def error_response(message: str, status: int, param: str | None = None, code: str | None = None) -> Response:
-    return JSON({"detail": message, **error_body(message, status, param, code)}, status_code=status)
+    body = {"detail": message, **error_body(message, status, param, code)}
+    return JSON(body, status_code=status, headers=refusal_headers(status))
 
 
 class Body(NamedTuple):
@@ -49,13 +51,44 @@ class Body(NamedTuple):
     digest: bytes
 
 
-async def read_json(request: Request) -> Body:
-    return await parse_body(_parse, await read_body(request.receive, MAX_JOB_BYTES))
+class BodyLimit(NamedTuple):
+    """How large a request body may be; a sampled token with its logprobs takes about 100 bytes and 8 values."""
+
+    size: int
+    values: int
 
 
-def _parse(body: bytes) -> Body:
-    with gc_paused():
-        return Body(parse_object(body), hashlib.blake2b(body).digest())
+MODEL = BodyLimit(2**20, 2**16)
+"""A model with its configuration."""
+TRAJECTORIES = BodyLimit(2**28, 2**24)
+"""Trajectory groups of about two million sampled tokens."""
+
+
+async def read_json(request: Request, limit: BodyLimit = MODEL) -> Body:
+    def parse(body: bytes) -> Body:
+        return Body(parse_object(body, limit.values), hashlib.blake2b(body).digest())
+
+    return await parse_body(parse, await read_body(request.receive, limit.size))
+
+
+class Uploads:
+    """Limits how many bodies with trajectories are in memory at the same time."""
+
+    def __init__(self, parallel: int = 2, waiting: int = 64) -> None:
+        self._slots = asyncio.Semaphore(parallel)
+        self._free = parallel + waiting
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Waits for a slot. Raises RequestRefused (429) if too many requests are waiting already."""
+        if self._free == 0:
+            raise RequestRefused("too many requests with trajectories are waiting", status=429, code="queue_full")
+        self._free -= 1
+        try:
+            async with self._slots:
+                yield
+        finally:
+            self._free += 1
 
 
 class MetricsStream(Response):
@@ -79,10 +112,11 @@ class MetricsStream(Response):
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                 body = orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-        except JobFailed as error:
+        except (JobFailed, RequestRefused) as error:
             logger.error("model %s: %s", self._job.model.key, error)
             if not started:
-                await error_response(str(error), 500)(scope, receive, send)
+                status = error.status if isinstance(error, RequestRefused) else 500
+                await error_response(str(error), status)(scope, receive, send)
             return  # a started response without an end breaks the connection
         finally:
             disconnected = watcher.done()

@@ -16,7 +16,7 @@ from insitu.backend.http import ApiRoute
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.jobs import ArtJob, ArtJobs, TrainRequest
 from insitu.backend.protocols.art.models import ArtModels, RegisteredModel
-from insitu.backend.protocols.art.responses import MetricsStream, json_endpoint, read_json
+from insitu.backend.protocols.art.responses import TRAJECTORIES, MetricsStream, Uploads, json_endpoint, read_json
 from insitu.backend.protocols.art.trajectories import drop_nulls, optional, optional_dict, parse_groups, parse_model
 from insitu.errors import RequestRefused
 
@@ -24,9 +24,9 @@ SERVERLESS_PREFIX = "/v1/preview"
 """Path prefix of the serverless endpoints; clients are configured with a base_url ending in `/v1`."""
 
 
-def art_run_routes(models: ArtModels, jobs: ArtJobs, services: Services) -> list[ApiRoute]:
+def art_run_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads, services: Services) -> list[ApiRoute]:
     """The `art run` routes, mounted at the server root."""
-    endpoints = _ArtRunEndpoints(models, jobs, services.options.token)
+    endpoints = _ArtRunEndpoints(models, jobs, uploads, services.options.token)
 
     async def metrics(request: Request) -> Response:
         running, waiting = services.engine.num_requests
@@ -58,8 +58,8 @@ def art_run_routes(models: ArtModels, jobs: ArtJobs, services: Services) -> list
     ]
 
 
-def serverless_routes(models: ArtModels, jobs: ArtJobs) -> list[ApiRoute]:
-    endpoints = _ServerlessEndpoints(models, jobs)
+def serverless_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads) -> list[ApiRoute]:
+    endpoints = _ServerlessEndpoints(models, jobs, uploads)
 
     def route(method: str, path: str, handler: Any, summary: str, headers: tuple[str, ...] = ()) -> ApiRoute:
         summary = f"ART serverless: {summary}"
@@ -80,10 +80,15 @@ def serverless_routes(models: ArtModels, jobs: ArtJobs) -> list[ApiRoute]:
 class _Endpoints:
     """One method per endpoint; each returns the JSON body of the response."""
 
-    def __init__(self, models: ArtModels, jobs: ArtJobs, token: str | None = None) -> None:
+    def __init__(self, models: ArtModels, jobs: ArtJobs, uploads: Uploads, token: str | None = None) -> None:
         self._models = models
         self._jobs = jobs
+        self._uploads = uploads
         self._token = token
+
+    async def _log(self, registered: RegisteredModel, data: dict[str, Any]) -> None:
+        groups = await asyncio.to_thread(parse_groups, data.get("trajectory_groups"))
+        registered.metrics_log.log(registered.step, optional(data, "split", str) or "val", groups)
 
 
 class _ArtRunEndpoints(_Endpoints):
@@ -114,24 +119,23 @@ class _ArtRunEndpoints(_Endpoints):
         return [f"{request.url.scheme}://{request.url.netloc}/v1", self._token or api_key or "default"]
 
     async def train(self, request: Request) -> Response:
-        data, digest = await read_json(request)
-        train_request = TrainRequest(
-            model=parse_model(data.get("model")),
-            groups=data.get("trajectory_groups"),
-            config=optional_dict(data, "config"),
-            dev_config=optional_dict(data, "dev_config"),
-            idempotency_key=request.headers.get("idempotency-key"),
-            digest=digest,
-        )
-        return MetricsStream(await self._jobs.start(train_request))
+        async with self._uploads.slot():
+            data, digest = await read_json(request, TRAJECTORIES)
+            train_request = TrainRequest(
+                model=parse_model(data.get("model")),
+                groups=data.get("trajectory_groups"),
+                config=optional_dict(data, "config"),
+                dev_config=optional_dict(data, "dev_config"),
+                idempotency_key=request.headers.get("idempotency-key"),
+                digest=digest,
+            )
+            return MetricsStream(await self._jobs.start(train_request))
 
     async def log(self, request: Request) -> None:
-        data, _ = await read_json(request)
-        if optional_dict(data, "model").get("trainable", True):
-            registered = await self._open_model(data)
-            split = optional(data, "split", str) or "val"
-            groups = await asyncio.to_thread(parse_groups, data.get("trajectory_groups"))
-            registered.metrics_log.log(registered.step, split, groups)
+        async with self._uploads.slot():
+            data, _ = await read_json(request, TRAJECTORIES)
+            if optional_dict(data, "model").get("trainable", True):
+                await self._log(await self._open_model(data), data)
 
     async def delete_checkpoints(self, request: Request) -> None:
         """Deletes all checkpoints except the latest and the best by the logged metrics."""
@@ -146,7 +150,7 @@ class _ArtRunEndpoints(_Endpoints):
     async def delete_checkpoint_files(self, request: Request) -> None:
         data, _ = await read_json(request)
         registered = await self._open_model(data)
-        kept = set(optional(data, "steps_to_keep", list) or [])
+        kept = _parse_steps(data, "steps_to_keep")
         await self._models.delete_steps(registered, set(registered.learner.versions) - kept)
 
     async def unsupported(self, request: Request) -> None:
@@ -166,6 +170,14 @@ class _ArtRunEndpoints(_Endpoints):
 
     async def _open_model(self, data: dict[str, Any]) -> RegisteredModel:
         return await self._models.open(parse_model(data.get("model")))
+
+
+def _parse_steps(data: dict[str, Any], key: str) -> set[int]:
+    steps = optional(data, key, list) or []
+    for step in steps:
+        if not isinstance(step, int):
+            raise RequestRefused(f"{key} has {step!r:.80}; expected steps", status=422, param=key)
+    return set(steps)
 
 
 def _parse_smoothing(text: str) -> float:
@@ -212,28 +224,29 @@ class _ServerlessEndpoints(_Endpoints):
     async def delete_checkpoints(self, request: Request) -> dict[str, Any]:
         data, _ = await read_json(request)
         registered = self._get_model(request)
-        steps = set(optional(data, "steps", list) or [])
+        steps = _parse_steps(data, "steps")
         deleted = await self._models.delete_steps(registered, steps)
         return {"deleted_count": len(deleted), "not_found_steps": sorted(steps - set(deleted))}
 
     async def log(self, request: Request) -> None:
-        data, _ = await read_json(request)
         registered = self._get_model(request)
-        groups = await asyncio.to_thread(parse_groups, data.get("trajectory_groups"))
-        registered.metrics_log.log(registered.step, optional(data, "split", str) or "val", groups)
+        async with self._uploads.slot():
+            data, _ = await read_json(request, TRAJECTORIES)
+            await self._log(registered, data)
 
     async def train(self, request: Request) -> dict[str, str]:
-        data, digest = await read_json(request)
-        registered = self._models.get(str(data.get("model_id")))
-        train_request = TrainRequest(
-            model=replace(registered.model, legacy=False),  # the serverless service has no legacy defaults
-            groups=data.get("trajectory_groups"),
-            config={},
-            dev_config=drop_nulls(optional_dict(data, "experimental_config")),
-            idempotency_key=request.headers.get("idempotency-key"),
-            digest=digest,
-        )
-        return {"id": (await self._jobs.start(train_request)).job.state.id}
+        async with self._uploads.slot():
+            data, digest = await read_json(request, TRAJECTORIES)
+            registered = self._models.get(str(data.get("model_id")))
+            train_request = TrainRequest(
+                model=replace(registered.model, legacy=False),  # the serverless service has no legacy defaults
+                groups=data.get("trajectory_groups"),
+                config={},
+                dev_config=drop_nulls(optional_dict(data, "experimental_config")),
+                idempotency_key=request.headers.get("idempotency-key"),
+                digest=digest,
+            )
+            return {"id": (await self._jobs.start(train_request)).job.state.id}
 
     async def events(self, request: Request) -> dict[str, Any]:
         """The events after `after`; clients repeat a request until they have seen a gradient step."""

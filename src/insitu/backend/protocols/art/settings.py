@@ -46,6 +46,11 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "tinker_native_args": ({},),
 }
 """Unsupported keys that would change training, with the values that have no effect and are therefore accepted."""
+INSTEAD = {
+    "kl_penalty_coef": "set beta, which adds a KL penalty to the loss",
+    "trainer_args.beta": "set beta in the training request",
+}
+"""What to do instead of setting an unsupported key."""
 IGNORED_KEYS = frozenset({"logprob_calculation_chunk_size", "plot_tensors"})
 """Keys of a training request that change how ART computes, but not the result."""
 BLOCKS = ("init_args", "engine_args", "peft_args", "trainer_args")
@@ -129,7 +134,8 @@ class _Reader:
                 raise RequestRefused(f"{key} is not a training setting", status=422, param=key, code="unknown_setting")
             if key in NO_OP_VALUES and value not in NO_OP_VALUES[key]:
                 values = " or ".join(repr(each) for each in NO_OP_VALUES[key])
-                raise _refused(key, value, f"{values}, which has no effect" if values else "none")
+                instead = f"; {INSTEAD[key]}" if key in INSTEAD else ""
+                raise _refused(key, value, (f"{values}, which has no effect" if values else "none") + instead)
         return tuple(sorted(self._settings.keys() - NO_OP_VALUES.keys()))
 
 

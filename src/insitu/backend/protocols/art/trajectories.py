@@ -10,10 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from insitu.backend.http import parse_json, validation_refusal
+from insitu.backend.http import validation_refusal
 from insitu.backend.protocols.openai.chat import Message, template_messages
 from insitu.errors import RequestRefused
 from insitu.http_format import parse_token_ids
+from insitu.http_limits import parse_json
 
 DEFAULT_ENTITY = "insitu"
 FUNCTION_KEYS = ("name", "description", "parameters", "strict")
@@ -68,8 +69,8 @@ class ArtGroup:
     exceptions: int = 0
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    return _typed(parse_json(body), dict, "request body")
+def parse_object(body: bytes, max_values: int) -> dict[str, Any]:
+    return _typed(parse_json(body, max_values=max_values), dict, "request body")
 
 
 def parse_model(data: Any, path: str = "model") -> ArtModel:

@@ -3,15 +3,15 @@
 from collections.abc import AsyncIterator
 
 from pydantic import ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from insitu.backend.http import ApiRoute, parse_json, read_body, validation_refusal
+from insitu.backend.http import ApiRoute, body_chunks, read_body, validation_refusal
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job
 from insitu.backend.training.jobs import TrainingJob, TrainingQueue
-from insitu.errors import RequestRefused
 from insitu.http_format import format_event
+from insitu.http_limits import parse_json
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, TrainingSettings
 
@@ -28,14 +28,12 @@ def job_routes(jobs: TrainingQueue, limits: Limits) -> list[ApiRoute]:
     async def submit(request: Request) -> Response:
         key = request.headers.get("idempotency-key")
         if job := jobs.find_by_idempotency_key(key):
-            async for _ in request.stream():  # the client reads the response only after sending its body
+            async for _ in body_chunks(request.receive):  # the client reads the response only after sending its body
                 pass
         else:
             encoding = request.headers.get("content-encoding", "").lower()
-            try:
-                settings, rows = await read_job(request.stream(), encoding, limits)
-            except ClientDisconnect:
-                raise RequestRefused("the client disconnected before its job was complete") from None
+            jobs.check_room()
+            settings, rows = await read_job(body_chunks(request.receive), encoding, limits)
             job = jobs.submit(key, settings, rows)
         return _state_response(job)
 

@@ -3,19 +3,27 @@
 import asyncio
 import zlib
 from collections.abc import AsyncIterator
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from insitu.backend.http import MAX_JOB_BYTES
+from insitu.backend.http import StopAtFirstError
 from insitu.backend.training.batches import Row
 from insitu.errors import RequestRefused
 from insitu.schemas.training_jobs import TrainingSettings
 
+MAX_BYTES = 1 << 30
+"""Maximum size of a job, decompressed."""
+MAX_ROWS = 1 << 18
+"""Maximum number of rows; short ones take more memory as arrays than as text."""
 CHUNK_BYTES = 1 << 18
 """Bytes decompressed before other tasks of the event loop run."""
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_INSTEAD = dict.fromkeys(
+    ("beta", "kl_beta", "kl_coef", "kl_penalty_coef"), "kl.beta, the coefficient of the KL penalty"
+)
+"""What sets here what other trainers call by these names."""
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -24,7 +32,7 @@ class Limits(BaseModel):
 
     vocab_size: int
     max_length: int
-    max_bytes: int = MAX_JOB_BYTES
+    max_bytes: int = MAX_BYTES
 
     @property
     def line(self) -> int:
@@ -38,7 +46,7 @@ class JobHeader(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     settings: TrainingSettings
-    num_rows: int = Field(ge=0)
+    num_rows: int = Field(ge=0, le=MAX_ROWS)
 
 
 class _RowLine(BaseModel):
@@ -46,12 +54,12 @@ class _RowLine(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    token_ids: list[int]
-    loss_mask: list[int]
-    logprobs: list[float | None]
-    advantages: float | list[float | None] | None = 0.0
+    token_ids: Annotated[list[int], StopAtFirstError()]
+    loss_mask: Annotated[list[int], StopAtFirstError()]
+    logprobs: Annotated[list[float | None], StopAtFirstError()]
+    advantages: float | Annotated[list[float | None], StopAtFirstError()] | None = 0.0
     episode: str = ""
-    calls: list[int] = []
+    calls: Annotated[list[int], StopAtFirstError()] = []
 
 
 async def read_job(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) -> tuple[TrainingSettings, list[Row]]:
@@ -129,8 +137,9 @@ def _parse_line(model: type[M], line: bytes, where: str) -> M:
     problem = first["msg"]
     if first["type"] == "extra_forbidden":
         is_setting = len(first["loc"]) == 2 and first["loc"][0] == "settings"
-        known = f"; available: {', '.join(sorted(TrainingSettings.model_fields))}" if is_setting else ""
-        problem = f"unknown key{known}"
+        instead = _INSTEAD.get(str(first["loc"][-1]))
+        hint = f"use {instead}" if instead else f"available: {', '.join(sorted(TrainingSettings.model_fields))}"
+        problem = "unknown key" + (f"; {hint}" if is_setting else "")
     elif first["type"] == "json_invalid":
         problem = f"not JSON: {first['ctx']['error']}"
     elif isinstance(first["input"], str | int | float | bool | None):

@@ -3,16 +3,17 @@
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from insitu.backend.http import parse_json, validation_refusal
+from insitu.backend.http import StopAtFirstError, validation_refusal
 from insitu.backend.inference.sampling import MAX_TEMPERATURE, GenerationRequest, SamplingParams, choice_seed
 from insitu.backend.inference.scheduler import OutputDelta
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.errors import RequestRefused
 from insitu.http_format import format_token_id
+from insitu.http_limits import parse_json
 
 MAX_STOP_STRINGS = 64
 """Per request: every stop string is searched after every token, in the thread that samples for all requests."""
@@ -71,7 +72,7 @@ class SamplingRequest(RequestModel):
     """Choices per prompt."""
     seed: int | None = None
     """The same seed, prompt and weights give the same completion; each choice derives its own seed from it."""
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], StopAtFirstError()] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     min_tokens: int | None = Field(default=0, ge=0)
     ignore_eos: bool | None = False

@@ -3,11 +3,12 @@
 import re
 import secrets
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import orjson
 from pydantic import Field, PrivateAttr
 
+from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampling import MAX_TOP_LOGPROBS
 from insitu.backend.inference.scheduler import OutputDelta, SampledToken
 from insitu.backend.inference.tokenizer import ChatTokenizer, overlap
@@ -25,12 +26,15 @@ TOOL_CALL_START = "<tool_call>"
 _TOOL_CALL = re.compile(rf"{TOOL_CALL_START}(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
+Objects = Annotated[list[dict[str, Any]], StopAtFirstError()]
+
+
 class Message(RequestModel):
     """One message; further keys are passed to the chat template."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Objects | None = None
+    tool_calls: Objects | None = None
 
 
 class ChatRequest(SamplingRequest):
@@ -38,12 +42,12 @@ class ChatRequest(SamplingRequest):
 
     prompt_key: ClassVar[str] = "messages"
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], StopAtFirstError()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
     """Natural log-probabilities of the model's own distribution, before temperature and top_p."""
     top_logprobs: int | None = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     _prompt_ids_in_choices: bool = PrivateAttr(default=False)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 from pydantic_core import PydanticCustomError
 
+from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampling import MAX_TOP_LOGPROBS
 from insitu.backend.inference.scheduler import OutputDelta
 from insitu.backend.inference.tokenizer import ChatTokenizer
@@ -20,7 +21,7 @@ from insitu.errors import RequestRefused
 
 MAX_CHOICES = 1024
 """Choices of a request over all its prompts."""
-TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], StopAtFirstError()]
 
 
 class TextRequest(SamplingRequest):
@@ -28,7 +29,10 @@ class TextRequest(SamplingRequest):
 
     prompt_key: ClassVar[str] = "prompt"
 
-    prompt: Annotated[str | list[TokenId] | list[str] | list[list[TokenId]], Field(union_mode="left_to_right")]
+    prompt: Annotated[
+        str | TokenIds | Annotated[list[str], StopAtFirstError()] | Annotated[list[TokenIds], StopAtFirstError()],
+        Field(union_mode="left_to_right"),
+    ]
     """A text or token ids, or a list of several prompts, each with its own choices."""
     max_tokens: int | None = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)

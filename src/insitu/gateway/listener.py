@@ -1,0 +1,65 @@
+"""What the gateway and the workflow service share as aiohttp servers: connections, their log, request bodies."""
+
+import asyncio
+import logging
+import re
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+
+from insitu.errors import RequestRefused
+from insitu.http_limits import BODY_SECONDS, IDLE_SECONDS, LARGE_BODY, raise_file_limit
+
+_log = logging.getLogger(__name__)
+_KEY = re.compile(r"/e/[^/\s'\"]+")
+T = TypeVar("T")
+
+
+def server_runner(app: web.Application, **options: Any) -> web.AppRunner:
+    """A runner for `app` that closes idle connections. Raises ConfigError if the process may open too few files."""
+    raise_file_limit()
+    _log.addFilter(_without_keys)
+    return web.AppRunner(
+        app, access_log=None, handler_cancellation=True, keepalive_timeout=IDLE_SECONDS, logger=_log, **options
+    )
+
+
+def _without_keys(record: logging.LogRecord) -> bool:
+    """Removes episode keys from what aiohttp logs: tracebacks with the URLs of requests that failed."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None:
+        record.exc_text = _KEY.sub("/e/...", "".join(traceback.format_exception(error)))
+    if isinstance(error, HttpProcessingError):  # the client's fault, and it gets the reason
+        record.msg, record.args, record.exc_text = "refused a malformed request", (), None
+        record.levelno, record.levelname = logging.INFO, "INFO"
+    record.exc_info = None
+    return True
+
+
+async def read_body(request: web.Request, limit: int) -> bytes:
+    """The body as it was sent. Raises RequestRefused if it is larger than `limit` bytes or stops arriving."""
+    too_large = RequestRefused(f"the body is larger than {limit} bytes", status=413, code="too_large")
+    if (request.content_length or 0) > limit:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    try:
+        while not request.content.at_eof():
+            async with asyncio.timeout(BODY_SECONDS):
+                parts.append(await request.content.readany())
+            size += len(parts[-1])
+            if size > limit:
+                raise too_large
+    except TimeoutError:
+        raise RequestRefused(f"no more of the body arrived for {BODY_SECONDS:g} s", status=408) from None
+    except web.RequestPayloadError as error:
+        raise RequestRefused(f"the body cannot be read: {error}", code="malformed_body") from None
+    return b"".join(parts)
+
+
+async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
+    """Runs `parse`, for large bodies in a thread."""
+    return parse(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse, body)
