@@ -3,11 +3,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install quickstart test test-hostile test-art test-frameworks test-javascript check bench clean
+.PHONY: help install quickstart test test-chaos test-hostile test-art test-frameworks test-javascript check bench clean
 
 help:
 	@echo "make quickstart   install into .venv and train the tic-tac-toe player (about 3 minutes)"
 	@echo "make test         install what the tests need and run them"
+	@echo "make test-chaos   50 runs of 200 episodes through a proxy that breaks connections (about 15 minutes)"
 	@echo "make test-hostile  10,000 generated requests to each server, instead of a few hundred (about 15 minutes)"
 	@echo "make test-art     the official ART clients, each in an environment of its own, against the backend"
 	@echo "make test-frameworks  each agent framework, in an environment of its own, trained through the backend"
@@ -41,6 +42,9 @@ quickstart: $(VENV)/.installed
 # Many processes import the same sources, which bytecode saves them compiling. A file's tests share its fixtures.
 test: $(VENV)/.installed-dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
+
+test-chaos: $(VENV)/.installed-dev
+	CHAOS_SEEDS=50 $(BIN)/python -m pytest -s tests/test_chaos.py
 
 test-hostile: $(VENV)/.installed-dev
 	INSITU_HOSTILE_REQUESTS=10000 $(BIN)/python -m pytest -s tests/test_hostile_requests.py

@@ -4,8 +4,10 @@
 """
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
+import openai
 from pydantic import Field
 
 from insitu.adapters.insitu_backend import InsituAdapterConfig, InsituTrainerAdapter
@@ -25,13 +27,17 @@ from insitu.workflow.context import Context
 
 
 class AskBothConfig(FunctionBaseConfig, name="ask_both"):
-    """Asks each model for its word on a text; `earn` is the step reward of a character that they have answered."""
+    """Asks each model for its word on a text; `earn` is the step reward of a character that they have answered.
+
+    `own_client`: it also asks by a client that nobody records.
+    """
 
     word: str
     player: LLMRef
     judge: LLMRef
     framework: str | None = None
     earn: float | None = None
+    own_client: bool = False
 
 
 @register_function(config_type=AskBothConfig)
@@ -46,6 +52,11 @@ async def ask_both(config: AskBothConfig, builder: Builder) -> AsyncIterator[Any
                 answers.append((await llm.complete(messages)).choices[0].message.content)
             else:
                 answers.append((await llm.ainvoke(messages)).content)
+        if config.own_client:
+            known = (await builder.get_llm(config.player)).client
+            async with openai.AsyncOpenAI(base_url=known.base_url, api_key=known.api_key) as client:
+                messages = [{"role": "user", "content": text}]
+                await client.chat.completions.create(model="policy", messages=messages, max_tokens=2)  # type: ignore[arg-type]
         if config.earn is not None:
             Context.get().reward(config.earn * sum(map(len, answers)))
         return "".join(answers)
@@ -68,15 +79,21 @@ async def duo(config: DuoConfig, builder: Builder) -> AsyncIterator[Any]:
 
 
 class LettersConfig(EvaluatorBaseConfig, name="letters"):
-    """The mean code of the answer's characters, and `more`; or what is `fixed` for the row."""
+    """The mean code of the answer's characters, and `more`; or what is `fixed` for the row.
+
+    `raises` are the rows that it cannot score.
+    """
 
     more: float = 0
+    raises: list[str] = Field(default_factory=list)
     fixed: dict[str, float] = Field(default_factory=dict)
 
 
 @register_evaluator(config_type=LettersConfig)
 async def letters(config: LettersConfig, builder: Builder) -> AsyncIterator[EvaluatorInfo]:
     async def evaluate(given: EvalInput) -> EvalOutput:
+        if any(i.id in config.raises for i in given.eval_input_items):
+            raise LookupError("no such column")
         means = [sum(map(ord, i.output_obj)) / (len(i.output_obj) + 1) for i in given.eval_input_items]
         scored = zip(given.eval_input_items, means, strict=True)
         items = [EvalOutputItem(id=i.id, score=config.fixed.get(i.id, config.more + mean)) for i, mean in scored]
@@ -86,17 +103,25 @@ async def letters(config: LettersConfig, builder: Builder) -> AsyncIterator[Eval
 
 
 class KeepingAdapterConfig(InsituAdapterConfig, name="keeping_adapter"):
-    """The native adapter, which keeps what it sends; `stuck`: it tells the version it has seen first for ever."""
+    """The native adapter, which keeps what it sends; `stuck`: it tells the version it has seen first for ever.
+
+    `vocab_size` is what it tells instead of the model's.
+    """
 
     stuck: bool = False
+    vocab_size: int | None = None
 
 
 class KeepingAdapter(InsituTrainerAdapter):
     first: PolicyEndpoint | None = None
 
     async def policy_endpoint(self) -> PolicyEndpoint:
-        self.first = self.first or await super().policy_endpoint()
-        return self.first if getattr(self.config, "stuck", False) else await super().policy_endpoint()
+        served = await super().policy_endpoint()
+        self.first = self.first or served
+        assert isinstance(self.config, KeepingAdapterConfig)
+        if self.config.vocab_size is not None:
+            served = replace(served, vocab_size=self.config.vocab_size)
+        return self.first if self.config.stuck else served
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         sent.extend(row for group in trajectories.trajectories for t in group for row in t.rows)

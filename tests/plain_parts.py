@@ -2,11 +2,13 @@
 
 import ast
 import asyncio
+import contextlib
 import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anyio
 from pydantic import BaseModel, Field, SecretStr
 
 from insitu.errors import BackendUnavailable
@@ -71,6 +73,29 @@ class Parts:
                 raise ValueError(rest)
             case "exit":
                 raise SystemExit(0)
+            case "interrupt":
+                raise KeyboardInterrupt
+            case "generator":
+                raise GeneratorExit
+            case "group":
+                raise BaseExceptionGroup("several", [KeyboardInterrupt()])
+            case "enter":  # a cancel scope of a client that is kept for other episodes
+                scopes.append(anyio.CancelScope())
+                scopes[-1].__enter__()
+            case "leave":
+                for scope in scopes:
+                    scope.cancel()
+            case "wait":
+                waiting.append(asyncio.current_task())
+                await asyncio.sleep(60)
+            case "cancel":
+                waiting.pop().cancel()
+            case "swallow":
+                release = asyncio.Event()
+                released.append(release)
+                while not release.is_set():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await release.wait()
             case "hang":
                 await asyncio.sleep(60)
             case "stubborn":
@@ -100,6 +125,10 @@ class Parts:
         return text.upper()
 
 
+waiting: list[Any] = []
+scopes: list[anyio.CancelScope] = []
+released: list[asyncio.Event] = []
+"""Set to end an episode that swallows its cancellation."""
 made: list[Parts] = []
 """Every Parts that was built, the latest last."""
 
@@ -126,6 +155,10 @@ async def judge(config: JudgeConfig, builder: Builder) -> AsyncIterator[Evaluato
         match config.says:
             case "raise":
                 raise RuntimeError("no judge today")
+            case "exit" | "interrupt" | "generator":
+                raise {"exit": SystemExit, "interrupt": KeyboardInterrupt, "generator": GeneratorExit}[config.says]
+            case "hang":
+                await asyncio.sleep(60)
             case "cancelled":
                 task = asyncio.create_task(asyncio.sleep(60))
                 task.cancel()

@@ -99,6 +99,7 @@ async def test_a_call_is_a_pair_of_steps_where_it_was_made(server: FakeOpenAI) -
         assert end.data is not None
         assert call.message is not None
         assert end.data.output == call.message["content"]
+        assert end.data.payload == call.message
         assert isinstance(end.metadata, TraceMetadata)
         assert end.metadata.chat_inputs == call.messages
         assert end.metadata.chat_responses == [call.message]
@@ -147,6 +148,25 @@ async def test_outside_an_episode_nothing_changes(server: FakeOpenAI) -> None:
         assert await text_of(plain, "hi") == "echo: hi"
         assert [m.id async for m in plain.client.models.list()] == ["fake"]
     assert set(server.requests[-1]) == {"model", "messages"}
+
+
+async def test_seeds_do_not_depend_on_the_ids_of_tool_calls(server: FakeOpenAI) -> None:
+    """Servers choose them at random, and two runs of an agent with tools would sample differently."""
+
+    async def seed(call_id: str, item: str = "lamp") -> Any:
+        called = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": item}}
+        history: Any = [
+            {"role": "assistant", "content": None, "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": call_id, "content": "on"},
+        ]
+        with EpisodeScope(training=True, seed=1) as scope:
+            await plain.complete([*ask("hi"), *history])
+        assert server.requests[-1]["messages"][1:] == history, "the server gets them as they are"
+        return scope.calls[0].sampling["seed"]
+
+    async with model(server) as plain:
+        assert await seed("call_a") == await seed("call_b")
+        assert await seed("call_a") != await seed("call_a", item="stove")
 
 
 async def test_seeds_depend_on_episode_and_messages_and_not_on_order(server: FakeOpenAI) -> None:
@@ -363,10 +383,17 @@ async def test_a_late_call_belongs_to_nobody(server: FakeOpenAI, caplog: pytest.
             late = [asyncio.create_task(text_of(plain, f"slow 0.{n}")) for n in (2, 3)]
             after = asyncio.create_task(asyncio.sleep(0.05, None))
             await after
+            later = asyncio.create_task(text_of(plain, "later"))
+        asked = len(server.requests)
+        with pytest.raises(CaptureError, match="was refused because its episode r/1/x/0/0 had ended"):
+            await later
+        assert len(server.requests) == asked
         assert await asyncio.gather(*late) == ["echo: slow 0.2", "echo: slow 0.3"]
     assert scope.calls == []
-    assert scope.ledger.late_calls == 2
-    assert [r.levelname for r in caplog.records if "was not recorded" in r.message] == ["WARNING"]
+    assert scope.ledger.late_calls == 3
+    late = [(r.levelname, r.message) for r in caplog.records if "a model call was" in r.message]
+    assert [level for level, _ in late] == ["WARNING"]
+    assert "refused" in late[0][1]
     assert "because r/1/x/0/0 had ended" in caplog.text
 
 

@@ -364,7 +364,7 @@ async def test_a_silent_workflow_is_no_silent_service(config: Config, monkeypatc
             lines = (await answer.read()).split(b"\n")
     assert lines.count(b"") > 10
     told = [next(iter(json.loads(line))) for line in lines if line]
-    assert told == ["step", "step", "end"]
+    assert told == [*["step"] * 4, "end"]
 
 
 async def test_each_trainer_has_its_model_behind_the_workflow(folder: Path) -> None:
@@ -405,6 +405,29 @@ async def test_a_workflow_that_cannot_be_built_is_told_and_tried_again(folder: P
         with FakeOpenAI() as server:
             remote.policy = PolicyEndpoint(server.base_url, "m")
             assert (await run_episode(remote.attempt, item, key("x"), RULES)).outcome == "ok"
+
+
+async def test_a_workflow_whose_backend_is_lost_is_built_again(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    served: list[asyncio.Timeout] = []
+
+    @asynccontextmanager
+    async def serve_policy(builder: Builder) -> AsyncIterator[None]:
+        async with asyncio.timeout(None) as loss:
+            served.append(loss)
+            yield
+
+    service = WorkflowService(config, serve_policy)
+    async with service.listening("127.0.0.1", 0) as address:
+        status, _ = await post(f"{address}/generate", {"input": {"do": "plain"}})
+        assert (status, len(served)) == (200, 1)
+        served[0].reschedule(0)
+        while not caplog.messages:  # noqa: ASYNC110 (until the loss is logged)
+            await asyncio.sleep(0.001)
+        assert caplog.messages[0].startswith("a workflow has stopped, the next request builds it again: TimeoutError")
+        status, _ = await post(f"{address}/generate", {"input": {"do": "plain"}})
+        assert (status, len(served)) == (200, 2)
 
 
 # whole runs

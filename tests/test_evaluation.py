@@ -12,6 +12,7 @@ import pytest
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, WorkflowError
+from insitu.evaluation import episodes
 from insitu.evaluation.collector import run_limited
 from insitu.evaluation.evaluators import BaseEvaluator, average, parse_score
 from insitu.evaluation.run import EvaluationRun
@@ -63,26 +64,63 @@ def scores(output: EvaluationRunOutput) -> list[Any]:
 
 
 async def test_a_failing_row_never_stops_the_others(bench: Bench) -> None:
-    bad = ["raise no number", "cancelled", "exit", "hang", "stubborn"]
+    bad = ["raise no number", "cancelled", "exit", "interrupt", "generator", "group", "hang", "stubborn"]
     output = await bench.run(["a", *bad, "b"], max_concurrency=1, episode_timeout=1.5)
     items = output.eval_input.eval_input_items
-    assert [i.output_obj for i in items] == ["A", *[None] * 5, "B"]
+    assert [i.output_obj for i in items] == ["A", *[None] * 8, "B"]
     assert [i.error and i.error.partition(":")[0] for i in items] == [
         None,
         "ValueError",
         "CancelledError",
         "SystemExit",
+        "KeyboardInterrupt",
+        "GeneratorExit",
+        "BaseExceptionGroup",
         "EpisodeTimeout",
         "EpisodeTimeout",
         None,
     ]
-    assert [i.reason for i in items[1:6]] == ["workflow_error"] * 3 + ["timeout"] * 2
+    assert [i.reason for i in items[1:9]] == ["workflow_error"] * 6 + ["timeout"] * 2
     assert "no number" in str(items[1].error)
     assert "plain_parts.py, line " in str(items[1].error)
-    assert "episode_timeout: 1.5 s" in str(items[4].error)
+    assert "episode_timeout: 1.5 s" in str(items[7].error)
     assert scores(output) == [1.0, 1.0]
     row = evaluation_table(output).columns
-    assert [next(iter(c.cells)) for c in row[3:]] == ["2", "7", "5", "0"]
+    assert [next(iter(c.cells)) for c in row[3:]] == ["2", "10", "8", "0"]
+
+
+async def test_a_cancel_scope_of_one_episode_that_another_cancels_takes_no_episode_away(bench: Bench) -> None:
+    plain_parts.scopes.clear()
+    try:
+        output = await bench.run(["enter", "a", "leave", *"bcdefgh"], max_concurrency=1)
+    finally:
+        for scope in plain_parts.scopes:
+            scope._tasks.clear()  # anyio goes on cancelling a task that has ended
+    items = output.eval_input.eval_input_items
+    assert [i.output_obj for i in items] == ["ENTER", "A", "LEAVE", *"BCDEFGH"]
+    assert len(plain_parts.made[-1].begun) == 10
+
+
+async def test_an_episode_cancelled_by_another_has_an_outcome(bench: Bench) -> None:
+    output = await bench.run(["wait", "a", "cancel waiting", "b"], max_concurrency=2)
+    waited, *others = output.eval_input.eval_input_items
+    assert (waited.reason, str(waited.error).partition(":")[0]) == ("workflow_error", "CancelledError")
+    assert [i.output_obj for i in others] == ["A", "CANCEL WAITING", "B"]
+
+
+async def test_an_episode_that_ignores_its_cancellation_is_left_behind(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(episodes, "CANCEL_GRACE_SECONDS", 0.05)
+    output = await bench.run(["swallow", "a"], max_concurrency=1, episode_timeout=0.05)
+    swallowing, following = output.eval_input.eval_input_items
+    assert (swallowing.reason, following.output_obj) == ("timeout", "A")
+    assert "it ignores its cancellation and still runs" in str(swallowing.error)
+    assert "it is left behind" in caplog.text
+    left = [task for task in asyncio.all_tasks() if task.get_name() == "isolated"]
+    assert len(left) == 1
+    plain_parts.released.pop().set()
+    await asyncio.wait(left)
 
 
 async def test_a_single_row_has_no_interval(bench: Bench) -> None:
@@ -162,13 +200,17 @@ async def test_a_missing_score_is_never_zero(bench: Bench, says: str, first: str
 @pytest.mark.parametrize(
     ("says", "message"),
     [
-        ("raise", "evaluator exact raised RuntimeError: no judge today"),
+        ("raise", f"evaluator exact raised RuntimeError: no judge today ({plain_parts.__file__}, line "),
         ("cancelled", "evaluator exact raised CancelledError"),
+        ("exit", "evaluator exact raised SystemExit"),
+        ("interrupt", "evaluator exact raised KeyboardInterrupt"),
+        ("generator", "evaluator exact raised GeneratorExit"),
+        ("hang", "evaluator exact took longer than eval.general.evaluator_timeout allows: 0.2 s"),
         ("nothing", "evaluator exact returned a NoneType, not an EvalOutput"),
     ],
 )
 async def test_an_evaluator_that_fails_gives_errors_and_no_scores(bench: Bench, says: str, message: str) -> None:
-    output = await bench.run(["a", "b"], says=says, write_output=True)
+    output = await bench.run(["a", "b"], says=says, write_output=True, evaluator_timeout=0.2)
     assert scores(output) == [None, None]
     assert all(message in str(i.error) for i in output.evaluation_results[0][1].eval_output_items)
     run_config = FinetuneConfig(reward_function=RewardFunctionConfig(name="exact"))
@@ -212,7 +254,7 @@ async def test_the_base_evaluator_limits_itself_and_keeps_errors_with_their_item
     output = await halves.evaluate(EvalInput(eval_input_items=[EvalInputItem(id=i) for i in range(8)]))
     assert halves.most == 3
     assert [i.id for i in output.eval_output_items] == list(range(8))
-    assert [i.error for i in output.eval_output_items if i.error] == ["LookupError: 3", "CancelledError: "]
+    assert [i.error.partition(":")[0] for i in output.eval_output_items if i.error] == ["LookupError", "CancelledError"]
     assert output.average_score == 0.5
     assert average([]) is None
 
@@ -260,7 +302,7 @@ async def test_completing_runs_what_has_no_answer_as_it_would_have_been_run(benc
     output = await EvaluationRun(asked, on_episode=seen.append).run_and_evaluate()
     assert len(seen) == 2
     assert [i.output_obj for i in output.eval_input.eval_input_items] == answers
-    assert all(len(i.trajectory) == 2 for i in output.eval_input.eval_input_items)
+    assert all(len(i.trajectory) == 4 for i in output.eval_input.eval_input_items)
 
 
 async def test_answers_and_steps_under_other_names_and_in_a_table(bench: Bench) -> None:
@@ -377,7 +419,8 @@ async def test_the_documented_files(bench: Bench) -> None:
     ]
     assert set(records[0]) >= {"question", "answer", "intermediate_steps", "expected_intermediate_steps", "error"}
     assert records[0]["question"] == "a"
-    assert [s["payload"]["event_type"] for s in records[0]["intermediate_steps"]] == ["FUNCTION_START", "FUNCTION_END"]
+    kinds = ["WORKFLOW_START", "FUNCTION_START", "FUNCTION_END", "WORKFLOW_END"]
+    assert [s["payload"]["event_type"] for s in records[0]["intermediate_steps"]] == kinds
     assert records[2]["error"].startswith("ValueError: b (")
     written = json.loads(output.evaluator_output_files[0].read_text())
     assert [(i["id"], i["rep"], i["score"]) for i in written["eval_output_items"]] == [("row 0", 0, 1), ("row 0", 1, 1)]

@@ -78,25 +78,23 @@ def test_a_run_trains_validates_records_and_can_be_repeated(project: Path) -> No
 
 
 def test_a_second_run_in_the_directory_of_a_living_one_is_refused(project: Path) -> None:
-    """And the directory of one that was killed is moved aside, with all that its backend still wrote."""
-    metrics = project / "run/training_metrics.jsonl"
+    """And the directory of one that was killed can be used again, once its backend has ended."""
     one_epoch = ("-o", "finetuning.num_epochs", "1")
-    with start_project(project, "-o", "finetuning.num_epochs", "500") as first:
-        first.wait_until(lambda: metrics.exists() and metrics.stat().st_size)
+    write_rows(project, [{"say": "a", "hang": True}])
+    with start_project(project) as first:
+        first.wait_until((project / "run/backend/.lock").exists)
         code, out, err = run_project(project, *one_epoch)
         assert (code, out) == (2, "")
         used = f"error: finetuning.output_dir: {project / 'run'} is in use by process {first.pid} on {gethostname()} "
         assert err.startswith(used)
         assert first.poll() is None
-        assert not (project / "run.1").exists()
         first.kill()
         first.wait()
+        write_rows(project, [{"say": "a"}, {"say": "b"}])
         code, out, err = run_project(project, *one_epoch)
         assert code == 0, err
     assert [p.name for p in (project / "run/backend/checkpoints").iterdir()] == ["step_000001"]
-    assert (project / "run.1/backend/checkpoints/step_000001").exists()
-    for folder in ("run", "run.1"):
-        assert not list((project / folder).rglob(".*"))
+    assert not list((project / "run").rglob(".*"))
 
 
 def test_training_continues_from_a_run_in_its_own_directory(project: Path) -> None:

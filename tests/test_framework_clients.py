@@ -12,7 +12,7 @@ from anthropic import BadRequestError
 from fake_openai import FakeOpenAI, encode
 
 from insitu.frameworks import ToolSteps, anthropic, async_client, sync_client
-from insitu.training.runtime import run_async
+from insitu.training.event_loop import run_async
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 

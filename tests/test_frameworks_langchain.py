@@ -58,6 +58,7 @@ async def test_a_call_and_its_steps(server: FakeOpenAI) -> None:
     assert start.metadata.chat_inputs == [HumanMessage("hi")]
     assert end.data is not None
     assert (end.data.input, end.data.output) == ([HumanMessage("hi")], "echo: hi")
+    assert end.data.payload.message == answer
     assert end.usage_info is not None
     assert end.usage_info.token_usage["completion_tokens"] == 8
     assert isinstance(end.metadata, TraceMetadata)

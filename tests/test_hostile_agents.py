@@ -1,5 +1,6 @@
-"""Whole runs with programs that fail, flood, hang, cheat and leave things behind: what is counted, and what is left."""
+"""Whole runs with agents that fail, flood, hang, cheat and leave things behind: what is counted, and what is left."""
 
+import json
 import signal
 import sys
 import time
@@ -7,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 from factories import read_lines, write_rows
 from processes import HANGS, run_project, start_project, wait_until
 from test_external import project, running
@@ -96,6 +98,7 @@ def test_hostile_episodes_are_told_apart(tmp_path: Path) -> None:
     dropped = Counter(metrics["dropped"])
     assert (dropped["workflow_error"], dropped["timeout"]) == (12, 4)
     assert metrics["num_trajectories"] == 32
+    assert metrics["filtered_trajectories"] + sum(metrics["dropped"].values()) == len(episodes)
     assert metrics["policy_version"] == 1
     calls = read_lines(tmp_path / "run/calls.jsonl")[1:]
     assert {call["messages"][0]["content"] for call in calls if call["error"]} <= {"Row 7"}
@@ -133,3 +136,101 @@ def test_an_interrupted_run_leaves_no_program(tmp_path: Path, signals: int) -> N
         assert process.wait() == 130
     wait_until(lambda: not any(running(pid) for pid in programs.iterdir()))
     assert len(list(programs.iterdir())) == 16
+
+
+STUCK = """
+import asyncio, contextlib, threading, time
+import insitu.evaluation.episodes, insitu.training.event_loop
+from insitu.evaluation.evaluators import BaseEvaluator
+from insitu.plugin_api import EvaluatorInfo, register_evaluator, register_function
+from insitu.schemas.components import FunctionBaseConfig
+from insitu.schemas.evaluation import EvalOutputItem, EvaluatorBaseConfig
+
+insitu.evaluation.episodes.CANCEL_GRACE_SECONDS = 0.2
+insitu.training.event_loop.STOP_SECONDS = 2.0
+insitu.training.event_loop._CLOSE_SECONDS = 0.2
+
+
+class StuckConfig(FunctionBaseConfig, name="stuck"):
+    pass
+
+
+@register_function(config_type=StuckConfig)
+async def stuck(config, builder):
+    async def leave(how):
+        raise {"exit": SystemExit, "interrupt": KeyboardInterrupt, "generator": GeneratorExit}[how]
+
+    async def run(how: str) -> str:
+        open(how, "w").close()
+        if how == "block":
+            time.sleep(600)
+        if how == "sleep":
+            await asyncio.to_thread(time.sleep, 600)
+        if how == "thread":
+            threading.Thread(target=time.sleep, args=(600,)).start()
+            await asyncio.sleep(600)
+        while how == "swallow":
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(600)
+        if how != "good":  # in a task of its own, as graphs run their nodes
+            await asyncio.create_task(leave(how))
+        return how
+
+    yield run
+
+
+class GoodConfig(EvaluatorBaseConfig, name="good"):
+    pass
+
+
+class Good(BaseEvaluator):
+    async def evaluate_item(self, item):
+        return EvalOutputItem(id=item.id, score=1.0)
+
+
+@register_evaluator(config_type=GoodConfig)
+async def good(config, builder):
+    yield EvaluatorInfo(config=config, evaluate_fn=Good().evaluate, description="")
+"""
+
+
+def stuck_project(folder: Path, questions: list[str]) -> None:
+    (folder / "stuck_plugin.py").write_text(STUCK)
+    write_rows(folder, questions)  # type: ignore[arg-type]
+    dataset = {"_type": "jsonl", "file_path": "rows.jsonl"}
+    general = {"dataset": dataset, "episode_timeout": 1.0, "output_dir": "out"}
+    config = {
+        "general": {"plugins": ["stuck_plugin"]},
+        "workflow": {"_type": "stuck"},
+        "eval": {"general": general, "evaluators": {"good": {"_type": "good"}}},
+    }
+    (folder / "config.yml").write_text(yaml.safe_dump(config))
+
+
+def test_agents_that_exit_or_ignore_their_timeout_cost_only_their_episodes(tmp_path: Path) -> None:
+    questions = ["good", "exit", "interrupt", "generator", "swallow", "sleep", "good"]
+    stuck_project(tmp_path, questions)
+    code, _, err = run_project(tmp_path, command="eval")
+    assert code == 0, err
+    assert "ignores its cancellation; it is left behind" in err
+    errors = [record["error"] for record in json.loads((tmp_path / "out/workflow_output.json").read_text())]
+    assert [error and error.partition(":")[0] for error in errors] == [
+        None,
+        "SystemExit",
+        "KeyboardInterrupt",
+        "GeneratorExit",
+        "EpisodeTimeout",
+        "EpisodeTimeout",
+        None,
+    ]
+
+
+@pytest.mark.parametrize("how", ["swallow", "sleep", "thread", "block"])
+def test_one_signal_ends_a_run_whatever_its_agents_do(tmp_path: Path, how: str) -> None:
+    stuck_project(tmp_path, [how])
+    with start_project(tmp_path, "-o", "eval.general.episode_timeout", "null", command="eval") as process:
+        process.wait_until((tmp_path / how).exists)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(HANGS)
+        assert process.wait() == 130
+    assert err.endswith("interrupted\n")

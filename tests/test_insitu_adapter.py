@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -246,7 +247,9 @@ async def test_health_is_asked_of_the_configured_address_and_its_status_counts(
             pass
 
 
-async def test_checkpoints_of_an_earlier_run_are_moved_aside(write: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_checkpoints_of_an_earlier_run_are_moved_aside(
+    write: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For trainers of plugins; ours have moved the whole run."""
     block = {"_type": "insitu_trainer_adapter", "model": str(MODEL)}
     path = write({"trainer_adapters": {"a": block}, "finetuning": {"output_dir": str(write("", "run/notes").parent)}})
@@ -254,9 +257,9 @@ async def test_checkpoints_of_an_earlier_run_are_moved_aside(write: Any, caplog:
     config = load_config(path)
     async with Builder(config) as builder:
         adapter = await builder.get(TRAINER_ADAPTER, "a")
-        await adapter.initialize(config.finetuning)
-        await adapter.check_settings()
-        assert (await adapter.policy_endpoint()).version == 0
+        monkeypatch.setattr(sys, "executable", "/bin/false")  # not worth the time of a real one
+        with pytest.raises(BackendUnavailable, match="insitu backend exited with code 1"):
+            await adapter.initialize(config.finetuning)
     moved = path.parent / "run/backend.1/checkpoints/step_000001/model.safetensors"
     assert moved.read_text() == "weights"
     assert f"{path.parent}/run/backend held the checkpoints of an earlier run" in caplog.text

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,9 +13,13 @@ import pytest
 from aiohttp import web
 from test_gateway import KINDS, ask, claude, gateway_to, plain, post, text_by
 
+from insitu.evaluation.episodes import AttemptResult, EpisodeOptions, in_process
 from insitu.gateway.server import EpisodeEndpoint
+from insitu.schemas.episodes import EpisodeKey
+from insitu.schemas.evaluation import EvalInputItem
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.llms import Endpoint, OpenAIConfig, connect
+from insitu.workflow.functions import as_function
+from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 
 
 def sampled(text: str) -> dict[str, Any]:
@@ -49,12 +54,12 @@ CALLS_END = piece({}, finish="tool_calls")
 
 
 @asynccontextmanager
-async def door_to(body: bytes, kind: str = "text/event-stream") -> AsyncIterator[tuple[EpisodeScope, EpisodeEndpoint]]:
-    """An episode at a server that answers everything with `body`."""
+async def model_at(body: bytes, kind: str = "text/event-stream", status: int = 200) -> AsyncIterator[ModelClient]:
+    """A model whose server answers everything with `body`."""
 
     async def answer(request: web.Request) -> web.Response:
         await request.read()
-        return web.Response(body=body, content_type=kind)
+        return web.Response(body=body, content_type=kind, status=status)
 
     app = web.Application()
     app.router.add_post("/v1/{tail:.*}", answer)
@@ -62,13 +67,38 @@ async def door_to(body: bytes, kind: str = "text/event-stream") -> AsyncIterator
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     address = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    llm = connect("player", OpenAIConfig(model_name="m", base_url=address), Endpoint("m", address, "none"))
+    config = OpenAIConfig(model_name="m", base_url=address, max_retries=0)
     try:
-        async with gateway_to(llm) as gateway:
-            with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
-                yield scope, door
+        yield connect("player", config, Endpoint("m", address, "none"))
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def door_to(body: bytes, kind: str = "text/event-stream") -> AsyncIterator[tuple[EpisodeScope, EpisodeEndpoint]]:
+    """An episode at a server that answers everything with `body`."""
+    async with model_at(body, kind) as llm, gateway_to(llm) as gateway:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
+            yield scope, door
+
+
+async def attempted(body: bytes, kind: str, status: int = 200, **request: Any) -> AttemptResult:
+    """A training episode whose agent sends one request to a server that answers `body`."""
+    async with model_at(body, kind, status) as llm:
+
+        async def agent(text: str) -> str:
+            if kind == "text/event-stream":
+                request["stream"] = True
+                create: Any = llm.client.chat.completions.create
+                chunks = await create(model="m", messages=ask(text), **request)
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+            return (await llm.complete(ask(text), **request)).choices[0].message.content or ""
+
+        workflow = as_function("<workflow>", None, agent)  # type: ignore[arg-type]
+        item, key = EvalInputItem(id="r", input_obj="hi"), EpisodeKey("run", 1, "r", 0)
+        result = await in_process(workflow)(item, key, EpisodeOptions(training=True))
+        await llm.aclose()
+        return result
 
 
 STREAMS = {
@@ -233,3 +263,76 @@ async def test_a_failure_told_in_a_stream_reaches_an_agent_of_this_process() -> 
         await llm.aclose()
     assert [e.type for e in events][-2:] == ["response.output_text.delta", "error"]
     assert events[-1].message == "boom"
+
+
+def logprobs(*values: Any) -> dict[str, Any]:
+    return {"content": [{"token": "x", "logprob": value, "bytes": None, "top_logprobs": []} for value in values]}
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"logprobs": logprobs(-1.0, math.nan, -1.0)}, "returned the logprob nan; allowed: finite, at most 0"),
+        ({"logprobs": logprobs(-1.0, None, -1.0)}, "returned the logprob None"),
+        ({"logprobs": logprobs(-1.0, 0.5, -1.0)}, "returned the logprob 0.5"),
+        ({"logprobs": logprobs(-1.0, -math.inf, -1.0)}, "returned the logprob -inf"),
+        ({"logprobs": logprobs(-1.0, "-1", -1.0)}, "returned the logprob '-1'"),
+        ({"logprobs": logprobs(-1.0)}, "returned 1 for 3 token ids"),
+        ({"token_ids": [97, 98]}, "returned 3 for 2 token ids"),
+        ({"token_ids": [97, -1, 99]}, "returned the token id -1"),
+        ({"token_ids": [97, 1.5, 99]}, "returned the token id 1.5"),
+        ({"token_ids": [97, None, 99]}, "returned the token id None"),
+        ({"prompt_token_ids": [1, True]}, "returned the token id True"),
+    ],
+)
+async def test_what_cannot_be_trained_fails_its_episode_with_the_reason(
+    kind: str, wrong: dict[str, Any], says: str
+) -> None:
+    head, choice = {"prompt_token_ids": [1], **wrong}, {**CHOICE, **wrong}
+    if kind == "application/json":
+        body = json.dumps({**head, "choices": [choice]}).encode()
+    else:
+        body = written(FIRST, {**head, "choices": [{**choice, "delta": {"content": "abc"}}]})
+    episode, transient = await attempted(body, kind)
+    assert (episode.outcome, episode.reason, transient) == ("failed", "capture_error", False)
+    assert says in str(episode.error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("application/json", b"<html>"),
+        ("application/json", b'{"choices": [{"mess'),
+        ("application/json", b'{"choices": []}'),
+        ("application/json", b'{"choices": null}'),
+        ("application/json", b'{"choices": [7]}'),
+        ("application/json", b"[" * 100_000),
+        ("text/event-stream", b"data: {nope}\n\n"),
+        ("text/event-stream", written(*SAID[:2])[: -len("data: [DONE]\n\n")] + b'data: {"choices"\n\n'),
+        ("text/event-stream", written(*SAID[:2], {"error": {"message": "boom"}})),
+    ],
+)
+async def test_an_unreadable_answer_is_the_servers_fault(kind: str, body: bytes) -> None:
+    episode, transient = await attempted(body, kind)
+    assert (episode.outcome, episode.reason, transient) == ("failed", "backend_error", True)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message", "reason"),
+    [
+        ({"logprobs": True, "top_logprobs": 50}, "Requested sample logprobs of 50, greater than 20", "workflow_error"),
+        ({"top_logprobs": 50}, "top_logprobs: at most 20", "workflow_error"),
+        ({"extra_body": {"return_token_ids": 7}}, "return_token_ids must be a boolean", "workflow_error"),
+        ({}, "this model's maximum context length is 9 tokens", "workflow_error"),
+        ({}, "logprobs are not enabled", "capture_error"),
+        ({}, "unknown field return_token_ids", "capture_error"),
+    ],
+)
+async def test_a_bad_request_is_the_fault_of_whoever_made_it(
+    request_: dict[str, Any], message: str, reason: str
+) -> None:
+    body = json.dumps({"error": {"message": message}}).encode()
+    episode, transient = await attempted(body, "application/json", 400, **request_)
+    assert (episode.reason, transient) == (reason, False)
+    assert message in str(episode.error)

@@ -18,7 +18,7 @@ from factories import power_failures
 from tiny_backend import Served
 from tiny_models import byte_tokenizer
 
-from insitu.errors import BackendError, ConfigError, TrajectoryError
+from insitu.errors import BackendError, ConfigError, PluginError, TrajectoryError
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training.runtime import finetuning_main
 
@@ -85,7 +85,7 @@ async def test_the_trained_rows_are_what_the_targeted_calls_sampled(
     (status,) = await train(project(write, served, target, framework=framework))
     assert status.status == "completed"
 
-    samples = served.samples()[before:]
+    samples = served.samples()[before + 4 :]  # a row is played before the first epoch
     assert len(samples) == ROWS * GENERATIONS * 4
     tokenizer = byte_tokenizer()
     expected = []
@@ -250,6 +250,50 @@ async def test_a_wrong_token_is_told_before_anything_runs(write: Any, served: Se
     with pytest.raises(BackendError, match="token"):
         await train(project(write, served, {}), ("trainer_adapters.a.api_key", "wrong"))
     assert len(served.samples()) == before
+
+
+# what is found before it is paid for, and what reaches the policy by other ways
+
+
+async def test_an_evaluator_that_fails_is_known_before_the_first_epoch(write: Any, served: Served) -> None:
+    before = len(served.samples())
+    path = project(write, served, {})
+    with pytest.raises(PluginError) as caught:
+        await train(path, ("eval.evaluators.score.raises", "[r0, r1]"))
+    message = str(caught.value)
+    assert message.startswith("no row could be scored, so nothing can be trained; row 'r")
+    assert f"evaluator score raised LookupError: no such column ({duo_plugin.__file__}, line " in message
+    assert len(served.samples()) == before + 2 * 4
+    assert not (path.parent / "run/episodes.jsonl").exists()
+
+
+async def test_an_evaluator_may_fail_on_a_row(write: Any, served: Served) -> None:
+    path, fails = project(write, served, {}), ("eval.evaluators.score.raises", "[r0]")
+    await train(path, fails)
+    (metrics,) = metrics_of(path)
+    assert (metrics["dropped"], metrics["num_trajectories"]) == ({"evaluator_error": GENERATIONS}, GENERATIONS)
+    await train(path, fails, ("finetuning.reward_function.on_failure", "-1"))
+    (metrics,) = metrics_of(path)
+    assert (metrics["dropped"], metrics["num_trajectories"]) == ({"no_variance": GENERATIONS}, 2 * GENERATIONS)
+    assert metrics["min_reward"] == -1
+
+
+@pytest.mark.parametrize("own_client", [False, True])
+async def test_completions_that_no_episode_requested_are_reported(
+    write: Any, served: Served, own_client: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await train(project(write, served, {}, own_client=own_client))
+    out = capsys.readouterr().out
+    assert ("were not requested by an episode" in out) is own_client
+    if own_client:
+        episodes = ROWS * GENERATIONS
+        assert f"epoch 1: {2 * episodes} of the {6 * episodes} completions of {served.address}/v1 were not" in out
+
+
+async def test_a_token_id_beyond_the_vocabulary_costs_its_episode(write: Any, served: Served) -> None:
+    says = r"6 capture_error; most often capture_error: .*'policy' returned the token id \d+; the vocabulary ends at 9 "
+    with pytest.raises(TrajectoryError, match=says):
+        await train(project(write, served, {}), ("trainer_adapters.a.vocab_size", "10"))
 
 
 # the curriculum

@@ -11,6 +11,7 @@ from insitu.errors import PluginError, WorkflowError
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.steps import (
+    ROOT_INVOCATION,
     IntermediateStep,
     IntermediateStepPayload,
     IntermediateStepType,
@@ -230,15 +231,19 @@ async def test_steps_of_nested_functions() -> None:
 
     with EpisodeScope() as scope:
         await function(parent, "<workflow>").ainvoke("hi")
-    start, child_start, child_end, end = scope.steps
-    assert [s.event_type for s in scope.steps] == ["FUNCTION_START", "FUNCTION_START", "FUNCTION_END", "FUNCTION_END"]
-    assert start.UUID == end.UUID != child_start.UUID == child_end.UUID
-    assert (start.parent_id, child_start.parent_id, child_end.parent_id, end.parent_id) == (
-        "root",
-        start.UUID,
-        start.UUID,
-        "root",
-    )
+    began, start, child_start, child_end, end, ended = scope.steps
+    assert [s.event_type for s in scope.steps] == [
+        "WORKFLOW_START",
+        *["FUNCTION_START"] * 2,
+        *["FUNCTION_END"] * 2,
+        "WORKFLOW_END",
+    ]
+    assert len({began.UUID, start.UUID, child_start.UUID}) == 3
+    assert (began.UUID, start.UUID, child_start.UUID) == (ended.UUID, end.UUID, child_end.UUID)
+    parents = ["root", began.UUID, start.UUID, start.UUID, began.UUID, "root"]
+    assert [s.parent_id for s in scope.steps] == parents
+    assert (began.function_ancestry, ended.function_ancestry) == (ROOT_INVOCATION, ROOT_INVOCATION)
+    assert (began.data, ended.data) == (StreamEventData(input="hi"), end.data)
     assert child_start.function_ancestry.function_name == "child"
     assert child_start.function_ancestry.parent_name == "<workflow>"
     assert child_start.function_ancestry.parent_id == start.function_ancestry.function_id

@@ -273,7 +273,7 @@ def test_what_has_trained_is_not_trained_again(release, looker, tool_model, tmp_
         ("0.5.4", "backend.server_config.server_arg", {}, "did you mean 'server_args'"),
         ("0.5.18", "training.kimi_k2_tau", 0.5, "kimi_k2_tau is 0.5"),
         ("0.5.4", "backend.base_model", "gpt-4", "gpt-4"),
-        ("0.5.18", "backend.port", 9, "the connection to the ART server"),
+        ("0.5.18", "backend.port", 9, "no answer from the ART server"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(release, key, value, told, looker, tool_model, tmp_path):

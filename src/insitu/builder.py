@@ -126,6 +126,11 @@ class Builder:
             return await self.parent.get(kind, name)
         return await self._once((kind.section, name), lambda: self._build(kind, name))
 
+    def built(self, kind: Kind) -> list[Any]:
+        """The live objects of a kind that have been built so far."""
+        futures = [future for (section, _), future in self._live.items() if section == kind.section]
+        return [future.result() for future in futures if future.done()]
+
     async def _once(self, key: tuple[str, str], build: Callable[[], Awaitable[Any]]) -> Any:
         while (future := self._live.get(key)) is not None:
             if key in _building.get() and not future.done():

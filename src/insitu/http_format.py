@@ -6,6 +6,7 @@ data: {"choices": [{"index": 0, "delta": {"content": "Hi"}}]}                   
 """
 
 import gc
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,6 +60,17 @@ def error_message(body: Any) -> str | None:
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     return str(message or error) if error else None
+
+
+def parse_lenient_json(data: bytes) -> Any:
+    """Accepts NaN and Infinity, which servers in Python may write; raises ValueError if it is not JSON."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(data)
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
 
 
 def format_token_id(token_id: int) -> str:

@@ -40,6 +40,10 @@ class TrajectoryBuilder(ABC):
         """Number of episodes per epoch, for progress bars; None if unknown."""
         return None
 
+    async def rehearse(self, run_id: str) -> str | None:
+        """Called once before the first epoch, to find faults early. Returns a warning; raises if nothing can train."""
+        return None
+
     async def run_eval(self) -> EvaluationRunOutput:
         """Runs one rollout per dataset row and scores it; each call produces one more generation per row.
 

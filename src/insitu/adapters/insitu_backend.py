@@ -97,6 +97,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
 
 class _Health(BaseModel):
     policy_version: int
+    vocab_size: int | None = None
 
 
 class _Model(BaseModel):
@@ -118,6 +119,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         self._connection: Connection | None = None
         self._submissions = 0
         self._version = 0  # the latest policy version that the backend is known to have had
+        self._vocab_size: int | None = None
         self._base_url = adapter_config.url.rstrip("/") if adapter_config.url else ""
         if adapter_config.model is not None:
             self._resolve_model(adapter_config.model)  # raises now if it does not exist
@@ -190,12 +192,18 @@ class InsituTrainerAdapter(TrainerAdapter):
         version = await self._served_version()
         models = await self._request("GET", "/v1/models", _Models.model_validate_json)
         return PolicyEndpoint(
-            f"{self._base_url}/v1", models.data[0].id, self._token(), version, base_model=self.config.model
+            f"{self._base_url}/v1",
+            models.data[0].id,
+            self._token(),
+            version,
+            base_model=self.config.model,
+            vocab_size=self._vocab_size,
         )
 
     async def _served_version(self) -> int:
         """Raises BackendError if the backend has gone back to earlier weights."""
-        version = (await self._request("GET", "/health", _Health.model_validate_json)).policy_version
+        health = await self._request("GET", "/health", _Health.model_validate_json)
+        version, self._vocab_size = health.policy_version, health.vocab_size
         if version < self._version:
             raise BackendError(
                 f"the backend at {self._base_url} serves policy version {version}, but was at version {self._version}: "

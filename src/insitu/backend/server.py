@@ -45,10 +45,11 @@ GRACE_SECONDS = 2
 
 
 class Health(BaseModel):
-    """The server is up; `policy_version` is that of the latest weights."""
+    """The server is up; `policy_version` is that of the latest weights, `vocab_size` the number of token ids."""
 
     status: str
     policy_version: int
+    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
 
     async def health(request: Request) -> Response:
         compute.check_alive()
-        return JSON({"status": "ok", "policy_version": engine.version})
+        return JSON({"status": "ok", "policy_version": engine.version, "vocab_size": engine.vocab_size})
 
     async def openapi(request: Request) -> Response:
         return JSON(openapi_document(routes, insitu.__version__))

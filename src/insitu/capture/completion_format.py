@@ -26,7 +26,7 @@ class CompletionRequest:
     prompts: list[Messages]
     n: int
     prompt_key: bytes
-    """Equal for requests with equal prompts."""
+    """Equal for requests with equal prompts, apart from the ids of tool calls, which servers choose at random."""
 
     @property
     def num_choices(self) -> int:
@@ -58,7 +58,23 @@ def parse_completion_request(path: str, request: Any) -> CompletionRequest | Non
         prompts = [[{"role": "user", "content": text}] for text in texts]
     n = request.get("n")
     n = n if isinstance(n, int) and n > 0 else 1
-    return CompletionRequest(route, prompts, n, orjson.dumps(prompt)) if prompts else None
+    return CompletionRequest(route, prompts, n, _prompt_key(prompt)) if prompts else None
+
+
+def _prompt_key(prompt: str | list[Any]) -> bytes:
+    parts = prompt if isinstance(prompt, str) else [_without_call_ids(part) for part in prompt]
+    return orjson.dumps(parts)
+
+
+def _without_call_ids(message: Any) -> Any:
+    if not isinstance(message, dict) or not ("tool_call_id" in message or message.get("tool_calls")):
+        return message
+    kept = {name: value for name, value in message.items() if name != "tool_call_id"}
+    if isinstance(calls := kept.get("tool_calls"), list):
+        kept["tool_calls"] = [
+            {k: v for k, v in call.items() if k != "id"} if isinstance(call, dict) else call for call in calls
+        ]
+    return kept
 
 
 def choice_message(choice: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,12 +1,14 @@
 """The model calls of one episode, and where in the workflow each of them is made."""
 
+import asyncio
 import hashlib
 import heapq
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall
@@ -32,16 +34,22 @@ class OpenStep(NamedTuple):
 
 
 class CallSite(NamedTuple):
-    """The function, step and episode that the running code belongs to."""
+    """The function, step and episode that the running code belongs to.
+
+    `is_explicit`: the code entered the site itself, instead of inheriting it from whatever started its task.
+    """
 
     invocation: Invocation
     step: OpenStep | None = None
     ledger: "CallLedger | None" = None
+    is_explicit: bool = False
 
 
 OUTSIDE = CallSite(Invocation(ROOT_INVOCATION))
 current_call_site: ContextVar[CallSite] = ContextVar("insitu_call_site", default=OUTSIDE)
 """Concurrent tasks each have their own; a task started inside a function belongs to that function."""
+SCORING = CallSite(Invocation(ROOT_INVOCATION), is_explicit=True)
+"""The site of evaluators: their model calls belong to no episode, and are no mistake."""
 
 OnCall = Callable[[ModelCall, CallSite], None]
 
@@ -72,7 +80,7 @@ class PendingCall(NamedTuple):
 
 
 class CallLedger:
-    """The model calls of one episode, or of a plain run.
+    """The model calls of one episode, or of a plain run; agents may call from several threads.
 
     `name` identifies the episode in log messages. `training` selects the trained calls: all, none, or those to some
     keys of `llms`; they need logprobs, and token ids if `needs_token_ids`. `on_call` is called with each recorded call.
@@ -94,7 +102,11 @@ class CallLedger:
         self.failed_attempts: Counter[str] = Counter()
         """Requests that failed, by reason; a client that retries still makes one call."""
         self.late_calls = 0
-        """Requests that were not recorded because the episode had ended."""
+        """Requests that were refused or not recorded because the episode had ended."""
+        self.requested: Counter[str] = Counter()
+        """Completions requested, by URL of the server; those of failed requests too."""
+        self.server_failure: str | None = None
+        """Why the latest request failed, if its server was at fault."""
         self.capture_error: CaptureError | None = None
         """What a response lacked for training, kept here in case the workflow swallows the exception."""
         self.closed = False
@@ -103,16 +115,20 @@ class CallLedger:
         self._on_call = on_call
         self._next_index = 0
         self._repetitions: defaultdict[bytes, IdPool] = defaultdict(IdPool)  # by prompt digest
+        self._callers: set[asyncio.Task[Any]] = set()
+        self._lock = threading.Lock()
 
     def is_trained(self, llm: str | None) -> bool:
         """Whether calls to this key of `llms` are trained."""
         return self.training if isinstance(self.training, bool) else llm in self.training
 
-    def begin_call(self, prompt_key: bytes, choices: int) -> PendingCall:
+    def begin_call(self, prompt_key: bytes, choices: int, server: str) -> PendingCall:
         """Reserves an index for each choice of a request; `prompt_key` is equal for equal prompts."""
-        start, self._next_index = self._next_index, self._next_index + choices
         digest = hashlib.blake2b(prompt_key, digest_size=16).digest()
-        return PendingCall(range(start, self._next_index), digest, self._repetitions[digest].acquire())
+        with self._lock:
+            self.requested[server] += choices
+            start, self._next_index = self._next_index, self._next_index + choices
+            return PendingCall(range(start, self._next_index), digest, self._repetitions[digest].acquire())
 
     def sampling_seed(self, pending: PendingCall) -> int:
         """31 bits determined by the episode's seed, the prompt, and how often it has been sent before.
@@ -122,19 +138,48 @@ class CallLedger:
         text = f"{self._seed}|{pending.repetition}|".encode() + pending.prompt_digest
         return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
 
-    def abandon(self, pending: PendingCall, reason: str) -> None:
+    def abandon(self, pending: PendingCall, reason: str, *, by_server: bool) -> None:
         """Counts a failed request. If the client retries it, that is the same call, with the same seed."""
-        self.failed_attempts[reason] += 1
-        self._repetitions[pending.prompt_digest].release(pending.repetition)
-        if self._next_index == pending.indices.stop:  # else a later request already has the next index
-            self._next_index = pending.indices.start
+        with self._lock:
+            self.failed_attempts[reason] += 1
+            self.server_failure = reason if by_server else None
+            self._repetitions[pending.prompt_digest].release(pending.repetition)
+            if self._next_index == pending.indices.stop:  # else a later request already has the next index
+                self._next_index = pending.indices.start
 
-    def record(self, call: ModelCall, site: CallSite) -> None:
-        self.calls.append(call)
+    def record(self, call: ModelCall, site: CallSite) -> bool:
+        """Returns False, and records nothing, if the episode has ended."""
+        with self._lock:
+            if self.closed:
+                return False
+            self.calls.append(call)
+            self.server_failure = None
+            if not site.is_explicit and (caller := _current_task()) is not None:
+                self._callers.add(caller)
         if self._on_call is not None:
             self._on_call(call, site)
+        return True
+
+    def note_late_call(self) -> None:
+        with self._lock:
+            self.late_calls += 1
+
+    def running_callers(self) -> list[asyncio.Task[Any]]:
+        """The tasks that made calls, in which nobody entered the episode explicitly, and that have not ended.
+
+        After the episode they may be workers that serve other episodes too.
+        """
+        return [task for task in self._callers if not task.done() and not task.cancelling()]
 
     def close(self) -> None:
         """Later calls are not recorded."""
-        self.closed = True
-        self.calls.sort(key=lambda call: call.index)
+        with self._lock:
+            self.closed = True
+            self.calls.sort(key=lambda call: call.index)
+
+
+def _current_task() -> "asyncio.Task[Any] | None":
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # a thread without an event loop
+        return None

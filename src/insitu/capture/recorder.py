@@ -9,6 +9,9 @@ It does not depend on an HTTP library: `transport` hooks it into this process's 
 """
 
 import logging
+import math
+import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,12 +28,15 @@ from insitu.capture.completion_format import (
 from insitu.capture.ledger import CallLedger, CallSite, current_call_site
 from insitu.capture.stream_assembler import StreamAssembler
 from insitu.errors import CaptureError
-from insitu.http_format import MALFORMED, choice_logprobs, choice_token_ids, error_message
+from insitu.http_format import MALFORMED, choice_logprobs, choice_token_ids, error_message, parse_lenient_json
 from insitu.schemas.episodes import ModelCall
 
 logger = logging.getLogger(__name__)
 
 _NON_SAMPLING_FIELDS = frozenset(("model", "messages", "prompt", "tools", "stream", "stream_options"))
+_NAMES_LOGPROBS = re.compile(rb"(?<!top_)logprobs")
+_ROUNDING = 1e-4
+"""How far above 0 rounding may lift a logprob."""
 _HINTS = {
     "token ids": "the server must support `return_token_ids` (vLLM 0.10.2 or later, or `insitu backend`)",
     "logprobs": "the server must support `logprobs: true` (vLLM: started without `--max-logprobs 0`)",
@@ -58,32 +64,50 @@ class Recorder:
         self.make_error = make_error
         self.current_model = current_model
         self.forced_params = dict(forced_params or {})
+        self.outside_completions = 0
+        """Completions requested outside every episode, by evaluators too."""
+        self.stray_completions = 0
+        """Those of them that no evaluator requested: by threads that do not know their episode, for example."""
         self._warned = False
+        self._lock = threading.Lock()
 
-    def report_late_call(self, ledger: CallLedger) -> None:
+    def report_late_call(self, ledger: CallLedger, what: str) -> None:
         """Counts and logs a request that outlived its episode: WARNING the first time, then INFO."""
-        ledger.late_calls += 1
+        ledger.note_late_call()
         level, self._warned = logging.INFO if self._warned else logging.WARNING, True
-        message = "a model call was not recorded because %s had ended; is a background task still running?"
-        logger.log(level, message, ledger.name)
+        message = "a model call was %s because %s had ended; is a background task still running?"
+        logger.log(level, message, what, ledger.name)
 
     def begin(self, method: str, path: str, content: bytes, site: CallSite | None = None) -> "Exchange | None":
-        """Starts recording a request made at `site` (default: the current call site); None if it is not recorded."""
+        """Starts recording a request made at `site` (default: the current call site); None if it is not recorded.
+
+        Raises CaptureError for a request of an episode that has ended.
+        """
         site = site or current_call_site.get()
         ledger = site.ledger
-        if ledger is None or method != "POST" or not path.endswith("/completions"):
+        if method != "POST" or not path.endswith("/completions"):
             return None
-        if ledger.closed:
-            self.report_late_call(ledger)
-            return None
-        if ledger.capture_error is not None:
+        if ledger is not None and ledger.closed:
+            self.report_late_call(ledger, "refused")
+            raise self.make_error(
+                f"a model call was refused because its episode {ledger.name} had ended: a task that serves several "
+                "episodes must enter each of them with Context.activate()"
+            )
+        if ledger is not None and ledger.capture_error is not None:
             raise ledger.capture_error
         try:
             body = orjson.loads(content)
         except orjson.JSONDecodeError:
             return None  # invalid JSON: the server rejects it
         parsed = parse_completion_request(path, body)
-        return None if parsed is None else Exchange(self, ledger, site, body, parsed)
+        if parsed is None:
+            return None
+        if ledger is None:
+            with self._lock:
+                self.outside_completions += parsed.num_choices
+                self.stray_completions += 0 if site.is_explicit else parsed.num_choices
+            return None
+        return Exchange(self, ledger, site, body, parsed)
 
 
 class Exchange:
@@ -112,7 +136,7 @@ class Exchange:
             # text completions may request `logprobs: 0`: those of the sampled tokens only
             logprobs=not logprobs and (request.route == CHAT or logprobs is None or logprobs is False),
         )
-        self._call = ledger.begin_call(request.prompt_key, request.num_choices)
+        self._call = ledger.begin_call(request.prompt_key, request.num_choices, recorder.server)
         if "max_tokens" in recorder.forced_params:
             body.pop("max_completion_tokens", None)  # the newer name of the same limit
         body.update(recorder.forced_params)
@@ -131,37 +155,44 @@ class Exchange:
     def complete(self, status: int, headers: Mapping[str, str], content: bytes) -> bytes:
         """Records a response that was not streamed; returns the body without the fields that only insitu requested."""
         if status >= 400:
-            self.fail(f"http {status}")
-            for missing, option in (("token ids", b"return_token_ids"), ("logprobs", b"logprobs")):
-                if self._is_trained and status < 500 and option in content:
-                    response_text = content[:300].decode(errors="replace")
-                    raise self._missing_error(missing, f"rejected the request for them ({response_text})")
+            self.fail(f"http {status}", by_server=status == 429 or status >= 500)
+            if self._is_trained and status < 500 and (missing := self._rejected_option(content)):
+                response_text = content[:300].decode(errors="replace")
+                raise self._missing_error(missing, f"rejected the request for them ({response_text})")
             return content
         try:
-            response = orjson.loads(content)
+            response = parse_lenient_json(content)
             if not response.get("choices"):
                 raise ValueError(error_message(response) or "the response has no choices")
             self._record(response, headers)
         except MALFORMED as error:
-            self.fail("malformed response")
+            self.fail("malformed response", by_server=True)
             self.parse_error = repr(error)
             return content
         return orjson.dumps(response) if self._filter.apply(response) else content
+
+    def _rejected_option(self, error: bytes) -> str | None:
+        """What only insitu requested, if the error is about that; other bad requests are the agent's."""
+        if self._filter.token_ids and b"return_token_ids" in error:
+            return "token ids"
+        ours = self._filter.logprobs and not self._body.get("top_logprobs")
+        return "logprobs" if ours and _NAMES_LOGPROBS.search(error) else None
 
     def feed(self, chunk: bytes) -> bytes:
         """Takes a chunk of a streamed response; returns the bytes to forward."""
         assert self._stream is not None
         return self._stream.feed(chunk)
 
-    def end(self, headers: Mapping[str, str], error: str | None = None) -> str | None:
+    def end(self, headers: Mapping[str, str], error: str | None = None, *, by_server: bool = True) -> str | None:
         """Records a streamed response that has ended, was closed by the client, or was interrupted by `error`.
 
-        Returns why the response is incomplete, if it is.
+        `by_server`: the server is at fault for the error. Returns why the response is incomplete, if it is.
         """
         assert self._stream is not None
         if not self._pending:
             return error
         error = error or self._stream.error
+        failure = (error or self._stream.malformed_event) if by_server else None
         if error is None and not self.all_choices_finished:
             error = "the stream ended before all choices were finished"
         try:
@@ -169,10 +200,11 @@ class Exchange:
             if response["choices"] or self._ledger.closed:
                 self._record(response, headers, error)
             else:
-                self.fail("empty stream")
+                self.fail("empty stream", by_server=True)
         except MALFORMED as malformed:
-            self.fail("malformed response")
+            self.fail("malformed response", by_server=True)
             error = f"the stream cannot be parsed: {malformed!r}"
+        self._ledger.server_failure = failure or self._ledger.server_failure
         return error
 
     @property
@@ -188,23 +220,20 @@ class Exchange:
         """
         return self._stream is not None and self._stream.done_received
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, *, by_server: bool) -> None:
         """Discards the exchange because no usable response arrived; a retry by the client counts as the same call."""
         if self._pending:
             self._pending = False
-            self._ledger.abandon(self._call, reason)
+            self._ledger.abandon(self._call, reason, by_server=by_server)
 
     def _record(self, response: dict[str, Any], headers: Mapping[str, str], error: str | None = None) -> None:
-        if self._ledger.closed:
-            self._pending = False
-            self._recorder.report_late_call(self._ledger)
-            return
-        calls = list(self._calls(response, headers, error))
+        calls = [] if self._ledger.closed else list(self._calls(response, headers, error))
         self._pending = False
         for call in calls:
             if self._is_trained and error is None:
                 self._check(call)
-            self._ledger.record(call, self._site)
+        if not calls or not all(self._ledger.record(call, self._site) for call in calls):
+            self._recorder.report_late_call(self._ledger, "not recorded")
 
     def _calls(self, response: dict[str, Any], headers: Mapping[str, str], error: str | None) -> Iterator[ModelCall]:
         version = str(response.get("policy_version", headers.get("x-policy-version")))  # "None" if absent
@@ -241,11 +270,21 @@ class Exchange:
         elif len(call.logprobs) != len(call.token_ids):
             counts = f"returned {len(call.logprobs)} for {len(call.token_ids)} token ids"
             raise self._missing_error("logprobs", counts)
+        for ids in (call.prompt_token_ids or [], call.token_ids or []):
+            if not {int}.issuperset(map(type, ids)) or min(ids, default=0) < 0:
+                bad_id = next(i for i in ids if type(i) is not int or i < 0)
+                raise self._capture_error(f"{self._source} returned the token id {bad_id!r}")
+        if not {int, float}.issuperset(map(type, call.logprobs)) or not _are_logprobs(call.logprobs):
+            bad = next(p for p in call.logprobs if type(p) not in (int, float) or not _are_logprobs([p]))
+            raise self._capture_error(f"{self._source} returned the logprob {bad!r}; allowed: finite, at most 0")
+
+    @property
+    def _source(self) -> str:
+        return f"{self._recorder.server} (model {self._body.get('model')!r})"
 
     def _missing_error(self, missing: str, problem: str) -> CaptureError:
         return self._capture_error(
-            f"training needs the {missing} of every model call, but {self._recorder.server} (model "
-            f"{self._body.get('model')!r}) {problem}: {_HINTS[missing]}"
+            f"training needs the {missing} of every model call, but {self._source} {problem}: {_HINTS[missing]}"
         )
 
     def _capture_error(self, message: str) -> CaptureError:
@@ -253,3 +292,7 @@ class Exchange:
         error = self._recorder.make_error(message)
         self._ledger.capture_error = error
         return error
+
+
+def _are_logprobs(values: list[float]) -> bool:
+    return math.isfinite(sum(values)) and max(values, default=0) <= _ROUNDING

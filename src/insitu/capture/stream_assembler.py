@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from insitu.capture.completion_format import ResponseFilter, choice_delta
-from insitu.http_format import DONE, error_message
+from insitu.http_format import DONE, error_message, parse_lenient_json
 
 
 class StreamAssembler:
@@ -24,6 +24,8 @@ class StreamAssembler:
         self._choices: dict[int, dict[str, Any]] = {}
         self.error: str | None = None
         """The first error that the server reported in an event."""
+        self.malformed_event: str | None = None
+        """The start of the last event that was not JSON."""
         self.done_received = False
         """Whether the server has sent `[DONE]`."""
 
@@ -46,9 +48,12 @@ class StreamAssembler:
         lines, self._data_lines = self._data_lines, []
         data = b"".join(line[5:] for line in lines)
         try:
-            event = orjson.loads(data)
-        except orjson.JSONDecodeError:  # `[DONE]` or a non-JSON payload: forward unchanged
-            self.done_received = self.done_received or data.strip() == DONE
+            event = parse_lenient_json(data)
+        except ValueError:  # `[DONE]` or a non-JSON payload: forward unchanged
+            if data.strip() == DONE:
+                self.done_received = True
+            elif data.strip():
+                self.malformed_event = f"the stream has an event that is not JSON: {data[:80]!r}"
             return b"".join(lines)
         changed = isinstance(event, dict) and self._add_event(event)
         if changed or len(lines) > 1:  # the gateway, and many clients, parse each data line separately

@@ -13,10 +13,13 @@ from functools import lru_cache
 from typing import Any
 
 import aiohttp
+import orjson
 from multidict import CIMultiDict
 from yarl import URL
 
 from insitu.capture.recorder import Exchange, Recorder
+from insitu.errors import BackendUnavailable
+from insitu.http_format import error_body
 
 _KEEP_ALIVE_SECONDS = 4.0  # less than uvicorn's 5: the client must be the one to close an idle connection
 _REWRITTEN = frozenset((b"content-length", b"content-encoding", b"transfer-encoding"))
@@ -70,8 +73,7 @@ class _RecordingTransport:
                 stream = self.async_stream(answer, request, exchange, cleanup.pop_all())
                 return self.http.Response(answer.status, headers=headers, stream=stream, extensions=extensions)
             assert exchange is not None
-            body = exchange.complete(answer.status, answer.headers, received)
-            return self.http.Response(answer.status, headers=headers, content=body, extensions=extensions)
+            return self._completed(exchange, answer.status, answer.headers, headers, received, extensions)
 
     def handle_request(self, request: Any) -> Any:
         with self._lock:  # agents may call from several threads
@@ -92,8 +94,24 @@ class _RecordingTransport:
                 return answer
             received = answer.read()
         headers = [pair for pair in answer.headers.raw if pair[0].lower() not in _REWRITTEN]
-        body = exchange.complete(answer.status_code, answer.headers, received)
-        return self.http.Response(answer.status_code, headers=headers, content=body, extensions=answer.extensions)
+        return self._completed(exchange, answer.status_code, answer.headers, headers, received, answer.extensions)
+
+    def _completed(
+        self,
+        exchange: Exchange,
+        status: int,
+        answered: Mapping[str, str],
+        headers: list[tuple[bytes, bytes]],
+        received: bytes,
+        extensions: Any,
+    ) -> Any:
+        """The response for the client. One that is not a completion becomes a 502, which clients retry."""
+        body = exchange.complete(status, answered, received)
+        if exchange.parse_error is not None:
+            problem = f"the response of {self._recorder.server} is not a completion: {exchange.parse_error}"
+            status, body = 502, orjson.dumps(error_body(problem, 502))
+            headers = [(b"Content-Type", b"application/json")]
+        return self.http.Response(status, headers=headers, content=body, extensions=extensions)
 
     def _session_of_this_loop(self, cleanup: AsyncExitStack) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
@@ -161,11 +179,15 @@ class _SyncStream:
         self._stream, self._headers, self._exchange = stream, headers, exchange
 
     def __iter__(self) -> Iterator[bytes]:
-        for chunk in self._stream:
-            passed = self._exchange.feed(chunk)
-            if self._exchange.done_received:
-                self._exchange.end(self._headers)
-            yield passed
+        try:
+            for chunk in self._stream:
+                passed = self._exchange.feed(chunk)
+                if self._exchange.done_received:
+                    self._exchange.end(self._headers)
+                yield passed
+        except Exception as error:  # whatever the library raises; re-raised
+            self._exchange.end(self._headers, f"the stream broke off: {error!r}")
+            raise
         self._exchange.end(self._headers)
 
     def close(self) -> None:
@@ -211,12 +233,22 @@ def _translated_errors(http: Any, request: Any, exchange: Exchange | None) -> It
     try:
         yield
     except BaseException as error:  # also a cancellation is a failed attempt; always re-raised
-        name = _error_name(error)
+        if is_own := isinstance(error, http.TransportError):  # of the synchronous transport
+            kind: Any = type(error)
+        else:
+            kind = getattr(http, _error_name(error) or "", None)
         if exchange is not None:
-            exchange.fail(name or type(error).__name__)
-        if name is None:
+            exchange.fail((kind or type(error)).__name__, by_server=kind is not None)
+        if kind is None:
             raise
-        raise getattr(http, name)(f"{type(error).__name__}: {error}", request=request) from error
+        message = str(error) if is_own else f"{type(error).__name__}: {error}"
+        raise _unavailable(kind)(message, request=request) from error
+
+
+@lru_cache
+def _unavailable(kind: type[Exception]) -> Any:
+    """An error of the client's library that is also a BackendUnavailable, whatever the agent's SDK makes of it."""
+    return type(kind.__name__, (kind, BackendUnavailable), {})
 
 
 _ERRORS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (

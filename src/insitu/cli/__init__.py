@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import os
 import sys
 
 import click
@@ -71,6 +72,16 @@ def _warn_of_original_toolkit() -> None:
 
 def main() -> None:
     """Runs a command and exits: 0 success, 1 failed, 2 invalid command line or file, 130 interrupted."""
+    code = _run()
+    event_loop = sys.modules.get("insitu.training.event_loop")
+    if event_loop is not None and event_loop.left_behind:  # Python would wait for what does not end
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _run() -> int:
     from insitu.errors import ConfigError, InsituError, memory_problem
 
     _warn_of_original_toolkit()
@@ -80,21 +91,21 @@ def main() -> None:
         code = insitu.main(standalone_mode=False)  # the argument of ctx.exit()
     except click.ClickException as error:
         error.show()
-        sys.exit(2)
+        return 2
     except click.exceptions.Exit as error:
-        sys.exit(error.exit_code)
+        return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        return 130
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
     except (InsituError, OSError) as error:  # OSError: a full disk, a file that cannot be written
         print(f"failed: {error}", file=sys.stderr)
-        sys.exit(1)
+        return 1
     except Exception as error:  # a lack of memory, which libraries report in many ways; anything else is re-raised
         if (problem := memory_problem(error)) is None:
             raise
         print(f"failed: out of memory: {problem}", file=sys.stderr)
-        sys.exit(1)
-    sys.exit(code if isinstance(code, int) else 0)
+        return 1
+    return code if isinstance(code, int) else 0

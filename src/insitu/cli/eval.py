@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def command(checkpoint: Path | None, **run_options: Any) -> None:
     """Score a workflow on a dataset. Prints a table and writes the evaluation files."""
     from insitu.schemas.evaluation import EvaluationRunConfig
-    from insitu.training.runtime import run_async
+    from insitu.training.event_loop import run_async
 
     run_async(_evaluate(EvaluationRunConfig(**run_options), checkpoint))
 

@@ -24,7 +24,7 @@ from insitu.cli import options
 @options.override
 def command(config_file: Path, override: tuple[tuple[str, str], ...], **serve_options: object) -> None:
     """Serve a workflow for `finetune --endpoint`, `eval --endpoint` and POST /generate."""
-    from insitu.training.runtime import run_async
+    from insitu.training.event_loop import run_async
 
     run_async(_serve(config_file, override, **serve_options))  # type: ignore[arg-type]
 

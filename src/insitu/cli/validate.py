@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def command(**run_options: Any) -> None:
     """Check a file, its plugins and its datasets, as `finetune` does before it starts anything."""
     from insitu.schemas.finetuning import FinetuneRunConfig
-    from insitu.training.runtime import check_run, run_async
+    from insitu.training.event_loop import run_async
+    from insitu.training.runtime import check_run
 
     set_options = {name: value for name, value in run_options.items() if value is not None}
     request = FinetuneRunConfig(**set_options)

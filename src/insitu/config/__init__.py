@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import math
 import re
 import sys
 from collections.abc import Iterable
@@ -63,8 +64,17 @@ class EvalGeneralConfig(BaseModel):
     """Time limit for one attempt at an episode, in seconds; none: no limit."""
     retries: int = Field(default=0, ge=0)
     """Retries of an episode after a transient error (timeout, backend unavailable)."""
+    evaluator_timeout: float | None = Field(default=600.0, gt=0)
+    """Time limit for scoring, in seconds per episode. An evaluator that gets many episodes together has that much time
+    for each `max_concurrency` of them; none: no limit."""
     dataset: Any = None
     """The dataset: a block whose `_type` is the file's format."""
+
+    def scoring_limit(self, episodes: int) -> float | None:
+        """Seconds for one call of an evaluator with this many episodes."""
+        if self.evaluator_timeout is None:
+            return None
+        return self.evaluator_timeout * math.ceil(episodes / self.max_concurrency)
 
     @property
     def folder(self) -> Path:

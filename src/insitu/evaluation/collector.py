@@ -4,22 +4,37 @@ Training and evaluation both collect here, whether the workflow runs in this pro
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable
+import logging
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from functools import partial
-from typing import TypeVar
+from itertools import islice
+from typing import Any, TypeVar
 
 from insitu.builder import Builder
-from insitu.errors import WorkflowError
-from insitu.evaluation.episodes import Attempt, EpisodeOptions, in_process, is_own_cancellation, run_episode
+from insitu.errors import InsituError, WorkflowError
+from insitu.evaluation.episodes import Attempt, EpisodeOptions, in_process, run_episode
 from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.shared_run import RunState
 from insitu.registry import FUNCTION, LLM
 from insitu.schemas.components import WORKFLOW
-from insitu.schemas.episodes import Episode, EpisodeKey
+from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.workflow.context import current_scope
+from insitu.workflow.llms import ModelClient
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -30,7 +45,7 @@ Finish = Callable[[EvalInputItem, Episode], Awaitable[None]]
 
 async def collect(
     builder: Builder,
-    tasks: Iterable[Task],
+    tasks: Sequence[Task],
     options: EpisodeOptions,
     service: FinetuneRunConfig | EvaluationRunConfig | None,
     finish: Finish,
@@ -51,10 +66,31 @@ async def collect(
         return episode
 
     trained = options.training if isinstance(options.training, frozenset) else ()
+    stray_before, outcomes = _stray_completions(builder), Counter[Outcome]()
     async with open_workflow(builder, service, trained, run) as attempt:
         async with aclosing(run_limited(tasks, partial(run_task, attempt), limit)) as episodes:
             async for episode in episodes:
+                outcomes[episode.outcome] += 1
                 yield episode
+    for name, count in (_stray_completions(builder) - stray_before).items():
+        logger.warning(
+            "%d completions of llms.%s were requested outside every episode while %d episodes ran: they are not "
+            "recorded and not trained. A thread must enter the episode that it works for with Context.activate()",
+            count,
+            name,
+            len(tasks),
+        )
+    if outcomes.total() != len(tasks):
+        raise InsituError(
+            f"{len(tasks)} episodes were planned, but {outcomes.total()} have an outcome ({dict(outcomes)}): "
+            "this is a fault of insitu"
+        )
+
+
+def _stray_completions(builder: Builder) -> Counter[str]:
+    """Completions requested outside every episode so far, by key of `llms`."""
+    recorders = {llm.name: llm.recorder for llm in builder.built(LLM) if isinstance(llm, ModelClient)}
+    return Counter({name: recorder.stray_completions for name, recorder in recorders.items()})
 
 
 def _episode_slot(run: RunState | None) -> AbstractAsyncContextManager[object]:
@@ -87,49 +123,34 @@ async def open_workflow(
         yield remote.attempt
 
 
-class _End:
-    """Follows the last result."""
-
-
-_END = _End()
-
-
-async def run_limited(tasks: Iterable[T], run: Callable[[T], Awaitable[R]], limit: int) -> AsyncGenerator[R, None]:
+async def run_limited(
+    tasks: Iterable[T], run: Callable[[T], Coroutine[Any, Any, R]], limit: int
+) -> AsyncGenerator[R, None]:
     """Yields the results of `run(task)` in the order of completion, with at most `limit` in flight.
 
-    Consumes `tasks` lazily, waits for whichever task ends first, and pauses while `limit` results wait to be taken.
-    An exception of `run`, or closing the generator (`aclosing`), cancels what is in flight.
+    Consumes `tasks` lazily: a result that waits to be taken counts as in flight. An exception of `run`, or closing the
+    generator (`aclosing`), cancels what is in flight.
     """
-    results: asyncio.Queue[R | _End] = asyncio.Queue(maxsize=limit)
     source = iter(tasks)
+    running: dict[asyncio.Task[R], T] = {}
+    ended: asyncio.Queue[asyncio.Task[R]] = asyncio.Queue()
 
-    async def work() -> None:
-        for task in source:
-            try:
-                result = await run(task)
-            except asyncio.CancelledError as error:
-                if is_own_cancellation(error):
-                    raise
-                raise WorkflowError(f"{task!r:.200} was cancelled from inside") from error  # else it would vanish
-            await results.put(result)
+    def start() -> None:
+        for task in islice(source, limit - len(running)):
+            started = asyncio.create_task(run(task), name="episode")
+            running[started] = task
+            started.add_done_callback(ended.put_nowait)
 
-    async def supervise() -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(limit):
-                    group.create_task(work())
-        finally:
-            await results.put(_END)
-
-    supervisor = asyncio.create_task(supervise(), name="episodes")
     try:
-        while not isinstance(result := await results.get(), _End):
-            yield result
-        await supervisor
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
+        start()
+        while running:
+            finished = await ended.get()
+            task = running.pop(finished)
+            if finished.cancelled():  # else it would vanish
+                raise WorkflowError(f"{task!r:.200} was cancelled from inside")
+            start()
+            yield finished.result()
     finally:
-        supervisor.cancel()
-        while not results.empty():
-            results.get_nowait()
-        await asyncio.gather(supervisor, return_exceptions=True)
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

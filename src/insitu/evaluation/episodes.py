@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from pydantic import ConfigDict
 from pydantic_core import from_json, to_jsonable_python
 
 from insitu.advantages.targeting import credited_function
+from insitu.capture.ledger import CallLedger
 from insitu.config import Config
 from insitu.errors import (
     BackendUnavailable,
@@ -41,6 +42,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+CANCEL_GRACE_SECONDS = 5.0
+"""How long cancelled code may take to clean up; an external agent takes up to 4 s to end its programs."""
+_AGENTS_ERRORS = ("BadRequestError", "UnprocessableEntityError")
 _TRANSIENT_OPENAI_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError")
 
 
@@ -132,13 +138,15 @@ Attempt = Callable[[EvalInputItem, EpisodeKey, EpisodeOptions], Awaitable[Attemp
 async def run_episode(attempt: Attempt, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> Episode:
     """Runs the workflow on one row. Failures inside it are recorded in the episode, never raised."""
     failed_requests: Counter[str] = Counter()
+    requested: Counter[str] = Counter()
     for number in range(options.retries + 1):
         episode, transient = await attempt(item, key._replace(attempt=key.attempt + number), options)
         failed_requests.update(episode.failed_requests)
+        requested.update(episode.requested)
         if episode.outcome is Outcome.OK or not transient:
             break
         logger.info("episode %s failed (%s), attempt %d", episode.key.text(), episode.error, number + 1)
-    episode.failed_requests = dict(failed_requests)
+    episode.failed_requests, episode.requested = dict(failed_requests), requested
     if episode.outcome is Outcome.OK and options.result is not None:
         try:
             episode.output = options.result.take(episode.output)
@@ -174,33 +182,34 @@ async def _attempt(
         target_functions=options.target_functions,
         on_step=on_step,
     )
-    episode = Episode(key, Outcome.OK, calls=scope.calls, steps=scope.steps)
+    ledger = scope.ledger
+    episode = Episode(key, Outcome.OK, calls=scope.calls, steps=scope.steps, requested=ledger.requested)
     transient = False
     started = time.perf_counter()
-    try:
-        with scope.activate():
-            async with asyncio.timeout(options.timeout) as limit:
-                output = await workflow.ainvoke(item.input_obj)
-            if limit.expired():
-                raise TimeoutError  # the workflow swallowed its cancellation
-        if scope.ledger.capture_error is not None:
-            raise scope.ledger.capture_error
-        episode.output = output
-    except (Exception, BaseExceptionGroup, SystemExit, asyncio.CancelledError) as error:  # user code may raise anything
-        if is_own_cancellation(error):
-            raise
-        if isinstance(error, TimeoutError) and limit.expired():
-            error = EpisodeTimeout(f"no answer within episode_timeout: {options.timeout:g} s")
-        elif scope.ledger.capture_error is not None:
-            error = scope.ledger.capture_error
+    with scope.activate():
+        ran = await isolated(lambda: workflow.ainvoke(item.input_obj), options.timeout)
+    error = ran.error
+    if ran.timed_out:
+        running = "; it ignores its cancellation and still runs" if ran.still_runs else ""
+        error = EpisodeTimeout(f"no answer within episode_timeout: {options.timeout:g} s{running}")
+    elif ledger.capture_error is not None:
+        error = ledger.capture_error
+    elif error is None and options.training:
+        error = await _shared_worker(ledger)
+    if error is not None:
         reason, transient = classify(error)
+        if reason in (DropReason.WORKFLOW_ERROR, DropReason.BACKEND_ERROR) and ledger.server_failure is not None:
+            reason, transient = DropReason.BACKEND_ERROR, True  # whatever the agent's SDK made of it
         fail(episode, reason, error)
         if reason is DropReason.WORKFLOW_ERROR and not isinstance(error, InsituError):
             episode.error = describe_error(error)
+        elif reason is DropReason.BACKEND_ERROR and ledger.server_failure is not None:
+            episode.error = f"{episode.error} (its model's server: {ledger.server_failure})"
         logger.debug("episode %s", key.text(), exc_info=error)
+    else:
+        episode.output = ran.value
     episode.seconds = time.perf_counter() - started
-    episode.failed_requests = dict(scope.ledger.failed_attempts)
-    episode.calls.sort(key=lambda call: call.index)  # recorded in order of completion
+    episode.failed_requests = dict(ledger.failed_attempts)
     if scope.rewards.by_call:
         episode.step_rewards = [scope.rewards.by_call.get(call.index, 0.0) for call in episode.calls]
         rewarded = [call.functions for call in episode.calls if call.index in scope.rewards.by_call]
@@ -209,10 +218,58 @@ async def _attempt(
     return AttemptResult(episode, transient)
 
 
-def is_own_cancellation(error: BaseException) -> bool:
-    """Whether this task is being cancelled, rather than a task that user code waited for."""
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+async def _shared_worker(ledger: CallLedger) -> CaptureError | None:
+    """An error if a task that made calls of the episode outlives it: it may have made them for other episodes."""
+    running = ledger.running_callers()
+    for _ in range(3 if running else 0):  # tasks that are just ending
+        await asyncio.sleep(0)
+    for task in running:
+        if not task.done() or (not task.cancelled() and task.exception() is not None):
+            work = getattr(task.get_coro(), "__qualname__", task.get_name())
+            return CaptureError(
+                f"the task {work} made model calls and still runs after the episode, so they may belong to others: "
+                "a worker that serves several episodes must enter each of them with Context.activate()"
+            )
+    return None
+
+
+class Ran(NamedTuple, Generic[T]):
+    """What became of foreign code: its value, or its error; `still_runs`: it has ignored its cancellation."""
+
+    value: T | None = None
+    error: BaseException | None = None
+    timed_out: bool = False
+    still_runs: bool = False
+
+
+async def isolated(work: Callable[[], Awaitable[T]], limit: float | None = None) -> Ran[T]:
+    """Runs code of an agent or evaluator in a task of its own, for at most `limit` seconds.
+
+    Whatever it raises is returned: also SystemExit, KeyboardInterrupt, and a CancelledError that other code caused, as
+    a cancel scope does that was entered in one episode and cancelled in another. Raises CancelledError only if the
+    calling task is cancelled. Code that ignores its cancellation is left behind after `CANCEL_GRACE_SECONDS`.
+    """
+
+    async def run() -> Ran[T]:
+        try:
+            return Ran(await work())
+        except BaseException as error:  # user code may raise anything
+            return Ran(error=error)
+
+    task = asyncio.create_task(run(), name="isolated")
+    try:
+        await asyncio.wait({task}, timeout=limit)
+    finally:  # it has ended, its time is over, or the calling task is being cancelled
+        timed_out = not task.done()
+        if timed_out:
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_GRACE_SECONDS)
+    if not task.done():
+        logger.warning("%r ignores its cancellation; it is left behind", work)
+        return Ran(timed_out=True, still_runs=True)
+    if task.cancelled():  # before it began
+        return Ran(error=asyncio.CancelledError(), timed_out=timed_out)
+    return task.result()._replace(timed_out=timed_out)
 
 
 def classify(error: BaseException) -> tuple[DropReason, bool]:
@@ -227,5 +284,7 @@ def classify(error: BaseException) -> tuple[DropReason, bool]:
         kind = type(cause)
         if kind.__module__.partition(".")[0] == "openai":
             names = {base.__name__ for base in kind.__mro__}
+            if not names.isdisjoint(_AGENTS_ERRORS):
+                return DropReason.WORKFLOW_ERROR, False
             return DropReason.BACKEND_ERROR, not names.isdisjoint(_TRANSIENT_OPENAI_ERRORS)
     return DropReason.WORKFLOW_ERROR, False

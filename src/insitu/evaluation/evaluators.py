@@ -5,7 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from statistics import fmean
 
-from insitu.evaluation.episodes import is_own_cancellation
+from insitu.capture.ledger import OUTSIDE, SCORING, current_call_site
+from insitu.errors import describe_error
+from insitu.evaluation.episodes import isolated
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
 from insitu.schemas.finetuning import MAX_REWARD
@@ -30,28 +32,35 @@ class BaseEvaluator(ABC):
 
         async def evaluate_one(item: EvalInputItem) -> EvalOutputItem:
             async with semaphore:
-                try:
-                    return await self.evaluate_item(item)
-                except (Exception, asyncio.CancelledError) as error:  # user code may raise anything
-                    if is_own_cancellation(error):
-                        raise
-                    return EvalOutputItem(id=item.id, rep=item.rep, error=f"{type(error).__name__}: {error}")
+                scored = await isolated(lambda: self.evaluate_item(item))
+                if scored.value is None:
+                    problem = "it returned None" if scored.error is None else describe_error(scored.error)
+                    return EvalOutputItem(id=item.id, rep=item.rep, error=problem)
+                return scored.value
 
         items = await asyncio.gather(*(evaluate_one(item) for item in eval_input.eval_input_items))
         return EvalOutput(average_score=average(items), eval_output_items=list(items))
 
 
-async def score(evaluator: EvaluatorInfo, name: str, items: Sequence[EvalInputItem]) -> EvalOutput:
-    """Runs an evaluator.
+async def score(
+    evaluator: EvaluatorInfo, name: str, items: Sequence[EvalInputItem], limit: float | None = None
+) -> EvalOutput:
+    """Runs an evaluator for at most `limit` seconds.
 
     Returns one output item per input item, in order; items it omits, or all if it raises, have an `error`.
     """
-    try:
-        output = await evaluator.evaluate_fn(EvalInput(eval_input_items=list(items)))
-    except (Exception, asyncio.CancelledError) as error:  # user code may raise anything
-        if is_own_cancellation(error):
-            raise
-        return _failed(f"evaluator {name} raised {type(error).__name__}: {error}", items)
+
+    async def evaluate() -> EvalOutput:
+        if current_call_site.get() is OUTSIDE:
+            current_call_site.set(SCORING)
+        return await evaluator.evaluate_fn(EvalInput(eval_input_items=list(items)))
+
+    ran = await isolated(evaluate, limit)
+    if ran.timed_out:
+        return _failed(f"evaluator {name} took longer than eval.general.evaluator_timeout allows: {limit:g} s", items)
+    if ran.error is not None:
+        return _failed(f"evaluator {name} raised {describe_error(ran.error)}", items)
+    output = ran.value
     if not isinstance(output, EvalOutput):
         return _failed(f"evaluator {name} returned a {type(output).__name__}, not an EvalOutput", items)
     if [str(scored.id) for scored in output.eval_output_items] != [str(item.id) for item in items]:

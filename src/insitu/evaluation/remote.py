@@ -100,6 +100,7 @@ class EpisodeEnd(BaseModel):
     step_rewards: list[float] | None = None
     rewarded_functions: list[str] = []
     failed_requests: dict[str, int] = {}
+    requested: dict[str, int] = {}
 
 
 class Description(BaseModel):

@@ -98,7 +98,8 @@ class EvaluationRun:
         elif missing:
             await self._collect(loaded, builder, missing)
         done = [item for item in items if item.error is None]
-        results = [(name, await score(info, name, done)) for name, info in evaluators.items()]
+        limit = loaded.eval.scoring_limit(len(done))
+        results = [(name, await score(info, name, done, limit)) for name, info in evaluators.items()]
         output = EvaluationRunOutput(eval_input=EvalInput(eval_input_items=items), evaluation_results=results)
         if self.config.write_output:
             await asyncio.to_thread(write_files, output, folder, dataset_config(loaded))
@@ -115,7 +116,7 @@ class EvaluationRun:
             item.output_obj, item.trajectory = episode.output, episode.steps
             item.error, item.reason = episode.error, episode.reason
 
-        tasks = ((i, EpisodeKey("eval", epoch, str(i.id), self._first_generation + i.rep)) for i in items)
+        tasks = [(i, EpisodeKey("eval", epoch, str(i.id), self._first_generation + i.rep)) for i in items]
         collecting = collect(builder, tasks, options, self.config, fill_in, current_run(), loaded.max_concurrency)
         async with aclosing(collecting) as episodes:
             async for episode in episodes:

@@ -25,7 +25,7 @@ from yarl import URL
 from insitu.builder import Builder
 from insitu.config import Config
 from insitu.errors import InsituError, RequestRefused, describe_error
-from insitu.evaluation.episodes import AttemptResult, classify, fail, in_process, is_own_cancellation
+from insitu.evaluation.episodes import AttemptResult, classify, fail, in_process, isolated
 from insitu.evaluation.remote import (
     EPISODES,
     HEARTBEAT_SECONDS,
@@ -224,18 +224,21 @@ class WorkflowService:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await _read(request, GenerateRequest)
-        try:
+
+        async def generate() -> web.Response:
             async with self.workflow() as workflow:
                 with EpisodeScope(seed=secrets.randbits(63), input_message=body.input).activate():
-                    value = await workflow.ainvoke(body.input)
-            return _json({"value": value})
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # user code may raise anything
-            if is_own_cancellation(error):
-                raise
-            logger.debug("the workflow failed", exc_info=error)
-            reason, _ = classify(error)
-            message = str(error) if isinstance(error, InsituError) else f"the workflow raised {describe_error(error)}"
-            return _error(message, _STATUS.get(reason, 500), code=str(reason))
+                    return _json({"value": await workflow.ainvoke(body.input)})
+
+        ran = await isolated(generate)
+        if ran.error is None:
+            assert ran.value is not None
+            return ran.value
+        error = ran.error
+        logger.debug("the workflow failed", exc_info=error)
+        reason, _ = classify(error)
+        message = str(error) if isinstance(error, InsituError) else f"the workflow raised {describe_error(error)}"
+        return _error(message, _STATUS.get(reason, 500), code=str(reason))
 
     async def _episode(self, request: web.Request) -> web.StreamResponse:
         body = await _read(request, EpisodeRequest)

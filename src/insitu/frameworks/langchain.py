@@ -83,7 +83,7 @@ class StepReporter(BaseCallbackHandler):
         usage = UsageInfo.model_construct(token_usage=llm_output.get("token_usage"), num_llm_calls=1)
         output = None if first is None else first.text
         name = llm_output.get("model_name")
-        data = StreamEventData(input=inputs, output=output)
+        data = StreamEventData(input=inputs, output=output, payload=first)
         _push(IntermediateStepType.LLM_END, run_id, name, data, metadata=metadata, usage_info=usage)
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **others: Any) -> None:

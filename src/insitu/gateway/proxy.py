@@ -146,7 +146,8 @@ async def stream(
     except ConnectionError:
         logger.debug("an agent has closed its connection")
     finally:  # without effect if it has ended; an agent need not read on after the last choice has finished
-        exchange.end(answer.headers, None if exchange.all_choices_finished else "the agent closed the connection")
+        cut_off = None if exchange.all_choices_finished else "the agent closed the connection"
+        exchange.end(answer.headers, cut_off, by_server=False)
     return response
 
 

@@ -181,7 +181,7 @@ class Gateway:
     def endpoint(self, scope: EpisodeScope) -> Iterator[EpisodeEndpoint]:
         """Opens an endpoint for an episode; its calls are recorded at the current call site."""
         ledger = scope.ledger
-        site = current_call_site.get()._replace(ledger=ledger)
+        site = current_call_site.get()._replace(ledger=ledger, is_explicit=True)
         endpoint = EpisodeEndpoint(secrets.token_urlsafe(18), self.address, site, ledger)
         self._endpoints[endpoint.key] = endpoint
         try:
@@ -238,7 +238,7 @@ class Gateway:
         logger.log(level, "refused a request of %s, which has ended: is an agent still running?", name)
         self.late_calls += 1
         if (ended := ledger()) is not None:
-            ended.late_calls += 1
+            ended.note_late_call()
         raise RequestRefused(f"the episode {name} of this address has ended", status=410, code="episode_ended")
 
     async def _complete(
@@ -265,7 +265,7 @@ class Gateway:
                 if exchange.parse_error is not None:
                     raise aiohttp.ClientPayloadError(f"its response is not a completion: {exchange.parse_error}")
         except BaseException as error:  # also a cancellation is a failed attempt; re-raised
-            exchange.fail(type(error).__name__)
+            exchange.fail(type(error).__name__, by_server=isinstance(error, aiohttp.ClientError))
             raise
         is_busy = answer.status == 429 or answer.status >= 500
         endpoint.failure = f"it answered with status {answer.status}" if is_busy else None

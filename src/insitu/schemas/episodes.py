@@ -9,6 +9,7 @@ An episode of a two-move game, and the training row of its first call:
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -145,3 +146,5 @@ class Episode:
 
     A request that later succeeds on retry is still one call.
     """
+    requested: Mapping[str, int] = field(default_factory=dict)
+    """Completions requested by all attempts, by URL of the server; those of failed requests too."""

@@ -194,7 +194,7 @@ class PolicyEndpoint:
     """Where the model under training is served. `model` is the name of the newest weights, `version` their version.
 
     On servers where the name changes with every version, `current_model` returns the current name. `base_model` is the
-    name of the model that training started from.
+    name of the model that training started from, `vocab_size` the number of its token ids.
     """
 
     base_url: str
@@ -203,6 +203,7 @@ class PolicyEndpoint:
     version: int | None = None
     current_model: Callable[[], str] | None = None
     base_model: str | None = None
+    vocab_size: int | None = None
 
 
 class TrainingStatusEnum(StrEnum):

@@ -25,6 +25,7 @@ from insitu.registry import register_trainer
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import (
     FinetuneConfig,
+    PolicyEndpoint,
     TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
@@ -35,6 +36,7 @@ from insitu.training.metrics import EpochResult, collected_metrics, likely_cause
 from insitu.training.plot import RewardPlot
 from insitu.training.report import Report, counts
 from insitu.training.store import RunStore, open_store, read_curriculum_state
+from insitu.training.traffic import PolicyTraffic
 from insitu.training.validation import Validation
 from insitu.training.versions import check_sampled, new_version
 from insitu.trajectories.builder import EpisodesBuilder, GroupRecord
@@ -146,6 +148,8 @@ class InsituTrainer(UsesBuilder, Trainer):
         or a validation failed.
         """
         self._write_run_file(num_epochs)
+        if problem := await self.trajectory_builder.rehearse(self.run_id):
+            self.report.note(problem)
         statuses: list[TrainingJobStatus] = []
         self.report.begin_run(num_epochs)
         if self.validation is not None:
@@ -184,7 +188,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         """Collects the epoch's groups and submits what can be trained; None if nothing can."""
         started = time.perf_counter()
         endpoint = await self.trainer_adapter.policy_endpoint()
-        collection = await self._collect(epoch, run_id)
+        collection = await self._collect(epoch, run_id, endpoint)
         trajectories = [t for group in collection.trajectories for t in group]
         result = self.results[epoch] = EpochResult(
             collected=self._record_rewards(epoch, run_id, collection),
@@ -215,11 +219,13 @@ class InsituTrainer(UsesBuilder, Trainer):
             return None
         return await self.trainer_adapter.submit(collection)
 
-    async def _collect(self, epoch: int, run_id: str) -> TrajectoryCollection:
+    async def _collect(self, epoch: int, run_id: str, served: PolicyEndpoint | None) -> TrajectoryCollection:
         errors: Counter[str] = Counter()
+        traffic = PolicyTraffic(self._builder, served)
 
         def on_episode(episode: Episode) -> None:
             self.report.advance()
+            traffic.add(episode)
 
         def on_group(record: GroupRecord) -> None:
             self.store.append_group(record, epoch)
@@ -227,11 +233,15 @@ class InsituTrainer(UsesBuilder, Trainer):
 
         self.report.begin(f"epoch {epoch}: collecting", self.trajectory_builder.episodes_per_epoch)
         try:
-            meta = {"epoch": epoch, "on_episode": on_episode, "on_group": on_group}
+            await traffic.start()
+            vocab_size = served.vocab_size if served is not None else None
+            meta = {"epoch": epoch, "on_episode": on_episode, "on_group": on_group, "vocab_size": vocab_size}
             await self.trajectory_builder.start_run(run_id, meta)
             collection = await self.trajectory_builder.finalize(run_id, meta)
         finally:
             self.report.end()
+        if unknown := await traffic.unknown_completions():
+            self.report.note(f"epoch {epoch}: {unknown}")
         for error, count in errors.most_common(3):
             self.report.note(f"epoch {epoch}: {count} x {error}")
         if not any(collection.trajectories):

@@ -126,7 +126,7 @@ class Report:
             parts.append(f"variance in {100 * (1 - zero):.0f} % of groups")
         if (length := m.get("completions_mean_length")) is not None:
             clipped = m["completions_clipped_ratio"]
-            parts.append(f"length {length:.3g}" + (f" ({100 * clipped:.0f} % cut off)" if clipped else ""))
+            parts.append(f"length {length:.3g}" + (f" ({100 * clipped:.2g} % cut off)" if clipped else ""))
         if greedy := m.get("greedy_groups"):
             parts.append(f"GREEDY: {greedy} of {m['num_groups']} groups at temperature 0")
         training = ("loss", "kl", "entropy", "grad_norm", "clip_fraction")

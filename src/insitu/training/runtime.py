@@ -2,18 +2,12 @@
 
 import asyncio
 import logging
-import os
 import resource
-import signal
-import sys
-import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 
@@ -33,7 +27,6 @@ from insitu.evaluation.episodes import ResultPath
 from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.shared_run import RunState, share
 from insitu.evaluation.validation import held_out_config
-from insitu.gateway.programs import kill_programs
 from insitu.interfaces import Trainer, TrainerAdapter
 from insitu.registry import EVALUATOR, FUNCTION, LLM, TRAINER_ADAPTER, not_found
 from insitu.schemas.finetuning import (
@@ -44,18 +37,15 @@ from insitu.schemas.finetuning import (
     ValidationConfig,
 )
 from insitu.training.checkpoints import find_checkpoint
+from insitu.training.event_loop import run_async
 from insitu.training.report import Report
 from insitu.workflow.policy_names import check_model_names
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _EXIT_NOTICE_SECONDS = 1.0
 _OWN_FILES = 40
 """Open files of a run, or of its backend, besides those of its episodes."""
-_MOST_THREADS = 1024
-"""For blocking agents. Threads are created on demand; asyncio's default limit depends on the CPUs (6 for two)."""
 
 
 async def run_finetuning(runner: Trainer) -> list[TrainingJobStatus]:
@@ -335,47 +325,3 @@ def _run_configuration(config: Config, request: FinetuneRunConfig) -> FinetuneRu
             "validation_config_file": validation.config_file,
         }
     )
-
-
-def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine, on uvloop if it is installed (half the client-side cost of a request).
-
-    Blocking agents run in threads, one per episode in flight. Ctrl-C and SIGTERM cancel it, and KeyboardInterrupt is
-    raised after cleanup. A second signal ends the process immediately, as a workflow may block the event loop.
-    """
-
-    async def stoppable() -> T:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None
-        loop.set_default_executor(ThreadPoolExecutor(_MOST_THREADS, "insitu"))
-        stopping = False
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            nonlocal stopping
-            if stopping:
-                os.write(sys.stderr.fileno(), b"interrupted\n")
-                kill_programs()
-                os._exit(130)  # the backend process notices that its parent is gone
-            stopping = True
-            loop.call_soon_threadsafe(task.cancel)
-
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, stop)
-            signal.signal(signal.SIGTERM, stop)
-        return await main
-
-    try:
-        import uvloop
-    except ModuleNotFoundError:
-        run = asyncio.run
-    else:
-        run = uvloop.run
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        return run(stoppable())
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)

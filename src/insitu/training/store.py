@@ -46,13 +46,15 @@ def set_aside(folder: Path) -> Path | None:
     Raises ConfigError if that run has not ended.
     """
     folder = folder.resolve()
-    if not any((folder / name).exists() for name in RUN_FILES):
+    if not folder.is_dir():
         return None
-    if Path.cwd().is_relative_to(folder):
-        raise ConfigError(f"{OUTPUT_DIR}: {folder} holds an earlier run and the working directory; it cannot be moved")
     with FolderLock(folder, OUTPUT_DIR):
         if (folder / BACKEND_FOLDER / LOCK_FILE).exists():
             FolderLock(folder / BACKEND_FOLDER, OUTPUT_DIR, wait=_BACKEND_SECONDS).release()
+        if not any((folder / name).exists() for name in RUN_FILES):
+            return None
+        if Path.cwd().is_relative_to(folder):
+            raise ConfigError(f"{OUTPUT_DIR}: {folder} holds an earlier run and the working directory: cannot move it")
         target = move_aside(folder, OUTPUT_DIR)
     (target / LOCK_FILE).unlink(missing_ok=True)
     return target

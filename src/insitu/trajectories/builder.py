@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,17 +13,23 @@ from pydantic import Field
 
 from insitu.advantages.targeting import credited_function, targeted_calls
 from insitu.builder import Builder
-from insitu.errors import ConfigError, TrajectoryError
-from insitu.evaluation.collector import Task, collect
+from insitu.errors import CaptureError, ConfigError, PluginError, TrajectoryError
+from insitu.evaluation.collector import collect, open_workflow
 from insitu.evaluation.datasets import load_dataset
-from insitu.evaluation.episodes import EpisodeOptions, ResultPath
+from insitu.evaluation.episodes import EpisodeOptions, ResultPath, fail, run_episode
 from insitu.evaluation.evaluators import ALLOWED_REWARDS, is_reward, parse_score, score
 from insitu.evaluation.shared_run import UsesBuilder, builder_of_run, current_run
 from insitu.interfaces import TrajectoryBuilder
 from insitu.registry import EVALUATOR, LLM, register_trajectory_builder
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluatorInfo
-from insitu.schemas.finetuning import FinetuneConfig, Trajectory, TrajectoryBuilderConfig, TrajectoryCollection
+from insitu.schemas.finetuning import (
+    FinetuneConfig,
+    RewardFunctionConfig,
+    Trajectory,
+    TrajectoryBuilderConfig,
+    TrajectoryCollection,
+)
 from insitu.trajectories.conversations import main_conversation
 
 logger = logging.getLogger(__name__)
@@ -35,6 +41,7 @@ _PENALIZED = (
     DropReason.NAN_SCORE,
 )
 """Failures of the workflow and of its evaluator: these get `reward_function.on_failure` if it is a number."""
+_REHEARSED_ROWS = 3
 
 
 class EpisodesBuilderConfig(TrajectoryBuilderConfig, name="insitu_traj_builder"):
@@ -63,6 +70,7 @@ class _Collection:
     epoch: int
     on_episode: Callable[[Episode], None]
     on_group: Callable[[GroupRecord], None]
+    vocab_size: int | None = None
     groups: dict[str, GroupRecord] = field(default_factory=dict)
     first_error: str | None = None
     task: asyncio.Task[None] | None = None
@@ -71,8 +79,9 @@ class _Collection:
 class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
     """Runs the workflow `num_generations` times on each row and groups the episodes by row.
 
-    `start_run(run_id, meta)` reads from `meta`: `epoch` (default: the next one; the first is 1), and the callbacks
-    `on_episode(episode)` and `on_group(record)`. Failed and unscored episodes are counted by reason and not returned.
+    `start_run(run_id, meta)` reads from `meta`: `epoch` (default: the next one; the first is 1), `vocab_size`, and the
+    callbacks `on_episode(episode)` and `on_group(record)`. Failed and unscored episodes are counted by reason and not
+    returned.
     """
 
     needs_token_ids = True
@@ -124,7 +133,8 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
             raise TrajectoryError(f"run {run_id} is already being collected: finalize it first")
         ignore: Callable[[Any], None] = lambda _: None  # noqa: E731
         self._last_epoch = meta.get("epoch", self._last_epoch + 1)
-        collection = _Collection(self._last_epoch, meta.get("on_episode") or ignore, meta.get("on_group") or ignore)
+        callbacks = meta.get("on_episode") or ignore, meta.get("on_group") or ignore
+        collection = _Collection(self._last_epoch, *callbacks, meta.get("vocab_size"))
         self._runs[run_id] = collection
         collection.task = asyncio.create_task(self._collect(run_id, collection), name=f"collect {run_id}")
 
@@ -174,36 +184,68 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         rows = (orders[p // total][p % total] for p in positions)
         return list({str(row.id): row for row in rows}.values())  # the last row of a pass may be the first of the next
 
-    async def _collect(self, run_id: str, collection: _Collection) -> None:
-        """Runs the epoch's rows x generations, waits for episodes, and passes each group on with its last episode."""
-        name = self.run_config.reward_function.name  # type: ignore[union-attr]  # checked when the builder was made
+    @property
+    def _reward_function(self) -> RewardFunctionConfig:
+        assert self.run_config.reward_function is not None  # checked when the builder was made
+        return self.run_config.reward_function
+
+    async def _evaluators_and_options(self) -> tuple[dict[str, EvaluatorInfo], EpisodeOptions]:
+        """The evaluators of training episodes, that of the reward first, and how the episodes are run."""
         monitored = self.run_config.training_evaluators
         others = self._full_config.names(EVALUATOR) if monitored is None else monitored
-        evaluators = {other: await self._builder.get_evaluator(other) for other in dict.fromkeys((name, *others))}
+        names = dict.fromkeys((self._reward_function.name, *others))
+        evaluators = {name: await self._builder.get_evaluator(name) for name in names}
         service = self.run_config.run_configuration
         result = ResultPath.parse(service.result_json_path) if service else None
         targets = self.run_config.target_functions
         options = EpisodeOptions.of(
             self._full_config, self._full_config.trained_llms(), result, self.needs_token_ids, targets
         )
+        return evaluators, options
 
-        def tasks() -> Iterator[Task]:
-            for row in self.rows_of_epoch(collection.epoch):
-                for generation in range(self.config.num_generations):
-                    yield row, EpisodeKey(run_id, collection.epoch, str(row.id), generation)
+    async def rehearse(self, run_id: str) -> str | None:
+        """Plays and scores one row, as epoch 0. If its evaluator fails, up to two more.
+
+        Returns what went wrong; raises PluginError if the evaluator fails on all of them and failures are excluded.
+        """
+        evaluators, options = await self._evaluators_and_options()
+        service, episode = self.run_config.run_configuration, None
+        async with open_workflow(self._builder, service, self._full_config.trained_llms(), current_run()) as attempt:
+            for row in self.rows_of_epoch(1)[:_REHEARSED_ROWS]:
+                episode = await run_episode(attempt, row, EpisodeKey(run_id, 0, str(row.id), 0), options)
+                await self._reward(episode, row, evaluators)
+                if episode.reason is not DropReason.EVALUATOR_ERROR:
+                    break
+        if episode is None or episode.reason is None:
+            return None
+        problem = f"row {episode.key.row_id!r}, played once before the first epoch: {episode.reason}: {episode.error}"
+        if episode.reason is DropReason.EVALUATOR_ERROR and self._reward_function.on_failure == "exclude":
+            raise PluginError(f"no row could be scored, so nothing can be trained; {problem}")
+        return problem
+
+    async def _collect(self, run_id: str, collection: _Collection) -> None:
+        """Runs the epoch's rows x generations, waits for episodes, and passes each group on with its last episode."""
+        evaluators, options = await self._evaluators_and_options()
+        tasks = [
+            (row, EpisodeKey(run_id, collection.epoch, str(row.id), generation))
+            for row in self.rows_of_epoch(collection.epoch)
+            for generation in range(self.config.num_generations)
+        ]
 
         async def finish(row: EvalInputItem, episode: Episode) -> None:
-            await self._reward(episode, row, evaluators, name)
+            if collection.vocab_size is not None and episode.outcome is Outcome.OK:
+                self._check_vocabulary(episode, collection.vocab_size)
+            await self._reward(episode, row, evaluators)
             episode.steps = []  # only the evaluator needs them; an epoch of steps would not fit into memory
 
-        limit = self._full_config.max_concurrency
-        collecting = collect(self._builder, tasks(), options, service, finish, current_run(), limit)
+        service, limit = self.run_config.run_configuration, self._full_config.max_concurrency
+        collecting = collect(self._builder, tasks, options, service, finish, current_run(), limit)
         async with aclosing(collecting) as episodes:
             await self._gather(episodes, collection)
 
     async def _gather(self, episodes: AsyncIterator[Episode], collection: _Collection) -> None:
         waiting: dict[str, list[Episode]] = {}
-        async for episode in episodes:
+        async for episode in episodes:  # each has an outcome, or `collect` raises: every group becomes complete
             collection.on_episode(episode)
             group = waiting.setdefault(episode.key.row_id, [])
             group.append(episode)
@@ -213,25 +255,22 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
                 collection.first_error = collection.first_error or next((e.error for e in group if e.error), None)
                 collection.on_group(record)
 
-    async def _reward(
-        self, episode: Episode, row: EvalInputItem, evaluators: Mapping[str, EvaluatorInfo], name: str
-    ) -> None:
-        """Scores an episode with all `evaluators`; the score of the one called `name` becomes its reward."""
+    async def _reward(self, episode: Episode, row: EvalInputItem, evaluators: Mapping[str, EvaluatorInfo]) -> None:
+        """Scores an episode with all `evaluators`; the score of the reward function's becomes its reward."""
         if episode.outcome is Outcome.OK:
-            await self._score(episode, row, evaluators, name)
-        on_failure = self.run_config.reward_function.on_failure  # type: ignore[union-attr]
+            await self._score(episode, row, evaluators)
+        on_failure = self._reward_function.on_failure
         if isinstance(on_failure, float) and episode.reason in _PENALIZED:
             episode.reward = on_failure
             if trained := self._trained(episode):  # charged to the last trained call, on top of the step rewards
                 episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
                 episode.step_rewards[trained[-1]] += on_failure
 
-    async def _score(
-        self, episode: Episode, row: EvalInputItem, evaluators: Mapping[str, EvaluatorInfo], name: str
-    ) -> None:
+    async def _score(self, episode: Episode, row: EvalInputItem, evaluators: Mapping[str, EvaluatorInfo]) -> None:
         """Sets the reward, or the reason and error if there is none."""
         item = row.model_copy(update={"output_obj": episode.output, "trajectory": episode.steps})
-        outputs = await asyncio.gather(*(score(info, key, [item]) for key, info in evaluators.items()))
+        name, limit = self._reward_function.name, self._full_config.eval.scoring_limit(1)
+        outputs = await asyncio.gather(*(score(info, key, [item], limit) for key, info in evaluators.items()))
         scored = {key: output.eval_output_items[0] for key, output in zip(evaluators, outputs, strict=True)}
         given = scored.pop(name)
         value, episode.reason, message = parse_score(given)
@@ -253,6 +292,16 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
             episode.step_rewards = given.step_scores
             targets = self.run_config.target_functions
             episode.rewarded_functions = sorted({credited_function(call.functions, targets) for call in episode.calls})
+
+    def _check_vocabulary(self, episode: Episode, size: int) -> None:
+        """Fails an episode with a token id that the model under training lacks; its backend would refuse the job."""
+        for call in (episode.calls[index] for index in self._trained(episode)):
+            highest = max(max(ids, default=0) for ids in (call.prompt_token_ids or (), call.token_ids or ()))
+            if highest >= size:
+                error = CaptureError(
+                    f"{call.model!r} returned the token id {highest}; the vocabulary ends at {size - 1}"
+                )
+                fail(episode, DropReason.CAPTURE_ERROR, error)
 
     def _monitored(self, evaluator: str, output: EvalOutputItem) -> float | None:
         """A score that is not the reward; warns of the first one that is missing."""

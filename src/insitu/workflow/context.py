@@ -5,10 +5,12 @@
         answer = await workflow.ainvoke(row["question"])
     scope.calls, scope.steps, scope.rewards.by_call
 
-It is held in a context variable: concurrent episodes are isolated, and tasks inherit the one they were started in.
+It is held in a context variable: concurrent episodes are isolated, and tasks inherit the one they were started in. A
+task or thread that works for several episodes enters each of them with `Context.activate`.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from typing import Any, Self
 
@@ -202,12 +204,32 @@ def current_scope() -> EpisodeScope | None:
 class Context:
     """The current episode as workflow code sees it: `Context.get()`."""
 
-    def __init__(self, scope: EpisodeScope) -> None:
+    def __init__(self, scope: EpisodeScope, site: CallSite = OUTSIDE) -> None:
         self._scope = scope
+        self._site = site
 
     @classmethod
     def get(cls) -> "Context":
-        return cls(_scope.get())
+        return cls(_scope.get(), current_call_site.get())
+
+    @contextmanager
+    def activate(self) -> Iterator["Context"]:
+        """Makes this the current episode in the body, for workers that serve several episodes and for plain threads.
+
+        Model calls, steps and rewards in the body belong to the episode and function in which `get()` was called:
+
+            jobs.put((Context.get(), question))          # in the episode
+
+            context, question = jobs.get()               # in the worker
+            with context.activate():
+                answer = client.chat.completions.create(...)
+        """
+        tokens = _scope.set(self._scope), current_call_site.set(self._site._replace(is_explicit=True))
+        try:
+            yield self
+        finally:
+            current_call_site.reset(tokens[1])
+            _scope.reset(tokens[0])
 
     @property
     def input_message(self) -> Any:

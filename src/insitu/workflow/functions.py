@@ -18,10 +18,10 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ValidationError
 
-from insitu.capture.ledger import CallSite, Invocation, current_call_site
+from insitu.capture.ledger import Invocation, current_call_site
 from insitu.errors import PluginError, WorkflowError
 from insitu.registry import FUNCTION, decorator
-from insitu.schemas.components import FunctionBaseConfig
+from insitu.schemas.components import WORKFLOW, FunctionBaseConfig
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, InvocationNode, StreamEventData
 from insitu.workflow.context import Context
 from insitu.workflow.conversion import Signature, convert, fits, is_model, type_hints, type_name
@@ -195,7 +195,7 @@ class _Run:
 
     def __init__(self, name: str, value: Any) -> None:
         self._name, self._value = name, value
-        self._uuid = str(uuid.uuid4())
+        self._function_step, self._workflow_step = str(uuid.uuid4()), str(uuid.uuid4())
         self.result: Any = None
 
     def __enter__(self) -> Self:
@@ -207,15 +207,23 @@ class _Run:
             parent_name=caller.invocation.node.function_name,
         )
         invocation = Invocation(node, (*caller.invocation.names, self._name), caller.invocation)
-        current_call_site.set(CallSite(invocation, caller.step, caller.ledger))
-        self._push(IntermediateStepType.FUNCTION_START, StreamEventData(input=self._value))
+        data = StreamEventData(input=self._value)
+        if self._name == WORKFLOW:
+            self._push(self._workflow_step, IntermediateStepType.WORKFLOW_START, data)
+        self._around = current_call_site.get()
+        current_call_site.set(self._around._replace(invocation=invocation))
+        self._push(self._function_step, IntermediateStepType.FUNCTION_START, data)
         self._inside = current_call_site.get()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         current_call_site.set(self._inside)
         data = StreamEventData(input=self._value, output=self.result)
-        self._push(IntermediateStepType.FUNCTION_END, data, None if error is None else {"error": repr(error)})
+        metadata = None if error is None else {"error": repr(error)}
+        self._push(self._function_step, IntermediateStepType.FUNCTION_END, data, metadata)
+        if self._name == WORKFLOW:
+            current_call_site.set(self._around)
+            self._push(self._workflow_step, IntermediateStepType.WORKFLOW_END, data, metadata)
         current_call_site.set(self._outside)
 
     async def each(self, stream: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
@@ -240,9 +248,9 @@ class _Run:
             if isinstance(stream, AsyncGenerator):
                 await stream.aclose()
 
-    def _push(self, event_type: IntermediateStepType, data: StreamEventData, metadata: Any = None) -> None:
+    def _push(self, step: str, event_type: IntermediateStepType, data: StreamEventData, metadata: Any = None) -> None:
         payload = IntermediateStepPayload(
-            event_type=event_type, name=self._name, UUID=self._uuid, data=data, metadata=metadata
+            event_type=event_type, name=self._name, UUID=step, data=data, metadata=metadata
         )
         Context.get().intermediate_step_manager.push_intermediate_step(payload)
 

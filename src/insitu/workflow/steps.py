@@ -53,11 +53,11 @@ class IntermediateStepManager:
             parent = self._parent(site)
             self._parents[payload.UUID] = parent
             step = OpenStep(payload.UUID, payload.event_category, site.step)
-            current_call_site.set(CallSite(site.invocation, step, site.ledger))
+            current_call_site.set(site._replace(step=step))
         elif state is IntermediateStepState.END:
             parent = self._parents.pop(payload.UUID, "") or self._parent(site)
             if site.step is not None and site.step.uuid == payload.UUID:
-                current_call_site.set(CallSite(site.invocation, site.step.outer, site.ledger))
+                current_call_site.set(site._replace(step=site.step.outer))
         else:
             parent = self._parents.get(payload.UUID) or self._parent(site)
         self._publish(site, parent, payload)
@@ -139,7 +139,9 @@ def llm_step_payloads(call: ModelCall) -> tuple[IntermediateStepPayload, Interme
         event_type=IntermediateStepType.LLM_END,
         event_timestamp=call.ended,
         span_event_timestamp=call.started,
-        data=StreamEventData.model_construct(input=call.messages, output=(call.message or {}).get("content")),
+        data=StreamEventData.model_construct(
+            input=call.messages, output=(call.message or {}).get("content"), payload=call.message
+        ),
         metadata=TraceMetadata.model_construct(
             chat_responses=[] if call.message is None else [call.message], **request, **call_metadata(call)
         ),
@@ -150,10 +152,13 @@ def llm_step_payloads(call: ModelCall) -> tuple[IntermediateStepPayload, Interme
 
 
 def add_call_metadata(payload: IntermediateStepPayload, calls: Sequence[ModelCall]) -> None:
-    """Adds to a framework's LLM_END the metadata of the recorded call: of the first choice of its request.
+    """Adds to a framework's LLM_END the message and metadata of the recorded call: of the first choice of its request.
 
     If there are several choices (`calls`), `choices` holds the metadata of each.
     """
+    payload.data = payload.data or StreamEventData()
+    if payload.data.payload is None:
+        payload.data.payload = calls[0].message
     metadata = call_metadata(calls[0])
     if len(calls) > 1:
         metadata["choices"] = [call_metadata(call) for call in calls]

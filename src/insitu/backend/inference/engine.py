@@ -67,6 +67,8 @@ class Engine:
         self.options = options or EngineOptions(max_length=loaded.max_length)
         self.tokenizer = ChatTokenizer(loaded.tokenizer, eos_token_ids(loaded.module))
         self.vocab_size = loaded.vocab_size
+        self.num_completed = 0
+        """Completions delivered since the start."""
         self._latest: dict[str, int] = {"": 0}
         self._loaded = loaded
         self._compute = compute
@@ -141,6 +143,7 @@ class Engine:
         sequences = [SequenceState(*request, each) for request, each in zip(requests, notify, strict=True)]
         with self._submitted(loop, sequences, weights):
             outputs = await asyncio.gather(*futures)
+        self.num_completed += len(outputs)
         for output, sequence in zip(outputs, sequences, strict=True):
             if sequence.detokenizer is None:
                 ids = [token.id for token in output.tokens]
@@ -165,7 +168,9 @@ class Engine:
                 index, output = await queue.get()
                 if isinstance(output, BaseException):
                     raise output
-                unfinished -= output.finish_reason is not None
+                if output.finish_reason is not None:
+                    unfinished -= 1
+                    self.num_completed += 1
                 yield index, output
 
     @contextmanager

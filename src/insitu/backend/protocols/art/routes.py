@@ -30,7 +30,12 @@ def art_run_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads, services:
 
     async def metrics(request: Request) -> Response:
         running, waiting = services.engine.num_requests
-        return PlainTextResponse(f"vllm:num_requests_running {running}\nvllm:num_requests_waiting {waiting}\n")
+        values = {
+            "num_requests_running": running,
+            "num_requests_waiting": waiting,
+            "request_success_total": services.engine.num_completed,
+        }
+        return PlainTextResponse("".join(f"vllm:{name} {value}\n" for name, value in values.items()))
 
     def get(path: str, handler: Any, summary: str, *, public: bool = False) -> ApiRoute:
         return ApiRoute("GET", path, json_endpoint(handler), summary, public=public)
@@ -40,7 +45,12 @@ def art_run_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads, services:
 
     return [
         get("/healthcheck", endpoints.health, "ART: health check", public=True),
-        ApiRoute("GET", "/metrics", metrics, "Numbers of running and waiting requests, under vLLM's metric names"),
+        ApiRoute(
+            "GET",
+            "/metrics",
+            metrics,
+            "Running, waiting and finished completions, under vLLM's metric names",
+        ),
         post("/close", endpoints.close, "close a client's session; the server keeps running"),
         post("/register", endpoints.register, "check that a model can be trained here"),
         post("/_get_step", endpoints.step, "a model's latest step"),

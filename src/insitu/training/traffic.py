@@ -1,0 +1,75 @@
+"""Finds completions that the policy's server has sampled for nobody in the run."""
+
+from collections import Counter
+
+import aiohttp
+
+from insitu.builder import Builder
+from insitu.registry import LLM
+from insitu.schemas.episodes import Episode
+from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.workflow.llms import ModelClient
+
+_METRIC = "vllm:request_success_total"
+_TIMEOUT = aiohttp.ClientTimeout(total=10)
+
+
+class PolicyTraffic:
+    """Finds completions of the policy that belong to no episode: `start`, `add` each episode, `unknown_completions`.
+
+    The server counts what it has completed in a metric of vLLM, which `insitu backend` has too. The run knows what its
+    episodes and evaluators have requested. The rest was requested by an agent's own client, or by another program.
+    """
+
+    def __init__(self, builder: Builder, served: PolicyEndpoint | None) -> None:
+        self._builder = builder
+        self._served = served
+        self._episodes: Counter[str] = Counter()
+        self._outside_before = 0
+        self._served_before: int | None = None
+
+    async def start(self) -> None:
+        self._outside_before, self._served_before = self._outside(), await self._count()
+
+    def add(self, episode: Episode) -> None:
+        self._episodes.update({_normal(url): count for url, count in episode.requested.items()})
+
+    async def unknown_completions(self) -> str | None:
+        """A warning if the server has completed more than was requested; a failed request may have been completed."""
+        after = await self._count() if self._served_before is not None else None
+        if after is None or self._served_before is None or self._served is None:
+            return None
+        server = _normal(self._served.base_url)
+        completed = after - self._served_before
+        unknown = completed - self._episodes[server] - (self._outside() - self._outside_before)
+        if unknown <= 0:
+            return None
+        return (
+            f"{unknown} of the {completed} completions of {server} were not requested by an episode: they are not "
+            "recorded and not trained. Does the agent have a client of its own, or does another program use the server?"
+        )
+
+    def _outside(self) -> int:
+        """Completions that were requested outside every episode through the run's own clients."""
+        llms = [llm for llm in self._builder.built(LLM) if isinstance(llm, ModelClient)]
+        server = _normal(self._served.base_url) if self._served is not None else None
+        return sum(llm.recorder.outside_completions for llm in llms if _normal(llm.recorder.server) == server)
+
+    async def _count(self) -> int | None:
+        """The server's metric; None if it has none."""
+        if self._served is None:
+            return None
+        url = _normal(self._served.base_url).removesuffix("/v1") + "/metrics"
+        headers = {"Authorization": f"Bearer {self._served.api_key}"}
+        try:
+            async with aiohttp.ClientSession(timeout=_TIMEOUT, headers=headers) as session:
+                async with session.get(url) as response:
+                    text = await response.text() if response.status == 200 else ""
+            samples = [line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(_METRIC)]
+            return int(sum(map(float, samples))) if samples else None
+        except (TimeoutError, aiohttp.ClientError, ValueError):
+            return None
+
+
+def _normal(url: str) -> str:
+    return url.rstrip("/")
