@@ -80,7 +80,10 @@ class Command:
         """The next number of the fork server: first the pid, then the exit code."""
         line = b""
         while not line.endswith(b"\n"):
-            line += self._server.recv(1)
+            received = self._server.recv(1)
+            if not received:
+                raise ConnectionError("the fork server has ended")
+            line += received
         return int(line)
 
     def wait_until(self, holds: Callable[[], Any]) -> None:
