@@ -120,6 +120,19 @@ class Command:
         self._server.close()
 
 
+class _Reader(threading.Thread):
+    """Reads a stream to its end."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(daemon=True)
+        self.text = ""
+        self._stream = stream
+        self.start()
+
+    def run(self) -> None:
+        self.text = self._stream.read()
+
+
 class Process(Command):
     """A running command with pipes, and with the methods of `subprocess.Popen` that the tests use."""
 
@@ -131,25 +144,19 @@ class Process(Command):
         finally:
             for descriptor in (nothing, out_end, err_end):
                 os.close(descriptor)
-        self.stdout, self.stderr = (os.fdopen(pipe, encoding="utf-8") for pipe in (out, err))
+        self.stdout, self._stderr = (os.fdopen(pipe, encoding="utf-8") for pipe in (out, err))
+        self._errors = _Reader(self._stderr)  # from the start: a full pipe would stop the command
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """What it prints until it ends, on stdout and on stderr."""
-        texts = {}
-
-        def read(stream: Any) -> None:
-            texts[stream] = stream.read()
-
-        readers = [threading.Thread(target=read, args=(stream,), daemon=True) for stream in (self.stdout, self.stderr)]
         deadline = None if timeout is None else time.monotonic() + timeout
-        for reader in readers:
-            reader.start()
+        readers = (_Reader(self.stdout), self._errors)
         for reader in readers:
             reader.join(None if deadline is None else max(0, deadline - time.monotonic()))
             if reader.is_alive():
                 raise subprocess.TimeoutExpired("insitu", timeout or 0)
         self.wait(None if deadline is None else max(0.1, deadline - time.monotonic()))
-        return texts[self.stdout], texts[self.stderr]
+        return readers[0].text, readers[1].text
 
     def __enter__(self) -> "Process":
         return self
@@ -157,7 +164,9 @@ class Process(Command):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
         self.stdout.close()
-        self.stderr.close()
+        self._errors.join(5)
+        if not self._errors.is_alive():  # a program that the command left behind may still have it open
+            self._stderr.close()
 
 
 def start(*arguments: Any, folder: Path | None = None, **variables: str) -> Process:
