@@ -359,7 +359,7 @@ def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
 
 
 def test_a_backend_killed_while_episodes_are_collected_ends_the_run_with_its_exit_code_and_log(project: Path) -> None:
-    write_rows(project, [{"say": "a", "hang": True, "mark": "asked"}])
+    write_rows(project, [{"say": "a", "hang": True, "mark": "asked"}, {"say": "b"}])  # row 1 is rehearsed
     with start_project(project, "-o", "eval.general.episode_timeout", "null") as process:
         backend = backend_of(process)
         process.wait_until((project / "asked").exists)

@@ -158,7 +158,9 @@ def _parse_message(data: Any, path: str) -> ArtMessage:
     if len(ids) != len(logprobs):
         raise _refused(f"{path} has {len(ids)} token_ids and {len(logprobs)} logprobs", path)
     call = optional_dict(choice_logprobs, "call", path)  # where insitu's parser keeps the prompt
-    prompt = optional(keys, "prompt_token_ids", list, path) or optional(call, "prompt_token_ids", list, path)
+    prompt = optional(keys, "prompt_token_ids", list, path)
+    if prompt is None:
+        prompt = optional(call, "prompt_token_ids", list, path)
     return ArtMessage(message, ids, logprobs, prompt)
 
 
