@@ -148,7 +148,12 @@ class InsituTrainer(UsesBuilder, Trainer):
         or a validation failed.
         """
         self._write_run_file(num_epochs)
-        if problem := await self.trajectory_builder.rehearse(self.run_id):
+        self.report.begin("playing one row before the first epoch", None)
+        try:
+            problem = await self.trajectory_builder.rehearse(self.run_id)
+        finally:
+            self.report.end()
+        if problem is not None:
             self.report.note(problem)
         statuses: list[TrainingJobStatus] = []
         self.report.begin_run(num_epochs)
