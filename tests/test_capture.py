@@ -464,7 +464,8 @@ async def ask_from_threads(server: FakeOpenAI, asked: Any) -> EpisodeScope:
             with pytest.raises(openai.BadRequestError):
                 await in_a_thread("status 400")
             await asked(plain, "last")
-            assert len(server.connections) == before + 5
+            # the first loop's connection serves again, unless it was idle for longer than httpx keeps one (5 s)
+            assert len(server.connections) in (before + 5, before + 6)
     return scope
 
 

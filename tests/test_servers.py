@@ -306,9 +306,10 @@ async def test_a_dead_compute_thread_is_reported(model: Path, tmp_path: Path) ->
     job = "\n".join(map(json.dumps, [{"settings": {"num_iterations": 999}, "num_rows": 1}, row]))
     headers = {"Content-Type": "application/x-ndjson"}
 
-    all_wait = threading.Event()
+    sampling, all_wait = threading.Event(), threading.Event()
 
     def die() -> bool:
+        sampling.set()
         all_wait.wait(HANGS)
         raise MemoryError("no memory left")
 
@@ -317,11 +318,12 @@ async def test_a_dead_compute_thread_is_reported(model: Path, tmp_path: Path) ->
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as client:
         assert (await client.get("/health")).status_code == 200
         asked = [asyncio.create_task(client.post("/v1/chat/completions", json=HELLO)) for _ in range(2)]
-        asked.append(asyncio.create_task(client.post("/_get_step", json=MODEL | {"base_model": "m"})))
         running = (await client.post("/v1/train/jobs", content=job, headers=headers)).json()["id"]
         async with asyncio.timeout(HANGS):
             while sum(backend.engine.num_requests) < 2:  # noqa: ASYNC110 - no event tells that they have arrived
                 await asyncio.sleep(0.01)
+            await asyncio.to_thread(sampling.wait)
+            asked.append(asyncio.create_task(client.post("/_get_step", json=MODEL | {"base_model": "m"})))
             all_wait.set()
             answers = await asyncio.gather(*asked)
             answers.append(await client.post("/v1/chat/completions", json=HELLO))
