@@ -307,7 +307,7 @@ async def test_plain_requests(config: Config) -> None:
         assert (status, failed["error"]["code"]) == (500, "workflow_error")
         assert "RuntimeError: oh no (" in failed["error"]["message"]
         status, wrong = await post(f"{address}/generate", {"input": "no object"})
-        assert (status, wrong["error"]["type"]) == (500, "server_error")
+        assert (status, wrong["error"]["param"], wrong["error"]["code"]) == (400, "input", "invalid_input")
         assert "function <workflow> takes dict" in wrong["error"]["message"]
 
 

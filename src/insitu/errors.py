@@ -5,6 +5,7 @@ InsituError
 ├── PluginError          a plugin's component broke the interface it implements
 ├── WorkflowError        the user's workflow failed on a row
 │   ├── EpisodeTimeout   it took longer than `eval.general.episode_timeout`
+│   ├── InputError       a function got an input that it cannot take
 │   └── CaptureError     a model call lacks what training needs (token ids, logprobs)
 ├── TrajectoryError      captured calls, rewards or rows that cannot be trained on
 └── BackendError         a backend failed or could not be reached
@@ -96,6 +97,14 @@ class WorkflowError(InsituError):
 
 class EpisodeTimeout(WorkflowError):
     """An episode ran longer than its limit."""
+
+
+class InputError(WorkflowError):
+    """The input of `function` cannot be converted to the type that it declares."""
+
+    def __init__(self, message: str, function: str) -> None:
+        super().__init__(message)
+        self.function = function
 
 
 class CaptureError(WorkflowError):

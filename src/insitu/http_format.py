@@ -62,6 +62,15 @@ def error_message(body: Any) -> str | None:
     return str(message or error) if error else None
 
 
+def error_param(content: bytes) -> str | None:
+    """The key of the request that an error body blames; None if it names none."""
+    try:
+        param = orjson.loads(content)["error"]["param"]
+    except MALFORMED:
+        return None
+    return param if isinstance(param, str) and param else None
+
+
 def parse_lenient_json(data: bytes) -> Any:
     """Accepts NaN and Infinity, which servers in Python may write; raises ValueError if it is not JSON."""
     try:

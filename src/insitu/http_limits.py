@@ -1,12 +1,19 @@
-"""Limits of our HTTP servers: sizes of JSON, idle connections, open files.
+"""Limits of our HTTP servers: sizes of JSON, idle connections, open files, memory.
 
 Python objects need up to twenty times the memory of their JSON (`[],[],[]`), so a body is measured before it is parsed.
+The C library keeps most of that memory when the objects are freed: glibc up to 64 MiB for each thread that has parsed a
+body. So a server has one heap for all threads (`prepare_process`), and returns its free pages after large requests.
 """
 
+import asyncio
+import ctypes
 import logging
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import orjson
 
@@ -28,6 +35,12 @@ BODY_SECONDS = 60.0
 MIN_OPEN_FILES = 256
 """A server with fewer runs out of them with a few dozen clients."""
 _WANTED_OPEN_FILES = 65536
+_TRIM_SECONDS = 0.5
+"""Memory is returned this long after a large request, once for all that end in the meantime."""
+_M_ARENA_MAX = -8
+"""The option of glibc's `mallopt` that limits the number of heaps."""
+
+T = TypeVar("T")
 
 
 def parse_json(body: bytes, *, max_values: int = MAX_VALUES, loads: Callable[[bytes], Any] = orjson.loads) -> Any:
@@ -57,20 +70,69 @@ def _is_too_deep(data: Any) -> bool:
     return True
 
 
-def raise_file_limit() -> None:
-    """Allows this process as many open files as the system lets it; raises ConfigError if those are too few."""
+async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
+    """Runs `parse`, for large bodies in a thread; their memory is returned when the current task has ended."""
+    if len(body) < LARGE_BODY:
+        return parse(body)
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(_return_memory_soon)
+    return await asyncio.to_thread(parse, body)
+
+
+_returning_soon: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
+"""Event loops that are about to return memory."""
+
+
+def _return_memory_soon(task: asyncio.Task[Any]) -> None:
+    loop = task.get_loop()
+
+    def start() -> None:
+        _returning_soon.discard(loop)
+        threading.Thread(target=_return_memory, name="return memory", daemon=True).start()
+
+    if loop not in _returning_soon:
+        _returning_soon.add(loop)
+        loop.call_later(_TRIM_SECONDS, start)
+
+
+def _return_memory() -> None:
+    """Returns the free pages of the heap to the system; without effect where the C library is not glibc."""
+    if (trim := _libc_function("malloc_trim")) is not None:
+        trim(0)
+
+
+def _libc_function(name: str) -> Callable[..., int] | None:
+    """A function of glibc for changing its heap; None elsewhere."""
+    if not sys.platform.startswith("linux"):
+        return None
+    function: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    return function
+
+
+def prepare_process() -> None:
+    """Prepares this process for serving: open files, and one heap. Raises ConfigError if it may open too few files."""
+    if (allowed := raise_file_limit()) < MIN_OPEN_FILES:
+        problem = f"this process may open {allowed} files (ulimit -n)"
+        raise ConfigError(f"{problem}; a server needs at least {MIN_OPEN_FILES}")
+    if (mallopt := _libc_function("mallopt")) is not None:
+        mallopt(_M_ARENA_MAX, 1)
+
+
+def raise_file_limit(wanted: int = _WANTED_OPEN_FILES) -> int:
+    """Allows this process at least `wanted` open files, or as many as the system lets it; returns how many."""
     try:
         import resource
     except ImportError:  # not on Windows
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    wanted = _WANTED_OPEN_FILES if hard == unlimited else min(hard, _WANTED_OPEN_FILES)
-    if soft != unlimited and soft < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-        except (OSError, ValueError) as error:
-            logger.debug("the limit of open files stays at %d: %s", soft, error)
-    if soft != unlimited and soft < MIN_OPEN_FILES:
-        raise ConfigError(f"this process may open {soft} files (ulimit -n); a server needs at least {MIN_OPEN_FILES}")
+        return sys.maxsize
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    wanted = min(hard, max(wanted, _WANTED_OPEN_FILES))
+    if soft >= wanted:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))
+    except (OSError, ValueError) as error:  # a lower limit of the system
+        logger.debug("the limit of open files stays at %d: %s", soft, error)
+        return soft
+    return wanted

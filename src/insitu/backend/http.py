@@ -1,8 +1,8 @@
 """What all routes share: responses, error handlers, request bodies, access, and the OpenAPI document."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from typing import Any
 
 import orjson
 from pydantic import BaseModel, FailFast, ValidationError
@@ -16,12 +16,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from insitu.errors import BackendUnavailable, InsituError, RequestRefused
 from insitu.http_access import AccessPolicy
 from insitu.http_format import error_body
-from insitu.http_limits import BODY_SECONDS, LARGE_BODY
+from insitu.http_limits import BODY_SECONDS
 
 RETRY_AFTER = "5"
 """Seconds after which a client may repeat a request that a full queue refused."""
-
-T = TypeVar("T")
 
 
 class JSON(Response):
@@ -95,11 +93,6 @@ async def read_body(receive: Receive, limit: int) -> bytes:
             raise RequestRefused(f"the body is larger than {limit} bytes", status=413, code="too_large")
         parts.append(part)
     return b"".join(parts)
-
-
-async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
-    """Runs `parse`, for large bodies in a thread."""
-    return parse(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse, body)
 
 
 def validation_refusal(error: ValidationError) -> RequestRefused:

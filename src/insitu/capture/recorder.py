@@ -28,7 +28,14 @@ from insitu.capture.completion_format import (
 from insitu.capture.ledger import CallLedger, CallSite, current_call_site
 from insitu.capture.stream_assembler import StreamAssembler
 from insitu.errors import CaptureError
-from insitu.http_format import MALFORMED, choice_logprobs, choice_token_ids, error_message, parse_lenient_json
+from insitu.http_format import (
+    MALFORMED,
+    choice_logprobs,
+    choice_token_ids,
+    error_message,
+    error_param,
+    parse_lenient_json,
+)
 from insitu.schemas.episodes import ModelCall
 
 logger = logging.getLogger(__name__)
@@ -126,7 +133,7 @@ class Exchange:
         """Why the response could not be parsed as a completion."""
         self._is_trained = ledger.is_trained(recorder.llm)
         if self._is_trained and body.get("echo"):
-            raise self._capture_error(
+            raise recorder.make_error(  # the agent's own mistake: its other calls are trained
                 "training does not support `echo` (the response would include the prompt): send requests without it"
             )
         self.streamed = bool(body.get("stream"))
@@ -173,10 +180,11 @@ class Exchange:
 
     def _rejected_option(self, error: bytes) -> str | None:
         """What only insitu requested, if the error is about that; other bad requests are the agent's."""
-        if self._filter.token_ids and b"return_token_ids" in error:
+        about = error_param(error)  # the text may quote what the agent has sent
+        if self._filter.token_ids and (about == "return_token_ids" if about else b"return_token_ids" in error):
             return "token ids"
         ours = self._filter.logprobs and not self._body.get("top_logprobs")
-        return "logprobs" if ours and _NAMES_LOGPROBS.search(error) else None
+        return "logprobs" if ours and (about == "logprobs" if about else _NAMES_LOGPROBS.search(error)) else None
 
     def feed(self, chunk: bytes) -> bytes:
         """Takes a chunk of a streamed response; returns the bytes to forward."""

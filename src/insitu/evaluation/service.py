@@ -24,7 +24,7 @@ from yarl import URL
 
 from insitu.builder import Builder
 from insitu.config import Config
-from insitu.errors import InsituError, RequestRefused, describe_error
+from insitu.errors import InputError, InsituError, RequestRefused, describe_error
 from insitu.evaluation.episodes import AttemptResult, classify, fail, in_process, isolated
 from insitu.evaluation.remote import (
     EPISODES,
@@ -37,11 +37,12 @@ from insitu.evaluation.remote import (
     decode,
     encode,
 )
-from insitu.gateway.listener import parse_body, read_body, server_runner
+from insitu.gateway.listener import read_body, server_runner
 from insitu.http_access import AccessPolicy, is_loopback_address
 from insitu.http_format import error_body, http_url
-from insitu.http_limits import parse_json
+from insitu.http_limits import parse_body, parse_json
 from insitu.registry import LLM
+from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason, Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
@@ -235,6 +236,8 @@ class WorkflowService:
             assert ran.value is not None
             return ran.value
         error = ran.error
+        if isinstance(error, InputError) and error.function == WORKFLOW:
+            raise RequestRefused(str(error), param="input", code="invalid_input")
         logger.debug("the workflow failed", exc_info=error)
         reason, _ = classify(error)
         message = str(error) if isinstance(error, InsituError) else f"the workflow raised {describe_error(error)}"
@@ -245,7 +248,14 @@ class WorkflowService:
         if body.policy is not None:
             self._check_policy(body.policy.base_url, request.remote)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        await response.prepare(request)
+        try:
+            await response.prepare(request)
+            await self._stream_attempt(response, body)
+        except ConnectionResetError:
+            logger.info("the client of episode %s disconnected", body.key.text())
+        return response
+
+    async def _stream_attempt(self, response: web.StreamResponse, body: EpisodeRequest) -> None:
         await response.write(b"\n")
         steps: asyncio.Queue[IntermediateStep | None] = asyncio.Queue()  # None: end of the attempt
         attempt = asyncio.create_task(self._attempt(body, steps.put_nowait), name=body.key.text())
@@ -253,12 +263,9 @@ class WorkflowService:
         try:
             unserializable = await _stream_steps(response, steps)
             await _write_end(response, *await attempt, unserializable)
-        except ConnectionResetError:
-            logger.info("the client of episode %s disconnected", body.key.text())
         finally:
             attempt.cancel()
             await asyncio.gather(attempt, return_exceptions=True)
-        return response
 
     def _check_policy(self, base_url: str, client: str | None) -> None:
         """Raises RequestRefused unless this service may send requests to the trainer's model server."""

@@ -4,23 +4,21 @@ import asyncio
 import logging
 import re
 import traceback
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from insitu.errors import RequestRefused
-from insitu.http_limits import BODY_SECONDS, IDLE_SECONDS, LARGE_BODY, raise_file_limit
+from insitu.http_limits import BODY_SECONDS, IDLE_SECONDS, prepare_process
 
 _log = logging.getLogger(__name__)
 _KEY = re.compile(r"/e/[^/\s'\"]+")
-T = TypeVar("T")
 
 
 def server_runner(app: web.Application, **options: Any) -> web.AppRunner:
     """A runner for `app` that closes idle connections. Raises ConfigError if the process may open too few files."""
-    raise_file_limit()
+    prepare_process()
     _log.addFilter(_without_keys)
     return web.AppRunner(
         app, access_log=None, handler_cancellation=True, keepalive_timeout=IDLE_SECONDS, logger=_log, **options
@@ -58,8 +56,3 @@ async def read_body(request: web.Request, limit: int) -> bytes:
     except web.RequestPayloadError as error:
         raise RequestRefused(f"the body cannot be read: {error}", code="malformed_body") from None
     return b"".join(parts)
-
-
-async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
-    """Runs `parse`, for large bodies in a thread."""
-    return parse(body) if len(body) < LARGE_BODY else await asyncio.to_thread(parse, body)

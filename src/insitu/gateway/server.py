@@ -29,9 +29,10 @@ from insitu.capture.ledger import CallLedger, CallSite, current_call_site
 from insitu.errors import CaptureError, ConfigError, RequestRefused
 from insitu.gateway import proxy
 from insitu.gateway.dialects import DIALECTS, ChatTranslation, Dialect, MessagesTranslation, Translation
-from insitu.gateway.listener import parse_body, read_body, server_runner
+from insitu.gateway.listener import read_body, server_runner
 from insitu.gateway.proxy import MAX_BODY, Route
 from insitu.http_format import MALFORMED, http_url
+from insitu.http_limits import parse_body
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import ModelClient
 
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 128
 """Maximum `n` of a request."""
+_CONNECT_TIMEOUT = 30.0
 _READ_TIMEOUT = 600.0
 """Seconds to wait for a model's server if its configuration has no timeout; the OpenAI client's default."""
 _BACKLOG = 4096
@@ -167,7 +169,7 @@ class Gateway:
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
             auto_decompress=True,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+            timeout=_timeout(None),
         )
         return self
 
@@ -206,6 +208,7 @@ class Gateway:
                 return await self._forward(request, route, body)
             encoding = request.headers.get("Content-Encoding", "")
             data = await parse_body(partial(proxy.parse_request, encoding=encoding), body)
+            self._find_endpoint(endpoint.key)  # the episode may have ended since
             llm = self._by_name.get(str(data.get("model")), self._default if self._upstream is None else None)
             if llm is None:
                 return await self._forward(request, route, body)
@@ -217,7 +220,9 @@ class Gateway:
         except RequestRefused as error:
             return _json(dialect.error(str(error), error.status, error.param, error.code), error.status)
         except CaptureError as error:
-            return _json(dialect.error(str(error), 424, code="capture_error"), 424)
+            is_agents = endpoint is not None and endpoint.ledger.capture_error is None
+            status, code = (400, "unsupported") if is_agents else (424, "capture_error")
+            return _json(dialect.error(str(error), status, code=code), status)
         except aiohttp.ClientError as error:
             status, what = (504, "no answer in time") if isinstance(error, TimeoutError) else (502, "no answer")
             failure = f"{what} from the model's server: {type(error).__name__}: {error}"
@@ -254,7 +259,7 @@ class Gateway:
             raise RequestRefused(f"{key} is missing, or is not {kind}", param=key)
         url = f"{str(llm.client.base_url).rstrip('/')}/{translation.route}"
         headers: Any = {"Content-Type": "application/json", "Authorization": f"Bearer {llm.client.api_key}"}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=llm.config.timeout or _READ_TIMEOUT)
+        timeout = _timeout(llm.config.timeout)
         content = proxy.payload(exchange.content)
         assert self._session is not None
         try:
@@ -281,18 +286,25 @@ class Gateway:
             raise RequestRefused(f"{route.text} is not available to agents", status=403, code="not_for_agents")
         if self._upstream is None:
             base_url, api_key = str(self._default.client.base_url), self._default.client.api_key
+            timeout = _timeout(self._default.config.timeout)
         else:
             base_url, key = self._upstream.base_url, self._upstream.api_key
             api_key = key.get_secret_value() if key else "none"
+            timeout = _timeout(None)
         query = request.rel_url.raw_query_string
         url = URL(f"{base_url.rstrip('/')}/{route.raw}" + (f"?{query}" if query else ""), encoded=True)
         headers = proxy.forwarded_headers(request.headers)
         headers.update({"Authorization": f"Bearer {api_key}", "x-api-key": api_key})
         assert self._session is not None
         async with self._session.request(
-            request.method, url, data=proxy.payload(body), headers=headers, allow_redirects=False
+            request.method, url, data=proxy.payload(body), headers=headers, allow_redirects=False, timeout=timeout
         ) as answer:
             return await proxy.forward(request, answer)
+
+
+def _timeout(read_timeout: float | None) -> aiohttp.ClientTimeout:
+    """Limits the silence of a model's server, not the length of its answer."""
+    return aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT, sock_read=read_timeout or _READ_TIMEOUT)
 
 
 def _json(data: dict[str, Any], status: int) -> web.Response:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import resource
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from insitu.evaluation.episodes import ResultPath
 from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.shared_run import RunState, share
 from insitu.evaluation.validation import held_out_config
+from insitu.http_limits import raise_file_limit
 from insitu.interfaces import Trainer, TrainerAdapter
 from insitu.registry import EVALUATOR, FUNCTION, LLM, TRAINER_ADAPTER, not_found
 from insitu.schemas.finetuning import (
@@ -249,27 +249,17 @@ def check_ready(config: Config) -> None:
 
 
 def check_open_files(config: Config) -> None:
-    """Raises the soft limit of open files to what the configured concurrency needs.
-
-    Raises ConfigError if the hard limit is lower.
-    """
+    """Raises ConfigError if the configured concurrency needs more open files than the system lets this process have."""
     blocks = (config.block(FUNCTION, name) for name in config.names(FUNCTION))
     per_episode = max((getattr(block, "files_per_episode", 1) for block in blocks), default=1)
     episodes = config.max_concurrency
     needed = _OWN_FILES + per_episode * episodes
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if soft != unlimited and soft < 2 * needed:  # twice: agents may use several connections
-        soft = 2 * needed if hard == unlimited else min(hard, 2 * needed)
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        except (OSError, ValueError):  # a lower limit of the system
-            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != unlimited and soft < needed:
-        most = max(0, (soft - _OWN_FILES) // per_episode)
+    allowed = raise_file_limit(2 * needed)  # twice: agents may use several connections
+    if allowed < needed:
+        most = max(0, (allowed - _OWN_FILES) // per_episode)
         raise ConfigError(
             f"eval.general.max_concurrency is {episodes}, which needs {needed} open files, but this process is allowed "
-            f"{soft}: raise the limit (ulimit -n {needed}) or set max_concurrency to at most {most}"
+            f"{allowed}: raise the limit (ulimit -n {needed}) or set max_concurrency to at most {most}"
         )
 
 

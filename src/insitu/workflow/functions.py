@@ -19,7 +19,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ValidationError
 
 from insitu.capture.ledger import Invocation, current_call_site
-from insitu.errors import PluginError, WorkflowError
+from insitu.errors import InputError, PluginError, WorkflowError
 from insitu.registry import FUNCTION, decorator
 from insitu.schemas.components import WORKFLOW, FunctionBaseConfig
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, InvocationNode, StreamEventData
@@ -184,10 +184,11 @@ class Function:
             if isinstance(error, ValidationError):
                 first = error.errors(include_url=False)[0]
                 reason = ": ".join(part for part in (".".join(map(str, first["loc"])), first["msg"]) if part)
-            raise WorkflowError(
+            problem = (
                 f"function {self.name} {verb} {type_name(wanted)}; a value of type {type(value).__name__} "
                 f"cannot be converted: {reason}"
-            ) from error
+            )
+            raise (InputError(problem, self.name) if verb == "takes" else WorkflowError(problem)) from error
 
 
 class _Run:

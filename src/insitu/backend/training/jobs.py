@@ -26,6 +26,9 @@ HEARTBEAT_SECONDS = 15.0
 MAX_UNFINISHED_JOBS = 64
 """Jobs that may be pending or running; each holds its rows in memory."""
 
+KEPT_JOBS = 256
+"""Ended jobs that can be looked up; the records of all are in files."""
+
 PublishWeights = Callable[[nn.Module, int, str], None]
 """Called with (module, version, policy name) on the compute thread once a job's new weights are ready to serve."""
 
@@ -106,6 +109,7 @@ class TrainingQueue:
         self.check_room()
         learner = learner or self._learner
         learner.check(settings)
+        self._forget_oldest()
         job = TrainingJob(idempotency_key, learner)
         self._jobs[job.state.id] = job
         if idempotency_key:
@@ -118,6 +122,13 @@ class TrainingQueue:
         unfinished = sum(not job.ended for job in self._jobs.values())
         if unfinished >= MAX_UNFINISHED_JOBS:
             raise RequestRefused(f"{unfinished} training jobs are queued already", status=429, code="queue_full")
+
+    def _forget_oldest(self) -> None:
+        ended = [job for job in self._jobs.values() if job.ended]
+        for job in ended[: max(0, len(ended) - KEPT_JOBS)]:
+            del self._jobs[job.state.id]
+            if job.state.key and self._by_idempotency_key.get(job.state.key) is job:
+                del self._by_idempotency_key[job.state.key]
 
     def get(self, job_id: str) -> TrainingJob:
         if job_id not in self._jobs:

@@ -12,11 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from insitu.backend.http import JSON, parse_body, read_body, refusal_headers, wait_for_disconnect
+from insitu.backend.http import JSON, read_body, refusal_headers, wait_for_disconnect
 from insitu.backend.protocols.art.jobs import ArtJob
 from insitu.backend.protocols.art.trajectories import parse_object
 from insitu.errors import BackendError, BackendUnavailable, JobFailed, RequestRefused
 from insitu.http_format import error_body
+from insitu.http_limits import parse_body
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from insitu.backend.http import parse_body, read_body, refused_response, wait_for_disconnect
+from insitu.backend.http import read_body, refused_response, wait_for_disconnect
 from insitu.backend.inference.engine import Engine, ModelRegistry, WeightVersion
 from insitu.backend.inference.sampling import GenerationRequest
 from insitu.backend.inference.scheduler import OutputDelta
 from insitu.backend.protocols.openai.base import ResponseFormatter, SamplingRequest, parse_request
 from insitu.errors import BackendError, RequestRefused
 from insitu.http_format import DONE, error_body, format_event
+from insitu.http_limits import parse_body
 
 MAX_BODY = 16 * 2**20
 WATCH_DELAY = 0.5
