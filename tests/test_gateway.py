@@ -4,13 +4,17 @@ import asyncio
 import io
 import json
 import socket
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import anthropic
 import openai
+import psutil
 import pytest
 from fake_openai import FakeOpenAI, encode, logprob
 from processes import HANGS
@@ -219,6 +223,27 @@ async def test_a_client_that_tries_again_makes_one_call(server: FakeOpenAI, dial
     assert scope.ledger.failed_attempts == {"http 500": 1}
 
 
+async def test_a_request_that_cannot_be_trained_is_refused_and_the_episode_continues(server: FakeOpenAI) -> None:
+    async with gateway_to(model(server)) as gateway:
+        with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
+            status, answer = await post(f"{door.openai_url}/completions", {"prompt": "hi", "echo": True})
+            assert (status, "does not support `echo`" in answer["error"]["message"]) == (400, True)
+            assert await text_by("text", False, door, "hi") == "echo: hi"
+    assert scope.ledger.capture_error is None
+    assert len(scope.calls) == 1
+
+
+async def test_a_silent_server_is_given_up_on_forwarded_requests_too() -> None:
+    async with await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0) as silent:
+        base_url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
+        config = OpenAIConfig(model_name="fake", base_url=base_url, timeout=0.1)
+        async with gateway_to(connect("player", config, Endpoint("fake", base_url, "none"))) as gateway:
+            with EpisodeScope() as scope, gateway.endpoint(scope) as door:
+                async with asyncio.timeout(60):
+                    status, answer = await post(f"{door.openai_url}/embeddings", {"input": "hi"})
+    assert (status, answer["error"]["code"]) == (504, "upstream")
+
+
 async def test_what_training_lacks_is_told() -> None:
     with FakeOpenAI(token_ids=False) as server:
         async with gateway_to(model(server)) as gateway:
@@ -279,6 +304,25 @@ async def test_a_body_too_large(server: FakeOpenAI) -> None:
             long = "x" * 2_000_000
             assert await text_by("chat", False, door, long) == f"echo: {long}"
     assert len(scope.calls) == 1
+
+
+async def test_the_memory_of_large_requests_is_returned() -> None:
+    """In a fresh interpreter: a forked one shares pages with the fork server."""
+    command = (sys.executable, Path(__file__).with_name("hostile_gateway.py"), "http://127.0.0.1:9/v1", "t")
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+    assert process.stdin
+    assert process.stdout
+    pid, address = (await process.stdout.readline()).decode().split()
+    server, url = psutil.Process(int(pid)), f"{address}/v1/completions"
+    assert (await post(url, {"prompt": "a"}))[0] == 502
+    before = server.memory_info().rss
+    large = b'{"prompt": "' + b"a" * 4 * 2**20 + b'"}'
+    await asyncio.gather(*(post(url, io.BytesIO(large)) for _ in range(8)))
+    async with asyncio.timeout(60):
+        while server.memory_info().rss > before + 20 * 2**20:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.05)
+    process.stdin.close()
+    await process.wait()
 
 
 async def _pieces(body: bytes) -> AsyncIterator[bytes]:

@@ -159,8 +159,8 @@ async def resident(pid: int, enough: int = 0) -> int:
     lowest = sys.maxsize
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SETTLED_SECONDS if MEASURED else 0):
-            while (lowest := min(lowest, psutil.Process(pid).memory_info().rss)) > enough:
-                await asyncio.sleep(0.1)  # noqa: ASYNC110 - memory cannot set an event
+            while (lowest := min(lowest, psutil.Process(pid).memory_info().rss)) > enough:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.1)
     return lowest
 
 

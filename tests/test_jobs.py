@@ -337,3 +337,15 @@ async def test_a_full_queue_refuses_jobs(loaded, tmp_path, monkeypatch):
         assert (await backend.post(lines(MANY), Idempotency_Key="run/1"))[1]["id"] == first["id"]
         await backend.events(first["id"])
         assert (await backend.post(lines(MANY)))[0] == 200
+
+
+async def test_the_oldest_ended_jobs_are_forgotten(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr("insitu.backend.training.jobs.KEPT_JOBS", 1)
+    async with serving(loaded, tmp_path) as backend:
+        ids = []
+        for number in range(3):
+            _, job = await backend.post(lines([row()]), Idempotency_Key=f"key {number}")
+            ids.append(job["id"])
+            await backend.events(job["id"])
+        assert [(await backend.get(f"{JOBS}/{id}"))[0] for id in ids] == [404, 200, 200]
+        assert (tmp_path / "jobs" / f"{ids[0]}.json").exists()

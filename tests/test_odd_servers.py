@@ -325,6 +325,7 @@ async def test_an_unreadable_answer_is_the_servers_fault(kind: str, body: bytes)
         ({"top_logprobs": 50}, "top_logprobs: at most 20", "workflow_error"),
         ({"extra_body": {"return_token_ids": 7}}, "return_token_ids must be a boolean", "workflow_error"),
         ({}, "this model's maximum context length is 9 tokens", "workflow_error"),
+        ({}, "a message is wrong (quoted: 'return_token_ids and logprobs')", "workflow_error"),
         ({}, "logprobs are not enabled", "capture_error"),
         ({}, "unknown field return_token_ids", "capture_error"),
     ],
@@ -332,7 +333,8 @@ async def test_an_unreadable_answer_is_the_servers_fault(kind: str, body: bytes)
 async def test_a_bad_request_is_the_fault_of_whoever_made_it(
     request_: dict[str, Any], message: str, reason: str
 ) -> None:
-    body = json.dumps({"error": {"message": message}}).encode()
+    error = {"message": message, "param": "messages"} if "quoted" in message else {"message": message}
+    body = json.dumps({"error": error}).encode()
     episode, transient = await attempted(body, "application/json", 400, **request_)
     assert (episode.reason, transient) == (reason, False)
     assert message in str(episode.error)

@@ -7,6 +7,7 @@ body. So a server has one heap for all threads (`prepare_process`), and returns 
 
 import asyncio
 import ctypes
+import gc
 import logging
 import sys
 import threading
@@ -35,6 +36,8 @@ BODY_SECONDS = 60.0
 MIN_OPEN_FILES = 256
 """A server with fewer runs out of them with a few dozen clients."""
 _WANTED_OPEN_FILES = 65536
+_HUGE_BODY = 2**20
+"""Bodies from this size on have their memory returned when their requests have ended."""
 _TRIM_SECONDS = 0.5
 """Memory is returned this long after a large request, once for all that end in the meantime."""
 _M_ARENA_MAX = -8
@@ -71,12 +74,13 @@ def _is_too_deep(data: Any) -> bool:
 
 
 async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
-    """Runs `parse`, for large bodies in a thread; their memory is returned when the current task has ended."""
+    """Runs `parse`, in a thread for large bodies; the memory of huge ones is returned when the task has ended."""
     if len(body) < LARGE_BODY:
         return parse(body)
-    task = asyncio.current_task()
-    assert task is not None
-    task.add_done_callback(_return_memory_soon)
+    if len(body) >= _HUGE_BODY:
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(_return_memory_soon)
     return await asyncio.to_thread(parse, body)
 
 
@@ -97,7 +101,8 @@ def _return_memory_soon(task: asyncio.Task[Any]) -> None:
 
 
 def _return_memory() -> None:
-    """Returns the free pages of the heap to the system; without effect where the C library is not glibc."""
+    """Frees what failed requests have left in reference cycles, and returns the free pages of glibc's heap."""
+    gc.collect()
     if (trim := _libc_function("malloc_trim")) is not None:
         trim(0)
 
