@@ -262,3 +262,9 @@ def test_models_of_legacy_and_later_clients():
     assert parse_model(sent | {"base_path": ".art"}).legacy is False
     with pytest.raises(RequestRefused, match="model has no name"):
         parse_model({"project": "p"})
+
+
+def test_logprobs_of_another_type_are_refused() -> None:
+    choice = {"finish_reason": "stop", "message": {"role": "assistant", "content": ""}, "logprobs": {"content": 1.0}}
+    with pytest.raises(RequestRefused, match=r"logprobs\.content is '1\.0'; expected list"):
+        parse_groups([{"trajectories": [{"messages_and_choices": [choice]}]}])

@@ -148,7 +148,8 @@ def _parse_message(data: Any, path: str) -> ArtMessage:
         return ArtMessage(_template_message(keys, path))
     message = _template_message(_typed(keys["message"], dict, f"{path}.message"), f"{path}.message")
     choice_logprobs = drop_nulls(optional_dict(keys, "logprobs", path))
-    entries = choice_logprobs.get("content") or choice_logprobs.get("refusal") or []
+    content, refusal = (optional(choice_logprobs, name, list, f"{path}.logprobs") for name in ("content", "refusal"))
+    entries = content or refusal or []
     # Tokens written as text are not used: the same text may be tokenized in several ways.
     tokens = (each.get("token") if isinstance(each, dict) else None for each in entries)
     ids = optional(keys, "token_ids", list, path) or parse_token_ids(tokens)
