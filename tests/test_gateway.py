@@ -234,7 +234,12 @@ async def test_a_request_that_cannot_be_trained_is_refused_and_the_episode_conti
 
 
 async def test_a_silent_server_is_given_up_on_forwarded_requests_too() -> None:
-    async with await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0) as silent:
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(2**16):  # until the gateway hangs up
+            pass
+        writer.close()
+
+    async with await asyncio.start_server(listen, "127.0.0.1", 0) as silent:
         base_url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
         config = OpenAIConfig(model_name="fake", base_url=base_url, timeout=0.1)
         async with gateway_to(connect("player", config, Endpoint("fake", base_url, "none"))) as gateway:
