@@ -135,6 +135,21 @@ def test_what_has_trained_is_not_trained_again(release, looker, tool_model, tmp_
     assert [line["policy_version"] for line in lines] == [1, 2]
 
 
+@each_release
+def test_what_no_server_has_received_is_submitted_until_one_has(release, looker, tool_model, tmp_path):
+    """Without waiting for a step that nobody trains: `lost_reply_timeout` is longer than the test's."""
+    address, _ = looker
+    with Wiretap(address) as tap:
+        tap.refuse = ("/_train_model", 4)
+        done = finetune(release, write_file(tmp_path, tap, f"refused-by-proxy-{release}", tool_model.name))
+        assert done.returncode == 0, done.stdout + done.stderr
+        keys = [headers["Idempotency-Key"] for headers in tap.headers_of("/_train_model")]
+    assert len(keys) == 6
+    assert len({*keys[:5]}) == 1
+    lines = [json.loads(line) for line in (tmp_path / "out/training_metrics.jsonl").read_text().splitlines()]
+    assert [line["policy_version"] for line in lines] == [1, 2]
+
+
 NOT_FOR_THE_SERVER = ("training.kimi_k2_tau", "training.kl_penalty_coef")
 """What the client can send, and `insitu backend` refuses."""
 
