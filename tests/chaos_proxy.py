@@ -42,19 +42,53 @@ FAULTS = {
     "blackout": 0.3,
 }
 """Relative frequencies."""
-_HOP_BY_HOP = ("host", "content-length", "transfer-encoding", "connection", "keep-alive", "date", "server")
+_HOP_BY_HOP = ("content-length", "transfer-encoding", "connection", "keep-alive", "date", "server")
+
+
+class Sample(NamedTuple):
+    """A completion that a client wants trained."""
+
+    episode: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
 
 
 class Training(NamedTuple):
-    """A job that the backend accepted, and the rows of the request."""
+    """A training request that reached the backend; ART's protocol names no job."""
 
     key: str
-    job_id: str
-    rows: list[dict[str, Any]]
+    job_id: str | None
+    samples: list[Sample]
+
+
+def native_samples(body: bytes) -> list[Sample]:
+    """Of the rows of an upload."""
+    samples = []
+    for line in gzip.decompress(body).splitlines()[1:]:
+        row = json.loads(line)
+        assert len(row["calls"]) == 1
+        start = row["loss_mask"].index(1)
+        assert all(row["loss_mask"][start:])
+        cut = (row["token_ids"][:start], row["token_ids"][start:], row["logprobs"][start:])
+        samples.append(Sample(row["episode"], *map(tuple, cut)))
+    return samples
+
+
+def art_samples(body: bytes) -> list[Sample]:
+    """Of the choices in ART's trajectory groups."""
+    samples = []
+    for trajectory in (t for group in json.loads(body)["trajectory_groups"] for t in group["trajectories"]):
+        for choice in (turn for turn in trajectory["messages_and_choices"] if "message" in turn):
+            entries = choice["logprobs"]["content"]
+            ids = tuple(int(entry["token"].removeprefix("token_id:")) for entry in entries)
+            logprobs = tuple(entry["logprob"] for entry in entries)
+            samples.append(Sample(trajectory["metadata"]["episode"], tuple(choice["prompt_token_ids"]), ids, logprobs))
+    return samples
 
 
 class ChaosProxy:
-    """`rate` is the share of damaged requests; `trainings` are the requests that the backend answered with a job."""
+    """`rate` is the share of damaged requests; `trainings` are the requests that the backend may have trained."""
 
     def __init__(self, upstream: str, seed: int, rate: float = 0.12) -> None:
         self.address = ""
@@ -128,12 +162,12 @@ class ChaosProxy:
                 return await self._half_request(request, body)
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP_BY_HOP}
         url = self._upstream + request.path_qs
+        if request.path == "/_train_model":
+            self.trainings.append(Training(request.headers["Idempotency-Key"], None, art_samples(body)))
         async with self._session.request(request.method, url, data=body or None, headers=headers) as answer:
             if request.path == "/v1/train/jobs" and answer.status == 200:
-                content = await answer.read()
-                lines = gzip.decompress(body).splitlines()[1:]
-                key = request.headers["Idempotency-Key"]
-                self.trainings.append(Training(key, json.loads(content)["id"], [json.loads(line) for line in lines]))
+                job_id = json.loads(await answer.read())["id"]
+                self.trainings.append(Training(request.headers["Idempotency-Key"], job_id, native_samples(body)))
             return await self._pass_on(request, answer, fault, chance)
 
     async def _half_request(self, request: web.Request, body: bytes) -> web.StreamResponse:

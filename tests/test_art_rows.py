@@ -226,7 +226,7 @@ def test_a_null_bound_is_the_other_one():
 @pytest.mark.parametrize(
     ("config", "dev", "internal", "named"),
     [
-        ({"kl_penalty_coef": 0.1}, {}, {}, "kl_penalty_coef is 0.1; allowed: 0"),
+        ({"kl_penalty_coef": 0.1}, {}, {}, r"kl_penalty_coef .* set beta, .*art<0\.5\.17"),
         ({"learning_rat": 1}, {}, {}, "learning_rat is not a training setting"),
         ({"learning_rate": "fast"}, {}, {}, "learning_rate is 'fast'"),
         ({"learning_rate": True}, {}, {}, "learning_rate is True"),

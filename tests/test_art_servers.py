@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from insitu.adapters.art.remote_backend import _RemoteBackend
-from insitu.errors import BackendError, BackendUnavailable
+from insitu.errors import BackendError, BackendUnavailable, RequestRefused
 
 LINE = b'{"loss": 1.0, "num_gradient_steps": 2}\n'
 HTML = b"<html>welcome</html>"
@@ -117,18 +117,19 @@ async def test_a_model_that_was_not_registered_is_served_nowhere() -> None:
         await backend.refresh_served_names()
 
 
-async def test_why_a_training_has_failed_is_asked_where_it_is_told() -> None:
+async def test_the_job_of_a_lost_reply_is_found_where_jobs_are_listed() -> None:
     jobs = [
         {"key": "art/e/p/agent/run/2/5", "status": "failed", "message": "the loss is nan"},
         {"key": "art/e/p/agent/run/1/4", "status": "completed", "message": None},
         {"key": None, "status": "failed", "message": "of another"},
     ]
     async with remote(artjobs=reply(json.dumps({"jobs": jobs, "refused": []}).encode())) as backend:
-        assert await backend.failure_message("run/2/5") == "the loss is nan"
-        assert await backend.failure_message("run/1/4") is None
-        assert await backend.failure_message("run/3/5") is None
+        failed, completed = [await backend.find_job(key) for key in ("run/2/5", "run/1/4")]
+        assert (failed.status, failed.message, completed.status) == ("failed", "the loss is nan", "completed")
+        assert await backend.find_job("run/3/5") is None
     async with remote() as backend:  # ART's own has no such page
-        assert await backend.failure_message("run/2/5") is None
+        with pytest.raises(RequestRefused):
+            await backend.find_job("run/2/5")
 
 
 BUSY = [

@@ -30,18 +30,25 @@ def test_a_run_ends_and_trains_only_what_was_sampled_once(served: Served, tmp_pa
         sizes = {"trajectory_builders.episodes.num_generations": GENERATIONS, "finetuning.num_epochs": EPOCHS}
         overrides = [text for key, value in (limits | sizes).items() for text in ("-o", key, str(value))]
         code, _, err = run_project(tmp_path, *overrides)
+    told = check_run(tmp_path / "run", code, err, served, proxy, before)
+    print(f"seed {seed}: {told}")
+
+
+def check_run(run: Path, code: int, err: str, served: Served, proxy: ChaosProxy, before: int) -> str:
+    """Describes a run that ended as it should; `before` it, the backend had sampled that many completions."""
     reason = err.strip().splitlines()[-1] if err.strip() else ""
     assert "Traceback" not in err, err
     if code:
         assert code == 1, err
         assert re.fullmatch(r"failed: .+", reason), err
     else:
-        check_sums(tmp_path / "run")
+        check_sums(run)
     trained = completed_jobs(served, proxy.trainings)
     assert len({training.key for _, training in trained}) == len(trained), "a job was trained twice"
-    calls = tmp_path / "run/calls.jsonl"
+    assert code or len(trained) == EPOCHS
+    calls = run / "calls.jsonl"
     check_sampled(trained, read_lines(calls)[1:] if calls.exists() else [], served.samples()[before:])
-    print(f"seed {seed}: exit code {code}, {len(trained)} jobs, faults {dict(sorted(proxy.faults.items()))} {reason}")
+    return f"exit code {code}, {len(trained)} jobs, faults {dict(sorted(proxy.faults.items()))} {reason}"
 
 
 def check_sums(run: Path) -> None:
@@ -64,21 +71,29 @@ def check_sums(run: Path) -> None:
 
 def completed_jobs(served: Served, trainings: list[Training]) -> list[tuple[int, Training]]:
     """The completed jobs with the version that each produced."""
-    jobs = {training.job_id: training for training in trainings}
+    jobs = {training.job_id: training for training in trainings if training.job_id is not None}
+    by_key = {training.key: training for training in trainings if training.job_id is None}
+    for job in ask(served, "/art/jobs")["jobs"] if by_key else ():
+        (*_, run_id, epoch, step) = job["key"].split("/")
+        if training := by_key.get(f"{run_id}/{epoch}/{step}"):
+            jobs[job["id"]] = training
     states = {job_id: final_state(served, job_id) for job_id in jobs}
-    completed = [jobs[job_id] for job_id, state in states.items() if state["status"] == "completed"]
-    return [(states[training.job_id]["policy_version"], training) for training in completed]
+    completed = [job_id for job_id, state in states.items() if state["status"] == "completed"]
+    return [(states[job_id]["policy_version"], jobs[job_id]) for job_id in completed]
+
+
+def ask(served: Served, path: str) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {served.token}"}
+    with urllib.request.urlopen(urllib.request.Request(served.address + path, headers=headers)) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
 
 
 def final_state(served: Served, job_id: str) -> dict[str, Any]:
-    request = urllib.request.Request(
-        f"{served.address}/v1/train/jobs/{job_id}", headers={"Authorization": f"Bearer {served.token}"}
-    )
     states: list[dict[str, Any]] = []
 
     def ended() -> bool:
-        with urllib.request.urlopen(request) as answer:
-            states.append(json.load(answer))
+        states.append(ask(served, f"/v1/train/jobs/{job_id}"))
         return states[-1]["status"] not in ("pending", "running")
 
     wait_until(ended)
@@ -89,18 +104,16 @@ def check_sampled(
     trained: list[tuple[int, Training]], calls: list[dict[str, Any]], samples: list[dict[str, Any]]
 ) -> None:
     """Each trained token is one that the backend sampled, by the version before the job, in a call trained once."""
-    known = {(c["episode"], c["index"]): c for c in calls}
+    known: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for call in (call for call in calls if call["error"] is None):
+        tokens = map(tuple, (call["prompt_token_ids"], call["token_ids"]))
+        known.setdefault((call["episode"], *tokens), []).append(call)
     sampled = {(s["version"], *map(tuple, (s["prompt_token_ids"], s["token_ids"], s["logprobs"]))) for s in samples}
     used: Counter[tuple[str, int]] = Counter()
     for version, training in trained:
-        for row in training.rows:
-            (index,) = row["calls"]
-            call = known[row["episode"], index]
-            used[row["episode"], index] += 1
-            start = row["loss_mask"].index(1)
-            assert all(row["loss_mask"][start:])
-            assert call["error"] is None
+        for sample in training.samples:
+            (call,) = known[sample.episode, sample.prompt, sample.tokens]
+            used[call["episode"], call["index"]] += 1
             assert call["policy_version"] == version - 1
-            tokens = tuple(row["token_ids"][:start]), tuple(row["token_ids"][start:]), tuple(row["logprobs"][start:])
-            assert (version - 1, *tokens) in sampled
+            assert (version - 1, *sample[1:]) in sampled
     assert not [call for call, times in used.items() if times > 1]

@@ -1,53 +1,28 @@
 """The ART plugin with the official client libraries: `nat finetune` in their environments, the backend in ours."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-import torch
-from tiny_models import byte_tokenizer, tiny_config
+from art_runs import (
+    HERE,
+    QUESTION,
+    ROOT,
+    TURNS,
+    backend,
+    each_release,
+    finetune,
+    ids_of,
+    set_keys,
+    turns_of,
+    write_file,
+)
+from tiny_models import byte_tokenizer
 from tool_agent import LOOK
-from transformers import LlamaForCausalLM
 from wiretap import Wiretap
-
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-RELEASES = ("0.5.4", "0.5.18")
-each_release = pytest.mark.parametrize("release", RELEASES)
-
-
-@contextmanager
-def backend(model: Path, folder: Path, *options: str) -> Iterator[str]:
-    command = [Path(sys.executable).with_name("insitu"), "backend", "--model", model, "--port", "0"]
-    with subprocess.Popen([*command, "--output_dir", folder, *options], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            ready = re.search(r"ready at (\S+)", process.stdout.readline())
-            assert ready, "the backend did not start"
-            yield ready[1]
-        finally:
-            process.terminate()
-
-
-def finetune(release: str, file: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
-    nat = ROOT / ".venv-art" / release / "bin" / "nat"
-    return subprocess.run(
-        [nat, "finetune", "--config_file", file, *options],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=os.environ | {"PYTHONPATH": str(HERE), "WANDB_MODE": "offline", "WEAVE_DISABLED": "true"} | env,
-    )
-
-
-def set_keys(**values: object) -> list[str]:
-    return [part for key, value in values.items() for part in ("-o", key.replace("__", "."), str(value))]
 
 
 @each_release
@@ -67,99 +42,6 @@ def test_tic_tac_toe_is_learnt_over_arts_protocol(release, tmp_path):
     assert [line["policy_version"] for line in lines] == list(range(1, len(lines) + 1))
     assert all(line["run_id"].startswith("art_run_") and len(line["run_id"]) == 16 for line in lines)
     assert {"loss", "entropy", "grad_norm", "tokens", "steps"} <= lines[0].keys()
-
-
-QUESTION = "What colour is the sky?"
-TURNS = (
-    '<tool_call>{"name": "look", "arguments": {"at": "sky"}}</tool_call><|im_end|>',
-    "\n<|im_start|>tool\nblue<|im_end|>\n<|im_start|>assistant\n",
-    "It is blue.<|im_end|>",
-)
-
-
-@pytest.fixture(scope="module")
-def tool_model(tmp_path_factory) -> Path:
-    """A tiny model that has learnt one dialogue by heart: it calls the tool, reads its result and answers."""
-    folder = tmp_path_factory.mktemp("model") / "looker"
-    tokenizer = byte_tokenizer()
-    asked = [{"role": "user", "content": QUESTION}]
-    prompt = tokenizer.apply_chat_template(asked, tools=[LOOK], add_generation_prompt=True, tokenize=False)
-    ids = torch.tensor([tokenizer.encode(prompt + "".join(TURNS), add_special_tokens=False)])
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(tiny_config(hidden_size=64, max_position_embeddings=1024))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-        for _ in range(400):
-            loss = model(ids, labels=ids).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            if loss < 0.01:
-                break
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def looker(tool_model, tmp_path_factory) -> Iterator[tuple[str, Path]]:
-    """The address of a backend that serves it, and the log of what it has sampled."""
-    folder = tmp_path_factory.mktemp("backend")
-    with backend(tool_model, folder, "--log_samples", str(folder / "samples.jsonl")) as address:
-        yield address, folder / "samples.jsonl"
-
-
-def write_file(folder: Path, tap: Wiretap, name: str, base_model: str, **more: str) -> Path:
-    """The documented YAML, its names and address adapted; `more` are further lines of some blocks."""
-    (folder / "rows.json").write_text(json.dumps([{"id": n, "question": QUESTION} for n in range(3)]))
-    port = tap.address.rpartition(":")[2]
-    text = f"""
-    general: {{plugins: [tool_agent]}}
-    llms:
-      training_llm:
-        _type: openai
-        model_name: {name}
-        base_url: {tap.address}/v1
-        api_key: default
-        temperature: 0.0
-        max_tokens: 80
-    workflow: {{_type: tool_agent, llm: training_llm}}
-    eval:
-      general:
-        max_concurrency: 16
-        output_dir: {folder}/eval
-        dataset: {{_type: json, file_path: {folder}/rows.json}}
-      evaluators:
-        my_reward: {{_type: odd_seed}}
-    trajectory_builders:
-      art_builder: {{_type: openpipe_art_traj_builder, num_generations: 4}}
-    trainer_adapters:
-      art_adapter:
-        _type: openpipe_art_trainer_adapter
-        backend:
-          ip: localhost
-          port: {port}
-          name: {name}
-          project: my_project
-          base_model: {base_model}
-          api_key: default
-          {more.get("backend", "")}
-        training: {{learning_rate: 1e-6{more.get("training", "")}}}
-    trainers:
-      art_trainer: {{_type: openpipe_art_trainer}}
-    finetuning:
-      enabled: true
-      trainer: art_trainer
-      trajectory_builder: art_builder
-      trainer_adapter: art_adapter
-      reward_function: {{name: my_reward}}
-      num_epochs: 2
-      output_dir: {folder}/out
-    """
-    file = folder / "art.yml"
-    file.write_text("\n".join(line[4:] for line in text.splitlines()))
-    return file
 
 
 @each_release
@@ -240,15 +122,6 @@ def test_a_server_of_arts_own_kind(release, looker, tool_model, tmp_path):
     assert {ids_of(choice) for choice in choices} == sampled
 
 
-def turns_of(training: dict) -> list[dict]:
-    trajectories = [t for group in training["trajectory_groups"] for t in group["trajectories"]]
-    return [turn for t in trajectories for turn in t["messages_and_choices"]]
-
-
-def ids_of(choice: dict) -> tuple[int, ...]:
-    return tuple(int(entry["token"].removeprefix("token_id:")) for entry in choice["logprobs"]["content"])
-
-
 @each_release
 def test_what_has_trained_is_not_trained_again(release, looker, tool_model, tmp_path):
     """The answer to the first training is lost after the server has trained: the step tells, and the run goes on."""
@@ -262,11 +135,31 @@ def test_what_has_trained_is_not_trained_again(release, looker, tool_model, tmp_
     assert [line["policy_version"] for line in lines] == [1, 2]
 
 
+@each_release
+def test_what_no_server_has_received_is_submitted_until_one_has(release, looker, tool_model, tmp_path):
+    """Without waiting for a step that nobody trains: `lost_reply_timeout` is longer than the test's."""
+    address, _ = looker
+    with Wiretap(address) as tap:
+        tap.refuse = ("/_train_model", 4)
+        done = finetune(release, write_file(tmp_path, tap, f"refused-by-proxy-{release}", tool_model.name))
+        assert done.returncode == 0, done.stdout + done.stderr
+        keys = [headers["Idempotency-Key"] for headers in tap.headers_of("/_train_model")]
+    assert len(keys) == 6
+    assert len({*keys[:5]}) == 1
+    lines = [json.loads(line) for line in (tmp_path / "out/training_metrics.jsonl").read_text().splitlines()]
+    assert [line["policy_version"] for line in lines] == [1, 2]
+
+
+NOT_FOR_THE_SERVER = ("training.kimi_k2_tau", "training.kl_penalty_coef")
+"""What the client can send, and `insitu backend` refuses."""
+
+
 @pytest.mark.parametrize(
     ("release", "key", "value", "told"),
     [
-        ("0.5.18", "training.beta", 0.1, "training.beta is 0.1"),
-        ("0.5.4", "training.kl_penalty_coef", 0.1, "'kl_penalty_coef' does not exist"),
+        ("0.5.18", "training.beta", 0.1, "0.5.18 has no such option; set training.kl_penalty_coef for ART"),
+        ("0.5.18", "training.kl_penalty_coef", 0.1, "set beta, which adds a KL penalty to the loss (a key of open"),
+        ("0.5.4", "training.kl_penalty_coef", 0.1, "openpipe-art 0.5.4 has no such option; set training.beta"),
         ("0.5.18", "training.learning_rat", 0.1, "did you mean 'learning_rate'"),
         ("0.5.4", "backend.init_args.max_seq_len", 9, "did you mean 'max_seq_length'"),
         ("0.5.18", "backend.engine_args.tensor_parallel", 2, "did you mean 'tensor_parallel_size'"),
@@ -284,7 +177,7 @@ def test_what_cannot_be_done_is_refused_by_name(release, key, value, told, looke
         assert done.returncode in (1, 2), done.stdout + done.stderr
         assert told in done.stderr
         assert "Traceback" not in done.stderr
-        trained = [body for body in tap.of("/_train_model") if key != "training.kimi_k2_tau"]
+        trained = [body for body in tap.of("/_train_model") if key not in NOT_FOR_THE_SERVER]
     assert not trained
 
 

@@ -12,6 +12,8 @@ from aiohttp import web
 class Wiretap:
     """`bodies` of the posts by path, in order. `lose` names a path whose next answer never reaches the client.
 
+    `refuse` is a path and how many posts to it are refused, as by a proxy whose server is overloaded.
+
     `then` is a path and another server, which is asked from the third post to that path on.
     `plain` makes the server behind it one of ART's own kind for that model: it is served as NAME@STEP alone, answers
     name no version of the weights, and the sampled ids stand in the logprobs only.
@@ -21,6 +23,7 @@ class Wiretap:
         self.target = target
         self.bodies: list[tuple[str, dict[str, str], Any]] = []
         self.lose: str | None = None
+        self.refuse = ("", 0)
         self.then: tuple[str, str] | None = None
         self.plain: str | None = None
         self.address = ""
@@ -67,6 +70,10 @@ class Wiretap:
             self.bodies.append((request.path, dict(request.headers), json.loads(body)))
             if self.then and len(self.of(self.then[0])) == 3:
                 self.target = self.then[1]
+        path, times = self.refuse
+        if request.path == path and times:
+            self.refuse = path, times - 1
+            return web.Response(status=503)
         headers = {k: v for k, v in request.headers.items() if k.lower() != "content-length"}
         url = self.target + request.path_qs
         async with self._session.request(request.method, url, data=body or None, headers=headers) as answer:

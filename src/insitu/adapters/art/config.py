@@ -22,6 +22,11 @@ _ART_TYPES = {
     "server_args": "ServerArgs",
 }
 """Configuration block -> its type in `art.dev`."""
+_KL_PENALTY = {
+    "beta": "set training.kl_penalty_coef for ART's own server; insitu backend needs beta and openpipe-art<0.5.17",
+    "kl_penalty_coef": "set training.beta",
+}
+"""The KL penalty's key up to 0.5.16, and that from 0.5.16 on -> what to do with a release that has only the other."""
 
 
 class ARTTrajectoryBuilderConfig(EpisodesBuilderConfig, name="openpipe_art_traj_builder"):
@@ -163,14 +168,12 @@ def train_config(art: Any, training: ARTTrainingConfig) -> tuple[Any, dict[str, 
     """
     public, dev = set(art.types.TrainConfig.model_fields), _keys(art.dev.TrainConfig)
     options = training.model_dump()
-    if "beta" not in public:
-        if options["beta"]:
-            raise ConfigError(
-                f"training.beta is {options['beta']}, but openpipe-art {_release()} has no such option: its KL penalty "
-                "is training.kl_penalty_coef (with ART's own server; an insitu backend takes beta from "
-                "openpipe-art<0.5.17)"
-            )
-        del options["beta"]
+    for key, instead in _KL_PENALTY.items():
+        if key not in public and not options.get(key):
+            options.pop(key, None)  # the default, or the value that has no effect
+        elif key not in public:
+            problem = f"trainer_adapters: training.{key} is {options[key]!r}"
+            raise ConfigError(f"{problem}, but openpipe-art {_release()} has no such option; {instead}")
     _check_keys("training", options, public | dev)
     undefined = {"MoeRoutingReplayBundle": Any}  # 0.5.18 refers to this name without defining it
     hints = get_type_hints(art.dev.TrainConfig, localns=undefined)

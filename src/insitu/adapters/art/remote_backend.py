@@ -28,6 +28,16 @@ class _Models(BaseModel):
     data: list[_Model]
 
 
+class _Job(BaseModel):
+    key: str | None
+    status: str
+    message: str | None
+
+
+class _Jobs(BaseModel):
+    jobs: list[_Job]
+
+
 _STEP = TypeAdapter(int)
 _ADDRESS = TypeAdapter(tuple[str, str])
 _OBJECT = TypeAdapter(dict[str, Any])
@@ -129,17 +139,13 @@ class _RemoteBackend:
                 if line.strip():
                     yield self._parse_metrics(line)
 
-    async def failure_message(self, idempotency_key: str) -> str | None:
-        """The failure message of the training job with this idempotency key.
+    async def find_job(self, idempotency_key: str) -> _Job | None:
+        """The training job with this idempotency key; None if there is none, so that it can be submitted again.
 
-        None if it has not failed, the server is unreachable or it lists no jobs (only `insitu backend` does).
+        Raises BackendError if the server is unreachable or lists no jobs (only `insitu backend` does).
         """
-        try:
-            jobs = await self._request("GET", f"{self._base_url}/art/jobs", None, orjson.loads)
-            job = next(job for job in jobs["jobs"] if str(job["key"]).endswith(f"/{idempotency_key}"))
-            return str(job["message"]) if job["status"] in ("failed", "canceled") else None
-        except (BackendError, StopIteration, TypeError, LookupError):
-            return None
+        listed = await self._request("GET", f"{self._base_url}/art/jobs", None, _Jobs.model_validate_json)
+        return next((job for job in listed.jobs if (job.key or "").endswith(f"/{idempotency_key}")), None)
 
     def _parse_metrics(self, line: bytes) -> dict[str, float]:
         if line.startswith(b"{") and not line.endswith(b"\n"):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -39,7 +40,7 @@ _POLL_INTERVAL = 3.0
 _WATCH_SECONDS = 5.0
 """Interval of the health checks while the server is in use."""
 _SUBMISSIONS = 3
-"""A job whose reply is lost that many times has failed."""
+"""A job whose reply is lost that many times has failed, unless `retry_timeout` has not passed."""
 _METRIC_NAMES = {
     "loss": ("loss/train", "loss", "policy_loss"),
     "kl": ("loss/kl_policy_ref", "kl_policy_ref", "kl_div"),
@@ -220,7 +221,8 @@ class ARTTrainerAdapter(TrainerAdapter):
     async def _train(self, job: _Job, groups: list[orjson.Fragment]) -> None:
         if self.config.backend.delete_old_checkpoints:
             await self._delete_old_checkpoints(job.step)
-        for submission in range(1, _SUBMISSIONS + 1):
+        first_loss: float | None = None
+        for submission in count(1):
             job.step_metrics = []
             try:
                 async for metrics in self._remote._train_model(
@@ -228,9 +230,11 @@ class ARTTrainerAdapter(TrainerAdapter):
                 ):
                     job.step_metrics.append(metrics)
             except BackendUnavailable as error:
-                step = await self._step_after_lost_reply(job)
-                if step == job.step and submission < _SUBMISSIONS:
-                    logger.warning("%s; the model is still at step %d: submitting the job again", error, step)
+                first_loss = first_loss or time.monotonic()
+                step = await self._step_after_lost_reply(job, error)
+                lost_for = time.monotonic() - first_loss
+                if step == job.step and (submission < _SUBMISSIONS or lost_for < self.config.backend.retry_timeout):
+                    logger.warning("the model is still at step %d: submitting the job again", step)
                     continue
                 if step == job.step:
                     raise
@@ -254,21 +258,35 @@ class ARTTrainerAdapter(TrainerAdapter):
             )
         return step
 
-    async def _step_after_lost_reply(self, job: _Job) -> int:
-        """The model's step after the connection was lost.
+    async def _step_after_lost_reply(self, job: _Job, error: BackendUnavailable) -> int:
+        """The model's step after a training request failed that the server may have received.
 
-        A server that remained reachable may still be training, so its step is polled until it changes, for at most
-        `lost_reply_timeout`. A server that refused connections has restarted, so its first step is final.
+        Polls the step until it changes, for at most `lost_reply_timeout`. Returns it earlier if the server is known not
+        to train: it lists its jobs without this one, or it refused connections and has therefore restarted.
         """
+        timeout = self.config.backend.lost_reply_timeout
+        logger.warning("%s; waiting for up to %g s for the model's next step", error, timeout)
         started, refused = time.monotonic(), self._remote.refused_connections
-        while time.monotonic() - started < self.config.backend.lost_reply_timeout:
-            await asyncio.sleep(_POLL_INTERVAL)
+        pause = max(_POLL_INTERVAL, error.retry_after)
+        while time.monotonic() - started < timeout:
+            await asyncio.sleep(pause)
+            pause = _POLL_INTERVAL
             step = await self._current_step(job)
             if step != job.step or self._remote.refused_connections > refused:
                 return step
-            if failure := await self._remote.failure_message(job.idempotency_key):
-                raise JobFailed(failure)
+            if not await self._may_be_training(job):
+                break
         return await self._current_step(job)
+
+    async def _may_be_training(self, job: _Job) -> bool:
+        """Whether the server has the job, or cannot say. Raises JobFailed if the job has failed."""
+        try:
+            found = await self._remote.find_job(job.idempotency_key)
+        except BackendError:
+            return True
+        if found is not None and found.status in ("failed", "canceled"):
+            raise JobFailed(found.message)
+        return found is not None
 
     async def _delete_old_checkpoints(self, step: int) -> None:
         """Keeps the latest checkpoint and the one with the highest mean reward. Errors are only logged.

@@ -47,7 +47,7 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Unsupported keys that would change training, with the values that have no effect and are therefore accepted."""
 INSTEAD = {
-    "kl_penalty_coef": "set beta, which adds a KL penalty to the loss",
+    "kl_penalty_coef": "set beta, which adds a KL penalty to the loss (a key of openpipe-art<0.5.17)",
     "trainer_args.beta": "set beta in the training request",
 }
 """What to do instead of setting an unsupported key."""
