@@ -106,7 +106,7 @@ class TrainerAdapter(ABC):
     async def watch(self) -> None:
         """Raises BackendError as soon as the backend is lost; runs from `initialize` to the end of the run.
 
-        Returns if the adapter cannot tell, as the default does.
+        An adapter that cannot detect this returns, as the default does.
         """
         return
 

@@ -1,4 +1,4 @@
-"""Finds completions that the policy's server has sampled for nobody in the run."""
+"""Counts completions that the policy's server sampled outside the run."""
 
 from collections import Counter
 
@@ -46,7 +46,7 @@ class PolicyTraffic:
             return None
         return (
             f"{unknown} of the {completed} completions of {server} were not requested by an episode: they are not "
-            "recorded and not trained. Does the agent have a client of its own, or does another program use the server?"
+            "recorded and not trained. Does the agent use its own client, or does another program use the server?"
         )
 
     def _outside(self) -> int:
