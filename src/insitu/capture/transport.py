@@ -247,7 +247,7 @@ def _translated_errors(http: Any, request: Any, exchange: Exchange | None) -> It
 
 @lru_cache
 def _unavailable(kind: type[Exception]) -> Any:
-    """An error of the client's library that is also a BackendUnavailable, so that it is recognised behind any SDK's error."""
+    """An error of the client's library that is also a BackendUnavailable, to recognise it among an SDK's errors."""
     return type(kind.__name__, (kind, BackendUnavailable), {})
 
 

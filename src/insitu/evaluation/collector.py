@@ -66,13 +66,13 @@ async def collect(
         return episode
 
     trained = options.training if isinstance(options.training, frozenset) else ()
-    stray_before, outcomes = _stray_completions(builder), Counter[Outcome]()
+    stray_before, outcomes = stray_completions(builder), Counter[Outcome]()
     async with open_workflow(builder, service, trained, run) as attempt:
         async with aclosing(run_limited(tasks, partial(run_task, attempt), limit)) as episodes:
             async for episode in episodes:
                 outcomes[episode.outcome] += 1
                 yield episode
-    for name, count in (_stray_completions(builder) - stray_before).items():
+    for name, count in (stray_completions(builder) - stray_before).items():
         logger.warning(
             "%d completions of llms.%s were requested outside every episode while %d episodes ran: they are not "
             "recorded and not trained. A thread must enter the episode that it works for with Context.activate()",
@@ -87,7 +87,7 @@ async def collect(
         )
 
 
-def _stray_completions(builder: Builder) -> Counter[str]:
+def stray_completions(builder: Builder) -> Counter[str]:
     """Completions requested outside every episode so far, by key of `llms`."""
     recorders = {llm.name: llm.recorder for llm in builder.built(LLM) if isinstance(llm, ModelClient)}
     return Counter({name: recorder.stray_completions for name, recorder in recorders.items()})

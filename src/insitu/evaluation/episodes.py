@@ -139,14 +139,17 @@ async def run_episode(attempt: Attempt, item: EvalInputItem, key: EpisodeKey, op
     """Runs the workflow on one row. Failures inside it are recorded in the episode, never raised."""
     failed_requests: Counter[str] = Counter()
     requested: Counter[str] = Counter()
+    abandoned = 0
     for number in range(options.retries + 1):
         episode, transient = await attempt(item, key._replace(attempt=key.attempt + number), options)
         failed_requests.update(episode.failed_requests)
         requested.update(episode.requested)
+        abandoned += episode.abandoned_attempts
         if episode.outcome is Outcome.OK or not transient:
             break
         logger.info("episode %s failed (%s), attempt %d", episode.key.text(), episode.error, number + 1)
     episode.failed_requests, episode.requested = dict(failed_requests), requested
+    episode.abandoned_attempts = abandoned
     if episode.outcome is Outcome.OK and options.result is not None:
         try:
             episode.output = options.result.take(episode.output)
@@ -209,6 +212,7 @@ async def _attempt(
     else:
         episode.output = ran.value
     episode.seconds = time.perf_counter() - started
+    episode.abandoned_attempts = int(ran.still_runs)
     episode.failed_requests = dict(ledger.failed_attempts)
     if scope.rewards.by_call:
         episode.step_rewards = [scope.rewards.by_call.get(call.index, 0.0) for call in episode.calls]

@@ -101,6 +101,7 @@ class EpisodeEnd(BaseModel):
     rewarded_functions: list[str] = []
     failed_requests: dict[str, int] = {}
     requested: dict[str, int] = {}
+    abandoned_attempts: int = 0
 
 
 class Description(BaseModel):
