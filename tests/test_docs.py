@@ -124,7 +124,7 @@ class Desk:
             if found:
                 words = shlex.split(found[2], comments=True)
                 asked = command(found[1]).make_context(found[1], words, parent=click.Context(insitu)).params
-                line = self.small_run(line, found[1], asked)
+                line = self.small_run(re.sub(r"\s+#.*", "", line), found[1], asked)
                 if line not in self.seen:
                     self.seen.add(line)
                     lines.append(line)
