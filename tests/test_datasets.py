@@ -197,10 +197,10 @@ def test_a_file_in_both_places_is_reported_once(
     (warning,) = [record.message for record in caplog.records]
     key = "eval.general.dataset.file_path"
     assert warning == f"{key}: 'rows.json' names two files: {used} is used, {ignored} beside the YAML file is not"
-    ignored.unlink()
-    ignored.symlink_to(used)  # the same file by another name
     caplog.clear()
-    load_dataset(config, None)
+    used.rename("linked.json")
+    (tmp_path / "linked.json").symlink_to("here/linked.json")  # the same file
+    load_dataset(config_for(write, _type="json", file_path="linked.json"), None)
     assert not caplog.records
 
 

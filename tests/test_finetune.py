@@ -374,6 +374,26 @@ def test_a_backend_killed_while_episodes_run_ends_the_command_with_its_exit_code
     assert ("epoch 1/2 did not complete; results so far are in run/" in out) is (command == "finetune")
 
 
+def test_an_outage_of_the_backend_costs_no_episode(project: Path) -> None:
+    """The agents' clients do not retry; the run waits for the backend and runs the failed episodes again."""
+    write_rows(project, [{"say": f"Row {i}", "mark": "asked"} for i in range(6)])
+    asked, backend = project / "asked", ("backend", "--model", MODEL, "--port")
+    with serving(*backend, 0) as (first, address):
+        digits_project(project, url=address)
+        options = ("-o", "eval.general.max_concurrency", "2", "-o", "finetuning.num_epochs", "1")
+        with start_project(project, *options) as process:
+            process.wait_until(lambda: asked.exists() and asked.stat().st_size > 2)  # one is the rehearsed row
+            first.kill()
+            first.wait()
+            process.wait_until(lambda: "; retrying for up to 600 s" in process.errors)
+            with serving(*backend, address.rpartition(":")[2]):
+                out, err = process.communicate(HANGS)
+                assert process.wait() == 0, out + err
+    episodes = read_lines(project / "run/episodes.jsonl")[1:]
+    assert [(e["outcome"], e["error"]) for e in episodes] == [("ok", None)] * 24
+    assert any(e["attempt"] > 0 for e in episodes)
+
+
 def test_a_backend_that_is_stopped_is_reported_waited_for_and_given_up(project: Path) -> None:
     write_rows(project, [{"say": "a", "hang": True, "mark": "asked"}])
     with serving("backend", "--model", MODEL, "--port", 0) as (backend, address):
