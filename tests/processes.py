@@ -1,4 +1,4 @@
-"""Commands of insitu in processes of their own: `start` for any, `run` for those that end, `serving` for servers.
+"""Commands of insitu in separate processes: `start` for any, `run` for those that end, `serving` for servers.
 
 They are forked by `fork_server.py`, which has imported everything once for all pytest workers. A test that is about
 starting up (what is imported, warnings at import, the installed script) runs a fresh interpreter instead.
