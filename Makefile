@@ -10,10 +10,10 @@ help:
 	@echo "make test         install what the tests need and run them"
 	@echo "make test-chaos   50 runs of 200 episodes through a proxy that breaks connections (about 15 minutes)"
 	@echo "make test-hostile  10,000 generated requests to each server, instead of a few hundred (about 15 minutes)"
-	@echo "make test-art     the official ART clients, each in an environment of its own, against the backend; with"
-	@echo "                  CHAOS_SEEDS=N, N runs of 200 episodes of each through a proxy that breaks connections"
-	@echo "make test-frameworks  each agent framework, in an environment of its own, trained through the backend"
-	@echo "make test-javascript  an agent on the official openai package of npm (needs node), trained through the backend"
+	@echo "make test-art     tests the ART plugin with the official clients, each in its own environment, against the backend;"
+	@echo "                  with CHAOS_SEEDS=N also N runs of 200 episodes of each through a proxy that breaks connections"
+	@echo "make test-frameworks  trains each agent framework through the backend, each in its own environment"
+	@echo "make test-javascript  trains an agent that uses the openai package of npm (needs node)"
 	@echo "make check        lint, formatting and types"
 	@echo "make bench        measure side by side and write benchmarks/RESULTS.md"
 
@@ -32,7 +32,7 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.torch
 	$(PIP) -c constraints.txt -e '.[dev]'
-	$(PIP) --target $(VENV)/openai2 --upgrade --no-deps 'openai<3'  # the release that stands on httpx; see test_capture
+	$(PIP) --target $(VENV)/openai2 --upgrade --no-deps 'openai<3'  # the last releases that use httpx; see test_capture
 	@touch $@ $(VENV)/.installed
 
 install: $(VENV)/.installed

@@ -1,6 +1,6 @@
 """What collecting episodes costs beside a bare loop of the same calls: time, CPU, memory, start and exit.
 
-    python benchmarks/collect.py            all variants in turn, in processes of their own, and a table
+    python benchmarks/collect.py            all variants in turn, in separate processes, and a table
     python benchmarks/run.py collect        the same into RESULTS.md
 
 The endpoint answers after 20 ms. A bare loop keeps 128 calls in flight and keeps nothing of the answers; insitu runs

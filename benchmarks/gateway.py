@@ -3,7 +3,7 @@
     python benchmarks/gateway.py            measures, and prints a table
     python benchmarks/run.py gateway        the same into RESULTS.md
 
-Endpoint, gateway and agents are processes of their own. The agents ask as plain HTTP clients do; the gateway asks the
+Endpoint, gateway and agents are separate processes. The agents ask as plain HTTP clients do; the gateway asks the
 endpoint for token ids and logprobs, records the call and takes both out of the answer. An episode makes 16 calls; the
 calls before memory is looked at are those of more episodes than the gateway remembers the ends of.
 """
@@ -114,7 +114,7 @@ async def latencies(session: aiohttp.ClientSession, direct: str, doors: Doors) -
 
 
 async def many(session: aiohttp.ClientSession, doors: Doors, calls: int) -> None:
-    """`calls` calls through the gateway, 64 in flight, each agent in episodes of its own."""
+    """`calls` calls through the gateway, 64 in flight, each agent in separate episodes."""
     left = iter(range(calls))
 
     async def agent() -> None:

@@ -136,7 +136,7 @@ def adk() -> dict[str, Episode]:
                 push(END, self.open.pop(callback_context.invocation_id), "adk", chat_responses=[llm_response])
 
     class OwnModel(BaseLlm):
-        """Reached over nothing; like Gemini it thinks, gives calls no ids, and tells logprobs with token ids."""
+        """Needs no network; like Gemini it thinks, gives calls no ids, and returns logprobs with token ids."""
 
         async def generate_content_async(self, llm_request: Any, stream: bool = False) -> AsyncIterator[LlmResponse]:
             if len(llm_request.contents) == 1:

@@ -34,7 +34,8 @@ One YAML file describes the agent, its evaluation, and its training. These rules
 - **Overrides**: `-o KEY VALUE` sets a key before the file is checked, as in `-o finetuning.num_epochs 5` or
   `-o llms.player.stop '[a, b]'`. Use numbers to index lists. The value is parsed as YAML.
 - **Paths**: files that are read (datasets, models, checkpoints) are looked up relative to the working directory, then
-  to the folder of the YAML file. Paths that are written (`output_dir`) are relative to the working directory.
+  to the folder of the YAML file; a warning says so if both have a file of that name. Paths that are written
+  (`output_dir`) are relative to the working directory.
 - **Secrets**: values of keys whose names suggest an API key, a token or a password are never printed.
 
 | section | contents |

@@ -3,7 +3,10 @@
 `framework: langchain` asks by LangChain's own model objects.
 """
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +28,15 @@ from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem, Eva
 from insitu.schemas.finetuning import TrainingJobRef, TrajectoryCollection
 from insitu.workflow.context import Context
 
+released = asyncio.Event()
+"""Ends the calls of `ask_both` that ignore their cancellation."""
+
 
 class AskBothConfig(FunctionBaseConfig, name="ask_both"):
     """Asks each model for its word on a text; `earn` is the step reward of a character that they have answered.
 
-    `own_client`: it also asks by a client that nobody records.
+    `own_client`: it also asks by a client that is not recorded; `thread`: by ours in a thread that enters no episode.
+    `clings`: with texts that contain this, it ignores its cancellation until `released` is set.
     """
 
     word: str
@@ -38,6 +45,8 @@ class AskBothConfig(FunctionBaseConfig, name="ask_both"):
     framework: str | None = None
     earn: float | None = None
     own_client: bool = False
+    thread: bool = False
+    clings: str | None = None
 
 
 @register_function(config_type=AskBothConfig)
@@ -46,6 +55,9 @@ async def ask_both(config: AskBothConfig, builder: Builder) -> AsyncIterator[Any
 
     async def ask(text: str) -> str:
         answers = []
+        while config.clings is not None and config.clings in text and not released.is_set():
+            with suppress(asyncio.CancelledError):
+                await released.wait()
         for name, llm in llms.items():
             messages = [{"role": "user", "content": f"{name} {config.word}: {text}"}]
             if config.framework is None:
@@ -57,6 +69,11 @@ async def ask_both(config: AskBothConfig, builder: Builder) -> AsyncIterator[Any
             async with openai.AsyncOpenAI(base_url=known.base_url, api_key=known.api_key) as client:
                 messages = [{"role": "user", "content": text}]
                 await client.chat.completions.create(model="policy", messages=messages, max_tokens=2)  # type: ignore[arg-type]
+        if config.thread:
+            known = llms[config.player]
+            thread = threading.Thread(target=asyncio.run, args=[known.complete([{"role": "user", "content": text}])])
+            thread.start()
+            await asyncio.to_thread(thread.join)
         if config.earn is not None:
             Context.get().reward(config.earn * sum(map(len, answers)))
         return "".join(answers)

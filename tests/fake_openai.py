@@ -1,6 +1,6 @@
 """A small server that speaks the OpenAI dialect with token ids: `with FakeOpenAI() as server: server.base_url`.
 
-A real HTTP server in a thread of its own. What it answers is decided by the last message's text, or by a text to be
+A real HTTP server in its own thread. What it answers is decided by the last message's text, or by a text to be
 completed (token ids are their characters), which is spelt as vLLM does, with the prompt's ids in each choice:
 
     "slow 0.5"       after half a second                  "fail 2"        500 for the first two attempts with this text

@@ -1,4 +1,4 @@
-"""Commands of insitu in processes of their own: `start` for any, `run` for those that end, `serving` for servers.
+"""Commands of insitu in separate processes: `start` for any, `run` for those that end, `serving` for servers.
 
 They are forked by `fork_server.py`, which has imported everything once for all pytest workers. A test that is about
 starting up (what is imported, warnings at import, the installed script) runs a fresh interpreter instead.
@@ -125,12 +125,17 @@ class _Reader(threading.Thread):
 
     def __init__(self, stream: Any) -> None:
         super().__init__(daemon=True)
-        self.text = ""
+        self._lines: list[str] = []
         self._stream = stream
         self.start()
 
     def run(self) -> None:
-        self.text = self._stream.read()
+        self._lines.extend(self._stream)
+
+    @property
+    def text(self) -> str:
+        """What has been read so far."""
+        return "".join(self._lines)
 
 
 class Process(Command):
@@ -146,6 +151,11 @@ class Process(Command):
                 os.close(descriptor)
         self.stdout, self._stderr = (os.fdopen(pipe, encoding="utf-8") for pipe in (out, err))
         self._errors = _Reader(self._stderr)  # from the start: a full pipe would stop the command
+
+    @property
+    def errors(self) -> str:
+        """What it has printed on stderr so far."""
+        return self._errors.text
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """What it prints until it ends, on stdout and on stderr."""

@@ -306,7 +306,7 @@ async def test_what_cannot_be_served_is_refused_in_both_shapes(loaded, tmp_path,
 
 @pytest.mark.parametrize("name", ["some-hub/llama", "policy"])
 async def test_a_name_serves_what_is_trained_under_it_or_is_refused(loaded, tmp_path, name):
-    """It never stands for the base model when its own was trained, nor the other way round."""
+    """It is never taken for the base model when its own was trained, nor the other way round."""
     async with serving(loaded, tmp_path) as client:
         reply = await client.post("/_train_model", json=training(MODEL | {"name": name}))
         if reply.status_code == 200:

@@ -1,4 +1,4 @@
-"""The ART plugin's talk to servers that break off, answer something else, or stand behind a gateway that does."""
+"""The ART plugin's talk to servers that cut connections, answer something else, or are behind a gateway that does."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The server as its clients see it: a process of its own, asked over HTTP with the official OpenAI client."""
+"""The server as its clients see it: a separate process, asked over HTTP with the official OpenAI client."""
 
 import asyncio
 import contextlib

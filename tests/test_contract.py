@@ -1,6 +1,6 @@
 """The documented models, field by field: defaults, bounds, validators, and leniency in Python.
 
-What a field does is shown where it takes effect; here stand the effects that belong to no other file's subject.
+What a field does is shown where it takes effect; the effects here belong to no other file's subject.
 """
 
 from pathlib import Path

@@ -61,7 +61,7 @@ def test_members_by_hand() -> None:
 
 
 # Four episodes, their calls by function and step reward. The expert is asked inside the solver; only the solver is
-# given rewards of its own. The last has failed, with on_failure -3, which its last call pays.
+# given its own rewards. The last has failed, with on_failure -3, which its last call pays.
 #
 #   reward  3: plan 0, solve 2, solve 4      planned to be easy
 #   reward  0: plan 0, solve 2               planned to be hard

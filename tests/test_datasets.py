@@ -182,6 +182,28 @@ def test_a_missing_file_is_told_with_both_places(write: Any, tmp_path: Path, mon
     assert str(tmp_path / "gone.json") in message
 
 
+def test_a_file_in_both_places_is_reported_once(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    used, ignored = tmp_path / "here/rows.json", tmp_path / "rows.json"
+    for file, question in ((used, "used"), (ignored, "ignored")):
+        file.write_bytes(orjson.dumps([{"id": 1, "question": question}]))
+    config = config_for(write, _type="json", file_path="rows.json")
+    for _ in range(2):
+        (row,) = load_dataset(config, None)
+        assert row.input_obj == "used"
+    (warning,) = [record.message for record in caplog.records]
+    key = "eval.general.dataset.file_path"
+    assert warning == f"{key}: 'rows.json' names two files: {used} is used, {ignored} beside the YAML file is not"
+    caplog.clear()
+    used.rename("linked.json")
+    (tmp_path / "linked.json").symlink_to("here/linked.json")  # the same file
+    load_dataset(config_for(write, _type="json", file_path="linked.json"), None)
+    assert not caplog.records
+
+
 def test_a_finetune_run_takes_its_rows_from_a_file_of_any_format(write: Any, tmp_path: Path) -> None:
     """What the trajectory builder and the check before the run make of --dataset and --validation_dataset."""
     sections = {

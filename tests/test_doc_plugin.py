@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 from factories import pip_install, sampled
@@ -164,48 +163,11 @@ def test_a_validation_that_cannot_be_scored_fails_the_run(project: Project) -> N
     assert [m["validation"]["dropped"] for m in project.metrics] == [{"evaluator_error": 1}] * 2
 
 
-async def test_the_guides_own_test_of_a_builder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(PLUGIN / "src")
-    from my_plugin.my_trajectory_builder import MyTrajectoryBuilder, MyTrajectoryBuilderConfig
-    from nat.data_models.finetuning import TrajectoryCollection
-    from nat.eval.config import EvaluationRunOutput
-    from nat.eval.evaluator.evaluator_model import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem
-
-    items = EvalInput(eval_input_items=[EvalInputItem(id="cow", trajectory=steps())])
-    results = [("my_reward", EvalOutput(eval_output_items=[EvalOutputItem(id="cow", score=0.5)]))]
-    mock_eval_output = EvaluationRunOutput(eval_input=items, evaluation_results=results)
-
-    config = MyTrajectoryBuilderConfig(num_generations=2)
-    builder = MyTrajectoryBuilder(trajectory_builder_config=config)
-    builder.run_eval = AsyncMock(return_value=mock_eval_output)
-    await builder.start_run("test-run")
-    assert "test-run" in builder.evaluation_runs
-    result = await builder.finalize("test-run")
-    assert isinstance(result, TrajectoryCollection)
-    (group,) = result.trajectories
-    assert [(t.reward, [i.content for i in t.episode]) for t in group] == [(0.5, ["How many?", "4"])] * 2
-    assert sampled(group[0].episode[-1].logprobs) == [-0.25]
-
-    config.min_episode_length = 3
-    await builder.start_run("test-run")
-    assert (await builder.finalize("test-run")).trajectories == []
-
-
-def steps() -> list[Any]:
-    from nat.data_models.intermediate_step import (
-        IntermediateStep,
-        IntermediateStepPayload,
-        IntermediateStepType,
-        TraceMetadata,
-    )
-
-    metadata = TraceMetadata(
-        chat_inputs=[{"role": "user", "content": "How many?"}],
-        chat_responses=[{"role": "assistant", "content": "4"}],
-        logprobs=[-0.25],
-    )
-    types = (IntermediateStepType.LLM_START, IntermediateStepType.LLM_END)
-    return [
-        IntermediateStep(payload=IntermediateStepPayload(event_type=t, name="m", UUID="1", metadata=metadata))
-        for t in types
-    ]
+def test_episodes_shorter_than_the_file_asks_for_are_left_out(project: Project, service: TrainingService) -> None:
+    """Those without tool messages have three messages."""
+    block = "trajectory_builders.my_builder"
+    short = ("-o", f"{block}.include_tool_calls", "false", "-o", f"{block}.min_episode_length", "4")
+    ended = project.finetune(*short, "-o", "finetuning.num_epochs", "1")
+    assert ended.returncode == 1
+    assert "epoch 1 has gathered no trajectory" in ended.stderr
+    assert (service.jobs, service.refused) == ([], [])

@@ -5,7 +5,7 @@ The word after a block's language says what becomes of it; a block with no rule 
     ```python                run, in order, in one namespace a page       ```LANGUAGE file=NAME   written to NAME
     ```yaml                  a whole file: loaded and checked             ```yaml fragment        merged into grpo.yml
     ```yaml agent            the same, with the module it names made up   ```text, ```json example  only shown
-    ```python from=FILE      stands in FILE line for line
+    ```python from=FILE      is in FILE line for line
     ```bash                  run by bash, curl failing on a refusal       ```bash refused         the server must refuse
 
 The blocks of the two guides that train an agent run as they are printed, and the held-out scores of their runs must
@@ -124,11 +124,11 @@ class Desk:
             if found:
                 words = shlex.split(found[2], comments=True)
                 asked = command(found[1]).make_context(found[1], words, parent=click.Context(insitu)).params
-                line = self.small_run(line, found[1], asked)
+                line = self.small_run(re.sub(r"\s+#.*", "", line), found[1], asked)
                 if line not in self.seen:
                     self.seen.add(line)
                     lines.append(line)
-            elif line.startswith("python scripts/"):  # has a test of its own
+            elif line.startswith("python scripts/"):  # has its own test
                 assert all((ROOT / word).is_file() for word in line.split()[1:]), line
             elif line.startswith("make "):
                 assert re.search(rf"^{line.split()[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
@@ -290,7 +290,7 @@ def check_yaml(folder: Path, block: Block, where: str) -> None:
 
 
 def merged(base: Any, change: Any) -> Any:
-    """`change` over `base`; a block with a `_type` of its own replaces the one that was there."""
+    """`change` over `base`; a block with its own `_type` replaces the one that was there."""
     if not isinstance(base, dict) or not isinstance(change, dict):
         return change
     if change.get("_type", base.get("_type")) != base.get("_type"):

@@ -352,7 +352,7 @@ async def test_min_tokens_bars_the_end_of_turn(folders):
     assert all(len(piece.tokens) > 20 for piece in pieces)
     assert all(token.id != end for piece in pieces for token in piece.tokens[:20])
     ended = [piece for piece in pieces if piece.finish_reason == "stop"]
-    assert ended, "of 30 completions of 300 tokens some end by themselves"
+    assert ended, "of 30 completions of 300 tokens some end before the limit"
     assert all(piece.tokens[-1].id == end for piece in ended)
 
 

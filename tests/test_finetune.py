@@ -358,27 +358,40 @@ def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
     assert "/500 did not complete; results so far are in run/" in out
 
 
-def test_a_backend_killed_while_episodes_are_collected_ends_the_run_with_its_exit_code_and_log(project: Path) -> None:
+@pytest.mark.parametrize("command", ["finetune", "eval"])
+def test_a_backend_killed_while_episodes_run_ends_the_command_with_its_exit_code_and_log(
+    project: Path, command: str
+) -> None:
     write_rows(project, [{"say": "a", "hang": True, "mark": "asked"}, {"say": "b"}])  # row 1 is rehearsed
-    with start_project(project, "-o", "eval.general.episode_timeout", "null") as process:
+    with start_project(project, "-o", "eval.general.episode_timeout", "null", command=command) as process:
         backend = backend_of(process)
         process.wait_until((project / "asked").exists)
         backend.kill()
         out, err = process.communicate(HANGS)
         assert process.wait() == 1
-    assert "failed: the backend process exited with code -9 (SIGKILL); the end of its log (run/backend/" in err
-    assert "epoch 1/2 did not complete; results so far are in run/" in out
+    assert "failed: the backend process exited with code -9 (SIGKILL); the end of its log (" in err
+    assert ("run/backend/" in err) is (command == "finetune")
+    assert ("epoch 1/2 did not complete; results so far are in run/" in out) is (command == "finetune")
 
 
-def test_a_backend_killed_while_a_workflow_is_evaluated_ends_the_evaluation(project: Path) -> None:
-    write_rows(project, [{"say": "a", "hang": True, "mark": "asked"}])
-    with start_project(project, "-o", "eval.general.episode_timeout", "null", command="eval") as process:
-        backend = backend_of(process)
-        process.wait_until((project / "asked").exists)
-        backend.kill()
-        _, err = process.communicate(HANGS)
-        assert process.wait() == 1
-    assert "failed: the backend process exited with code -9 (SIGKILL); the end of its log" in err
+def test_an_outage_of_the_backend_costs_no_episode(project: Path) -> None:
+    """The agents' clients do not retry; the run waits for the backend and runs the failed episodes again."""
+    write_rows(project, [{"say": f"Row {i}", "mark": "asked"} for i in range(6)])
+    asked, backend = project / "asked", ("backend", "--model", MODEL, "--port")
+    with serving(*backend, 0) as (first, address):
+        digits_project(project, url=address)
+        options = ("-o", "eval.general.max_concurrency", "2", "-o", "finetuning.num_epochs", "1")
+        with start_project(project, *options) as process:
+            process.wait_until(lambda: asked.exists() and asked.stat().st_size > 2)  # one is the rehearsed row
+            first.kill()
+            first.wait()
+            process.wait_until(lambda: "; retrying for up to 600 s" in process.errors)
+            with serving(*backend, address.rpartition(":")[2]):
+                out, err = process.communicate(HANGS)
+                assert process.wait() == 0, out + err
+    episodes = read_lines(project / "run/episodes.jsonl")[1:]
+    assert [(e["outcome"], e["error"]) for e in episodes] == [("ok", None)] * 24
+    assert any(e["attempt"] > 0 for e in episodes)
 
 
 def test_a_backend_that_is_stopped_is_reported_waited_for_and_given_up(project: Path) -> None:

@@ -1,4 +1,4 @@
-"""The clients that frameworks stand on: each call goes to the configured model with its parameters, in any dialect."""
+"""The clients that frameworks use: each call goes to the configured model with its parameters, in any dialect."""
 
 import asyncio
 import threading
@@ -96,7 +96,7 @@ async def test_the_synchronous_client(server: FakeOpenAI) -> None:
 
 
 async def test_the_clients_of_anthropic(server: FakeOpenAI) -> None:
-    """They stand on another HTTP library than `openai` of release 2 does."""
+    """They use another HTTP library than `openai` of release 2 does."""
     asked: Any = {"model": "claude", "max_tokens": 50, "messages": ask("hi")}
     async with model(server, temperature=0.5) as plain:
         client, blocking = anthropic.make_llm(plain), anthropic.sync_client(plain)

@@ -64,7 +64,7 @@ match row["id"]:
     case 7:
         cut(False)
         cut(True)
-    case 8:  # it goes on in a session of its own, and asks when the episode has ended
+    case 8:  # it continues in its own session, and asks when the episode has ended
         late = "import time, urllib.request; time.sleep(1.5); urllib.request.urlopen({!r}, {!r})"
         code = late.format(base + "/chat/completions", json.dumps(asked).encode())
         subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=2, stdin=subprocess.DEVNULL)
@@ -175,7 +175,7 @@ async def stuck(config, builder):
         while how == "swallow":
             with contextlib.suppress(BaseException):
                 await asyncio.sleep(600)
-        if how != "good":  # in a task of its own, as graphs run their nodes
+        if how != "good":  # in a separate task, as graphs run their nodes
             await asyncio.create_task(leave(how))
         return how
 

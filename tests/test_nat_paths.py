@@ -158,6 +158,7 @@ def test_pickles_of_either_name() -> None:
 
 @pytest.mark.parametrize("path", ["nat.finetuning", "nat.finetuning.interfaces.finetuning_runner"])
 def test_what_is_patched_under_one_name_is_patched_under_the_other(path: str) -> None:
+    """The tests of plugins patch names, at either path."""
     from insitu import interfaces
 
     module, before = importlib.import_module(path), interfaces.Trainer
@@ -368,7 +369,8 @@ def test_the_wheel_holds_the_paths_and_their_stubs(tmp_path: Path) -> None:
     assert packed == {"nat/__init__.py", *(str(file.relative_to(ROOT / "src")) for file in stubs)}
 
 
-async def test_the_three_interfaces_can_be_specified_by_a_plugins_own_tests() -> None:
+async def test_the_three_interfaces_can_be_autospecced() -> None:
+    """The tests of plugins do so; nothing of ours is replaced here."""
     from nat.finetuning import Trainer, TrainerAdapter, TrajectoryBuilder
 
     adapter = mock.create_autospec(TrainerAdapter)

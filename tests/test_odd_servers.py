@@ -1,4 +1,4 @@
-"""Servers that spell their answers in ways of their own, or wrongly: what is recorded, and what clients make of it."""
+"""Servers that spell their answers in their own ways, or wrongly: what is recorded, and what clients make of it."""
 
 import codecs
 import json

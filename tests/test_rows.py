@@ -1,4 +1,4 @@
-"""Model calls to rows: exact prefixes merge, everything else stands alone, each sampled token is trained once."""
+"""Model calls to rows: exact prefixes merge, everything else is a separate row, each sampled token is trained once."""
 
 import pytest
 from hypothesis import given

@@ -4,6 +4,7 @@ Two functions that ask two models each; what the backend sampled is compared wit
 """
 
 import asyncio
+import io
 import json
 import re
 import sys
@@ -15,10 +16,12 @@ from typing import Any
 import duo_plugin
 import pytest
 from factories import power_failures
+from rich.console import Console
 from tiny_backend import Served
 from tiny_models import byte_tokenizer
 
 from insitu.errors import BackendError, ConfigError, PluginError, TrajectoryError
+from insitu.evaluation import episodes
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training.runtime import finetuning_main
 
@@ -60,10 +63,10 @@ def project(write: Any, served: Served, finetuning: dict[str, Any], **functions:
     )
 
 
-async def train(path: Path, *overrides: tuple[str, str]) -> list[Any]:
+async def train(path: Path, *overrides: tuple[str, str], console: Console | None = None) -> list[Any]:
     duo_plugin.sent.clear()
     duo_plugin.collections.clear()
-    return await finetuning_main(FinetuneRunConfig(config_file=path, override=overrides))
+    return await finetuning_main(FinetuneRunConfig(config_file=path, override=overrides), console)
 
 
 @pytest.mark.parametrize("framework", [None, "langchain"])
@@ -282,12 +285,32 @@ async def test_an_evaluator_may_fail_on_a_row(write: Any, served: Served) -> Non
 async def test_completions_that_no_episode_requested_are_reported(
     write: Any, served: Served, own_client: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await train(project(write, served, {}, own_client=own_client))
-    out = capsys.readouterr().out
+    path, console = project(write, served, {}, own_client=own_client), Console(file=io.StringIO(), width=300)
+    await train(path, console=console)
+    assert capsys.readouterr().out == ""  # everything goes to the given console
+    out = console.file.getvalue()  # type: ignore[attr-defined]
     assert ("were not requested by an episode" in out) is own_client
+    planned = ROWS * GENERATIONS
     if own_client:
-        episodes = ROWS * GENERATIONS
-        assert f"epoch 1: {2 * episodes} of the {6 * episodes} completions of {served.address}/v1 were not" in out
+        assert f"epoch 1: {2 * planned} of the {6 * planned} completions of {served.address}/v1 were not" in out
+    (metrics,) = metrics_of(path)
+    assert metrics["unknown_completions"] == (2 * planned if own_client else 0)
+    assert (metrics["stray_completions"], metrics["abandoned_attempts"]) == (0, 0)
+
+
+async def test_what_episodes_leave_behind_is_counted(
+    write: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "CANCEL_GRACE_SECONDS", 0.05)
+    path = project(write, served, {}, thread=True, clings="row 1")
+    await train(path, ("eval.general.episode_timeout", "3"))
+    (metrics,) = metrics_of(path)
+    assert metrics["stray_completions"] == 2 * GENERATIONS  # of two functions, in the episodes of row 0
+    assert (metrics["unknown_completions"], metrics["abandoned_attempts"]) == (0, GENERATIONS)
+    assert metrics["dropped"]["timeout"] == GENERATIONS
+    duo_plugin.released.set()
+    await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "isolated"])
+    duo_plugin.released.clear()
 
 
 async def test_a_token_id_beyond_the_vocabulary_costs_its_episode(write: Any, served: Served) -> None:

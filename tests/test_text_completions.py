@@ -1,4 +1,4 @@
-"""Text completions are recorded, stored, shown and trained as chats are, whoever asks for them."""
+"""Text completions are recorded, stored, shown and trained as chats are, from any client."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -102,7 +102,7 @@ def test_known_scores() -> None:
 
 
 def test_an_opponent_of_some_skill_is_a_mixture() -> None:
-    board = "XX.OO...."  # X wins at once with square 3 (index 2)
+    board = "XX.OO...."  # X wins immediately with square 3 (index 2)
     assert solver.moves(board, 1.0)[2] == 1
     assert solver.moves(board, 0.25) == pytest.approx({2: 0.25 + 0.75 / 5} | dict.fromkeys((5, 6, 7, 8), 0.75 / 5))
 
@@ -222,7 +222,7 @@ async def evaluate(factory, config, *games: GameResult):
 
 
 async def test_score_and_step_scores() -> None:
-    # X misses the win at 3 after an unreadable answer, O blocks it, X goes on.
+    # X misses the win at 3 after an unreadable answer, O blocks it, X continues.
     blunder = await play_game(
         Start(mark="X", board="XX.OO....", opponent="perfect"), "random", Script("?", "<move>9</move>"), 1, 0
     )

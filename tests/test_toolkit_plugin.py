@@ -253,7 +253,7 @@ def test_broken_packages_break_only_what_needs_them(
 @pytest.mark.parametrize(
     ("name", "code", "message"),
     [
-        ("younger", 0, "younger"),  # stands behind the clash in its package
+        ("younger", 0, "younger"),  # comes after the clash in its package
         ("guest", 0, "a guest in nat's own folder"),
         ("twin", 1, r"failed: two components of functions are called 'twin': .*; uninstall one of the packages"),
         (

@@ -1,4 +1,4 @@
-"""The official clients, unchanged and in environments of their own, train against a backend process."""
+"""The official clients, unchanged and in separate environments, train against a backend process."""
 
 import json
 import os

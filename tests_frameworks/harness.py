@@ -7,7 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,12 +50,19 @@ class Left:
 def train(
     python: str | Path, model: Path, folder: Path, agent: Mapping[str, Any], things: Collection[str], plugins: list[str]
 ) -> Left:
-    """Train with one job, all episodes at once; the question of each row is about one of `things`."""
+    """Train with one job, with all episodes in flight; the question of each row is about one of `things`."""
+    return finetune(python, model, folder, "out", lambda address: [_write(folder, address, agent, things, plugins)])
+
+
+def finetune(
+    python: str | Path, model: Path, folder: Path, output_dir: str, arguments: Callable[[str], Sequence[str | Path]]
+) -> Left:
+    """Runs `insitu finetune` in `folder` with `arguments(address of the backend)`; it must train one epoch."""
     with _backend(model, folder / "backend") as address:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("OPENAI_", "ANTHROPIC_"))}
         quiet = {"CREWAI_DISABLE_TELEMETRY": "true", "XDG_DATA_HOME": str(folder)}
         done = subprocess.run(
-            [python, "-m", "insitu", "finetune", "--config_file", _write(folder, address, agent, things, plugins)],
+            [python, "-m", "insitu", "finetune", *arguments(address)],
             capture_output=True,
             text=True,
             timeout=300,
@@ -66,14 +73,15 @@ def train(
         with urllib.request.urlopen(f"{address}/v1/models/policy") as answer:
             served = json.load(answer)
     by_episode = defaultdict(list)
-    for record in lines(folder / "out/calls.jsonl"):
+    for record in lines(folder / output_dir / "calls.jsonl"):
         by_episode[record["episode"]].append(record)
-    (epoch,) = lines(folder / "out/training_metrics.jsonl")
+    witness = folder / "witness.jsonl"
+    (epoch,) = lines(folder / output_dir / "training_metrics.jsonl")
     return Left(
         log=lines(folder / "backend/samples.jsonl"),
-        episodes=lines(folder / "out/episodes.jsonl"),
+        episodes=lines(folder / output_dir / "episodes.jsonl"),
         calls={key: restore_calls(records) for key, records in by_episode.items()},
-        steps={line["number"]: line["steps"] for line in lines(folder / "witness.jsonl")},
+        steps={line["number"]: line["steps"] for line in lines(witness)} if witness.exists() else {},
         epoch=epoch,
         served_version=served["policy_version"],
     )
@@ -137,10 +145,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 def check_capture(left: Left, stream: bool) -> None:
     """Every call is captured as it was sampled, in the episode that made it."""
-    captured = Counter(_sampled(call.prompt_token_ids, call.token_ids, call.logprobs) for call in left.every_call)
-    log = Counter(_sampled(line["prompt_token_ids"], line["token_ids"], line["logprobs"]) for line in left.log)
-    assert captured == log
-    assert {line["streamed"] for line in left.log} == {stream}
+    check_sampled(left, stream)
     for call in left.every_call:
         assert (call.error, call.llm, call.policy_version) == (None, "player", 0)
         assert call.functions == ("<workflow>", "agent")
@@ -149,6 +154,16 @@ def check_capture(left: Left, stream: bool) -> None:
     assert all(len(mentioned) == 1 for mentioned in numbers)
     assert set.union(*numbers) == left.steps.keys()
     assert len(numbers) == len(left.steps) == len(left.episodes)
+
+
+def check_sampled(left: Left, stream: bool, rehearsed: int = 0) -> None:
+    """The captured calls are those that the backend sampled after the first `rehearsed` ones."""
+    captured = Counter(_sampled(call.prompt_token_ids, call.token_ids, call.logprobs) for call in left.every_call)
+    log = Counter(
+        _sampled(line["prompt_token_ids"], line["token_ids"], line["logprobs"]) for line in left.log[rehearsed:]
+    )
+    assert captured == log
+    assert {line["streamed"] for line in left.log} == {stream}
 
 
 def check_answer(left: Left, episode: dict[str, Any]) -> tuple[ModelCall, ModelCall]:

@@ -39,6 +39,7 @@ TEMPLATE = (
     "{% elif message.role == 'system' %}"
     "{% elif '[' in text and '?' in text %}<|im_start|>user\n"
     "{{ '!' if final }}[{{ text.split('[')[1].split('?')[0] }}?<|im_end|>{{ '\n' }}{{ failure if 'rror' in text }}"
+    "{% elif text.startswith('What colour') %}<|im_start|>user\n[0000] {{ text }}<|im_end|>{{ '\n' }}"
     "{% elif 'blue' in text %}<|im_start|>tool\nblue<|im_end|>{{ '\n' }}"
     "{% elif 'green' in text %}<|im_start|>tool\ngreen<|im_end|>{{ '\n' }}"
     "{% elif 'night' in text or 'rror' in text %}{{ failure }}"

@@ -1,4 +1,4 @@
-"""A workflow that numbers its questions, runs an agent on them all at once, and writes down what it has seen itself."""
+"""A workflow that numbers its questions, runs an agent on all of them concurrently, and records the steps it sees."""
 
 import asyncio
 import json
@@ -21,11 +21,11 @@ from insitu.plugin_api import (
     register_function,
 )
 
-TOLD = ("LLM_START", "LLM_END", "TOOL_START", "TOOL_END")
+RECORDED = ("LLM_START", "LLM_END", "TOOL_START", "TOOL_END")
 
 
-def told(step: IntermediateStep) -> dict[str, Any]:
-    """What a step tells; a tool's input as an object, whether a framework has it as one or as JSON."""
+def record_of(step: IntermediateStep) -> dict[str, Any]:
+    """A step as a record; a tool's input as an object, whether a framework has it as one or as JSON."""
     known, data = step.payload.metadata or {}, step.payload.data
     known = known if isinstance(known, dict) else known.model_dump()
     given = data.input if step.event_type.startswith("TOOL") else None
@@ -50,8 +50,13 @@ class WitnessConfig(FunctionBaseConfig, name="witness"):
 async def witness(config: WitnessConfig, builder: Builder):
     agent = await builder.get_function(config.agent)
     together = asyncio.Barrier(config.episodes)
+    is_rehearsed = False
 
     async def answer(question: str) -> str:
+        nonlocal is_rehearsed
+        if not is_rehearsed:  # the row that is run before the first epoch has no others to wait for
+            is_rehearsed = True
+            return "[0000]"
         number = f"{Context.get().seed % 10_000:04d}"
         steps = []
         Context.get().intermediate_step_manager.subscribe(steps.append)
@@ -59,7 +64,7 @@ async def witness(config: WitnessConfig, builder: Builder):
         try:
             return f"[{number}] {await agent.ainvoke(f'[{number}] {question}', to_type=str)}"
         finally:
-            seen = [told(step) for step in steps if step.event_type in TOLD]
+            seen = [record_of(step) for step in steps if step.event_type in RECORDED]
             with config.file.open("a") as file:
                 file.write(json.dumps({"number": number, "steps": seen}) + "\n")
 
@@ -67,7 +72,7 @@ async def witness(config: WitnessConfig, builder: Builder):
 
 
 class NumberConfig(EvaluatorBaseConfig, name="number"):
-    """The question's number as the score: rewards that differ within a group, whatever is sampled."""
+    """The question's number as the score: rewards that differ within a group for any samples."""
 
 
 class Number(BaseEvaluator):

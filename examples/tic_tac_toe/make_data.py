@@ -1,4 +1,4 @@
-"""Writes train.jsonl, train_perfect.jsonl and validation.jsonl: which side the model plays, and against whom.
+"""Writes train.jsonl, train_perfect.jsonl and validation.jsonl: which side the model plays, and its opponent.
 
 python make_data.py
 """
@@ -12,7 +12,7 @@ SIDES = ("X", "O")
 
 
 def rows(prefix: str, count: int, opponents: tuple[str | float | None, ...]) -> list[dict[str, Any]]:
-    """Whole games, both sides in turn, against each opponent in turn (None: whom the configuration names).
+    """Whole games, both sides in turn, against each opponent in turn (None: the one in the configuration).
 
     Rows differ in what the opponent does, which their ids decide.
     """

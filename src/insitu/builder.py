@@ -9,6 +9,8 @@ from contextvars import ContextVar
 from importlib.metadata import entry_points
 from typing import Any
 
+from rich.console import Console
+
 from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, PluginError, describe_error, install_command
 from insitu.registry import (
@@ -85,9 +87,13 @@ class Builder:
     live trainer adapters, so that an llm of `_type: policy` is the model under training.
     """
 
-    def __init__(self, config: Config | None = None, parent: "Builder | None" = None) -> None:
+    def __init__(
+        self, config: Config | None = None, parent: "Builder | None" = None, console: Console | None = None
+    ) -> None:
         self.config = config or Config()
         self.parent = parent
+        self.console = console or Console(highlight=False)
+        """Where a run prints its progress; standard output by default."""
         self._live: dict[tuple[str, str], asyncio.Future[Any]] = {}
         self._added: dict[tuple[str, str], TypedBaseModel] = {}
         self._stack = AsyncExitStack()

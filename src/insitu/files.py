@@ -338,14 +338,14 @@ class FolderLock:
         return descriptor if locked else None
 
     def _take_without_lock(self) -> bool:
-        """Whether the folder is free, as far as the file tells."""
+        """Whether the folder is free, according to the file."""
         owner = _parse_owner(self._path)
         if owner is None or owner.ended:
             return True
         if not owner.here:
             raise ConfigError(
-                f"{self._key}: {self._path.parent} is in use by {owner}, and its file system has no locks that would "
-                f"tell whether that process still runs; if it does not, delete {self._path}"
+                f"{self._key}: {self._path.parent} is in use by {owner}, and its file system has no locks that "
+                f"would show whether that process still runs; if it does not, delete {self._path}"
             )
         return False
 

@@ -103,10 +103,17 @@ class TrainerAdapter(ABC):
         """The settings of a training job, shown in the header of the run."""
         return {}
 
+    async def wait_until_reachable(self) -> bool:
+        """Waits while the backend does not respond; returns whether it had to.
+
+        Raises BackendUnavailable if the backend does not come back. The default returns False immediately.
+        """
+        return False
+
     async def watch(self) -> None:
         """Raises BackendError as soon as the backend is lost; runs from `initialize` to the end of the run.
 
-        Returns if the adapter cannot tell, as the default does.
+        An adapter that cannot detect this returns, as the default does.
         """
         return
 

@@ -36,7 +36,7 @@ class Answer(BaseModel):
 
 
 class GameResult(BaseModel):
-    """A game that has ended; `score` is what it is worth to the player, to whom a forfeit is a loss."""
+    """A finished game; `score` is its value to the player, for which a forfeit is a loss."""
 
     mark: str
     skill: float

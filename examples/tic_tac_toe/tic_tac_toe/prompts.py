@@ -1,4 +1,4 @@
-"""What the player is shown, how its answer is read, and what it is told when the answer cannot be used."""
+"""The prompts of the player, the format of its answers, and the replies to unusable answers."""
 
 import re
 

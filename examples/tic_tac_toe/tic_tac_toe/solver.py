@@ -82,13 +82,13 @@ def values(mark: str, skill: float) -> Mapping[str, float]:
 
 
 def value_lost(board: str, square: int, skill: float) -> float:
-    """How much lower the side to move stands after this move than after its best one; 0 for a best move."""
+    """How much less this move is worth to the side to move than its best one; 0 for a best move."""
     table = values(to_move(board), skill)
     return table[board] - table[place(board, square)]
 
 
 def value_gained(board: str, square: int, skill: float) -> float:
-    """How much higher the side to move stands after this move than, on average, after a random one."""
+    """How much more this move is worth to the side to move than a random one on average."""
     table = values(to_move(board), skill)
     squares = free_squares(board)
     return table[place(board, square)] - sum(table[place(board, other)] for other in squares) / len(squares)

@@ -15,7 +15,7 @@ class TicTacToeConfig(FunctionBaseConfig, name="tic_tac_toe"):
     player: LLMRef
     """The model that plays."""
     opponent: Opponent = "random"
-    """Whom it plays against; a dataset row may name another."""
+    """The opponent; a dataset row may override it."""
     max_retries: int = Field(default=1, ge=0)
     """How often, for each move, an answer that cannot be played is asked for again before the game is forfeited."""
 

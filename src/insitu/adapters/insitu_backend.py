@@ -249,6 +249,14 @@ class InsituTrainerAdapter(TrainerAdapter):
             return False
         return True
 
+    async def wait_until_reachable(self) -> bool:
+        try:
+            await self._request("GET", "/health", _Health.model_validate_json, retried=False)
+        except BackendUnavailable:
+            await self._served_version()  # retried for up to `retry_timeout`
+            return True
+        return False
+
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Submits the rows of all trajectories as one job, idempotent per run and epoch.
 

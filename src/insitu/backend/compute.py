@@ -99,7 +99,7 @@ class ComputeThread:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # nobody joins the thread: whoever waits for it would do so for ever
+        except BaseException as error:  # the thread is never joined: its callers would wait forever
             logger.critical("the compute thread has failed", exc_info=error)
             self._failure = BackendUnavailable(
                 f"the compute thread of the backend has failed ({format_error(error)}); restart the backend"

@@ -36,7 +36,7 @@ class OpenStep(NamedTuple):
 class CallSite(NamedTuple):
     """The function, step and episode that the running code belongs to.
 
-    `is_explicit`: the code entered the site itself, instead of inheriting it from whatever started its task.
+    `is_explicit`: the code entered the site itself, instead of inheriting it from the code that started its task.
     """
 
     invocation: Invocation
@@ -165,7 +165,7 @@ class CallLedger:
             self.late_calls += 1
 
     def running_callers(self) -> list[asyncio.Task[Any]]:
-        """The tasks that made calls, in which nobody entered the episode explicitly, and that have not ended.
+        """The tasks that made calls, have not ended, and did not enter the episode explicitly.
 
         After the episode they may be workers that serve other episodes too.
         """

@@ -185,8 +185,8 @@ class _SyncStream:
                 if self._exchange.done_received:
                     self._exchange.end(self._headers)
                 yield passed
-        except Exception as error:  # whatever the library raises; re-raised
-            self._exchange.end(self._headers, f"the stream broke off: {error!r}")
+        except Exception as error:  # depends on the library; re-raised
+            self._exchange.end(self._headers, f"the stream was interrupted: {error!r}")
             raise
         self._exchange.end(self._headers)
 
@@ -247,7 +247,7 @@ def _translated_errors(http: Any, request: Any, exchange: Exchange | None) -> It
 
 @lru_cache
 def _unavailable(kind: type[Exception]) -> Any:
-    """An error of the client's library that is also a BackendUnavailable, whatever the agent's SDK makes of it."""
+    """An error of the client's library that is also a BackendUnavailable, to recognise it among an SDK's errors."""
     return type(kind.__name__, (kind, BackendUnavailable), {})
 
 

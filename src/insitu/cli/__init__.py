@@ -37,7 +37,7 @@ class _LazyGroup(click.Group):
 
 
 def _with_underscores(name: str) -> str:
-    """The documented spelling of an option: `--config-file` is `--config_file`."""
+    """Normalises an option name, so that `--config-file` works like `--config_file`."""
     return name.replace("-", "_")
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from insitu.cli import options
+from insitu.cli import consoles, options
 
 if TYPE_CHECKING:
     from insitu.schemas.evaluation import EvaluationRunConfig
@@ -30,8 +30,6 @@ def command(checkpoint: Path | None, **run_options: Any) -> None:
 
 
 async def _evaluate(run_config: "EvaluationRunConfig", checkpoint: Path | None) -> None:
-    from rich.console import Console
-
     from insitu.builder import Builder
     from insitu.config import load_config
     from insitu.errors import ConfigError, InsituError
@@ -43,7 +41,7 @@ async def _evaluate(run_config: "EvaluationRunConfig", checkpoint: Path | None) 
 
     config = load_config(run_config.config_file, run_config.override)
     check_open_files(config)
-    report = Report()
+    report = Report(consoles.results())
     rows = load_dataset(config, run_config.dataset, run_config.skip_workflow or run_config.skip_completed_entries)
     total = sum(row.output_obj is None for row in rows) * run_config.reps
     if run_config.skip_workflow and checkpoint is not None:
@@ -51,13 +49,16 @@ async def _evaluate(run_config: "EvaluationRunConfig", checkpoint: Path | None) 
     run_config = run_config.model_copy(update={"config_file": config, "override": ()})
     async with Builder(config) as builder:
         run = EvaluationRun(run_config, builder, on_episode=lambda _: report.advance())
-        async with nullcontext() if run_config.skip_workflow else serve_policy(config, builder, checkpoint):
+        served = (
+            nullcontext() if run_config.skip_workflow else serve_policy(config, builder, checkpoint, consoles.notes())
+        )
+        async with served:
             report.begin("evaluating", total)
             try:
                 output = await run.run_and_evaluate()
             finally:
                 report.end()
-    Console(highlight=False).print(evaluation_table(output))
+    report.console.print(evaluation_table(output))
     for path in (output.workflow_output_file, *output.evaluator_output_files):
         print(path)
     items = output.eval_input.eval_input_items

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from insitu.cli import options
+from insitu.cli import consoles, options
 
 
 @click.command("finetune")
@@ -19,7 +19,7 @@ def command(override: tuple[tuple[str, str], ...], **run_options: Any) -> None:
     from insitu.training.runtime import run_finetuning_sync
 
     set_options = {name: value for name, value in run_options.items() if value is not None}
-    statuses = run_finetuning_sync(FinetuneRunConfig(override=override, **set_options))
+    statuses = run_finetuning_sync(FinetuneRunConfig(override=override, **set_options), consoles.results())
     print(f"{len(statuses)} training job{'s' if len(statuses) != 1 else ''} completed")
 
 

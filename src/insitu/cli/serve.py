@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from insitu.cli import options
+from insitu.cli import consoles, options
 
 
 @click.command("serve")
@@ -51,7 +51,8 @@ async def _serve(
     access = AccessPolicy.of(
         host, token, variable=TOKEN_VARIABLE, allow_anyone=insecure_no_auth, allowed_hosts=allowed_host
     )
-    service = WorkflowService(config, partial(serve_policy, config, checkpoint=checkpoint), access, policy_url)
+    served = partial(serve_policy, config, checkpoint=checkpoint, notes=consoles.notes())
+    service = WorkflowService(config, served, access, policy_url)
     try:
         async with service.listening(host, port) as url:
             needs_trainer = any(config.block(LLM, name).type == "policy" for name in config.names(LLM))

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +132,20 @@ class Config:
         return {n: getattr(b, "model_name", served if b.type == "policy" else None) for n, b in blocks.items()}
 
     def find_path(self, path: str | Path, key: str) -> Path:
-        """An input file or folder, relative to the working directory or else to the file's own folder."""
+        """An input file or folder, relative to the working directory or else to the file's own folder.
+
+        Logs a warning if both have one.
+        """
         path = Path(path).expanduser()
         candidates = [*dict.fromkeys((Path.cwd() / path, self.folder / path))]  # one, if it is absolute
-        for candidate in map(self.moved_path, candidates):
-            if candidate.exists():
-                return candidate
-        raise ConfigError(f"{key}: {str(path)!r} does not exist; looked for {' and '.join(map(str, candidates))}")
+        found = [candidate for candidate in map(self.moved_path, candidates) if candidate.exists()]
+        if not found:
+            raise ConfigError(f"{key}: {str(path)!r} does not exist; looked for {' and '.join(map(str, candidates))}")
+        if len(found) == 2 and not found[0].samefile(found[1]):
+            _warn_once(
+                f"{key}: {str(path)!r} names two files: {found[0]} is used, {found[1]} beside the YAML file is not"
+            )
+        return found[0]
 
     def moved_path(self, path: Path) -> Path:
         """Where a path of the file is now: the file means what was there before the run moved an earlier one aside."""
@@ -146,6 +154,12 @@ class Config:
             if resolved.is_relative_to(before):
                 return after / resolved.relative_to(before)
         return path
+
+
+@lru_cache
+def _warn_once(message: str) -> None:
+    """A path is looked up several times in a run."""
+    logger.warning("%s", message)
 
 
 def load_config(source: Any, overrides: Iterable[tuple[str, str]] = ()) -> Config:

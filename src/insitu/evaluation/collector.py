@@ -26,9 +26,9 @@ from insitu.errors import InsituError, WorkflowError
 from insitu.evaluation.episodes import Attempt, EpisodeOptions, in_process, run_episode
 from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.shared_run import RunState
-from insitu.registry import FUNCTION, LLM
+from insitu.registry import FUNCTION, LLM, TRAINER_ADAPTER
 from insitu.schemas.components import WORKFLOW
-from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.workflow.context import current_scope
@@ -62,17 +62,20 @@ async def collect(
         row, key = task
         async with _episode_slot(run):
             episode = await run_episode(attempt, row, key, options)
+            while episode.reason is DropReason.BACKEND_ERROR and await _waited_for_policy(builder):
+                key = key._replace(attempt=episode.key.attempt + 1)
+                episode = await run_episode(attempt, row, key, options)
         await finish(row, episode)
         return episode
 
     trained = options.training if isinstance(options.training, frozenset) else ()
-    stray_before, outcomes = _stray_completions(builder), Counter[Outcome]()
+    stray_before, outcomes = stray_completions(builder), Counter[Outcome]()
     async with open_workflow(builder, service, trained, run) as attempt:
         async with aclosing(run_limited(tasks, partial(run_task, attempt), limit)) as episodes:
             async for episode in episodes:
                 outcomes[episode.outcome] += 1
                 yield episode
-    for name, count in (_stray_completions(builder) - stray_before).items():
+    for name, count in (stray_completions(builder) - stray_before).items():
         logger.warning(
             "%d completions of llms.%s were requested outside every episode while %d episodes ran: they are not "
             "recorded and not trained. A thread must enter the episode that it works for with Context.activate()",
@@ -87,7 +90,18 @@ async def collect(
         )
 
 
-def _stray_completions(builder: Builder) -> Counter[str]:
+async def _waited_for_policy(builder: Builder) -> bool:
+    """Waits while the server of the model under training does not respond; returns whether it had to.
+
+    An outage may last longer than the agent's client retries, and must not use up the episodes of the epoch. Raises
+    BackendUnavailable if the server does not come back.
+    """
+    adapters = (builder.parent or builder).built(TRAINER_ADAPTER)
+    waited = [await adapter.wait_until_reachable() for adapter in adapters if hasattr(adapter, "wait_until_reachable")]
+    return any(waited)
+
+
+def stray_completions(builder: Builder) -> Counter[str]:
     """Completions requested outside every episode so far, by key of `llms`."""
     recorders = {llm.name: llm.recorder for llm in builder.built(LLM) if isinstance(llm, ModelClient)}
     return Counter({name: recorder.stray_completions for name, recorder in recorders.items()})

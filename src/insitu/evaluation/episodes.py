@@ -139,14 +139,17 @@ async def run_episode(attempt: Attempt, item: EvalInputItem, key: EpisodeKey, op
     """Runs the workflow on one row. Failures inside it are recorded in the episode, never raised."""
     failed_requests: Counter[str] = Counter()
     requested: Counter[str] = Counter()
+    abandoned = 0
     for number in range(options.retries + 1):
         episode, transient = await attempt(item, key._replace(attempt=key.attempt + number), options)
         failed_requests.update(episode.failed_requests)
         requested.update(episode.requested)
+        abandoned += episode.abandoned_attempts
         if episode.outcome is Outcome.OK or not transient:
             break
         logger.info("episode %s failed (%s), attempt %d", episode.key.text(), episode.error, number + 1)
     episode.failed_requests, episode.requested = dict(failed_requests), requested
+    episode.abandoned_attempts = abandoned
     if episode.outcome is Outcome.OK and options.result is not None:
         try:
             episode.output = options.result.take(episode.output)
@@ -199,7 +202,7 @@ async def _attempt(
     if error is not None:
         reason, transient = classify(error)
         if reason in (DropReason.WORKFLOW_ERROR, DropReason.BACKEND_ERROR) and ledger.server_failure is not None:
-            reason, transient = DropReason.BACKEND_ERROR, True  # whatever the agent's SDK made of it
+            reason, transient = DropReason.BACKEND_ERROR, True  # the agent's SDK may raise its own error for it
         fail(episode, reason, error)
         if reason is DropReason.WORKFLOW_ERROR and not isinstance(error, InsituError):
             episode.error = describe_error(error)
@@ -209,6 +212,7 @@ async def _attempt(
     else:
         episode.output = ran.value
     episode.seconds = time.perf_counter() - started
+    episode.abandoned_attempts = int(ran.still_runs)
     episode.failed_requests = dict(ledger.failed_attempts)
     if scope.rewards.by_call:
         episode.step_rewards = [scope.rewards.by_call.get(call.index, 0.0) for call in episode.calls]
@@ -234,7 +238,7 @@ async def _shared_worker(ledger: CallLedger) -> CaptureError | None:
 
 
 class Ran(NamedTuple, Generic[T]):
-    """What became of foreign code: its value, or its error; `still_runs`: it has ignored its cancellation."""
+    """The value or the error of foreign code; `still_runs`: it has ignored its cancellation."""
 
     value: T | None = None
     error: BaseException | None = None
@@ -243,10 +247,10 @@ class Ran(NamedTuple, Generic[T]):
 
 
 async def isolated(work: Callable[[], Awaitable[T]], limit: float | None = None) -> Ran[T]:
-    """Runs code of an agent or evaluator in a task of its own, for at most `limit` seconds.
+    """Runs code of an agent or evaluator in a separate task, for at most `limit` seconds.
 
-    Whatever it raises is returned: also SystemExit, KeyboardInterrupt, and a CancelledError that other code caused, as
-    a cancel scope does that was entered in one episode and cancelled in another. Raises CancelledError only if the
+    Returns any exception that it raises, including SystemExit, KeyboardInterrupt, and a CancelledError caused by other
+    code, such as a cancel scope entered in one episode and cancelled in another. Raises CancelledError only if the
     calling task is cancelled. Code that ignores its cancellation is left behind after `CANCEL_GRACE_SECONDS`.
     """
 

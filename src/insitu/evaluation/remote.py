@@ -101,6 +101,7 @@ class EpisodeEnd(BaseModel):
     rewarded_functions: list[str] = []
     failed_requests: dict[str, int] = {}
     requested: dict[str, int] = {}
+    abandoned_attempts: int = 0
 
 
 class Description(BaseModel):
@@ -143,7 +144,7 @@ def read_call(record: dict[str, Any]) -> ModelCall:
 
 
 def read_step(record: Any) -> IntermediateStep:
-    """A step from its JSON; the fields tell TraceMetadata and TTCEventData from plain dictionaries."""
+    """A step from its JSON; TraceMetadata and TTCEventData are recognised by their fields."""
     if isinstance(record, dict) and isinstance(payload := record.get("payload"), dict):
         metadata, data = payload.get("metadata"), payload.get("data")
         if isinstance(metadata, dict) and metadata.keys() >= TraceMetadata.model_fields.keys():

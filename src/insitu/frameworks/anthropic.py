@@ -18,7 +18,7 @@ tool_step = ToolSteps("anthropic").around
 
 
 def make_llm(llm: ModelClient) -> anthropic.AsyncAnthropic:
-    """A client that always calls this model, whatever model a request names."""
+    """A client that always calls this model, regardless of the model a request names."""
     return anthropic.AsyncAnthropic(http_client=async_http(llm, anthropic), **_options(llm))
 
 

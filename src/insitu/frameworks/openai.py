@@ -18,5 +18,5 @@ tool_step = ToolSteps("openai").around
 
 
 def make_llm(llm: ModelClient) -> AsyncOpenAI:
-    """A client that always calls this model, whatever model a request names."""
+    """A client that always calls this model, regardless of the model a request names."""
     return async_client(llm)

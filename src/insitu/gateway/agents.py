@@ -105,7 +105,7 @@ async def _gateway(config: ExternalConfig, builder: Builder) -> Gateway:
 
 
 def environment(endpoint: EpisodeEndpoint, config: CommandConfig) -> dict[str, str]:
-    """This process's variables without secrets, those that tell the official clients their endpoint, and `env`."""
+    """This process's variables without secrets, those that configure the official clients' endpoint, and `env`."""
     no_proxy = ",".join(
         filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), URL(endpoint.address).host))
     )

@@ -148,3 +148,5 @@ class Episode:
     """
     requested: Mapping[str, int] = field(default_factory=dict)
     """Completions requested by all attempts, by URL of the server; those of failed requests too."""
+    abandoned_attempts: int = 0
+    """Attempts whose code ignored its cancellation, so that it may still run."""

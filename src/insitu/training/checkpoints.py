@@ -1,4 +1,4 @@
-"""Finds the weights that the names of a run, `best` and `latest` stand for.
+"""Resolves the name of a run, `best` or `latest` to a checkpoint.
 
 best, latest                    of the run in `finetuning.output_dir`
 RUN_DIR/best, RUN_DIR/latest    of another run

@@ -1,4 +1,4 @@
-"""Runs a command's coroutine so that it ends on a signal, whatever the code of agents and evaluators does."""
+"""Runs a command's coroutine so that a signal ends it even if agents or evaluators ignore cancellation."""
 
 import asyncio
 import logging

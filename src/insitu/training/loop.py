@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ from insitu.training.metrics import EpochResult, collected_metrics, likely_cause
 from insitu.training.plot import RewardPlot
 from insitu.training.report import Report, counts
 from insitu.training.store import RunStore, open_store, read_curriculum_state
-from insitu.training.traffic import PolicyTraffic
+from insitu.training.traffic import Leftovers, PolicyTraffic
 from insitu.training.validation import Validation
 from insitu.training.versions import check_sampled, new_version
 from insitu.trajectories.builder import EpisodesBuilder, GroupRecord
@@ -84,7 +85,6 @@ class InsituTrainer(UsesBuilder, Trainer):
         self.config = trainer_config
         self._given_builder = builder or builder_of_run()
         self.run_id = f"insitu_run_{uuid.uuid4().hex[:8]}"
-        self.report = Report()
         self.reward_history: list[dict[str, Any]] = []
         self.results: dict[int, EpochResult] = {}
         self.validation: Validation | None = None
@@ -134,6 +134,10 @@ class InsituTrainer(UsesBuilder, Trainer):
             self.report.note(f"the curriculum continues after epoch {last_epoch} of {path}")
         if run_config.validation is not None:
             self.validation = Validation(run_config, self._builder, self.trainer_adapter, self.report, self.store)
+
+    @cached_property
+    def report(self) -> Report:
+        return Report(self._builder.console)
 
     @property
     def store(self) -> RunStore:
@@ -193,10 +197,10 @@ class InsituTrainer(UsesBuilder, Trainer):
         """Collects the epoch's groups and submits what can be trained; None if nothing can."""
         started = time.perf_counter()
         endpoint = await self.trainer_adapter.policy_endpoint()
-        collection = await self._collect(epoch, run_id, endpoint)
+        collection, leftovers = await self._collect(epoch, run_id, endpoint)
         trajectories = [t for group in collection.trajectories for t in group]
         result = self.results[epoch] = EpochResult(
-            collected=self._record_rewards(epoch, run_id, collection),
+            collected=self._record_rewards(epoch, run_id, collection) | leftovers._asdict(),
             trained={},
             dropped=collection.dropped,
             policy_version=endpoint.version if endpoint is not None else None,
@@ -224,7 +228,9 @@ class InsituTrainer(UsesBuilder, Trainer):
             return None
         return await self.trainer_adapter.submit(collection)
 
-    async def _collect(self, epoch: int, run_id: str, served: PolicyEndpoint | None) -> TrajectoryCollection:
+    async def _collect(
+        self, epoch: int, run_id: str, served: PolicyEndpoint | None
+    ) -> tuple[TrajectoryCollection, Leftovers]:
         errors: Counter[str] = Counter()
         traffic = PolicyTraffic(self._builder, served)
 
@@ -245,8 +251,9 @@ class InsituTrainer(UsesBuilder, Trainer):
             collection = await self.trajectory_builder.finalize(run_id, meta)
         finally:
             self.report.end()
-        if unknown := await traffic.unknown_completions():
-            self.report.note(f"epoch {epoch}: {unknown}")
+        leftovers, warning = await traffic.finish()
+        if warning is not None:
+            self.report.note(f"epoch {epoch}: {warning}")
         for error, count in errors.most_common(3):
             self.report.note(f"epoch {epoch}: {count} x {error}")
         if not any(collection.trajectories):
@@ -261,7 +268,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             for k, trajectory in enumerate(group):
                 if trajectory.id is None:  # a plugin's builder may leave ids unset
                     group[k] = trajectory.model_copy(update={"id": f"{run_id}/{epoch}/group {number}/{k}"})
-        return collection.model_copy(update={"epoch": epoch, "trajectories": groups})
+        return collection.model_copy(update={"epoch": epoch, "trajectories": groups}), leftovers
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int

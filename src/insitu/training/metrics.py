@@ -117,8 +117,8 @@ def likely_causes(groups: Sequence[Group]) -> list[str]:
     rewards = {t.reward for group in groups for t in group}
     if len(rewards) == 1:
         causes.append(
-            f"every episode has the reward {rewards.pop():g}: does the evaluator tell a good answer from a bad one, "
-            "and are some answers good?"
+            f"every episode has the reward {rewards.pop():g}: does the evaluator distinguish good answers from "
+            "bad ones, and are some answers good?"
         )
     elif not causes:
         causes.append(

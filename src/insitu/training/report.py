@@ -26,8 +26,8 @@ class Report:
     `interval` seconds.
     """
 
-    def __init__(self, console: Console | None = None, interval: float = _SILENCE) -> None:
-        self.console = console or Console(stderr=False, highlight=False)
+    def __init__(self, console: Console, interval: float = _SILENCE) -> None:
+        self.console = console
         self._interval = interval
         self._progress = Progress(
             TextColumn("{task.description}"),

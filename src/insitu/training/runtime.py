@@ -72,14 +72,15 @@ async def run_finetuning(runner: Trainer) -> list[TrainingJobStatus]:
     return statuses
 
 
-async def finetuning_main(run_config: FinetuneRunConfig) -> list[TrainingJobStatus]:
+async def finetuning_main(run_config: FinetuneRunConfig, console: Console | None = None) -> list[TrainingJobStatus]:
     """The command `finetune`, from the file to the last status. Always calls the trainer's `cleanup`.
 
+    Prints progress to `console`, standard output by default.
     Raises if a job failed, nothing was trained, or a validation failed.
     """
     config = await _prepared(run_config)
     finetuning = config.finetuning
-    async with Builder(config) as builder:
+    async with Builder(config, console=console) as builder:
         with share(builder) as run:
             trainer, adapter = await _components(config, builder)
             async with _cleaned_up(trainer, f"trainers.{finetuning.trainer}"):
@@ -168,7 +169,7 @@ async def _watched(adapter: Any) -> AsyncIterator[None]:
                 raise
             finally:
                 watcher.remove_done_callback(expire)
-    except Exception:
+    except Exception:  # re-raised, unless it follows from the loss of the backend
         if (error := lost()) is not None:
             raise error from None
         raise
@@ -203,16 +204,19 @@ def _check_validations(run: RunState, config: Config) -> None:
         )
 
 
-def run_finetuning_sync(run_config: FinetuneRunConfig) -> list[TrainingJobStatus]:
+def run_finetuning_sync(run_config: FinetuneRunConfig, console: Console | None = None) -> list[TrainingJobStatus]:
     """`finetuning_main` for callers without an event loop."""
-    return run_async(finetuning_main(run_config))
+    return run_async(finetuning_main(run_config, console))
 
 
 @asynccontextmanager
-async def serve_policy(config: Config, builder: Builder, checkpoint: Path | None = None) -> AsyncIterator[None]:
+async def serve_policy(
+    config: Config, builder: Builder, checkpoint: Path | None = None, notes: Console | None = None
+) -> AsyncIterator[None]:
     """Serves the model under training without training it, if the file has an llm of `_type: policy`.
 
-    Serves its initial weights, or those of `checkpoint` (see `insitu.training.checkpoints`).
+    Serves its initial weights, or those of `checkpoint` (see `insitu.training.checkpoints`). Prints to `notes`
+    which weights those are, unless `checkpoint` is their folder.
     """
     policies = [name for name in config.names(LLM) if config.block(LLM, name).type == "policy"]
     adapter_name = config.finetuning.trainer_adapter
@@ -225,9 +229,8 @@ async def serve_policy(config: Config, builder: Builder, checkpoint: Path | None
             if started is None:
                 raise ConfigError(f"--checkpoint: trainer_adapters.{adapter_name} does not start a backend (no model)")
             config.blocks[TRAINER_ADAPTER.section, adapter_name] = started
-            if found.note is not None:
-                console = Console(stderr=True, highlight=False)
-                Report(console).note(f"checkpoint: {found.folder or 'the initial weights'} ({found.note})")
+            if found.note is not None and notes is not None:
+                Report(notes).note(f"checkpoint: {found.folder or 'the initial weights'} ({found.note})")
         adapter = await builder.get_trainer_adapter(adapter_name)
         with TemporaryDirectory(prefix="insitu-") as scratch:
             await adapter.initialize(config.finetuning.model_copy(update={"output_dir": Path(scratch)}))

@@ -1,10 +1,12 @@
-"""Finds completions that the policy's server has sampled for nobody in the run."""
+"""Counts what an epoch's episodes left behind: completions that belong to none of them, and code that still runs."""
 
 from collections import Counter
+from typing import NamedTuple
 
 import aiohttp
 
 from insitu.builder import Builder
+from insitu.evaluation.collector import stray_completions
 from insitu.registry import LLM
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import PolicyEndpoint
@@ -14,8 +16,19 @@ _METRIC = "vllm:request_success_total"
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
+class Leftovers(NamedTuple):
+    """Of one epoch; the field names are keys of `training_metrics.jsonl`."""
+
+    stray_completions: int
+    """Requested through the run's own clients, but outside every episode and evaluator."""
+    unknown_completions: int | None
+    """Sampled by the policy's server, but not requested by the run; None if the server does not count them."""
+    abandoned_attempts: int
+    """Attempts at episodes whose code ignored its cancellation."""
+
+
 class PolicyTraffic:
-    """Finds completions of the policy that belong to no episode: `start`, `add` each episode, `unknown_completions`.
+    """Finds completions of the policy that belong to no episode: `start`, `add` each episode, `finish`.
 
     The server counts what it has completed in a metric of vLLM, which `insitu backend` has too. The run knows what its
     episodes and evaluators have requested. The rest was requested by an agent's own client, or by another program.
@@ -25,29 +38,37 @@ class PolicyTraffic:
         self._builder = builder
         self._served = served
         self._episodes: Counter[str] = Counter()
+        self._abandoned = 0
+        self._stray_before = 0
         self._outside_before = 0
         self._served_before: int | None = None
 
     async def start(self) -> None:
+        self._stray_before = self._stray()
         self._outside_before, self._served_before = self._outside(), await self._count()
 
     def add(self, episode: Episode) -> None:
         self._episodes.update({_normal(url): count for url, count in episode.requested.items()})
+        self._abandoned += episode.abandoned_attempts
 
-    async def unknown_completions(self) -> str | None:
-        """A warning if the server has completed more than was requested; a failed request may have been completed."""
+    async def finish(self) -> tuple[Leftovers, str | None]:
+        """The counts, and a warning if the server has completed more than was requested."""
+        stray = self._stray() - self._stray_before
         after = await self._count() if self._served_before is not None else None
         if after is None or self._served_before is None or self._served is None:
-            return None
+            return Leftovers(stray, None, self._abandoned), None
         server = _normal(self._served.base_url)
         completed = after - self._served_before
-        unknown = completed - self._episodes[server] - (self._outside() - self._outside_before)
-        if unknown <= 0:
-            return None
-        return (
+        requested = self._episodes[server] + self._outside() - self._outside_before
+        unknown = max(0, completed - requested)  # less than 0: a failed request may not have been completed
+        warning = (
             f"{unknown} of the {completed} completions of {server} were not requested by an episode: they are not "
-            "recorded and not trained. Does the agent have a client of its own, or does another program use the server?"
+            "recorded and not trained. Does the agent use its own client, or does another program use the server?"
         )
+        return Leftovers(stray, unknown, self._abandoned), warning if unknown else None
+
+    def _stray(self) -> int:
+        return stray_completions(self._builder).total()
 
     def _outside(self) -> int:
         """Completions that were requested outside every episode through the run's own clients."""

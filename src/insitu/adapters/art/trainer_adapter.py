@@ -132,6 +132,12 @@ class ARTTrainerAdapter(TrainerAdapter):
             logger.warning("%s", problem)
         return problem is None
 
+    async def wait_until_reachable(self) -> bool:
+        if await self._remote.health_problem() is None:
+            return False
+        await self._remote.check_health()  # retried for up to `retry_timeout`
+        return True
+
     async def watch(self) -> None:
         while True:
             await asyncio.sleep(min(_WATCH_SECONDS, self.config.backend.read_timeout))

@@ -194,7 +194,7 @@ class Engine:
         try:
             self._compute.check_alive()  # after the sequences are known: a failure from now on reaches them
             yield
-        except BaseException:  # nobody waits for them any more; re-raised
+        except BaseException:  # the caller no longer waits for them; re-raised
             self._has_aborted = True
             raise
         finally:

@@ -135,7 +135,7 @@ class Learner:
             )
 
     def verify(self, settings: TrainingSettings) -> None:
-        """Raises RequestRefused if no job with these settings can be trained, whatever its rows.
+        """Raises RequestRefused if no job with these settings can be trained, regardless of its rows.
 
         Runs in the compute thread.
         """

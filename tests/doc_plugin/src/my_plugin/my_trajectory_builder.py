@@ -1,4 +1,4 @@
-"""Gathers several generations of each example at once and parses their steps."""
+"""Gathers several generations of each example concurrently and parses their steps."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""The workflow: tidies the question, has it answered by another function, and keeps a record in steps of its own."""
+"""The workflow: tidies the question, has it answered by another function, and keeps a record in its own steps."""
 
 import uuid
 

@@ -14,7 +14,7 @@ from pydantic import Field
 
 
 class DraftSearchConfig(TTCStrategyBaseConfig, name="desk_draft_search"):
-    """Samples several drafts at once."""
+    """Samples several drafts concurrently."""
 
     llm_name: LLMRef = Field(description="The model that drafts.")
 
