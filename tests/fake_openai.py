@@ -1,7 +1,7 @@
 """A small server that speaks the OpenAI dialect with token ids: `with FakeOpenAI() as server: server.base_url`.
 
-A real HTTP server in its own thread. What it answers is decided by the last message's text, or by a text to be
-completed (token ids are their characters), which is spelt as vLLM does, with the prompt's ids in each choice:
+A real HTTP server in its own thread. The text of the last message, or the prompt of a text completion, decides
+what it answers. Token ids are those of characters; a text completion has its prompt's ids in each choice, as with vLLM:
 
     "slow 0.5"       after half a second                  "fail 2"        500 for the first two attempts with this text
     "status 400"     that status                          "tool"          a tool call
@@ -22,13 +22,18 @@ from aiohttp import web
 class FakeOpenAI:
     """`requests` are the bodies received, in order. `token_ids`, `logprobs` False: a server that cannot give them.
 
-    `spelt`: the tokens of its logprobs are `token_id:N`, as ART's servers write them.
+    `tokens_as_ids`: the tokens of its logprobs are `token_id:N`, as ART's servers write them.
     """
 
     def __init__(
-        self, *, token_ids: bool = True, logprobs: bool = True, policy_version: int | None = 3, spelt: bool = False
+        self,
+        *,
+        token_ids: bool = True,
+        logprobs: bool = True,
+        policy_version: int | None = 3,
+        tokens_as_ids: bool = False,
     ) -> None:
-        self.spelt = spelt
+        self.tokens_as_ids = tokens_as_ids
         self.token_ids, self.logprobs, self.policy_version = token_ids, logprobs, policy_version
         self.requests: list[dict[str, Any]] = []
         self.connections: set[Any] = set()
@@ -130,12 +135,12 @@ class FakeOpenAI:
     def _add_tokens(self, body: dict[str, Any], choice: dict[str, Any], text: str) -> None:
         if body.get("return_token_ids") and self.token_ids:
             choice["token_ids"] = encode(text)
-        spelt = "token_id:{}" if self.spelt else "{1}"
-        tokens = [spelt.format(token, c) for token, c in zip(encode(text), text, strict=True)]
+        template = "token_id:{}" if self.tokens_as_ids else "{1}"
+        tokens = [template.format(token, c) for token, c in zip(encode(text), text, strict=True)]
         if "prompt" in body and body.get("logprobs") is not None and self.logprobs:
-            told = [logprob(c) for c in text]
-            top = [{token: value} for token, value in zip(tokens, told, strict=True)]
-            choice["logprobs"] = {"tokens": tokens, "token_logprobs": told, "top_logprobs": top, "text_offset": []}
+            logprobs = [logprob(c) for c in text]
+            top = [{token: value} for token, value in zip(tokens, logprobs, strict=True)]
+            choice["logprobs"] = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": []}
         elif body.get("logprobs") and self.logprobs:
             entries = [
                 {"token": t, "logprob": logprob(c), "bytes": [ord(c)], "top_logprobs": []}

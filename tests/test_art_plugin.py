@@ -286,7 +286,7 @@ def test_a_trajectory_built_by_hand_is_converted_item_by_item() -> None:
 
 
 @pytest.mark.parametrize(
-    ("roles", "told"),
+    ("roles", "problem"),
     [
         (["user", "assistant"], None),
         (["system", "user", "user", "assistant", "tool", "environment", "function", "assistant"], None),
@@ -296,19 +296,19 @@ def test_a_trajectory_built_by_hand_is_converted_item_by_item() -> None:
         ([], "is not a conversation"),
     ],
 )
-def test_order(roles: list[str], told: str | None) -> None:
+def test_order(roles: list[str], problem: str | None) -> None:
     items = [item(role, logprobs=[] if role == "assistant" else None) for role in roles]
-    if told is None:
+    if problem is None:
         check_order(items)
     else:
-        with pytest.raises(ValueError, match=re.escape(told)):
+        with pytest.raises(ValueError, match=re.escape(problem)):
             check_order(items, "e1")
 
 
 def test_metrics_go_by_our_names_and_keep_the_servers() -> None:
     lines = [{"loss/train": 1.0, "loss/entropy": 2.0}, {"loss/train": 3.0, "data/step_num_gradient_steps": 2}]
-    told = known_metrics(mean_metrics(lines))
-    assert (told["loss"], told["entropy"], told["steps"], told["loss/train"]) == (2.0, 2.0, 2, 2.0)
+    metrics = known_metrics(mean_metrics(lines))
+    assert (metrics["loss"], metrics["entropy"], metrics["steps"], metrics["loss/train"]) == (2.0, 2.0, 2, 2.0)
     assert known_metrics({"policy_loss": 0.5, "kl_div": 0.1}) == {
         "policy_loss": 0.5,
         "kl_div": 0.1,
@@ -421,12 +421,12 @@ def test_the_name_to_sample_by_is_one_the_server_has(listed: set[str], now: str)
 
 
 @pytest.mark.parametrize(
-    ("told", "reached"),
+    ("announced", "reached"),
     [
         ("http://0.0.0.0:8000/v1", "http://gpu.example:8000/v1"),
         ("http://localhost:8000/v1", "http://gpu.example:8000/v1"),
         ("https://models.example/v1", "https://models.example/v1"),
     ],
 )
-def test_the_address_of_inference_is_one_that_can_be_reached(told: str, reached: str) -> None:
-    assert _RemoteBackend("http://gpu.example:7623", "x")._reachable_url(told) == reached
+def test_the_address_of_inference_is_one_that_can_be_reached(announced: str, reached: str) -> None:
+    assert _RemoteBackend("http://gpu.example:7623", "x")._reachable_url(announced) == reached

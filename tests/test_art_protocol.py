@@ -35,8 +35,8 @@ def loaded(tmp_path_factory):
 @contextlib.asynccontextmanager
 async def serving(loaded, folder: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the whole backend on a port."""
-    told = BackendOptions(model=loaded.source, threads=1, max_batch=8, **options)
-    backend = create_backend(loaded, told, folder)
+    backend_options = BackendOptions(model=loaded.source, threads=1, max_batch=8, **options)
+    backend = create_backend(loaded, backend_options, folder)
     await backend.start()
     server = uvicorn.Server(uvicorn.Config(backend.app, port=0, log_level="critical", lifespan="off"))
     task = asyncio.create_task(server.serve())
@@ -61,11 +61,11 @@ def groups(release: str = "0.5.4") -> list[dict[str, Any]]:
 
 
 def training(model: dict = MODEL, trained: list | None = None, config: dict | None = None, **dev_config: Any) -> dict:
-    told = {"learning_rate": 1e-3} | (config or {})
+    train_config = {"learning_rate": 1e-3} | (config or {})
     return {
         "model": model,
         "trajectory_groups": groups() if trained is None else trained,
-        "config": told,
+        "config": train_config,
         "dev_config": dev_config,
         "verbose": False,
     }
@@ -381,10 +381,10 @@ async def test_adapters_by_the_backends_option_and_by_the_models(loaded, tmp_pat
 
 
 async def test_settings_without_effect_are_named_once(loaded, tmp_path, caplog):
-    told = MODEL | {"_internal_config": {"engine_args": {"tensor_parallel_size": 2}, "trainer_args": None}}
+    model = MODEL | {"_internal_config": {"engine_args": {"tensor_parallel_size": 2}, "trainer_args": None}}
     async with serving(loaded, tmp_path) as client:
         for _ in range(2):
-            await train(client, training(told, trained=groups()[2:], plot_tensors=True))
+            await train(client, training(model, trained=groups()[2:], plot_tensors=True))
     named = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
     assert named == [
         "model insitu/games/agent: settings without effect here: engine_args.tensor_parallel_size, plot_tensors"

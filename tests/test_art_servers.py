@@ -15,7 +15,7 @@ LINE = b'{"loss": 1.0, "num_gradient_steps": 2}\n'
 HTML = b"<html>welcome</html>"
 
 
-class Told:
+class StubModel:
     """Stands for the library's models and configurations: things that dump themselves."""
 
     name = "agent"
@@ -61,7 +61,7 @@ async def remote(*first: bytes, **answers: bytes) -> AsyncIterator[_RemoteBacken
 
 
 async def trained(backend: _RemoteBackend) -> list[dict[str, float]]:
-    return [line async for line in backend._train_model(Told(), [], Told(), {})]
+    return [line async for line in backend._train_model(StubModel(), [], StubModel(), {})]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ async def test_an_answer_of_something_else_is_named(path: str, body: bytes) -> N
     async with remote(**{path: reply(body)}) as backend:
         asked = {
             "_train_model": lambda: trained(backend),
-            "_get_step": lambda: backend._get_step(Told()),
-            "_prepare_backend_for_training": lambda: backend._prepare_backend_for_training(Told(), None),
+            "_get_step": lambda: backend._get_step(StubModel()),
+            "_prepare_backend_for_training": lambda: backend._prepare_backend_for_training(StubModel(), None),
             "v1models": backend.refresh_served_names,
         }
         with pytest.raises(BackendError, match=r"returned unexpected data .*; is it the right server\?") as caught:
@@ -143,10 +143,10 @@ async def test_transient_errors_are_retried(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("insitu.connection._FIRST_DELAY", 0.001)
     for path, body, request in (
         ("healthcheck", b"", lambda backend: backend.check_health()),
-        ("register", b"null", lambda backend: backend.register(Told())),
-        ("_get_step", b"5", lambda backend: backend._get_step(Told())),
+        ("register", b"null", lambda backend: backend.register(StubModel())),
+        ("_get_step", b"5", lambda backend: backend._get_step(StubModel())),
         ("v1models", b'{"data": [{"id": "agent"}]}', lambda backend: backend.refresh_served_names()),
-        ("_log", b"null", lambda backend: backend._log(Told(), [])),
+        ("_log", b"null", lambda backend: backend._log(StubModel(), [])),
     ):
         async with remote(*BUSY, **{path: reply(body)}) as backend:
             await request(backend)
@@ -161,7 +161,7 @@ async def test_a_server_that_stays_silent_is_given_up() -> None:
     async with await asyncio.start_server(hang, "127.0.0.1", 0) as server:
         address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         backend = _RemoteBackend(address, "default", read_timeout=0.1, retry_timeout=0.2)
-        for request in (backend.check_health(), backend._get_step(Told())):
+        for request in (backend.check_health(), backend._get_step(StubModel())):
             with pytest.raises(BackendUnavailable, match=r"no data for 0.1 s \(read_timeout\); gave up after 0 s"):
                 await request
         ended.set()

@@ -125,8 +125,8 @@ def test_a_stream_is_the_whole_in_parts(served, client):
     choices = [piece.choices[0] for piece in pieces]
     assert "".join(choice.delta.content for choice in choices) == whole.choices[0].message.content
     assert [token for choice in choices for token in choice.token_ids] == whole.choices[0].token_ids
-    told = [entry.logprob for choice in choices for entry in choice.logprobs.content]
-    assert told == [entry.logprob for entry in whole.choices[0].logprobs.content]
+    logprobs = [entry.logprob for choice in choices for entry in choice.logprobs.content]
+    assert logprobs == [entry.logprob for entry in whole.choices[0].logprobs.content]
     assert [choice.finish_reason for choice in choices] == [None] * 39 + ["length"]
 
 
@@ -176,20 +176,20 @@ def test_a_text_is_continued_without_a_chat_template(served):
     assert choice.prompt_token_ids == TEXT_IDS
     assert TEXT_IDS.count(byte_tokenizer().convert_tokens_to_ids("<|im_start|>")) == 1
     assert choice.text == ChatTokenizer(byte_tokenizer()).decode(choice.token_ids)
-    told = choice.logprobs
-    assert len(choice.token_ids) == len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == 6
-    for token, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+    legacy = choice.logprobs
+    assert len(choice.token_ids) == len(legacy.tokens) == len(legacy.token_logprobs) == len(legacy.top_logprobs) == 6
+    for token, logprob, top in zip(legacy.tokens, legacy.token_logprobs, legacy.top_logprobs, strict=True):
         assert top[token] == logprob
         assert 1 <= len(top) <= 3
-    assert told.text_offset == [sum(map(len, told.tokens[:k])) for k in range(6)]
+    assert legacy.text_offset == [sum(map(len, legacy.tokens[:k])) for k in range(6)]
     assert checked.usage.total_tokens == len(TEXT_IDS) + 6
     line = next(line for line in map(json.loads, served[1].read_text().splitlines()) if line["seed"] == 31415)
-    same = [TEXT_IDS, choice.token_ids, told.token_logprobs]
+    same = [TEXT_IDS, choice.token_ids, legacy.token_logprobs]
     assert [line["prompt_token_ids"], line["token_ids"], line["logprobs"]] == same
     bare = post(served[0], {**body, "logprobs": None}, path="/v1/completions")[1]["choices"][0]
     assert bare == {"index": 0, "text": choice.text, "logprobs": None, "finish_reason": "length"}
     only = post(served[0], {**body, "logprobs": 0}, path="/v1/completions")[1]["choices"][0]["logprobs"]
-    assert (only["token_logprobs"], only["top_logprobs"]) == (told.token_logprobs, None)
+    assert (only["token_logprobs"], only["top_logprobs"]) == (legacy.token_logprobs, None)
 
 
 def test_the_official_client_continues_texts_and_token_ids_and_several(served, client):
@@ -451,7 +451,7 @@ def _broken_record(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "told"),
+    ("model", "options", "problem"),
     [
         (_broken_adapter, {}, "adapter_config.json cannot be read"),
         (_broken_record, {}, "training.json cannot be read"),
@@ -459,8 +459,8 @@ def _broken_record(folder: Path) -> Path:
         (save_tiny_model, {"log_samples": Path("/dev/null/log")}, "log_samples is /dev/null/log"),
     ],
 )
-async def test_what_cannot_be_read_or_written_is_told_at_the_start(tmp_path, model, options, told):
-    with pytest.raises(InsituError, match=told):
+async def test_what_cannot_be_read_or_written_is_told_at_the_start(tmp_path, model, options, problem):
+    with pytest.raises(InsituError, match=problem):
         await run(BackendOptions(model=str(model(tmp_path / "model")), port=0, threads=1, **options), print)
 
 

@@ -109,7 +109,7 @@ async def test_a_call_is_a_pair_of_steps_where_it_was_made(server: FakeOpenAI) -
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_ids_that_are_spelt_in_the_logprobs(streamed: bool) -> None:
-    with FakeOpenAI(token_ids=False, spelt=True) as server:
+    with FakeOpenAI(token_ids=False, tokens_as_ids=True) as server:
         async with model(server) as plain:
             with EpisodeScope(training=True, needs_token_ids=False) as scope:
                 if streamed:

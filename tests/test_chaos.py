@@ -30,8 +30,8 @@ def test_a_run_ends_and_trains_only_what_was_sampled_once(served: Served, tmp_pa
         sizes = {"trajectory_builders.episodes.num_generations": GENERATIONS, "finetuning.num_epochs": EPOCHS}
         overrides = [text for key, value in (limits | sizes).items() for text in ("-o", key, str(value))]
         code, _, err = run_project(tmp_path, *overrides)
-    told = check_run(tmp_path / "run", code, err, served, proxy, before)
-    print(f"seed {seed}: {told}")
+    summary = check_run(tmp_path / "run", code, err, served, proxy, before)
+    print(f"seed {seed}: {summary}")
 
 
 def check_run(run: Path, code: int, err: str, served: Served, proxy: ChaosProxy, before: int) -> str:

@@ -111,20 +111,20 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ids=["flow", "block", "bomb", "endless"],
 )
 def test_yaml_that_would_exhaust_memory_or_stack_is_one_sentence(write: Any, text: str, message: str) -> None:
-    told = complaint(write(text))
-    assert message in told
-    assert len(told.splitlines()) == 1
+    printed = complaint(write(text))
+    assert message in printed
+    assert len(printed.splitlines()) == 1
 
 
 def test_a_variable_within_a_default_is_refused(write: Any) -> None:
-    told = complaint(write("workflow: {_type: parts, words: '${A:-${B}}'}"))
-    assert "workflow.words: the default of ${A} must not contain another variable: ${B}" in told
+    printed = complaint(write("workflow: {_type: parts, words: '${A:-${B}}'}"))
+    assert "workflow.words: the default of ${A} must not contain another variable: ${B}" in printed
 
 
 @pytest.mark.parametrize("value", [".nan", ".inf", "-1e308", "often"])
 def test_a_reward_of_failures_is_a_number_that_can_be_averaged(write: Any, value: str) -> None:
-    told = complaint(write(f"finetuning: {{reward_function: {{name: r, on_failure: {value}}}}}"))
-    assert "finetuning.reward_function.on_failure: allowed: exclude, or a number" in told
+    printed = complaint(write(f"finetuning: {{reward_function: {{name: r, on_failure: {value}}}}}"))
+    assert "finetuning.reward_function.on_failure: allowed: exclude, or a number" in printed
 
 
 def test_other_unreadable_files(write: Any, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ value = st.integers(-64, 64).map(lambda n: n / 16)  # exact in binary
 members = st.lists(st.lists(value, max_size=4), min_size=2, max_size=6)
 
 
-def episode(reward: float, *made: tuple[str, float] | str, told: Sequence[str] | None = None) -> Trajectory:
+def episode(reward: float, *made: tuple[str, float] | str, rewarded: Sequence[str] | None = None) -> Trajectory:
     """An episode whose calls were made in these functions, with step rewards where there are any."""
     names = [m if isinstance(m, str) else m[0] for m in made]
     steps = None if all(isinstance(m, str) for m in made) else [0.0 if isinstance(m, str) else m[1] for m in made]
@@ -43,7 +43,7 @@ def episode(reward: float, *made: tuple[str, float] | str, told: Sequence[str] |
         ModelCall(k, "m", [{"role": "user", "content": "row"}], token_ids=[1] * (k + 1), functions=("<workflow>", name))
         for k, name in enumerate(names)
     ]
-    metadata = None if told is None else {"rewarded_functions": told}
+    metadata = None if rewarded is None else {"rewarded_functions": rewarded}
     places = list(range(len(calls)))
     return Trajectory(reward=reward, calls=calls, trained_calls=places, shaped_rewards=steps, metadata=metadata)
 
@@ -119,10 +119,10 @@ OF = ["plan", "solve", "solve", "plan", "solve", "ask", "solve", "plan"]
 
 def hand_made() -> list[Trajectory]:
     group = [
-        episode(3.0, ("plan", 0.0), ("solve", 2.0), ("solve", 4.0), told=["solve"]),
-        episode(0.0, ("plan", 0.0), ("solve", 2.0), told=["solve"]),
-        episode(4.0, ("ask", 0.0), ("solve", 4.0), told=["solve"]),
-        episode(-3.0, ("plan", -3.0), told=[]),
+        episode(3.0, ("plan", 0.0), ("solve", 2.0), ("solve", 4.0), rewarded=["solve"]),
+        episode(0.0, ("plan", 0.0), ("solve", 2.0), rewarded=["solve"]),
+        episode(4.0, ("ask", 0.0), ("solve", 4.0), rewarded=["solve"]),
+        episode(-3.0, ("plan", -3.0), rewarded=[]),
     ]
     for call, plan in ((c, plan) for t, plan in zip(group, ["easy", "hard", "easy", ""], strict=True) for c in t.calls):
         name = call.functions[-1]
@@ -181,18 +181,21 @@ def test_a_baseline_leaves_its_own_member_out(
 
 
 def test_functions_are_compared_with_themselves() -> None:
-    group = [episode(1.0, ("plan", 1.0), "work", told=["plan"]), episode(0.0, ("plan", 0.0), "work", told=["plan"])]
-    group += [episode(1.0, ("plan", 0.5), "work", "work", told=["plan"]), episode(0.0, "work")]
+    group = [
+        episode(1.0, ("plan", 1.0), "work", rewarded=["plan"]),
+        episode(0.0, ("plan", 0.0), "work", rewarded=["plan"]),
+    ]
+    group += [episode(1.0, ("plan", 0.5), "work", "work", rewarded=["plan"]), episode(0.0, "work")]
     plan, work = [0.5, -0.5, 0.0], [0.5, -0.5, 0.5, -0.5]
     expected = [{0: plan[0], 1: work[0]}, {0: plan[1], 1: work[1]}, {0: plan[2], 1: work[2], 2: work[2]}, {0: work[3]}]
     assert call_advantages(group, CENTRED, BY_FUNCTION) == expected
 
 
 def test_rewards_of_its_own_are_those_that_were_given_even_where_they_are_nothing() -> None:
-    told = [episode(r, ("plan", 0.0), told=["plan"]) for r in (1.0, 0.0)]
-    assert call_advantages(told, CENTRED, BY_FUNCTION) == [{0: 0.0}, {0: 0.0}]
-    untold = [episode(r, ("plan", 0.0), told=[]) for r in (1.0, 0.0)]
-    assert call_advantages(untold, CENTRED, BY_FUNCTION) == [{0: 0.5}, {0: -0.5}]
+    rewarded = [episode(r, ("plan", 0.0), rewarded=["plan"]) for r in (1.0, 0.0)]
+    assert call_advantages(rewarded, CENTRED, BY_FUNCTION) == [{0: 0.0}, {0: 0.0}]
+    unrewarded = [episode(r, ("plan", 0.0), rewarded=[]) for r in (1.0, 0.0)]
+    assert call_advantages(unrewarded, CENTRED, BY_FUNCTION) == [{0: 0.5}, {0: -0.5}]
     scored = [episode(0.0, ("plan", r), ("work", -r)) for r in (1.0, 0.0)]  # by an evaluator's step_scores: all are
     assert call_advantages(scored, CENTRED, BY_FUNCTION) == [{0: 0.5, 1: -0.5}, {0: -0.5, 1: 0.5}]
 

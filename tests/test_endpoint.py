@@ -363,8 +363,8 @@ async def test_a_silent_workflow_is_no_silent_service(config: Config, monkeypatc
         async with session.post(address + EPISODES, json=body) as answer:
             lines = (await answer.read()).split(b"\n")
     assert lines.count(b"") > 10
-    told = [next(iter(json.loads(line))) for line in lines if line]
-    assert told == [*["step"] * 4, "end"]
+    kinds = [next(iter(json.loads(line))) for line in lines if line]
+    assert kinds == [*["step"] * 4, "end"]
 
 
 async def test_each_trainer_has_its_model_behind_the_workflow(folder: Path) -> None:

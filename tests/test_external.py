@@ -257,9 +257,9 @@ async def test_a_service_is_told_where_its_model_is(tmp_path: Path, server: Fake
                 await asked(level, timeout=0.3, max_output=9000)
     with pytest.raises(BackendUnavailable, match="no answer from"):
         await asked("x")
-    told = seen[0]
-    assert (told["input"], told["row_id"], told["row"]) == ("hi", "7", {"level": "x"})
-    assert told["model"]["openai_base_url"].endswith(f"/e/{told['model']['api_key']}/v1")
+    request = seen[0]
+    assert (request["input"], request["row_id"], request["row"]) == ("hi", "7", {"level": "x"})
+    assert request["model"]["openai_base_url"].endswith(f"/e/{request['model']['api_key']}/v1")
     assert len({s["model"]["api_key"] for s in seen}) == len(seen)
 
 
@@ -309,8 +309,8 @@ async def test_a_service_of_a_cancelled_episode_gets_no_more_answers(tmp_path: P
                     answers.append(answer.status)
 
     async def answer(request: web.Request) -> web.Response:
-        told = await request.json()
-        work = asyncio.create_task(run_on(told["model"]))
+        episode = await request.json()
+        work = asyncio.create_task(run_on(episode["model"]))
         works.append(work)
         await asyncio.shield(work)
         return web.json_response({"output": "done"})

@@ -153,8 +153,8 @@ def test_tool_runs_are_steps_of_the_episode_they_began_in() -> None:
     assert [(step.event_type, step.payload.data.input["at"]) for step in one.steps] == [("TOOL_START", "sky")]
     began_here = [("TOOL_START", "sea"), ("TOOL_END", "sea"), ("TOOL_START", "snow")]
     assert [(step.event_type, step.payload.data.input["at"]) for step in other.steps] == began_here
-    told = [(step.event_type, step.payload.data.input, step.payload.data.output) for step in scope.steps]
-    assert told == [
+    contents = [(step.event_type, step.payload.data.input, step.payload.data.output) for step in scope.steps]
+    assert contents == [
         ("TOOL_START", {"at": "grass"}, None),
         ("TOOL_END", {"at": "grass"}, "green"),
         ("TOOL_START", {"at": "night"}, None),

@@ -266,7 +266,7 @@ def test_calls_whose_prompts_nobody_knows_are_in_no_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("over", "metrics", "advantages", "listed", "told"),
+    ("over", "metrics", "advantages", "listed", "explanation"),
     [
         (False, {}, None, "not trained yet", "not trained yet: its epoch is running or was interrupted"),
         (
@@ -282,7 +282,7 @@ def test_calls_whose_prompts_nobody_knows_are_in_no_row(tmp_path: Path) -> None:
     ids=["collecting", "training", "failed job", "no record"],
 )
 def test_what_is_not_trained_is_not_told_as_trained(
-    tmp_path: Path, over: bool, metrics: Any, advantages: Any, listed: str, told: str
+    tmp_path: Path, over: bool, metrics: Any, advantages: Any, listed: str, explanation: str
 ) -> None:
     made = Run(tmp_path / "run", over, **metrics)
     made.add("r1", episode(0, "r1"), episode(1, "r1"))
@@ -291,7 +291,7 @@ def test_what_is_not_trained_is_not_told_as_trained(
     made.store.close()
     assert all(line.endswith(f"  {listed}") for line in show(made.folder).out.splitlines())
     shown = show(made.folder, "--generation", 0).out
-    assert f"\n  {told}\n" in shown
+    assert f"\n  {explanation}\n" in shown
     rows = shown.partition("\nrows")[2]
     if advantages is None:
         assert rows == " if all calls were trained\n  row 1: calls 0, 2; 6 tokens, 3 of them sampled\n"

@@ -144,8 +144,8 @@ async def test_settings_are_checked_before_there_are_rows(loaded, tmp_path):
             ({"learning_rat": 1}, 400, "learning_rat: Extra inputs are not permitted"),
             ([], 400, "the body: Input should be"),
         ):
-            told = await backend.post(json.dumps(body).encode(), check)
-            assert (told[0], message in told[1]["error"]["message"]) == (status, True), told
+            reply = await backend.post(json.dumps(body).encode(), check)
+            assert (reply[0], message in reply[1]["error"]["message"]) == (status, True), reply
         assert backend.published == []
 
 
@@ -182,11 +182,11 @@ async def test_a_failed_job_says_why_and_the_next_one_runs(loaded, tmp_path):
     async with serving(loaded, tmp_path) as backend:
         endless = lines([row(advantages=1e38), row(episode="b")], {"truncated_importance": 1e38})
         endless = endless.replace(b"-0.1, -0.7", b"-100, -100")
-        for body, told in ((endless, "the loss is"), (lines([row()], {"learning_rate": 1e300}), "not finite")):
+        for body, problem in ((endless, "the loss is"), (lines([row()], {"learning_rate": 1e300}), "not finite")):
             _, state = await backend.post(body)
             failed = (await backend.events(state["id"]))[-1]
             assert failed["status"] == "failed"
-            assert told in failed["message"]
+            assert problem in failed["message"]
             assert "were restored" in failed["message"]
         assert backend.learner.version == 0
         _, state = await backend.post(lines(MANY))
@@ -242,7 +242,7 @@ async def read(body: bytes, encoding: str = "", piece: int = 1000, **limits):
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "problem"),
     [
         (b"", "the job is empty"),
         (lines([]), "none of the 0 rows has a trained token"),
@@ -279,9 +279,9 @@ async def read(body: bytes, encoding: str = "", piece: int = 1000, **limits):
         ),
     ],
 )
-async def test_what_is_refused_says_where_and_why(body, told):
+async def test_what_is_refused_says_where_and_why(body, problem):
     for encoding in ("", "gzip"):
-        with pytest.raises(RequestRefused, match=told) as refused:
+        with pytest.raises(RequestRefused, match=problem) as refused:
             await read(gzip.compress(body) if encoding else body, encoding)
         assert refused.value.status == 400
 
@@ -300,8 +300,9 @@ async def test_what_is_masked_may_be_anything():
 async def test_bad_compression():
     packed = gzip.compress(lines(MANY))
     assert len((await read(packed, "gzip", piece=7))[1]) == 60
-    for body, told in ((lines(MANY), "is gzip, but"), (packed[:-20], "cut off"), (packed + b"more", "after the end")):
-        with pytest.raises(RequestRefused, match=told):
+    damaged = ((lines(MANY), "is gzip, but"), (packed[:-20], "cut off"), (packed + b"more", "after the end"))
+    for body, problem in damaged:
+        with pytest.raises(RequestRefused, match=problem):
             await read(body, "gzip")
     with pytest.raises(RequestRefused, match="allowed: gzip, identity") as refused:
         await read(packed, "br")
@@ -314,12 +315,12 @@ async def test_a_compressed_bomb_is_stopped_early():
     endless = gzip.compress(b"a" * 100_000_000, compresslevel=1)
     many = gzip.compress(lines([row()] * 200_000))
     tracemalloc.start()
-    for body, limits, told in (
+    for body, limits, problem in (
         (endless, {}, "a line is longer"),
         (b"".join([endless]), {"max_bytes": 500_000}, "longer than 500000 bytes"),
         (many, {"max_bytes": 1_000_000}, "longer than 1000000 bytes"),
     ):
-        with pytest.raises(RequestRefused, match=told) as refused:
+        with pytest.raises(RequestRefused, match=problem) as refused:
             await read(body, "gzip", piece=65536, **limits)
         assert refused.value.status == 413
     peak = tracemalloc.get_traced_memory()[1]

@@ -88,7 +88,7 @@ def test_reference_values():
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "problem"),
     [
         (lambda d: d["losses"]["ppo_clip_seq_mean"].update(value=0.16834), "FAIL loss ppo_clip_seq_mean"),
         (lambda d: d["losses"]["gspo_seq_mean"]["grad_new_logp"][3].__setitem__(0, 1e-5), "FAIL loss gspo_seq_mean"),
@@ -100,14 +100,14 @@ def test_reference_values():
         (lambda d: (d.pop("losses"), d.pop("advantages")), "neither"),
     ],
 )
-def test_the_check_fails_on_a_wrong_file(tmp_path, damage, told, capsys, monkeypatch):
+def test_the_check_fails_on_a_wrong_file(tmp_path, damage, problem, capsys, monkeypatch):
     data = json.loads(VECTORS.read_text())
     damage(data)
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import check_losses
 
     assert not check_losses.check(data)
-    assert told in capsys.readouterr().out
+    assert problem in capsys.readouterr().out
 
 
 @settings(max_examples=60, deadline=None)

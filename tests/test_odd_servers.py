@@ -23,8 +23,8 @@ from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 
 
 def sampled(text: str) -> dict[str, Any]:
-    told = [{"token": c, "logprob": -1.0, "bytes": None, "top_logprobs": []} for c in text]
-    return {"token_ids": [ord(c) for c in text], "logprobs": {"content": told}}
+    content = [{"token": c, "logprob": -1.0, "bytes": None, "top_logprobs": []} for c in text]
+    return {"token_ids": [ord(c) for c in text], "logprobs": {"content": content}}
 
 
 def piece(delta: Any, text: str = "", finish: str | None = None, **others: Any) -> dict[str, Any]:

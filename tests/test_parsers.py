@@ -346,15 +346,15 @@ def test_the_message_of_one_step() -> None:
     called = parse(step("LLM_END", chat_responses=[ChatGeneration(message=answer)]), asked, more="ignored")
     assert asked == said("user", "b")
     assert called["finish_reason"] == "tool_calls"
-    told = {"role": "tool", "tool_call_id": "t1", "name": "look", "content": "r"}
+    message = {"role": "tool", "tool_call_id": "t1", "name": "look", "content": "r"}
     output = ToolMessage("r", tool_call_id="t1", name="look")
-    assert parse(step("TOOL_END", tool_outputs=output), previous_message=None) == told
-    assert parse(step("TOOL_END", data={"output": "r"}), previous_message=called) == told
+    assert parse(step("TOOL_END", tool_outputs=output), previous_message=None) == message
+    assert parse(step("TOOL_END", data={"output": "r"}), previous_message=called) == message
     assert (
         adk_parser.parse_to_openai_message(step("TOOL_END", data={"output": {"r": 1}}), called)["content"] == '{"r": 1}'
     )
     output = {"blocks": [{"block_type": "text", "text": "r"}], "tool_name": "look", "raw_input": {}, "raw_output": "r"}
-    assert llama_index_parser.parse_to_openai_message(step("TOOL_END", data={"output": output}), called) == told
+    assert llama_index_parser.parse_to_openai_message(step("TOOL_END", data={"output": output}), called) == message
 
 
 RESULTS: list[Any] = [  # of tools that know nothing of frameworks

@@ -278,19 +278,19 @@ async def test_a_client_that_sends_all_before_it_reads_is_not_left_hanging(serve
         if way == "chunks":
             connection.send(b"0\r\n\r\n")
         answer = connection.getresponse()
-        status, told = answer.status, json.loads(answer.read())
+        status, body = answer.status, json.loads(answer.read())
         connection.request("POST", url.raw_path, HI)  # the connection is as good as it was
         assert connection.getresponse().status == (401 if way == "unknown key" else 200)
         connection.close()
-        return status, told
+        return status, body
 
     async with gateway_to(model(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             url = f"{door.openai_url}/chat/completions"
             url = url.replace(door.key, "x" * 24) if way == "unknown key" else url
-            status, told = await asyncio.to_thread(send, URL(url))
+            status, body = await asyncio.to_thread(send, URL(url))
     wanted = (401, "unknown_episode") if way == "unknown key" else (413, "too_large")
-    assert (status, told["error"]["code"]) == wanted
+    assert (status, body["error"]["code"]) == wanted
     assert len(scope.calls) == (way != "unknown key")
 
 
@@ -412,11 +412,11 @@ async def test_logprobs_of_a_streamed_response(server: Watched) -> None:
             async with plain(door) as client:
                 asked: Any = {"model": "x", "input": "hi", "include": ["message.output_text.logprobs"]}
                 async with client.responses.stream(**asked) as events:
-                    told = [e.logprobs async for e in events if e.type == "response.output_text.delta"]
+                    deltas = [e.logprobs async for e in events if e.type == "response.output_text.delta"]
                     whole = (await events.get_final_response()).output[0].content[0].logprobs
                 assert (await client.responses.create(**asked)).output[0].content[0].logprobs == whole
                 await client.responses.create(model="x", input="hi", top_logprobs=2)
-    assert [one.logprob for piece in told for one in piece] == [one.logprob for one in whole] == scope.calls[0].logprobs
+    assert [t.logprob for delta in deltas for t in delta] == [t.logprob for t in whole] == scope.calls[0].logprobs
     assert "top_logprobs" not in server.requests[-1]
 
 

@@ -95,9 +95,8 @@ def test_eval(installed: Path, server: FakeOpenAI, write: Any, tmp_path: Path) -
     assert item["generated_answer"]["text"] == "echo: say 9"
     assert item["generated_answer"]["asked_by"] == "<workflow>"
     steps = item["intermediate_steps"]
-    assert (
-        item["generated_answer"]["steps_heard"] == len(steps) - 4
-    )  # all but the starts and ends of the workflow and its function
+    heard = len(steps) - 4  # all but the starts and ends of the workflow and its function
+    assert item["generated_answer"]["steps_heard"] == heard
     by_name = {s["payload"]["name"]: s for s in steps if s["payload"]["event_type"].endswith("START")}
     assert by_name["desk_record"]["parent_id"] == by_name["<workflow>"]["payload"]["UUID"]
     assert by_name["drafting"]["parent_id"] == by_name["desk_record"]["payload"]["UUID"]

@@ -307,9 +307,8 @@ async def test_an_evaluation_as_a_plugin_asks_for_one(write: Any, tmp_path: Path
     [file] = output.evaluator_output_files
     written = json.loads(file.read_text())["eval_output_items"]
     assert written[0]["score"] == 4.0
-    assert written[0]["reasoning"] == {
-        "names": ["<workflow>"] * 4
-    }  # the start and the end of the workflow, and of its function
+    # the start and the end of the workflow, and of its function
+    assert written[0]["reasoning"] == {"names": ["<workflow>"] * 4}
 
 
 def test_the_models_of_an_evaluation_and_their_defaults() -> None:

@@ -39,5 +39,5 @@ def test_a_run_ends_and_trains_only_what_was_sampled_once(release, seed, served,
         keys |= {"eval.general.retries": 2, "llms.player.max_retries": 3, "llms.player.timeout": 2}
         options = [text for key, value in keys.items() for text in ("-o", key, str(value))]
         done = finetune(release, tmp_path / "config.yml", *options, folder=tmp_path)
-    told = check_run(tmp_path / "run", done.returncode, done.stderr, served, proxy, before)
-    print(f"seed {seed}, ART {release}: {told}")
+    summary = check_run(tmp_path / "run", done.returncode, done.stderr, served, proxy, before)
+    print(f"seed {seed}, ART {release}: {summary}")

@@ -150,12 +150,26 @@ def test_what_no_server_has_received_is_submitted_until_one_has(release, looker,
     assert [line["policy_version"] for line in lines] == [1, 2]
 
 
+@each_release
+def test_an_outage_of_the_server_costs_no_episode(release, looker, tool_model, tmp_path):
+    address, _ = looker
+    with Wiretap(address) as tap:
+        tap.outage = ("/v1/chat/completions", 3)
+        done = finetune(release, write_file(tmp_path, tap, f"away-{release}", tool_model.name))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert tap.outage is None
+    lines = [json.loads(line) for line in (tmp_path / "out/episodes.jsonl").read_text().splitlines()]
+    episodes = [line for line in lines if "outcome" in line]
+    assert [(e["outcome"], e["error"]) for e in episodes] == [("ok", None)] * 24
+    assert any(e["attempt"] > 0 for e in episodes)
+
+
 NOT_FOR_THE_SERVER = ("training.kimi_k2_tau", "training.kl_penalty_coef")
 """What the client can send, and `insitu backend` refuses."""
 
 
 @pytest.mark.parametrize(
-    ("release", "key", "value", "told"),
+    ("release", "key", "value", "problem"),
     [
         ("0.5.18", "training.beta", 0.1, "0.5.18 has no such option; set training.kl_penalty_coef for ART"),
         ("0.5.18", "training.kl_penalty_coef", 0.1, "set beta, which adds a KL penalty to the loss (a key of open"),
@@ -169,13 +183,13 @@ NOT_FOR_THE_SERVER = ("training.kimi_k2_tau", "training.kl_penalty_coef")
         ("0.5.18", "backend.port", 9, "no answer from the ART server"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(release, key, value, told, looker, tool_model, tmp_path):
+def test_what_cannot_be_done_is_refused_by_name(release, key, value, problem, looker, tool_model, tmp_path):
     address, _ = looker
     with Wiretap(address) as tap:
         file = write_file(tmp_path, tap, f"refused-{release}", tool_model.name)
         done = finetune(release, file, *set_keys(**{f"trainer_adapters.art_adapter.{key}": json.dumps(value)}))
         assert done.returncode in (1, 2), done.stdout + done.stderr
-        assert told in done.stderr
+        assert problem in done.stderr
         assert "Traceback" not in done.stderr
         trained = [body for body in tap.of("/_train_model") if key not in NOT_FOR_THE_SERVER]
     assert not trained

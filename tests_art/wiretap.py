@@ -14,6 +14,9 @@ class Wiretap:
 
     `refuse` is a path and how many posts to it are refused, as by a proxy whose server is overloaded.
 
+    `outage` is a path and a number of health checks: after the fifth post to that path every connection is closed
+    without a response, until that many health checks have failed.
+
     `then` is a path and another server, which is asked from the third post to that path on.
     `plain` makes the server behind it one of ART's own kind for that model: it is served as NAME@STEP alone, answers
     name no version of the weights, and the sampled ids stand in the logprobs only.
@@ -24,6 +27,7 @@ class Wiretap:
         self.bodies: list[tuple[str, dict[str, str], Any]] = []
         self.lose: str | None = None
         self.refuse = ("", 0)
+        self.outage: tuple[str, int] | None = None
         self.then: tuple[str, str] | None = None
         self.plain: str | None = None
         self.address = ""
@@ -70,6 +74,14 @@ class Wiretap:
             self.bodies.append((request.path, dict(request.headers), json.loads(body)))
             if self.then and len(self.of(self.then[0])) == 3:
                 self.target = self.then[1]
+        if self.outage and len(self.of(self.outage[0])) > 5:
+            path, checks = self.outage
+            self.outage = (path, checks - (request.path == "/healthcheck"))
+            if self.outage[1] < 0:
+                self.outage = None
+            else:
+                request.transport.close()
+                return web.Response()
         path, times = self.refuse
         if request.path == path and times:
             self.refuse = path, times - 1

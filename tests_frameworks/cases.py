@@ -4,18 +4,20 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """`goes_on`: what a tool raises is told to the model, else it ends the agent's run; `told` is what steps say."""
+    """`goes_on`: an error of a tool is reported to the model; otherwise it ends the agent's run. `error_text` is what
+    the step says about it.
+    """
 
     title: str
     distribution: str
     streams: bool = True
     goes_on: bool = True
-    told: str = "night"
+    error_text: str = "night"
 
 
 CASES = {
     "langgraph": Case("LangChain and LangGraph", "langgraph", goes_on=False),
-    "openai_agents": Case("OpenAI Agents SDK", "openai-agents", told="Error running tool"),
+    "openai_agents": Case("OpenAI Agents SDK", "openai-agents", error_text="Error running tool"),
     "pydantic_ai": Case("Pydantic AI", "pydantic-ai-slim", goes_on=False),
     "openai": Case("OpenAI SDK", "openai", goes_on=False),
     "anthropic": Case("Anthropic SDK", "anthropic", goes_on=False),

@@ -51,11 +51,11 @@ def test_an_agent_is_trained(name: str, stream: bool, model: Path, tmp_path: Pat
             assert len(calls) == 1
         else:
             check_answer(left, episode)
-        check_steps(left.steps[number_in(calls[0])], calls, episode["row_id"], CASES[name].told)
+        check_steps(left.steps[number_in(calls[0])], calls, episode["row_id"], CASES[name].error_text)
     write_result(name, stream, left)
 
 
-def check_steps(steps: list[dict[str, Any]], calls: list[ModelCall], thing: str, told: str) -> None:
+def check_steps(steps: list[dict[str, Any]], calls: list[ModelCall], thing: str, error_text: str) -> None:
     """A pair of steps for each model call, with what it sampled, and one for the tool in between."""
     model, tool = ["LLM_START", "LLM_END"], ["TOOL_START", "TOOL_END"]
     assert [step["type"] for step in steps] == model + tool + model * (len(calls) - 1)
@@ -65,7 +65,7 @@ def check_steps(steps: list[dict[str, Any]], calls: list[ModelCall], thing: str,
     assert started["name"] == ended["name"] == "look"
     assert ended["input"] == {"at": thing}
     if thing == NIGHT:
-        assert told in ended["error"]
+        assert error_text in ended["error"]
     else:
         assert COLOURS[thing] in ended["output"]
         assert ended["error"] is None

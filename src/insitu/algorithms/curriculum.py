@@ -137,9 +137,8 @@ def drop_reasons(
     state.epoch = epoch
     _expand_if_due(config, state)
     dropped = {e: DropReason.CURRICULUM for e in rewards if e not in state.included_groups}
-    ranges = {
-        e: round(max(g) - min(g), 9) for e, g in rewards.items()
-    }  # rounds off float error: 0.3 - 0.2 is not below 0.1
+    # rounded because of float error: 0.3 - 0.2 is not below 0.1
+    ranges = {e: round(max(g) - min(g), 9) for e, g in rewards.items()}
     low_range = [e for e in rewards if e not in dropped and ranges[e] < config.min_reward_diff]
     dropped |= dict.fromkeys(low_range, DropReason.NO_VARIANCE)
     if config.random_subsample is not None:

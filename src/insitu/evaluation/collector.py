@@ -26,7 +26,7 @@ from insitu.errors import InsituError, WorkflowError
 from insitu.evaluation.episodes import Attempt, EpisodeOptions, in_process, run_episode
 from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.shared_run import RunState
-from insitu.registry import FUNCTION, LLM, TRAINER_ADAPTER
+from insitu.registry import FUNCTION, LLM
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
@@ -62,7 +62,7 @@ async def collect(
         row, key = task
         async with _episode_slot(run):
             episode = await run_episode(attempt, row, key, options)
-            while episode.reason is DropReason.BACKEND_ERROR and await _waited_for_policy(builder):
+            while run is not None and episode.reason is DropReason.BACKEND_ERROR and await run.wait_for_policy():
                 key = key._replace(attempt=episode.key.attempt + 1)
                 episode = await run_episode(attempt, row, key, options)
         await finish(row, episode)
@@ -88,17 +88,6 @@ async def collect(
             f"{len(tasks)} episodes were planned, but {outcomes.total()} have an outcome ({dict(outcomes)}): "
             "this is a fault of insitu"
         )
-
-
-async def _waited_for_policy(builder: Builder) -> bool:
-    """Waits while the server of the model under training does not respond; returns whether it had to.
-
-    An outage may last longer than the agent's client retries, and must not use up the episodes of the epoch. Raises
-    BackendUnavailable if the server does not come back.
-    """
-    adapters = (builder.parent or builder).built(TRAINER_ADAPTER)
-    waited = [await adapter.wait_until_reachable() for adapter in adapters if hasattr(adapter, "wait_until_reachable")]
-    return any(waited)
 
 
 def stray_completions(builder: Builder) -> Counter[str]:

@@ -6,7 +6,7 @@ run.failed_validations
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -32,12 +32,18 @@ class GenerationCounter:
         return first
 
 
+async def _nothing_to_wait_for() -> bool:
+    return False
+
+
 @dataclass
 class RunState:
     """A finetuning run as its evaluations see it, whether the trainer or a plugin starts them.
 
     `episode_slots` limits the episodes in flight. `validations` counts held-out evaluations; `failed_validations`
-    describes those without a score.
+    describes those without a score. `wait_for_policy` waits while the server of the model under training does not
+    respond and returns whether it had to: an outage may last longer than the agent's client retries, and must not use
+    up the epoch's episodes. It raises BackendUnavailable if the server does not come back.
     """
 
     builder: Builder
@@ -46,6 +52,7 @@ class RunState:
     generations: GenerationCounter = field(default_factory=GenerationCounter)
     validations: int = 0
     failed_validations: list[str] = field(default_factory=list)
+    wait_for_policy: Callable[[], Awaitable[bool]] = _nothing_to_wait_for
 
 
 _current: ContextVar[RunState | None] = ContextVar("insitu_run", default=None)

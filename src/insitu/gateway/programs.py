@@ -134,11 +134,8 @@ async def _end_group(group: int) -> None:
         while asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
             os.killpg(group, 0)
-    except (
-        ProcessLookupError,
-        PermissionError,
-    ):  # no process left; macOS raises PermissionError if only zombies remain
-        pass
+    except (ProcessLookupError, PermissionError):
+        pass  # no process left; macOS raises PermissionError if only zombies remain
     finally:
         _kill(group)
         _running_groups.discard(group)

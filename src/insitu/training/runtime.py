@@ -86,6 +86,7 @@ async def finetuning_main(run_config: FinetuneRunConfig, console: Console | None
             async with _cleaned_up(trainer, f"trainers.{finetuning.trainer}"):
                 await trainer.initialize(finetuning)
                 if isinstance(adapter, TrainerAdapter):
+                    run.wait_for_policy = adapter.wait_until_reachable
                     builder.trained_policy = await adapter.policy_endpoint()
                     check_model_names(builder, run_config.endpoint)
                 async with _watched(adapter):

@@ -43,6 +43,8 @@ class TrainingJob:
         self.task: asyncio.Task[None] | None = None
         self.diverged = False
         """Whether the job failed because of its rows or settings: they made the loss or a weight infinite."""
+        self.recording = False
+        """Whether the outcome is being written to disk: it is too late to cancel."""
         self._changed = asyncio.Event()
 
     @property
@@ -142,7 +144,8 @@ class TrainingQueue:
         """Cancels the job and waits until it has stopped using the weights; a no-op if it has ended."""
         job = self.get(job_id)
         if not job.ended and job.task is not None:
-            job.task.cancel()
+            if not job.recording:
+                job.task.cancel()
             await asyncio.wait([job.task])
             if not job.ended:  # canceled before its task started
                 job.update(status="canceled", message="canceled before it started")
@@ -154,8 +157,9 @@ class TrainingQueue:
             await self.cancel(job.state.id)
 
     async def _train(self, job: TrainingJob, settings: TrainingSettings, rows: Sequence[Row]) -> None:
-        """Runs the job after all earlier ones; always leaves it in a final state."""
+        """Runs the job after all earlier ones; leaves it in a final state, which is on disk before it is shown."""
         result: TrainedVersion | None = None
+        outcome: dict[str, Any] = {}
 
         def train_and_publish() -> Generator[Progress, None, None]:
             """No other work runs between the last training step and the publication."""
@@ -175,26 +179,27 @@ class TrainingQueue:
         except asyncio.CancelledError:
             # If canceled after publication, the new weights are live, so the job counts as completed.
             if result is None:
-                job.update(status="canceled", message="canceled; the weights are unchanged")
+                outcome = {"status": "canceled", "message": "canceled; the weights are unchanged"}
         except InsituError as error:
             job.diverged = isinstance(error, JobFailed)
-            job.update(status="failed", message=str(error))
+            outcome = {"status": "failed", "message": str(error)}
         except Exception as error:  # e.g. a model or disk error: fail this job, keep the server running
             logger.exception("job %s failed", job.state.id)
-            job.update(status="failed", message=f"{type(error).__name__}: {error}")
+            outcome = {"status": "failed", "message": f"{type(error).__name__}: {error}"}
         if result is not None:
-            job.update(
-                status="completed",
-                progress=100.0,
-                policy_version=result.version,
-                checkpoint=str(result.checkpoint),
-                metrics=result.metrics,
-            )
-        self._write_record(job)
+            outcome = {
+                "status": "completed",
+                "progress": 100.0,
+                "policy_version": result.version,
+                "checkpoint": str(result.checkpoint),
+                "metrics": result.metrics,
+            }
+        job.recording = True
+        await asyncio.to_thread(self._write_record, job.state.model_copy(update=outcome))
+        job.update(**outcome)
 
-    def _write_record(self, job: TrainingJob) -> None:
+    def _write_record(self, state: JobState) -> None:
         """The record names its checkpoint relative to the output_dir, which may be moved."""
-        state = job.state
         if state.checkpoint is not None:
             state = state.model_copy(update={"checkpoint": os.path.relpath(state.checkpoint, self._folder.parent)})
         try:

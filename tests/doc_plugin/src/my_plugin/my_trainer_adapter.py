@@ -96,14 +96,14 @@ class MyTrainerAdapter(TrainerAdapter):
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         response = await self.client.get(f"/jobs/{ref.metadata['job_id']}")
         response.raise_for_status()
-        told = response.json()
+        state = response.json()
         return TrainingJobStatus(
             run_id=ref.run_id,
             backend=ref.backend,
-            status=TrainingStatusEnum(told["status"]),
-            progress=told["progress"],
-            message=told.get("message"),
-            metadata=told.get("metrics"),
+            status=TrainingStatusEnum(state["status"]),
+            progress=state["progress"],
+            message=state.get("message"),
+            metadata=state.get("metrics"),
         )
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:

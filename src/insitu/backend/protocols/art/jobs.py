@@ -137,7 +137,7 @@ class ArtJobs:
         job = self._queue.submit(request.job_key, settings, batch.rows, registered.learner)
         art_job = ArtJob(job, request.model, _counts(groups, batch, settings), batch.dropped, request.digest)
         self._jobs[job.state.id] = self._latest[request.model.key] = art_job
-        registered.metrics_log.log(step, "train", groups)
+        await registered.metrics_log.log(step, "train", groups)
         if len(self._jobs) > KEPT_JOBS:
             self._jobs.popitem(last=False)
         return art_job

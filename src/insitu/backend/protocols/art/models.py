@@ -1,5 +1,6 @@
 """The models that ART clients train: each is a policy with its own names, checkpoints and logged metrics."""
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -37,19 +38,24 @@ class MetricsLog:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "history.jsonl"
         self._records: list[dict[str, Any]] = []
+        self._writing = asyncio.Lock()
         for number, line in whole_lines(self._path) if self._path.exists() else ():
             record = read_line(self._path, number, line)
             if not isinstance(record.get("step"), int):
                 raise InsituError(f"{self._path}, line {number} has no step")
             self._records.append(record)
 
-    def log(self, step: int, split: str, groups: Sequence[ArtGroup]) -> None:
-        """Logs the means over all trajectories of `groups`."""
+    async def log(self, step: int, split: str, groups: Sequence[ArtGroup]) -> None:
+        """Logs the means over all trajectories of `groups`; they are on disk when it returns."""
         record = {"step": step, **{f"{split}/{name}": value for name, value in _means(groups).items()}}
+        async with self._writing:
+            await asyncio.to_thread(self._append, json.dumps(record).encode() + b"\n")
+            self._records.append(record)
+
+    def _append(self, line: bytes) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.closing(LineFile(self._path)) as file:  # which syncs it
-            file.append(json.dumps(record).encode() + b"\n")
-        self._records.append(record)
+            file.append(line)
 
     def metrics(self, step: int) -> dict[str, float]:
         """Means of the metrics logged at this step."""

@@ -98,7 +98,7 @@ class _Endpoints:
 
     async def _log(self, registered: RegisteredModel, data: dict[str, Any]) -> None:
         groups = await asyncio.to_thread(parse_groups, data.get("trajectory_groups"))
-        registered.metrics_log.log(registered.step, optional(data, "split", str) or "val", groups)
+        await registered.metrics_log.log(registered.step, optional(data, "split", str) or "val", groups)
 
 
 class _ArtRunEndpoints(_Endpoints):
