@@ -23,6 +23,7 @@ ORDER = [
     "schemas",
     "algorithms",
     "advantages",
+    "preferences",
     "http_format",
     "http_access",
     "http_limits",

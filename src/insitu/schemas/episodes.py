@@ -83,12 +83,17 @@ class TrainingRow(BaseModel):
     tokens the row contains.
     """
 
-    token_ids: list[int]
-    loss_mask: list[int]
-    logprobs: list[float]
+    token_ids: list[int] = []
+    loss_mask: list[int] = []
+    logprobs: list[float] = []
     advantages: float | list[float] = 0.0
     episode: str = ""
     calls: list[int] = []
+    pair: str = ""
+    preferred: bool | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    trained_messages: list[int] | None = None
 
 
 class DropReason(StrEnum):
@@ -110,11 +115,57 @@ class DropReason(StrEnum):
     NO_VARIANCE = "no_variance"
     CURRICULUM = "curriculum"  # a group that curriculum learning does not include yet
     SUBSAMPLE = "subsample"  # not selected by `random_subsample`
+    # of preferences; the first counts episodes, the next two candidates, then turns, and the last six pairs
+    NO_CANDIDATES = "no_candidates"
+    UNSCORED_CANDIDATE = "unscored_candidate"  # without a finite score
+    UNTARGETED_CANDIDATE = "untargeted_candidate"  # not sampled by a targeted call
+    SINGLE_CANDIDATE = "single_candidate"
+    EQUAL_SCORES = "equal_scores"
+    IDENTICAL_RESPONSES = "identical_responses"
+    DIFFERENT_PROMPTS = "different_prompts"
+    SMALL_DIFFERENCE = "small_difference"  # of scores, below the configured minimum
+    MAX_PAIRS = "max_pairs"  # beyond the configured maximum
+    DUPLICATE_PAIR = "duplicate_pair"
 
 
 class Outcome(StrEnum):
     OK = "ok"
     FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateStep:
+    """A scored candidate of a turn: one of several completions of the same prompt.
+
+    `prompt` is what the model was shown, as messages or text. `score` is None if it is not a finite number. `call` is
+    the position in the episode's calls of the one that sampled the candidate; None if no recorded call did.
+    """
+
+    turn_id: str
+    candidate_index: int
+    prompt: list[dict[str, Any]] | str
+    response: str
+    score: float | None
+    turn_index: int | None = None
+    call: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreferencePair:
+    """Two candidates of one turn, the better one first."""
+
+    chosen: CandidateStep
+    rejected: CandidateStep
+
+    @property
+    def turn_id(self) -> str:
+        return self.chosen.turn_id
+
+    @property
+    def score_diff(self) -> float:
+        assert self.chosen.score is not None  # only candidates with scores are paired
+        assert self.rejected.score is not None
+        return self.chosen.score - self.rejected.score
 
 
 @dataclass(slots=True)
@@ -148,5 +199,7 @@ class Episode:
     """
     requested: Mapping[str, int] = field(default_factory=dict)
     """Completions requested by all attempts, by URL of the server; those of failed requests too."""
+    candidates: list[CandidateStep] = field(default_factory=list)
+    """Those of its targeted functions and llms; only preference builders read them from the steps."""
     abandoned_attempts: int = 0
     """Attempts whose code ignored its cancellation, so that it may still run."""

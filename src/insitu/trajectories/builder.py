@@ -44,14 +44,21 @@ _PENALIZED = (
 _REHEARSED_ROWS = 3
 
 
-class EpisodesBuilderConfig(TrajectoryBuilderConfig, name="insitu_traj_builder"):
-    """Runs several episodes per row, grouped by row."""
+class CollectingBuilderConfig(TrajectoryBuilderConfig):
+    """What all builders that run episodes themselves have in common."""
 
-    num_generations: int = Field(default=8, ge=1)
+    num_generations: int = Field(default=1, ge=1)
     """Episodes per row and epoch (the group size)."""
     rows_per_epoch: int | None = Field(default=None, ge=1)
     """Rows per epoch, taken in a seeded order over the dataset; none: all rows. A curriculum can only include rows it
     has seen: a row first seen between two expansions waits for the next."""
+
+
+class EpisodesBuilderConfig(CollectingBuilderConfig, name="insitu_traj_builder"):
+    """Runs several episodes per row, grouped by row."""
+
+    num_generations: int = Field(default=8, ge=1)
+    """Episodes per row and epoch (the group size)."""
 
 
 class GroupRecord(NamedTuple):
@@ -86,8 +93,12 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
 
     needs_token_ids = True
     """Whether training needs the token ids of prompts, so that a call without them is a failure."""
+    needs_reward = True
+    """Whether training needs a reward for each episode."""
+    makes_pairs = False
+    """Whether its trajectories are preference pairs, which are compared already."""
 
-    def __init__(self, trajectory_builder_config: EpisodesBuilderConfig, builder: Builder | None = None) -> None:
+    def __init__(self, trajectory_builder_config: CollectingBuilderConfig, builder: Builder | None = None) -> None:
         super().__init__(trajectory_builder_config)
         self.config = trajectory_builder_config
         self._given_builder = builder or builder_of_run()
@@ -101,7 +112,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
 
     def _check(self) -> None:
         """Raises ConfigError before an earlier run is moved aside and a backend is started."""
-        if self._full_config.finetuning.reward_function is None:
+        if self.needs_reward and self._full_config.finetuning.reward_function is None:
             raise ConfigError("finetuning.reward_function is missing: training needs the name of an evaluator")
         for llm in sorted(self._full_config.trained_llms()):
             if getattr(self._full_config.block(LLM, llm), "seed", None) is not None:
@@ -112,6 +123,11 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
 
     def check_comparable(self, trainer: str) -> None:
         """Raises ConfigError if there is nothing to compare an episode with."""
+        if self.makes_pairs:
+            raise ConfigError(
+                f"trajectory_builders: {self.config.type} makes preference pairs, which {trainer} cannot train; "
+                "allowed trainers: insitu_dpo_trainer, nemo_customizer_trainer"
+            )
         if self.config.num_generations < 2:
             key = f"trajectory_builders.{self._full_config.finetuning.trajectory_builder}.num_generations"
             raise ConfigError(
@@ -185,15 +201,14 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         return list({str(row.id): row for row in rows}.values())  # the last row of a pass may be the first of the next
 
     @property
-    def _reward_function(self) -> RewardFunctionConfig:
-        assert self.run_config.reward_function is not None  # checked when the builder was made
-        return self.run_config.reward_function
+    def _reward_function(self) -> RewardFunctionConfig | None:
+        return self.run_config.reward_function if self.needs_reward else None
 
     async def _evaluators_and_options(self) -> tuple[dict[str, EvaluatorInfo], EpisodeOptions]:
         """The evaluators of training episodes, that of the reward first, and how the episodes are run."""
         monitored = self.run_config.training_evaluators
         others = self._full_config.names(EVALUATOR) if monitored is None else monitored
-        names = dict.fromkeys((self._reward_function.name, *others))
+        names = dict.fromkeys((*([self._reward_function.name] if self._reward_function else ()), *others))
         evaluators = {name: await self._builder.get_evaluator(name) for name in names}
         service = self.run_config.run_configuration
         result = ResultPath.parse(service.result_json_path) if service else None
@@ -219,7 +234,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         if episode is None or episode.reason is None:
             return None
         problem = f"row {episode.key.row_id!r}, played once before the first epoch: {episode.reason}: {episode.error}"
-        if episode.reason is DropReason.EVALUATOR_ERROR and self._reward_function.on_failure == "exclude":
+        if episode.reason is DropReason.EVALUATOR_ERROR and self._on_failure == "exclude":
             raise PluginError(f"no row could be scored, so nothing can be trained; {problem}")
         return problem
 
@@ -236,7 +251,6 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
             if collection.vocab_size is not None and episode.outcome is Outcome.OK:
                 self._check_vocabulary(episode, collection.vocab_size)
             await self._reward(episode, row, evaluators)
-            episode.steps = []  # only the evaluator needs them; an epoch of steps would not fit into memory
 
         service, limit = self.run_config.run_configuration, self._full_config.max_concurrency
         collecting = collect(self._builder, tasks, options, service, finish, current_run(), limit)
@@ -251,6 +265,8 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
             group.append(episode)
             if len(group) == self.config.num_generations:
                 record = self._group(waiting.pop(episode.key.row_id))
+                for member in group:
+                    member.steps = []  # no longer needed; an epoch of steps would not fit into memory
                 collection.groups[record.row_id] = record._replace(episodes=[])
                 collection.first_error = collection.first_error or next((e.error for e in group if e.error), None)
                 collection.on_group(record)
@@ -259,22 +275,30 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         """Scores an episode with all `evaluators`; the score of the reward function's becomes its reward."""
         if episode.outcome is Outcome.OK:
             await self._score(episode, row, evaluators)
-        on_failure = self._reward_function.on_failure
+        on_failure = self._on_failure
         if isinstance(on_failure, float) and episode.reason in _PENALIZED:
             episode.reward = on_failure
             if trained := self._trained(episode):  # charged to the last trained call, on top of the step rewards
                 episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
                 episode.step_rewards[trained[-1]] += on_failure
 
+    @property
+    def _on_failure(self) -> float | str:
+        return self._reward_function.on_failure if self._reward_function is not None else "exclude"
+
     async def _score(self, episode: Episode, row: EvalInputItem, evaluators: Mapping[str, EvaluatorInfo]) -> None:
         """Sets the reward, or the reason and error if there is none."""
         item = row.model_copy(update={"output_obj": episode.output, "trajectory": episode.steps})
-        name, limit = self._reward_function.name, self._full_config.eval.scoring_limit(1)
+        limit = self._full_config.eval.scoring_limit(1)
         outputs = await asyncio.gather(*(score(info, key, [item], limit) for key, info in evaluators.items()))
         scored = {key: output.eval_output_items[0] for key, output in zip(evaluators, outputs, strict=True)}
-        given = scored.pop(name)
+        given = scored.pop(self._reward_function.name) if self._reward_function is not None else None
+        monitored = {key: self._monitored(key, other) for key, other in scored.items()}
+        if self._reward_function is None or given is None:
+            episode.scores = monitored
+            return
         value, episode.reason, message = parse_score(given)
-        episode.scores = {name: value, **{key: self._monitored(key, other) for key, other in scored.items()}}
+        episode.scores = {self._reward_function.name: value, **monitored}
         if episode.reason is not None:
             episode.error = message
             return
@@ -313,6 +337,11 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
 
     def _group(self, episodes: list[Episode]) -> GroupRecord:
         episodes.sort(key=lambda e: e.key.generation)
+        trajectories, dropped = self._trajectories(episodes)
+        return GroupRecord(episodes[0].key.row_id, episodes, trajectories, dropped)
+
+    def _trajectories(self, episodes: list[Episode]) -> tuple[list[Trajectory], Counter[str]]:
+        """The trajectories of a complete group, and how much of it was dropped, by reason."""
         dropped: Counter[str] = Counter()
         trajectories = []
         for episode in episodes:
@@ -321,7 +350,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
                 dropped[str(episode.reason or DropReason.NO_SCORE)] += 1
             else:
                 trajectories.append(trajectory)
-        return GroupRecord(episodes[0].key.row_id, episodes, trajectories, dropped)
+        return trajectories, dropped
 
     def _trained(self, episode: Episode) -> list[int]:
         run = self.run_config

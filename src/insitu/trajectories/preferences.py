@@ -1,0 +1,209 @@
+"""Builders of preference pairs: from the scored candidates of each turn, or from whole episodes of a row."""
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+from pydantic import Field
+
+from insitu.builder import Builder
+from insitu.preferences.candidates import Targets, candidates_of
+from insitu.preferences.pairs import PairOptions, preference_pairs
+from insitu.preferences.rows import episode_rows, pair_rows
+from insitu.registry import register_trajectory_builder
+from insitu.schemas.episodes import CandidateStep, DropReason, Episode, ModelCall, Outcome, PreferencePair, TrainingRow
+from insitu.schemas.finetuning import DPOItem, OpenAIMessage, Trajectory, text_content
+from insitu.schemas.steps import IntermediateStepType
+from insitu.trajectories.builder import CollectingBuilderConfig, EpisodesBuilder
+from insitu.trajectories.conversations import Turn, conversations
+
+
+class DPOTrajectoryBuilderConfig(CollectingBuilderConfig, name="dpo_traj_builder"):
+    """Makes preference pairs from the candidates that the workflow scores, each reported as a step `TTC_END`."""
+
+    ttc_step_name: str = "dpo_candidate_move"
+    """Name of the steps that report candidates."""
+    exhaustive_pairs: bool = True
+    """true: all pairs of a turn with different scores; false: only the best candidate with the worst."""
+    min_score_diff: float = Field(default=0.0, ge=0)
+    """Drop pairs whose scores differ by less. Equal scores never make a pair."""
+    max_pairs_per_turn: int | None = Field(default=None, ge=1)
+    """Pairs of a turn to keep, those with the largest difference first; none: all."""
+    reward_from_score_diff: bool = True
+    """Reward of a pair in tables and plots. true: the difference of its scores; false: the score of the chosen one."""
+    require_multiple_candidates: bool = True
+    """true: a turn with one candidate is counted as dropped; false: it is expected."""
+
+
+class DPOFromGroupsConfig(CollectingBuilderConfig, name="dpo_from_groups"):
+    """Makes preference pairs from whole episodes of a row, by their rewards."""
+
+    num_generations: int = Field(default=8, ge=2)
+    """Episodes per row and epoch (the group size)."""
+    exhaustive_pairs: bool = False
+    """true: all pairs of a row's episodes with different rewards; false: only the best with the worst."""
+    min_reward_diff: float = Field(default=0.0, ge=0)
+    """Drop pairs whose rewards differ by less. Equal rewards never make a pair."""
+    max_pairs_per_row: int | None = Field(default=None, ge=1)
+    """Pairs of a row to keep, those with the largest difference first; none: all."""
+
+
+class DPOTrajectoryBuilder(EpisodesBuilder):
+    """Collects episodes and pairs the candidates of each of their turns; a trajectory is one pair."""
+
+    needs_reward = False
+    makes_pairs = True
+    config: DPOTrajectoryBuilderConfig
+
+    def __init__(self, trajectory_builder_config: DPOTrajectoryBuilderConfig, builder: Builder | None = None) -> None:
+        super().__init__(trajectory_builder_config, builder)
+        config = trajectory_builder_config
+        self._options = PairOptions(
+            config.exhaustive_pairs,
+            config.min_score_diff,
+            config.max_pairs_per_turn,
+            config.require_multiple_candidates,
+        )
+
+    def _trajectories(self, episodes: list[Episode]) -> tuple[list[Trajectory], Counter[str]]:
+        dropped: Counter[str] = Counter()
+        trajectories: list[Trajectory] = []
+        for episode in episodes:
+            if episode.outcome is not Outcome.OK:
+                dropped[str(episode.reason)] += 1
+                continue
+            targets = Targets(
+                self._trained(episode), self.run_config.target_functions, text=not self._full_config.trained_llms()
+            )
+            episode.candidates, untargeted = candidates_of(
+                episode.steps, episode.calls, self.config.ttc_step_name, targets
+            )
+            if not episode.candidates and not untargeted:
+                episode.reason, episode.error = DropReason.NO_CANDIDATES, self._no_candidates(episode)
+                dropped[str(DropReason.NO_CANDIDATES)] += 1
+            pairs, dropped_pairs = preference_pairs(episode.candidates, self._options)
+            dropped.update(untargeted + dropped_pairs)
+            trajectories += [self._pair(episode, number, pair) for number, pair in enumerate(pairs)]
+        return trajectories, dropped
+
+    def _no_candidates(self, episode: Episode) -> str:
+        names = {str(s.name) for s in episode.steps if s.event_type is IntermediateStepType.TTC_END}
+        found = f"those of this episode are named {', '.join(sorted(names))}" if names else "this episode has none"
+        return f"no step TTC_END is named {self.config.ttc_step_name!r} (ttc_step_name); {found}"
+
+    def _pair(self, episode: Episode, number: int, pair: PreferencePair) -> Trajectory:
+        name = f"{episode.key.text()}/pair {number}"
+        chosen = pair.chosen
+        metadata = {"turn_id": chosen.turn_id, "turn_index": chosen.turn_index}
+        reward = pair.score_diff if self.config.reward_from_score_diff else chosen.score
+        assert reward is not None  # pairs have scores
+        return _trajectory(name, pair, reward, episode, pair_rows(pair, episode.calls, name), metadata)
+
+
+class DPOFromGroupsBuilder(EpisodesBuilder):
+    """Collects groups of episodes and pairs those of a row by their rewards; a trajectory is one pair."""
+
+    makes_pairs = True
+    config: DPOFromGroupsConfig
+
+    def __init__(self, trajectory_builder_config: DPOFromGroupsConfig, builder: Builder | None = None) -> None:
+        super().__init__(trajectory_builder_config, builder)
+        config = trajectory_builder_config
+        self._options = PairOptions(config.exhaustive_pairs, config.min_reward_diff, config.max_pairs_per_row)
+
+    def _trajectories(self, episodes: list[Episode]) -> tuple[list[Trajectory], Counter[str]]:
+        trajectories, dropped = super()._trajectories(episodes)
+        by_id = {trajectory.id: trajectory for trajectory in trajectories}
+        played = {e.key.generation: e for e in episodes if e.key.text() in by_id}
+        candidates = [_dialogue(by_id[episode.key.text()], episode) for episode in played.values()]
+        pairs, dropped_pairs = preference_pairs(candidates, self._options)
+        made = []
+        for number, pair in enumerate(pairs):
+            best, worst = (played[side.candidate_index] for side in (pair.chosen, pair.rejected))
+            name = f"{best.key.text()}/pair {number}"
+            rows: list[TrainingRow] = []
+            for episode, preferred in ((best, True), (worst, False)):
+                trained = by_id[episode.key.text()].trained_calls
+                rows += episode_rows(episode.calls, trained, episode.key.text(), name, preferred)
+            made.append(_trajectory(name, pair, pair.score_diff, best, rows, {"turn_id": best.key.row_id}))
+        return made, dropped + dropped_pairs
+
+
+def _trajectory(
+    name: str, pair: PreferencePair, reward: float, episode: Episode, rows: list[TrainingRow], metadata: dict[str, Any]
+) -> Trajectory:
+    """A pair as documented, with its training rows."""
+    item = DPOItem(
+        prompt=_documented_prompt(pair.chosen.prompt),
+        chosen_response=pair.chosen.response,
+        rejected_response=pair.rejected.response,
+    )
+    metadata |= {
+        "row_id": episode.key.row_id,
+        "generation": episode.key.generation,
+        "episode": episode.key.text(),
+        "chosen_index": pair.chosen.candidate_index,
+        "rejected_index": pair.rejected.candidate_index,
+        "chosen_score": pair.chosen.score,
+        "rejected_score": pair.rejected.score,
+        "score_diff": pair.score_diff,
+    }
+    return Trajectory.model_construct(
+        episode=[item],
+        reward=reward,
+        shaped_rewards=None,
+        metadata=metadata,
+        id=name,
+        calls=[],
+        trained_calls=[],
+        rows=rows,
+    )
+
+
+def _documented_prompt(prompt: list[dict[str, Any]] | str) -> list[OpenAIMessage] | str:
+    if isinstance(prompt, str):
+        return prompt
+    return [OpenAIMessage(role=str(m.get("role")), content=text_content(m.get("content"))) for m in prompt]
+
+
+def _dialogue(trajectory: Trajectory, episode: Episode) -> CandidateStep:
+    """A whole episode as a candidate of its row: the first trained call's prompt, and what follows it."""
+    first = episode.calls[trajectory.trained_calls[0]]
+    return CandidateStep(
+        turn_id=episode.key.row_id,
+        candidate_index=episode.key.generation,
+        prompt=first.messages,
+        response=_text_after(first, episode.calls),
+        score=trajectory.reward,
+    )
+
+
+def _text_after(first: ModelCall, calls: list[ModelCall]) -> str:
+    """The completion of the first call; in a longer conversation all that follows its prompt, with roles."""
+    [turns] = [found for found in conversations(calls) if any(turn.call is first for turn in found)]
+    after = turns[len(first.messages) :]
+    if len(after) == 1:
+        return _content(after[0])
+    return "\n\n".join(f"{turn.message.get('role')}: {_content(turn)}" for turn in after)
+
+
+def _content(turn: Turn) -> str:
+    return text_content(turn.message.get("content"))
+
+
+@register_trajectory_builder(config_type=DPOTrajectoryBuilderConfig)
+async def dpo_traj_builder(config: DPOTrajectoryBuilderConfig, builder: Builder) -> AsyncIterator[DPOTrajectoryBuilder]:
+    made = DPOTrajectoryBuilder(config, builder)
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+@register_trajectory_builder(config_type=DPOFromGroupsConfig)
+async def dpo_from_groups(config: DPOFromGroupsConfig, builder: Builder) -> AsyncIterator[DPOFromGroupsBuilder]:
+    made = DPOFromGroupsBuilder(config, builder)
+    try:
+        yield made
+    finally:
+        await made.stop()

@@ -1,0 +1,199 @@
+"""Preference pairs: which candidates are compared, found by brute force too, and what they were sampled by."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from insitu.preferences.candidates import Targets, candidates_of
+from insitu.preferences.pairs import PairOptions, preference_pairs
+from insitu.preferences.rows import pair_rows
+from insitu.schemas.episodes import CandidateStep, DropReason, ModelCall
+from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, InvocationNode, TTCEventData
+
+ALL = PairOptions()
+
+
+def candidate(index: int, score: float | None, response: str = "", turn: str = "t", prompt: Any = "p") -> CandidateStep:
+    return CandidateStep(turn, index, prompt, response or f"answer {index}", score)
+
+
+candidate_sets = st.lists(
+    st.tuples(
+        st.sampled_from("ab"),  # turn
+        st.sampled_from(["p", "q"]),  # prompt
+        st.sampled_from(["x", "y", "z"]),  # response
+        st.one_of(st.none(), st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0])),
+    ),
+    max_size=9,
+)
+pair_options = st.builds(
+    PairOptions,
+    exhaustive=st.booleans(),
+    min_score_diff=st.sampled_from([0.0, 0.25, 0.3, 1.5]),
+    max_pairs=st.sampled_from([None, 1, 2, 5]),
+    single_candidates_dropped=st.booleans(),
+)
+
+
+def brute_force(candidates: list[CandidateStep], options: PairOptions) -> list[tuple[str, int, int]]:
+    """(turn, chosen, rejected), from the text of the contract: every ordered pair is tried."""
+    found = []
+    for turn in dict.fromkeys(c.turn_id for c in candidates):
+        members = [c for c in candidates if c.turn_id == turn and c.score is not None]
+        allowed = [
+            (better, worse)
+            for better in members
+            for worse in members
+            if better.score > worse.score
+            and better.score - worse.score >= options.min_score_diff
+            and better.response != worse.response
+            and better.prompt == worse.prompt
+        ]
+        places = {id(c): members.index(c) for c in members}
+        allowed.sort(
+            key=lambda p: (p[1].score - p[0].score, *sorted((places[id(p[0])], places[id(p[1])])))
+        )  # the largest difference first, then in the order of the candidates
+        limit = options.max_pairs if options.exhaustive else 1
+        found += [(turn, b.candidate_index, w.candidate_index) for b, w in allowed[:limit]]
+    return found
+
+
+@settings(max_examples=1000, deadline=None)
+@given(candidate_sets, pair_options)
+def test_pairs_are_those_found_by_brute_force_and_every_other_pair_has_a_reason(
+    drawn: list[tuple[str, str, str, float | None]], options: PairOptions
+) -> None:
+    candidates = [CandidateStep(t, i, p, r, s) for i, (t, p, r, s) in enumerate(drawn)]
+    pairs, dropped = preference_pairs(candidates, options)
+    made = [(p.turn_id, p.chosen.candidate_index, p.rejected.candidate_index) for p in pairs]
+    assert made == brute_force(candidates, options)
+    assert all(count > 0 for count in dropped.values())
+    scored = Counter(c.turn_id for c in candidates if c.score is not None)
+    assert dropped[DropReason.UNSCORED_CANDIDATE] == len(candidates) - scored.total()
+    single = sum(count == 1 for count in scored.values())
+    assert dropped[DropReason.SINGLE_CANDIDATE] == (single if options.single_candidates_dropped else 0)
+    if options.exhaustive:
+        of_pairs = dropped.total() - dropped[DropReason.UNSCORED_CANDIDATE] - dropped[DropReason.SINGLE_CANDIDATE]
+        assert len(pairs) + of_pairs == sum(math.comb(count, 2) for count in scored.values())
+
+
+@pytest.mark.parametrize(
+    ("candidates", "options", "dropped"),
+    [
+        ([], ALL, {}),
+        ([candidate(0, 1.0)], ALL, {"single_candidate": 1}),
+        ([candidate(0, 1.0)], ALL._replace(single_candidates_dropped=False), {}),
+        ([candidate(0, 1.0), candidate(1, None)], ALL, {"unscored_candidate": 1, "single_candidate": 1}),
+        ([candidate(i, 0.5) for i in range(3)], ALL, {"equal_scores": 3}),
+        ([candidate(i, 0.5) for i in range(3)], ALL._replace(exhaustive=False), {"equal_scores": 3}),
+        ([candidate(0, 0.0, "a"), candidate(1, 1.0, "a")], ALL, {"identical_responses": 1}),
+        ([candidate(0, 0.0), candidate(1, 1.0, prompt="other")], ALL, {"different_prompts": 1}),
+        ([candidate(0, 0.0), candidate(1, 0.1)], ALL._replace(min_score_diff=0.2), {"small_difference": 1}),
+    ],
+)
+def test_a_turn_without_a_pair_has_a_reason(
+    candidates: list[CandidateStep], options: PairOptions, dropped: dict[str, int]
+) -> None:
+    assert preference_pairs(candidates, options) == ([], dropped)
+
+
+def test_the_largest_differences_are_kept() -> None:
+    candidates = [candidate(i, score) for i, score in enumerate([0.1, 0.9, 0.4])]
+    pairs, dropped = preference_pairs(candidates, ALL._replace(max_pairs=2))
+    assert [(p.chosen.candidate_index, p.rejected.candidate_index) for p in pairs] == [(1, 0), (1, 2)]
+    assert dropped == {"max_pairs": 1}
+
+
+HI = [{"role": "user", "content": "hi"}]
+LATER = [*HI, {"role": "assistant", "content": "one"}, {"role": "user", "content": "and now?"}]
+
+
+def call(index: int, text: str, messages: Any = HI, function: str = "answer", **values: Any) -> ModelCall:
+    tokens = {"prompt_token_ids": [1, len(messages)], "token_ids": [7, index], "logprobs": [-0.1, -0.2]}
+    return ModelCall(
+        index,
+        "m",
+        messages,
+        message={"role": "assistant", "content": text},
+        functions=("<workflow>", function),
+        **(tokens | values),
+    )
+
+
+def end(name: str = "move", function: str = "answer", event: str = "TTC_END", **data: Any) -> IntermediateStep:
+    payload = IntermediateStepPayload(event_type=event, name=name, data=TTCEventData(**data))
+    return IntermediateStep(
+        payload=payload,
+        function_ancestry=InvocationNode(function_id="1", function_name=function, parent_name="<workflow>"),
+    )
+
+
+def read(steps: list[IntermediateStep], calls: list[ModelCall], trained: Any = None, **more: Any) -> Any:
+    trained = range(len(calls)) if trained is None else trained
+    return candidates_of(steps, calls, "move", Targets(trained, ["<workflow>"], more.get("text", False)))
+
+
+def test_a_candidate_has_the_prompt_of_the_call_that_sampled_it() -> None:
+    steps = [
+        end(event="TTC_START", input="one"),
+        end(name="other", output="one", score=9.0),
+        end(input="hi", output="one", turn_id="t0", turn_index=0, candidate_index=0, score=0.5),
+        end(input="the answer", output="two", turn_id="t0", turn_index=0, candidate_index=1, score=math.nan),
+        end(output=" one\n", turn_index=1, score=1),
+        end(output={"role": "assistant", "content": "3"}, turn_index=1, score=None),
+    ]
+    calls = [call(0, "one"), call(1, "two"), call(2, "one", LATER), call(3, "move 3", LATER)]
+    candidates, dropped = read(steps, calls)
+    assert dropped == {}
+    assert [(c.turn_id, c.candidate_index, c.call, c.score, c.response) for c in candidates] == [
+        ("t0", 0, 0, 0.5, "one"),
+        ("t0", 1, 1, None, "two"),
+        ("turn 1", 0, 2, 1.0, " one\n"),
+        ("turn 1", 1, 3, None, "3"),
+    ]
+    assert [c.prompt for c in candidates] == [HI, HI, LATER, LATER]
+
+
+def test_candidates_of_one_prompt_have_calls_of_their_own() -> None:
+    steps = [end(input=HI, output="x", turn_id="t", score=s) for s in (1.0, 0.0)]
+    candidates, _ = read(steps, [call(0, "x"), call(1, "x")])
+    assert {c.call for c in candidates} == {0, 1}
+
+
+def test_only_targeted_calls_have_candidates() -> None:
+    steps = [end(output="one", score=1.0), end(output="two", score=0.0), end(output="nobody", score=0.0)]
+    calls = [call(0, "one"), call(1, "two", function="opponent")]
+    candidates, dropped = read(steps, calls, trained=[0])
+    assert [c.response for c in candidates] == ["one"]
+    assert dropped == {"untargeted_candidate": 2}
+
+
+def test_text_that_nobody_recorded_is_trained_as_text_where_every_model_is_trained() -> None:
+    steps = [end(input=HI, output="one", score=1.0), end(input="hi", output="two", function="elsewhere", score=0.0)]
+    candidates, dropped = read(steps, [], text=True)
+    assert ([c.call for c in candidates], dropped) == ([None, None], {})
+    in_answer = Targets([], ["answer"], text=True)
+    candidates, dropped = candidates_of(steps, [], "move", in_answer)
+    assert ([c.response for c in candidates], dropped) == (["one"], {"untargeted_candidate": 1})
+
+
+def test_rows_hold_the_sampled_tokens_or_else_the_messages() -> None:
+    steps = [end(output=text, turn_id="t", score=score) for text, score in (("one", 1.0), ("two", 0.0))]
+    calls = [call(0, "one"), call(1, "two")]
+    candidates, _ = read(steps, calls)
+    [pair], _ = preference_pairs(candidates, ALL)
+    rows = pair_rows(pair, calls, "e/pair 0")
+    assert [(r.token_ids, r.loss_mask, r.pair, r.preferred) for r in rows] == [
+        ([1, 1, 7, 0], [0, 0, 1, 1], "e/pair 0", True),
+        ([1, 1, 7, 1], [0, 0, 1, 1], "e/pair 0", False),
+    ]
+    unknown = [calls[0], call(1, "two", prompt_token_ids=None)]
+    rows = pair_rows(pair, unknown, "e/pair 0")
+    assert [(r.messages, r.trained_messages, r.preferred) for r in rows] == [
+        ([*HI, {"role": "assistant", "content": "one"}], [1], True),
+        ([*HI, {"role": "assistant", "content": "two"}], [1], False),
+    ]
