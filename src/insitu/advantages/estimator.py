@@ -1,12 +1,11 @@
 """The advantages and training rows of an epoch: sampled tokens are the trained tokens."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from insitu.advantages.credit import AdvantageConfig, CallAdvantages, Credit, call_advantages, has_step_rewards
-from insitu.algorithms.curriculum import drop_groups
+from insitu.algorithms.dropping import drop_groups, drop_trajectories
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import DropReason, ModelCall, TrainingRow
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
@@ -67,7 +66,7 @@ def estimated_by_backend(group: Sequence[Trajectory]) -> list[CallAdvantages] | 
 
 def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimator) -> EstimatedEpoch:
     """The trajectories that are trained, with their rows and advantages. Every drop is counted with its reason."""
-    collection = _drop_untrainable(collection, estimator)
+    collection = drop_trajectories(collection, estimator.drop_reason)
     groups: list[list[Trajectory]] = []
     advantages: list[tuple[Trajectory, CallAdvantages]] = []
     reasons: dict[int, str] = {}
@@ -80,18 +79,6 @@ def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimat
         advantages += zip(groups[-1], estimated, strict=True)
     kept = drop_groups(collection, reasons).model_copy(update={"trajectories": groups})
     return EstimatedEpoch(kept, advantages)
-
-
-def _drop_untrainable(collection: TrajectoryCollection, estimator: AdvantageEstimator) -> TrajectoryCollection:
-    dropped, reasons = Counter(collection.dropped), dict(collection.drop_reasons)
-    groups: list[list[Trajectory]] = []
-    for group in collection.trajectories:
-        verdicts = [(trajectory, estimator.drop_reason(trajectory)) for trajectory in group]
-        groups.append([trajectory for trajectory, reason in verdicts if reason is None])
-        dropped.update(str(reason) for _, reason in verdicts if reason is not None)
-        reasons |= {str(t.id): str(reason) for t, reason in verdicts if reason is not None}
-    kept = [group for group in groups if group]
-    return collection.model_copy(update={"trajectories": kept, "dropped": dict(dropped), "drop_reasons": reasons})
 
 
 def _with_rows(trajectory: Trajectory, advantages: CallAdvantages) -> Trajectory:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from insitu.algorithms.dropping import drop_groups
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.finetuning import CurriculumLearningConfig, Trajectory, TrajectoryCollection
@@ -99,16 +100,6 @@ def example_ids(collection: TrajectoryCollection) -> list[str]:
 def _example_id(group: Sequence[Trajectory]) -> str | None:
     metadata = group[0].metadata or {}
     return next((str(metadata[key]) for key in _ID_KEYS if metadata.get(key) is not None), None)
-
-
-def drop_groups(collection: TrajectoryCollection, reasons: Mapping[int, str]) -> TrajectoryCollection:
-    """Returns a copy without the groups indexed by `reasons`; their trajectories are counted as dropped."""
-    dropped, by_id = Counter(collection.dropped), dict(collection.drop_reasons)
-    for index, reason in reasons.items():
-        dropped[reason] += len(collection.trajectories[index])
-        by_id |= {str(t.id): reason for t in collection.trajectories[index]}
-    kept = [group for index, group in enumerate(collection.trajectories) if index not in reasons]
-    return collection.model_copy(update={"trajectories": kept, "dropped": dict(dropped), "drop_reasons": by_id})
 
 
 def included_fraction(config: CurriculumLearningConfig, epoch: int) -> float:

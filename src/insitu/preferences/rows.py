@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from insitu.advantages.estimator import rows_of
 from insitu.schemas.episodes import CandidateStep, ModelCall, PreferencePair, TrainingRow
+from insitu.schemas.finetuning import Trajectory
 
 
 def pair_rows(pair: PreferencePair, calls: Sequence[ModelCall], name: str) -> list[TrainingRow]:
@@ -19,11 +20,9 @@ def pair_rows(pair: PreferencePair, calls: Sequence[ModelCall], name: str) -> li
     return [row.model_copy(update={"pair": name, "preferred": preferred}) for row, preferred in rows]
 
 
-def episode_rows(
-    calls: Sequence[ModelCall], trained: Sequence[int], episode: str, pair: str, preferred: bool
-) -> list[TrainingRow]:
-    """The rows of an episode that is one side of a pair; `trained` are positions in `calls`."""
-    rows = rows_of(calls, dict.fromkeys(trained, 1.0), episode)
+def episode_rows(episode: Trajectory, *, pair: str = "", preferred: bool | None = None) -> list[TrainingRow]:
+    """The rows of an episode, which may be one side of a pair."""
+    rows = rows_of(episode.calls, dict.fromkeys(episode.trained_calls, 1.0), episode.id or "")
     return [row.model_copy(update={"pair": pair, "preferred": preferred}) for row in rows]
 
 

@@ -126,6 +126,7 @@ class DropReason(StrEnum):
     SMALL_DIFFERENCE = "small_difference"  # of scores, below the configured minimum
     MAX_PAIRS = "max_pairs"  # beyond the configured maximum
     DUPLICATE_PAIR = "duplicate_pair"
+    NOT_BEST = "not_best"  # of its row, for finetuning on the best episodes
 
 
 class Outcome(StrEnum):

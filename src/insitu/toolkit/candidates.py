@@ -144,8 +144,8 @@ class ScoreCandidates(StrategyBase):
     def _report(self, name: str, items: Sequence[TTCItem], turn_index: int | None) -> None:
         scope = current_scope()
         if turn_index is None:
-            turns = {step.data.turn_index for step in (scope.steps if scope else ()) if _is_candidate(step, name)}
-            turn_index = len(turns)
+            reported = [step.data for step in (scope.steps if scope else ()) if step.name == name]
+            turn_index = len({data.turn_index for data in reported if isinstance(data, TTCEventData)})
         for index, item in enumerate(items):
             data = TTCEventData(
                 input=item.input,
@@ -163,10 +163,6 @@ class ScoreCandidates(StrategyBase):
 
     def stage_type(self) -> StageTypeEnum:
         return StageTypeEnum.SCORING
-
-
-def _is_candidate(step: Any, name: str) -> bool:
-    return step.name == name and isinstance(step.data, TTCEventData)
 
 
 @register_ttc_strategy(config_type=SampleCandidatesConfig)

@@ -16,10 +16,10 @@ from pydantic import Field, model_validator
 
 from insitu import __version__
 from insitu.advantages.credit import AdvantageConfig, Credit, credit_by_function, credited_calls
-from insitu.advantages.estimator import AdvantageEstimator, GroupRelativeEstimator, estimate_epoch
+from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, GroupRelativeEstimator, estimate_epoch
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
 from insitu.builder import Builder, name_being_built
-from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError
+from insitu.errors import ConfigError, InsituError, JobFailed, TrajectoryError
 from insitu.evaluation.shared_run import UsesBuilder, builder_of_run
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.registry import register_trainer
@@ -33,17 +33,18 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
+from insitu.training.checks import EPISODES, PAIRS, TrainingNeeds, check_components, check_sampled, new_version
 from insitu.training.metrics import EpochResult, collected_metrics, likely_causes, without_variance
 from insitu.training.plot import RewardPlot
 from insitu.training.report import Report, counts
 from insitu.training.store import RunStore, open_store, read_curriculum_state
 from insitu.training.traffic import Leftovers, PolicyTraffic
 from insitu.training.validation import Validation
-from insitu.training.versions import check_sampled, new_version
-from insitu.trajectories.builder import EpisodesBuilder, GroupRecord
+from insitu.trajectories.builder import GroupRecord
 from insitu.trajectories.recovery import recover_calls
 
 logger = logging.getLogger(__name__)
+
 
 _BACKEND_METRICS = frozenset(
     "loss kl entropy grad_norm clip_fraction tokens rows steps learning_rate logprob_gap ratio_mean".split()  # noqa: SIM905
@@ -77,6 +78,7 @@ class InsituTrainer(UsesBuilder, Trainer):
     Validates before the first epoch, every `interval` epochs and after the last.
     """
 
+    needs = TrainingNeeds()
     computes_advantages = True
     """Whether this trainer computes the advantages, rather than the adapter's backend."""
 
@@ -106,17 +108,7 @@ class InsituTrainer(UsesBuilder, Trainer):
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
-        for component, interface in ((trajectory_builder, TrajectoryBuilder), (trainer_adapter, TrainerAdapter)):
-            if not isinstance(component, interface):
-                raise PluginError(f"{type(component).__name__} must be a subclass of {interface.__name__}")
-        if isinstance(trajectory_builder, EpisodesBuilder):
-            trajectory_builder.check_comparable(self.trainer_config.type)
-        if self.computes_advantages and trainer_adapter.computes_advantages:
-            adapter = trainer_adapter.adapter_config.type
-            raise ConfigError(
-                f"trainers: {self.trainer_config.type} computes advantages, but the backend of {adapter} computes "
-                f"its own; use the trainer made for {adapter}"
-            )
+        check_components(self, self.needs, self.computes_advantages)
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
@@ -190,7 +182,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             self.log_progress(epoch, self.results[epoch].metrics())
         if self._plot is not None:
             await self._plot.update(self.reward_history, self._validations)
-        self.report.epoch(epoch, num_epochs, self.results[epoch].metrics())
+        self.report.epoch(epoch, num_epochs, self.results[epoch].metrics(), PAIRS if self.needs.pairs else EPISODES)
         return status
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
@@ -208,7 +200,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         )
         check_sampled(collection, endpoint)
         everything = collection
-        collection, advantages = estimate_epoch(self.apply_curriculum_learning(collection, epoch), self._estimator())
+        collection, advantages = self._select(self.apply_curriculum_learning(collection, epoch))
         self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
         trained = {
@@ -341,7 +333,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         settings = {
             "epochs": num_epochs,
             "seed": self._full_config.general.seed,
-            **self._estimator().settings(),
+            **self._selection_settings(),
             "on_failure": self.run_config.reward_function.on_failure if self.run_config.reward_function else None,
         }
         if training := self.trainer_adapter.training_settings():
@@ -350,6 +342,14 @@ class InsituTrainer(UsesBuilder, Trainer):
             "run.json", {"run_id": self.run_id, "insitu": __version__, "source": self._full_config.source, **settings}
         )
         self.report.header(self.run_id, settings)
+
+    def _select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
+        """What the epoch trains on, with its rows."""
+        return estimate_epoch(collection, self._estimator())
+
+    def _selection_settings(self) -> dict[str, Any]:
+        """The settings that `_select` depends on, for the header of the run."""
+        return self._estimator().settings()
 
     def _estimator(self) -> AdvantageEstimator:
         config, targets = self.config, self.run_config.target_functions

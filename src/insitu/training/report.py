@@ -114,14 +114,15 @@ class Report:
             f"(95 % CI {_interval(*record['ci95'])}, n = {record['num_examples']}{dropped})"
         )
 
-    def epoch(self, number: int, last: int, m: Mapping[str, Any]) -> None:
+    def epoch(self, number: int, last: int, m: Mapping[str, Any], trained: str) -> None:
+        """Prints the line of an epoch; `trained` is what was collected for training: episodes, say."""
         if self._run is not None:
             self._progress.advance(self._run)
         seconds = m.get("seconds", {})
         reward = f"reward {_number(m.get('avg_reward'))}"
         if m.get("reward_std") is not None:
             reward += f" std {m['reward_std']:.2g}"
-        parts = [f"epoch {number}/{last}", reward, f"{m['num_trajectories']} episodes"]
+        parts = [f"epoch {number}/{last}", reward, f"{m['num_trajectories']} {trained}"]
         if (zero := m.get("frac_reward_zero_std")) is not None:
             parts.append(f"variance in {100 * (1 - zero):.0f} % of groups")
         if (length := m.get("completions_mean_length")) is not None:

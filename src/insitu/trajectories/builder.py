@@ -123,11 +123,6 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
 
     def check_comparable(self, trainer: str) -> None:
         """Raises ConfigError if there is nothing to compare an episode with."""
-        if self.makes_pairs:
-            raise ConfigError(
-                f"trajectory_builders: {self.config.type} makes preference pairs, which {trainer} cannot train; "
-                "allowed trainers: insitu_dpo_trainer, nemo_customizer_trainer"
-            )
         if self.config.num_generations < 2:
             key = f"trajectory_builders.{self._full_config.finetuning.trajectory_builder}.num_generations"
             raise ConfigError(

@@ -11,7 +11,7 @@ from insitu.preferences.candidates import Targets, candidates_of
 from insitu.preferences.pairs import PairOptions, preference_pairs
 from insitu.preferences.rows import episode_rows, pair_rows
 from insitu.registry import register_trajectory_builder
-from insitu.schemas.episodes import CandidateStep, DropReason, Episode, ModelCall, Outcome, PreferencePair, TrainingRow
+from insitu.schemas.episodes import CandidateStep, DropReason, Episode, ModelCall, Outcome, PreferencePair
 from insitu.schemas.finetuning import DPOItem, OpenAIMessage, Trajectory, text_content
 from insitu.schemas.steps import IntermediateStepType
 from insitu.trajectories.builder import CollectingBuilderConfig, EpisodesBuilder
@@ -93,11 +93,18 @@ class DPOTrajectoryBuilder(EpisodesBuilder):
 
     def _pair(self, episode: Episode, number: int, pair: PreferencePair) -> Trajectory:
         name = f"{episode.key.text()}/pair {number}"
-        chosen = pair.chosen
-        metadata = {"turn_id": chosen.turn_id, "turn_index": chosen.turn_index}
-        reward = pair.score_diff if self.config.reward_from_score_diff else chosen.score
-        assert reward is not None  # pairs have scores
-        return _trajectory(name, pair, reward, episode, pair_rows(pair, episode.calls, name), metadata)
+        made = Trajectory.model_construct(
+            episode=[_item(pair)],
+            reward=pair.score_diff if self.config.reward_from_score_diff else pair.chosen.score,
+            shaped_rewards=None,
+            metadata=_metadata(pair, episode) | {"turn_index": pair.chosen.turn_index},
+            id=name,
+            calls=[episode.calls[side.call] for side in (pair.chosen, pair.rejected) if side.call is not None],
+            trained_calls=[],
+            rows=pair_rows(pair, episode.calls, name),
+        )
+        made.trained_calls = [*range(len(made.calls))]
+        return made
 
 
 class DPOFromGroupsBuilder(EpisodesBuilder):
@@ -114,50 +121,44 @@ class DPOFromGroupsBuilder(EpisodesBuilder):
     def _trajectories(self, episodes: list[Episode]) -> tuple[list[Trajectory], Counter[str]]:
         trajectories, dropped = super()._trajectories(episodes)
         by_id = {trajectory.id: trajectory for trajectory in trajectories}
-        played = {e.key.generation: e for e in episodes if e.key.text() in by_id}
-        candidates = [_dialogue(by_id[episode.key.text()], episode) for episode in played.values()]
-        pairs, dropped_pairs = preference_pairs(candidates, self._options)
+        played = {e.key.generation: (e, t) for e in episodes if (t := by_id.get(e.key.text())) is not None}
+        pairs, dropped_pairs = preference_pairs([_dialogue(e, t) for e, t in played.values()], self._options)
         made = []
         for number, pair in enumerate(pairs):
-            best, worst = (played[side.candidate_index] for side in (pair.chosen, pair.rejected))
-            name = f"{best.key.text()}/pair {number}"
-            rows: list[TrainingRow] = []
-            for episode, preferred in ((best, True), (worst, False)):
-                trained = by_id[episode.key.text()].trained_calls
-                rows += episode_rows(episode.calls, trained, episode.key.text(), name, preferred)
-            made.append(_trajectory(name, pair, pair.score_diff, best, rows, {"turn_id": best.key.row_id}))
+            (episode, best), (_, worst) = (played[side.candidate_index] for side in (pair.chosen, pair.rejected))
+            name = f"{best.id}/pair {number}"
+            rejected = episode_rows(worst, pair=name, preferred=False)
+            made.append(
+                Trajectory.model_construct(
+                    episode=[_item(pair)],
+                    reward=pair.score_diff,
+                    shaped_rewards=None,
+                    metadata=_metadata(pair, episode),
+                    id=name,
+                    calls=[*best.calls, *worst.calls],
+                    trained_calls=[*best.trained_calls, *(len(best.calls) + k for k in worst.trained_calls)],
+                    rows=[*episode_rows(best, pair=name, preferred=True), *rejected],
+                )
+            )
         return made, dropped + dropped_pairs
 
 
-def _trajectory(
-    name: str, pair: PreferencePair, reward: float, episode: Episode, rows: list[TrainingRow], metadata: dict[str, Any]
-) -> Trajectory:
-    """A pair as documented, with its training rows."""
-    item = DPOItem(
-        prompt=_documented_prompt(pair.chosen.prompt),
-        chosen_response=pair.chosen.response,
-        rejected_response=pair.rejected.response,
-    )
-    metadata |= {
+def _item(pair: PreferencePair) -> DPOItem:
+    prompt = _documented_prompt(pair.chosen.prompt)
+    return DPOItem(prompt=prompt, chosen_response=pair.chosen.response, rejected_response=pair.rejected.response)
+
+
+def _metadata(pair: PreferencePair, episode: Episode) -> dict[str, Any]:
+    return {
         "row_id": episode.key.row_id,
         "generation": episode.key.generation,
-        "episode": episode.key.text(),
+        "turn_id": pair.turn_id,
         "chosen_index": pair.chosen.candidate_index,
         "rejected_index": pair.rejected.candidate_index,
         "chosen_score": pair.chosen.score,
         "rejected_score": pair.rejected.score,
         "score_diff": pair.score_diff,
     }
-    return Trajectory.model_construct(
-        episode=[item],
-        reward=reward,
-        shaped_rewards=None,
-        metadata=metadata,
-        id=name,
-        calls=[],
-        trained_calls=[],
-        rows=rows,
-    )
 
 
 def _documented_prompt(prompt: list[dict[str, Any]] | str) -> list[OpenAIMessage] | str:
@@ -166,7 +167,7 @@ def _documented_prompt(prompt: list[dict[str, Any]] | str) -> list[OpenAIMessage
     return [OpenAIMessage(role=str(m.get("role")), content=text_content(m.get("content"))) for m in prompt]
 
 
-def _dialogue(trajectory: Trajectory, episode: Episode) -> CandidateStep:
+def _dialogue(episode: Episode, trajectory: Trajectory) -> CandidateStep:
     """A whole episode as a candidate of its row: the first trained call's prompt, and what follows it."""
     first = episode.calls[trajectory.trained_calls[0]]
     return CandidateStep(

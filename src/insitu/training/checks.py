@@ -1,0 +1,78 @@
+"""Checks that components fit together, that the weights sampled are those trained, and that training moves them."""
+
+from typing import NamedTuple
+
+from insitu.errors import BackendError, ConfigError, PluginError
+from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
+from insitu.schemas.finetuning import PolicyEndpoint, TrajectoryCollection
+from insitu.trajectories.builder import EpisodesBuilder
+
+EPISODES, PAIRS = "episodes", "preference pairs"
+
+
+class TrainingNeeds(NamedTuple):
+    """What a trainer trains on.
+
+    `method` is the `training.method` of adapters that have several. `pairs`: preference pairs, not episodes.
+    `groups`: several episodes per row.
+    """
+
+    method: str = "grpo"
+    pairs: bool = False
+    groups: bool = True
+
+
+def check_components(trainer: Trainer, needs: TrainingNeeds, computes_advantages: bool) -> None:
+    """Raises ConfigError or PluginError unless the trainer's builder and adapter give it what it needs."""
+    builder, adapter = trainer.trajectory_builder, trainer.trainer_adapter
+    for component, interface in ((builder, TrajectoryBuilder), (adapter, TrainerAdapter)):
+        if not isinstance(component, interface):
+            raise PluginError(f"{type(component).__name__} must be a subclass of {interface.__name__}")
+    name, adapter_name = trainer.trainer_config.type, adapter.adapter_config.type
+    if isinstance(builder, EpisodesBuilder):
+        if builder.makes_pairs != needs.pairs:
+            made, trained = (PAIRS, EPISODES) if builder.makes_pairs else (EPISODES, PAIRS)
+            raise ConfigError(f"trajectory_builders: {builder.config.type} makes {made}, but {name} trains {trained}")
+        if needs.groups:
+            builder.check_comparable(name)
+    method = adapter.training_settings().get("method", needs.method)
+    if method != needs.method:
+        raise ConfigError(
+            f"trainer_adapters: training.method of {adapter_name} is {method}, but {name} trains with {needs.method}"
+        )
+    if computes_advantages and adapter.computes_advantages:
+        raise ConfigError(
+            f"trainers: {name} computes advantages, but the backend of {adapter_name} computes its own; use the "
+            f"trainer made for {adapter_name}"
+        )
+
+
+def check_sampled(collection: TrajectoryCollection, served: PolicyEndpoint | None) -> None:
+    """Raises BackendError if a call to train on was not sampled from the served policy version.
+
+    If a call reports no version, its requested model name must match.
+    """
+    if served is None or served.version is None:
+        return
+    name = served.model.removesuffix(f"@{served.version}")
+    for trajectory in (t for group in collection.trajectories for t in group):
+        for call in (trajectory.calls[index] for index in trajectory.trained_calls):
+            version = call.policy_version
+            unreported = version is None and call.model in (name, f"{name}@{served.version}")
+            if version != served.version and not unreported:
+                raise BackendError(
+                    f"episode {trajectory.id}: a call to train on requested model {call.model!r} and was sampled at "
+                    f"policy version {version}, but the adapter trains {name!r}, which is at version "
+                    f"{served.version}; use an llm of _type: policy"
+                )
+
+
+def new_version(epoch: int, before: int | None, served: PolicyEndpoint | None) -> int | None:
+    """The version served after a job, None if unknown. Raises BackendError if it is still the one `before` it."""
+    version = served.version if served is not None else None
+    if before is not None and version == before:
+        raise BackendError(
+            f"epoch {epoch}: the job completed, but the backend still serves policy version {version}, so the next "
+            "epoch would sample from the old weights"
+        )
+    return version
