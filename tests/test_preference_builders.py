@@ -212,5 +212,7 @@ async def test_pairs_are_no_episodes_for_the_trainer_of_grpo(write: Any, served:
     write([{"id": "r", "question": "row"}], "rows.jsonl")
     async with Builder(load_config(write(file(served, {"_type": "dpo_traj_builder"})))) as builder:
         parts = await builder.get_trajectory_builder("pairs"), await builder.get_trainer_adapter("a")
-        with pytest.raises(ConfigError, match="dpo_traj_builder makes preference pairs, but insitu_trainer trains episodes"):
+        with pytest.raises(
+            ConfigError, match="dpo_traj_builder makes preference pairs, but insitu_trainer trains episodes"
+        ):
             await builder.get_trainer("t", *parts)

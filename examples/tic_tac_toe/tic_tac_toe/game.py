@@ -12,8 +12,8 @@ from tic_tac_toe.board import EMPTY, is_over, place, score, to_move
 Opponent = Literal["random", "perfect"] | Annotated[float, Field(ge=0, le=1)]
 """`random`, `perfect`, or the probability that a move is a perfect one (else it is random)."""
 Dialogue = list[dict[str, str]]
-Ask = Callable[[Dialogue], Awaitable[str]]
-"""The player: what it answers to a dialogue."""
+Ask = Callable[[Dialogue, str], Awaitable[str]]
+"""The player: what it answers to a dialogue about a board."""
 
 
 class Start(BaseModel):
@@ -55,7 +55,7 @@ async def choose(board: str, ask: Ask, max_retries: int, answers: list[Answer]) 
     """The player's move, or None if it has found none it can play; every answer is added to `answers`."""
     dialogue = [{"role": "user", "content": prompts.ask(board, to_move(board))}]
     for _ in range(max_retries + 1):
-        text = await ask(dialogue)
+        text = await ask(dialogue, board)
         square = prompts.read(text)
         problem = prompts.problem(board, square)
         answers.append(Answer(board=board, text=text, square=None if problem else square))

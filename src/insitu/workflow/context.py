@@ -255,6 +255,11 @@ class Context:
         return self._scope.is_evaluating
 
     @property
+    def is_training(self) -> bool:
+        """Whether model calls of this episode are collected for training; false in validation and evaluation."""
+        return bool(self._scope.ledger.training)
+
+    @property
     def intermediate_step_manager(self) -> IntermediateStepManager:
         return self._scope.step_manager
 
