@@ -117,7 +117,7 @@ class Script:
         self.answers = list(answers)
         self.asked: list[list[dict[str, str]]] = []
 
-    async def __call__(self, dialogue: list[dict[str, str]]) -> str:
+    async def __call__(self, dialogue: list[dict[str, str]], board: str) -> str:
         self.asked.append(dialogue)
         return self.answers.pop(0)
 
@@ -128,7 +128,7 @@ def free_in(dialogue: list[dict[str, str]]) -> list[str]:
     return [character for character in rows if character.isdigit()]
 
 
-async def first_free(dialogue: list[dict[str, str]]) -> str:
+async def first_free(dialogue: list[dict[str, str]], board: str) -> str:
     return prompts.write(int(free_in(dialogue)[0]) - 1)
 
 
