@@ -19,7 +19,7 @@ from insitu.plugin_api import Builder
 from insitu.registry import TRAINER_ADAPTER
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.finetuning import TrainingStatusEnum, Trajectory, TrajectoryCollection
-from insitu.schemas.training_jobs import TrainingOptions
+from insitu.schemas.training_jobs import DPOSettings, KTOSettings, LossSettings, TrainingOptions
 
 OPTIONS: dict[str, Any] = {
     "objective": "cispo",
@@ -44,9 +44,30 @@ OPTIONS: dict[str, Any] = {
     "mini_batch_size": 15,
     "num_iterations": 3,
     "micro_batch_tokens": 999,
-    "lora": {"rank": 3},
+    "lora": {"rank": 3, "alpha": 5.0, "dropout": 0.1, "target_modules": ["q_proj"]},
+    "dpo": None,
+    "kto": None,
 }
 OTHERS = {**OPTIONS, "objective": "clip", "dual_clip": 4.0, "old_logprobs": "rollout", "truncated_importance": None}
+DPO: dict[str, Any] = {
+    "method": "dpo",
+    "dpo": {
+        "beta": 0.2,
+        "loss_type": "robust",
+        "label_smoothing": 0.15,
+        "average_logprobs": True,
+        "preference_loss_weight": 0.5,
+        "sft_loss_weight": 0.25,
+        "reference": "job_start",
+    },
+}
+KTO: dict[str, Any] = {
+    "method": "kto",
+    "kto": {"beta": 0.3, "desirable_weight": 0.5, "undesirable_weight": 0.75, "reference": "job_start"},
+}
+OPTIMIZER = {key: OPTIONS[key] for key in TrainingOptions.model_fields.keys() - LossSettings.model_fields} | {
+    "method": "sft"
+}
 
 
 ROUTES = (
@@ -166,22 +187,37 @@ def collection(epoch: int = 3) -> TrajectoryCollection:
 def test_all_options_are_tried_with_other_values_than_their_defaults() -> None:
     usual = TrainingOptions().model_dump(mode="json")
     assert OPTIONS.keys() == OTHERS.keys() == usual.keys()
-    assert [n for n in usual if usual[n] == OPTIONS[n] and usual[n] == OTHERS[n]] == ["method"]  # there is but one
+    assert [n for n in usual if usual[n] == OPTIONS[n] and usual[n] == OTHERS[n]] == ["method", "dpo", "kto"]
+    for options, block in ((DPO["dpo"], DPOSettings()), (KTO["kto"], KTOSettings())):
+        usual = block.model_dump(mode="json")
+        assert options.keys() == usual.keys()
+        assert not [n for n in usual if usual[n] == options[n]]
 
 
-@pytest.mark.parametrize("options", [OPTIONS, OTHERS], ids=["cispo", "clip"])
+@pytest.mark.parametrize(
+    "options",
+    [OPTIONS, OTHERS, OPTIMIZER, OPTIMIZER | DPO, OPTIMIZER | KTO],
+    ids=["cispo", "clip", "sft", "dpo", "kto"],
+)
 async def test_every_option_of_training_arrives(backend: Backend, write: Any, options: dict[str, Any]) -> None:
     async with adapter_to(backend, write, **options) as adapter:
         ref = await adapter.submit(collection())
     (head, *rows) = backend.jobs["r/3"]
-    settings = head["settings"]
-    assert settings["lora"]["rank"] == 3
-    sent = {**settings, "lora": {"rank": settings["lora"]["rank"]}}
-    assert sent == {**options, "seed": 11, "steps_per_iteration": None, "schedule_range": [0.2, 0.3]}
+    sent = {**options, "seed": 11, "schedule_range": [0.2, 0.3]}
+    assert head["settings"] == {key: value for key, value in sent.items() if value is not None}
     assert head["num_rows"] == len(rows) == 1
-    assert rows[0] == collection().trajectories[0][0].rows[0].model_dump()
+    assert rows[0] == collection().trajectories[0][0].rows[0].model_dump(exclude_unset=True)
     assert (ref.run_id, ref.backend, ref.metadata) == ("r", "insitu", {"job_id": "j1", "key": "r/3", "epoch": 3})
     assert backend.tokens == {"Bearer s3cret"}
+
+
+async def test_preference_rows_arrive_as_they_are(backend: Backend, write: Any) -> None:
+    sampled = {"token_ids": [1, 2], "loss_mask": [0, 1], "pair": "p", "preferred": True}
+    text = {"messages": [{"role": "assistant", "content": "a"}], "pair": "p", "preferred": False}
+    rows = [TrainingRow.model_validate(row) for row in (sampled, text)]
+    async with adapter_to(backend, write, **DPO) as adapter:
+        await adapter.submit(TrajectoryCollection(trajectories=[[Trajectory(reward=1, rows=rows)]], run_id="r"))
+    assert backend.jobs["r/submission 1"][1:] == [sampled, text]
 
 
 async def test_a_job_whose_reply_was_lost_is_sent_again_under_its_key(backend: Backend, write: Any) -> None:

@@ -13,10 +13,11 @@ import torch
 import uvicorn
 from factories import power_failures
 from starlette.applications import Starlette
-from tiny_models import save_tiny_model
+from tiny_models import byte_tokenizer, save_tiny_model
 
 from insitu.backend.compute import ComputeThread
 from insitu.backend.http import EXCEPTION_HANDLERS
+from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.model import load_model
 from insitu.backend.protocols.native import job_routes
 from insitu.backend.protocols.native.uploads import Limits, read_job
@@ -26,6 +27,7 @@ from insitu.errors import RequestRefused
 
 SETTINGS = {"learning_rate": 0.01, "mini_batch_size": 4}
 JOBS = "/v1/train/jobs"
+TOKENIZER = ChatTokenizer(byte_tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,11 @@ async def serving(loaded, folder):
     published: list[int] = []
     jobs = TrainingQueue(learner, compute, lambda module, version, policy: published.append(version), folder)
     app = Starlette(
-        routes=job_routes(jobs, Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length)),
+        routes=job_routes(
+            jobs,
+            Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length),
+            ChatTokenizer(loaded.tokenizer),
+        ),
         exception_handlers=EXCEPTION_HANDLERS,
     )
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
@@ -238,7 +244,7 @@ async def read(body: bytes, encoding: str = "", piece: int = 1000, **limits):
         for start in range(0, len(body), piece):
             yield body[start : start + piece]
 
-    return await read_job(chunks(), encoding, Limits(**({"vocab_size": 320, "max_length": 256} | limits)))
+    return await read_job(chunks(), encoding, Limits(**({"vocab_size": 320, "max_length": 256} | limits)), TOKENIZER)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 
 from insitu.backend.model import LoadedModel, load_model
-from insitu.backend.training.batches import LogprobComputer, Row, collate, micro_batches, optimizer_steps
+from insitu.backend.training.batches import Packer, Row, collate, optimizer_steps
 from insitu.backend.training.learner import Learner, Learners
+from insitu.backend.training.logprobs import LogprobComputer
 from insitu.backend.training.optimizer_loop import learning_rate
 from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
@@ -136,7 +137,7 @@ def test_many_logits_are_computed_in_chunks(llama, monkeypatch):
         return (result.logprobs_N, *torch.autograd.grad(result.logprobs_N.sum(), list(module.parameters())))
 
     whole = gradients()
-    monkeypatch.setattr("insitu.backend.training.batches.CHUNK_ELEMENTS", 320 * 5)
+    monkeypatch.setattr("insitu.backend.training.logprobs.CHUNK_ELEMENTS", 320 * 5)
     for a, b in zip(whole, gradients(), strict=True):
         assert torch.allclose(a, b, atol=1e-4)
 
@@ -375,7 +376,7 @@ def test_micro_batches_stay_within_their_budget():
         length = int(rng.integers(2, 50))
         rows.append(Row(rng.integers(0, 9, length).astype(np.int32), np.array([length - 1]), np.zeros(1), np.zeros(1)))
     rows += rows[:10]
-    parts = list(micro_batches(rows, range(50), 100))
+    parts = list(Packer(rows, share_prompts=False).micro_batches([[index] for index in range(50)], 100))
     assert sorted(itertools.chain(*parts)) == list(range(50))
     for part in parts:
         assert len({rows[i].sequence_key for i in part}) * max(rows[i].input_length for i in part) <= 100

@@ -222,11 +222,11 @@ class InsituTrainerAdapter(TrainerAdapter):
             await self._served_version()
 
     def training_settings(self) -> dict[str, Any]:
-        return self.config.training.model_dump(mode="json", exclude_none=True)
+        return self.config.training.effective()
 
     async def check_settings(self) -> None:
         try:
-            settings = self._job_settings(1).model_dump_json().encode()
+            settings = orjson.dumps(self._job_settings(1).effective())
             headers = {"Content-Type": "application/json"}
             await self._request("POST", "/v1/train/check", orjson.loads, settings, headers)
         except RequestRefused as error:
@@ -270,7 +270,7 @@ class InsituTrainerAdapter(TrainerAdapter):
             epoch, key = self._submissions, f"{trajectories.run_id}/submission {self._submissions}"
         else:
             epoch, key = max(trajectories.epoch, 1), f"{trajectories.run_id}/{trajectories.epoch}"
-        header = {"settings": self._job_settings(epoch).model_dump(mode="json"), "num_rows": len(rows)}
+        header = {"settings": self._job_settings(epoch).effective(), "num_rows": len(rows)}
         body = await asyncio.to_thread(_gzip_job, header, rows)
         headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
         job = await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
@@ -362,9 +362,13 @@ class InsituTrainerAdapter(TrainerAdapter):
 
 def _gzip_job(header: dict[str, Any], rows: list[Any]) -> bytes:
     """The job as gzipped JSON lines. Compression level 1 pays off even on loopback."""
-    # model_dump() is much slower than __dict__ and only needed for extra fields
-    records = [header, *(row.__dict__ if not row.__pydantic_extra__ else row.model_dump() for row in rows)]
+    # model_dump() is much slower, and only needed for extra fields
+    records = [header, *(_set_fields(row) if not row.__pydantic_extra__ else row.model_dump() for row in rows)]
     return gzip.compress(b"\n".join(map(orjson.dumps, records)) + b"\n", compresslevel=1)
+
+
+def _set_fields(row: BaseModel) -> dict[str, Any]:
+    return {key: value for key, value in row.__dict__.items() if key in row.model_fields_set}
 
 
 def _error_from_response(response: aiohttp.ClientResponse, content: bytes) -> BackendError:

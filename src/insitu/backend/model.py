@@ -174,11 +174,17 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
 def _max_length(config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> int:
     """The smallest stated limit: position embeddings, tokenizer, or sliding window."""
     limits = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
-    kinds = getattr(config, "layer_types", None)
-    if getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds):
-        limits.append(getattr(config, "sliding_window", None))
+    if has_sliding_window(config):
+        limits.append(config.sliding_window)
     stated = [limit for limit in limits if isinstance(limit, int) and 0 < limit < 10**7]
     return min(stated, default=4096)
+
+
+def has_sliding_window(config: "PreTrainedConfig") -> bool:
+    """Whether some layers attend to the latest tokens only."""
+    kinds = getattr(config, "layer_types", None)
+    in_use = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
+    return bool(in_use and getattr(config, "sliding_window", None))
 
 
 @contextlib.contextmanager

@@ -75,12 +75,18 @@ class ModelCall:
 
 
 class TrainingRow(BaseModel):
-    """A training sequence of T tokens.
+    """A training sequence of T tokens, or a dialogue to be rendered.
 
     `token_ids`, `loss_mask`, `logprobs` and `advantages` (if a list) have length T. `loss_mask` is 1 for trained
-    tokens, which the policy sampled. `logprobs` are natural logarithms from the sampler, arbitrary where the mask is 0.
-    `advantages` may be a single number for all trained tokens. `calls` lists the `ModelCall.index` of each call whose
-    tokens the row contains.
+    tokens. `logprobs` are natural logarithms from the sampler, arbitrary where the mask is 0; `advantages` may be a
+    single number for all trained tokens. Both are for `method: grpo`. `calls` lists the `ModelCall.index` of each call
+    whose tokens the row contains.
+
+    `pair` (dpo) is shared by the rows of a preference pair. `preferred` is true for the chosen side (dpo) or a
+    desirable episode (kto), and false for the other.
+
+    `messages` (and `tools`) replace `token_ids` for text that was not sampled from the model: the backend renders them
+    with its chat template. `trained_messages` are positions in `messages`; None: all assistant messages are trained.
     """
 
     token_ids: list[int] = []

@@ -6,6 +6,11 @@ A job is uploaded as gzipped JSON lines, settings first, then one line per row:
     {"token_ids": [1, 5, 7, 2], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -1, -1], "advantages": 1, "episode": "a"}
     {"token_ids": [1, 6, 8, 2], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -1, -2], "advantages": -1, "episode": "b"}
 
+Rows of a preference pair (`method: dpo`) share `pair`; a dialogue as `messages` is rendered with the chat template:
+
+    {"token_ids": [1, 5, 7, 2], "loss_mask": [0, 0, 1, 1], "pair": "p1", "preferred": true}
+    {"messages": [{"role": "user", ...}, {"role": "assistant", ...}], "pair": "p1", "preferred": false}
+
 The `Idempotency-Key` header identifies the job (run id and epoch): a key is trained on at most once.
 """
 
@@ -86,11 +91,63 @@ class LossSettings(BaseModel):
         return self
 
 
+class DPOSettings(BaseModel):
+    """Terms of the preference loss, `method: dpo` only."""
+
+    model_config = _SETTINGS
+
+    beta: float = Field(default=0.1, gt=0)
+    """Weight of the log-ratio to the reference: the implicit reward of a completion is beta x (new - ref)."""
+    loss_type: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
+    """`sigmoid`: DPO (arXiv:2305.18290). `ipo`: squared distance to 1 / (2 beta) (arXiv:2310.12036). `hinge`: SLiC's
+    (arXiv:2305.10425). `robust`: unbiased if a share `label_smoothing` of the preferences is flipped
+    (arXiv:2403.00409)."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Assumed share of flipped preferences: `sigmoid` (conservative DPO) and `robust` only."""
+    average_logprobs: bool = False
+    """Compares the mean log-probability per token of the two sides, not the sum."""
+    preference_loss_weight: float = Field(default=1.0, ge=0)
+    """Weight of the preference loss."""
+    sft_loss_weight: float = Field(default=0.0, ge=0)
+    """Weight of the chosen sides' mean negative log-likelihood per token."""
+    reference: Literal["initial", "job_start"] = "initial"
+    """The reference weights: those that training started from, or those at the start of the job."""
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> "DPOSettings":
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
+            raise ValueError(f"label_smoothing requires loss_type: sigmoid or robust, not {self.loss_type}")
+        if self.preference_loss_weight == self.sft_loss_weight == 0:
+            raise ValueError("preference_loss_weight and sft_loss_weight are both 0; allowed: at least one above 0")
+        return self
+
+
+class KTOSettings(BaseModel):
+    """Terms of the loss of unpaired desirable and undesirable episodes (arXiv:2402.01306), `method: kto` only."""
+
+    model_config = _SETTINGS
+
+    beta: float = Field(default=0.1, gt=0)
+    """Weight of the log-ratio to the reference."""
+    desirable_weight: float = Field(default=1.0, ge=0)
+    """Weight of desirable episodes (`preferred: true`)."""
+    undesirable_weight: float = Field(default=1.0, ge=0)
+    """Weight of undesirable episodes (`preferred: false`)."""
+    reference: Literal["initial", "job_start"] = "initial"
+    """The reference weights: those that training started from, or those at the start of the job."""
+
+
 class TrainingOptions(LossSettings):
     """Loss and optimizer settings; [losses](losses.md) has the formulas, and the keys of TRL, verl and prime-rl."""
 
-    method: Literal["grpo"] = "grpo"
-    """Loss family: policy gradients with group-relative advantages (arXiv:2402.03300)."""
+    method: Literal["grpo", "dpo", "kto", "sft"] = "grpo"
+    """`grpo`: policy gradients with group-relative advantages (arXiv:2402.03300); the keys of the loss outside of the
+    blocks below are this method's. `dpo`: preference pairs. `kto`: episodes that are desirable or not. `sft`: the mean
+    negative log-likelihood of the trained tokens."""
+    dpo: DPOSettings | None = None
+    """`method: dpo` only."""
+    kto: KTOSettings | None = None
+    """`method: kto` only."""
     learning_rate: float = Field(default=5e-5, ge=0)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -104,8 +161,8 @@ class TrainingOptions(LossSettings):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradient norm above which gradients are scaled down."""
     mini_batch_size: int | None = Field(default=None, ge=1)
-    """Rows per optimizer step; none: all rows of the job. Rows are split evenly into the number of steps that batches
-    of this size would take; the rows of an episode stay together."""
+    """Rows per optimizer step (a preference pair has at least two); none: all rows of the job. Rows are split evenly
+    into the number of steps that batches of this size would take; the rows of an episode or a pair stay together."""
     num_iterations: int = Field(default=1, ge=1)
     """Passes over the job's rows, each shuffled by the seed."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
@@ -119,6 +176,33 @@ class TrainingOptions(LossSettings):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError("both must be at least 0 and below 1")
         return betas
+
+    @model_validator(mode="after")
+    def _check_method(self) -> "TrainingOptions":
+        """Refuses what the method ignores, and fills in the defaults of its block."""
+        for method, block in (("dpo", DPOSettings), ("kto", KTOSettings)):
+            if self.method == method and getattr(self, method) is None:
+                setattr(self, method, block())
+            elif self.method != method and getattr(self, method) is not None:
+                raise ValueError(f"{method} requires method: {method}, not {self.method}")
+        if self.method != "grpo":
+            for key, field in LossSettings.model_fields.items():
+                if getattr(self, key) != field.get_default(call_default_factory=True):
+                    raise ValueError(f"{key} requires method: grpo, not {self.method}")
+        return self
+
+    @property
+    def reference(self) -> Literal["initial", "job_start"] | None:
+        """The weights that the loss compares with; None if it needs none."""
+        if self.method == "grpo":
+            return "initial" if self.kl.beta > 0 else None
+        block = self.dpo or self.kto
+        return block.reference if block is not None else None
+
+    def effective(self) -> dict[str, Any]:
+        """The settings as JSON, without those that the method ignores."""
+        ignored = set() if self.method == "grpo" else set(LossSettings.model_fields)
+        return self.model_dump(mode="json", exclude_none=True, exclude=ignored)
 
 
 class TrainingSettings(TrainingOptions):
@@ -157,5 +241,9 @@ class JobState(BaseModel):
     checkpoint: str | None = None
     """Folder of those weights."""
     metrics: dict[str, Any] = Field(default_factory=dict)
-    """loss, kl, entropy, grad_norm, clip_fraction, tokens, rows, episodes, steps, learning_rate, logprob_gap,
-    ratio_mean, seconds. Without a KL penalty, kl is measured after the last step on at most 128 rows."""
+    """Of every method: loss, entropy, grad_norm, learning_rate, steps, tokens, rows, episodes, seconds.
+
+    grpo: kl, clip_fraction, logprob_gap, ratio_mean. Without a KL penalty, kl is measured after the last step on at
+    most 128 rows. dpo: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, logps/chosen,
+    logps/rejected (TRL's names), sft_loss, pairs. kto: kl, and of the desirable (chosen) and undesirable (rejected)
+    episodes rewards and logps as for dpo, and rewards/margins."""

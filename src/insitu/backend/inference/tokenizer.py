@@ -40,15 +40,20 @@ class ChatTokenizer:
         messages: list[dict[str, Any]],
         tools: list[Any] | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
-        """The prompt's token ids. Raises RequestRefused if the chat template rejects the messages."""
+        """The prompt's token ids; without the generation prompt, those of the messages alone.
+
+        Raises RequestRefused if the chat template rejects the messages.
+        """
         try:
             source = self._tokenizer.get_chat_template(tools=tools)
             rendered = self._render(
                 [messages],
                 tools=tools,
                 chat_template=source,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **(self._special | (template_kwargs or {})),
             )
         except Exception as error:  # the template is a program of the model's author, run on a client's input

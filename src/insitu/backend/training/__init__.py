@@ -3,7 +3,9 @@
 jobs            the queue of training jobs: submit, follow, cancel
 learner         the weights of a policy from job to job, and one learner per policy
 optimizer_loop  the optimizer steps of one job
-batches         rows to optimizer steps, micro-batches and tensors; the log-probabilities of their tokens
-losses          the loss family as pure functions
+objectives      what each method does with log-probabilities: the loss of an optimizer step
+losses, preference_losses  the losses as pure functions
+batches         rows to optimizer steps, micro-batches and tensors
+logprobs        the log-probabilities of trained tokens; prompts that rows share are computed once
 policy          the trainable weights, all of them or LoRA adapters, and their checkpoints
 """

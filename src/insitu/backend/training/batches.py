@@ -1,28 +1,22 @@
-"""Splits rows into optimizer steps and micro-batches, collates them, and computes token logprobs and entropies.
+"""Splits rows into optimizer steps and micro-batches, and collates these into tensors.
 
-Rows with the same tokens and trained positions (common for short completions of the same prompt) share one forward
-pass.
+Rows with the same tokens and trained positions (common for short completions of the same prompt) are computed once. So
+are prompts that several rows share, where the method allows it.
 
-Shapes: B rows, S distinct sequences, T input tokens of the longest sequence, K maximum trained tokens per sequence, N
-trained tokens of all distinct sequences, D hidden size, V vocab_size.
+Shapes: B rows, S distinct sequences, T input tokens of the longest sequence (without a shared prompt), K maximum
+trained tokens per sequence, N trained tokens of all distinct sequences, G distinct prompts, P tokens of the longest.
 """
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from insitu.backend.model import LoadedModel
 from insitu.schemas.training_jobs import TrainingSettings
-
-CHUNK_ELEMENTS = 1 << 26
-"""Maximum logits (N x V) computed together where only trained positions are projected; more are computed in chunks and
-recomputed in the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +24,17 @@ class Row:
     """A training row without the logprobs and advantages of untrained tokens.
 
     `positions` (K) of the trained tokens are ascending and above 0; `rollout_logprobs` and `advantages` (K) are those
-    of the trained tokens. `episode` groups rows that must stay in one optimizer step; empty: the row is its own group.
+    of the trained tokens, for `method: grpo`. Rows with the same `episode` or the same `pair` stay in one optimizer
+    step; `preferred` is the side of the pair, or whether the episode is desirable.
     """
 
     token_ids: np.ndarray
     positions: np.ndarray
-    rollout_logprobs: np.ndarray
-    advantages: np.ndarray
+    rollout_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     episode: str = ""
+    pair: str = ""
+    preferred: bool | None = None
 
     @property
     def input_length(self) -> int:
@@ -45,13 +42,34 @@ class Row:
         return int(self.positions[-1])
 
     @property
+    def prompt_length(self) -> int:
+        """Tokens before the one that predicts the first trained token; rows may share their computation."""
+        return int(self.positions[0]) - 1
+
+    @property
     def sequence_key(self) -> bytes:
         """Deduplication key: rows with equal keys have the same log-probabilities at their trained tokens."""
         return self.token_ids[: self.input_length + 1].tobytes() + self.positions.tobytes()
 
+    @property
+    def prompt_key(self) -> bytes:
+        return self.token_ids[: self.prompt_length].tobytes()
+
+
+class SharedPrompts(NamedTuple):
+    """The prompts of a micro-batch whose sequences go on from them.
+
+    `attention_mask_SL` covers the P tokens of the prompt and the T tokens after it.
+    """
+
+    input_ids_GP: Tensor
+    prompt_index_S: Tensor
+    attention_mask_SL: Tensor
+    position_ids_ST: Tensor
+
 
 class MicroBatch(NamedTuple):
-    """One forward pass.
+    """One forward pass, with `prompts` two.
 
     `logit_positions_N` are the positions in the flattened `input_ids_ST` whose logits predict `targets_N`;
     `target_mask_SK` marks each sequence's targets, in the order of N.
@@ -63,8 +81,7 @@ class MicroBatch(NamedTuple):
     target_mask_SK: Tensor
     sequence_index_B: Tensor
     mask_BK: Tensor
-    rollout_logprobs_BK: Tensor
-    advantage_BK: Tensor
+    prompts: SharedPrompts | None
 
     def to_rows(self, values_N: Tensor) -> Tensor:
         """Expands values per distinct token (N) to rows (B, K), zero-padded."""
@@ -72,18 +89,25 @@ class MicroBatch(NamedTuple):
         return values_SK.index_select(0, self.sequence_index_B)
 
 
+def group_rows(rows: Sequence[Row], indices: Iterable[int]) -> list[list[int]]:
+    """The rows of each pair or episode; a row with neither is a group."""
+    groups: dict[str, list[int]] = {}
+    for index in indices:
+        row = rows[index]
+        groups.setdefault(row.pair or row.episode or f"\0{index}", []).append(index)  # a key no id can equal
+    return list(groups.values())
+
+
 def optimizer_steps(rows: Sequence[Row], settings: TrainingSettings) -> list[list[int]]:
     """The row indices of each optimizer step, in training order.
 
-    Each pass shuffles the episodes and distributes them over at most ceil(rows / `mini_batch_size`) steps (or
-    `steps_per_iteration`) of about equal size, without splitting an episode.
+    Each pass shuffles the episodes (or pairs) and distributes them over at most ceil(rows / `mini_batch_size`) steps
+    (or `steps_per_iteration`) of about equal size, without splitting one.
     """
-    episodes: dict[str, list[int]] = {}
-    for index, row in enumerate(rows):
-        episodes.setdefault(row.episode or f"\0{index}", []).append(index)  # a key no episode id can equal
+    groups = group_rows(rows, range(len(rows)))
     steps: list[list[int]] = []
     for iteration in range(settings.num_iterations):
-        order = list(episodes.values())
+        order = list(groups)
         random.Random(f"{settings.seed}|{iteration}").shuffle(order)
         num_steps = settings.steps_per_iteration or -(-len(rows) // (settings.mini_batch_size or len(rows)))
         iteration_steps: list[list[int]] = [[] for _ in range(num_steps)]
@@ -96,123 +120,153 @@ def optimizer_steps(rows: Sequence[Row], settings: TrainingSettings) -> list[lis
     return steps
 
 
-def micro_batches(rows: Sequence[Row], indices: Iterable[int], max_tokens: int) -> Iterator[list[int]]:
-    """Splits the rows, shortest first, into micro-batches of at most `max_tokens` padded tokens.
+class _Piece(NamedTuple):
+    """A row in the order of micro-batches: rows of similar length, and those with the same tokens, are neighbors."""
 
-    A longer sequence gets its own.
-    """
-    micro_batch: list[int] = []
-    sequences = 0
-    previous = b""
-    for length, key, index in sorted((rows[index].input_length, rows[index].sequence_key, index) for index in indices):
-        if key != previous:
-            if micro_batch and (sequences + 1) * length > max_tokens:
+    prompt_length: int
+    prompt_key: bytes
+    length: int
+    key: bytes
+    row: int
+
+
+class _Size:
+    """Counts the distinct tokens of the rows that are added, and those of a micro-batch of them, padding included."""
+
+    def __init__(self) -> None:
+        self._prompts: set[bytes] = set()
+        self._sequences: set[bytes] = set()
+        self._longest_prompt = self._longest = 0
+        self.distinct_tokens = 0
+
+    def add(self, unit: Iterable[_Piece]) -> bool:
+        """Returns whether there were new tokens among them."""
+        before = self.distinct_tokens
+        for piece in unit:
+            if piece.prompt_key not in self._prompts:
+                self._prompts.add(piece.prompt_key)
+                self.distinct_tokens += piece.prompt_length
+            if piece.key not in self._sequences:
+                self._sequences.add(piece.key)
+                self.distinct_tokens += piece.length
+            self._longest_prompt = max(self._longest_prompt, piece.prompt_length)
+            self._longest = max(self._longest, piece.length)
+        return self.distinct_tokens > before
+
+    @property
+    def padded_tokens(self) -> int:
+        return len(self._prompts) * self._longest_prompt + len(self._sequences) * self._longest
+
+
+class Packer:
+    """Packs rows into micro-batches; with `share_prompts`, rows with the same prompt share its computation."""
+
+    def __init__(self, rows: Sequence[Row], *, share_prompts: bool) -> None:
+        self._rows = rows
+        self._share_prompts = share_prompts
+
+    def micro_batches(self, units: Iterable[Sequence[int]], max_tokens: int) -> Iterator[list[int]]:
+        """Splits the rows, shortest first, into micro-batches of at most `max_tokens` padded tokens.
+
+        A unit of rows stays together if it fits into a micro-batch; a longer sequence gets its own.
+        """
+        micro_batch: list[int] = []
+        size = _Size()
+        for unit in sorted(self._split(units, max_tokens), key=lambda pieces: pieces[-1]):
+            if size.add(unit) and micro_batch and size.padded_tokens > max_tokens:
                 yield micro_batch
-                micro_batch, sequences = [], 0
-            sequences, previous = sequences + 1, key
-        micro_batch.append(index)
-    if micro_batch:
-        yield micro_batch
+                micro_batch, size = [], _Size()
+                size.add(unit)
+            micro_batch += [piece.row for piece in unit]
+        if micro_batch:
+            yield micro_batch
+
+    def even_share(self, units: Sequence[Sequence[int]], max_tokens: int, count: int) -> int:
+        """The padded tokens of a micro-batch if all units are spread evenly over rounds of `count` of them."""
+        size = _Size()
+        longest = 0
+        for unit in self._split(units, max_tokens):
+            own = _Size()
+            own.add(unit)
+            longest = max(longest, own.padded_tokens)
+            size.add(unit)
+        rounds = -(-size.distinct_tokens // (max_tokens * count))
+        return min(-(-size.distinct_tokens // max(rounds * count, 1)) + longest, max_tokens)
+
+    def collate(self, indices: Sequence[int], device: torch.device) -> MicroBatch:
+        return collate([self._rows[index] for index in indices], device, share_prompts=self._share_prompts)
+
+    def _split(self, units: Iterable[Sequence[int]], max_tokens: int) -> Iterator[list[_Piece]]:
+        """The units, and the rows of those that do not fit into a micro-batch."""
+        for unit in units:
+            pieces = sorted(map(self._piece, unit))
+            size = _Size()
+            size.add(pieces)
+            if len(pieces) > 1 and size.padded_tokens > max_tokens:
+                yield from ([piece] for piece in pieces)
+            else:
+                yield pieces
+
+    def _piece(self, index: int) -> _Piece:
+        row = self._rows[index]
+        if not self._share_prompts:
+            return _Piece(0, b"", row.input_length, row.sequence_key, index)
+        return _Piece(row.prompt_length, row.prompt_key, row.input_length - row.prompt_length, row.sequence_key, index)
 
 
-def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
-    """Collates rows into a right-padded micro-batch.
+def collate(rows: Sequence[Row], device: torch.device, *, share_prompts: bool = False) -> MicroBatch:
+    """Collates rows into a right-padded micro-batch; with `share_prompts`, prompts of several sequences are separate.
 
-    No attention mask is needed: with causal attention no token attends to the padding.
+    Without prompts no attention mask is needed: with causal attention no token attends to the padding.
     """
     sequence_indices: dict[bytes, int] = {}
     sequence_index_B = np.array([sequence_indices.setdefault(row.sequence_key, len(sequence_indices)) for row in rows])
     distinct = [rows[index] for index in np.unique(sequence_index_B, return_index=True)[1]]
-    width = max(row.input_length for row in distinct)
-    input_ids = np.zeros((len(distinct), width), dtype=np.int64)
-    for line, row in zip(input_ids, distinct, strict=True):
-        line[: row.input_length] = row.token_ids[: row.input_length]
+    shares = share_prompts and len({row.prompt_key for row in distinct}) < len(distinct)
+    starts = [row.prompt_length if shares else 0 for row in distinct]
+    input_ids = _padded_ids(
+        [row.token_ids[start : row.input_length] for row, start in zip(distinct, starts, strict=True)]
+    )
     counts = np.array([len(row.positions) for row in distinct])
-    starts = np.repeat(np.arange(len(distinct)) * width, counts)
+    offsets = np.arange(len(distinct)) * input_ids.shape[1] - np.array(starts)
     target_mask = np.arange(counts.max()) < counts[:, None]
-    mask = target_mask[sequence_index_B]
     arrays = {
         "input_ids_ST": input_ids,
-        "logit_positions_N": np.concatenate([row.positions for row in distinct]) - 1 + starts,
+        "logit_positions_N": np.concatenate([row.positions for row in distinct]) - 1 + np.repeat(offsets, counts),
         "targets_N": np.concatenate([row.token_ids[row.positions] for row in distinct]).astype(np.int64),
         "target_mask_SK": target_mask,
         "sequence_index_B": sequence_index_B,
-        "mask_BK": mask,
-        "rollout_logprobs_BK": pad([row.rollout_logprobs for row in rows], mask),
-        "advantage_BK": pad([row.advantages for row in rows], mask),
+        "mask_BK": target_mask[sequence_index_B],
     }
-    return MicroBatch(**{name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
+    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    prompts = _shared_prompts(distinct, input_ids.shape[1], device) if shares else None
+    return MicroBatch(**tensors, prompts=prompts)
 
 
-def pad(values: list[np.ndarray], mask_BK: np.ndarray) -> np.ndarray:
+def _shared_prompts(distinct: Sequence[Row], width: int, device: torch.device) -> SharedPrompts:
+    prompt_indices: dict[bytes, int] = {}
+    index_S = np.array([prompt_indices.setdefault(row.prompt_key, len(prompt_indices)) for row in distinct])
+    firsts = [distinct[index] for index in np.unique(index_S, return_index=True)[1]]
+    input_ids = _padded_ids([row.token_ids[: row.prompt_length] for row in firsts])
+    lengths_S1 = np.array([[row.prompt_length] for row in distinct])
+    inputs_S1 = np.array([[row.input_length] for row in distinct])
+    is_prompt = np.arange(input_ids.shape[1]) < lengths_S1
+    # Positions of padding repeat the last one: there may be no embedding for more.
+    positions = np.minimum(lengths_S1 + np.arange(width), inputs_S1 - 1)
+    arrays = (input_ids, index_S, np.hstack([is_prompt, np.ones((len(distinct), width), dtype=bool)]), positions)
+    return SharedPrompts(*(torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays))
+
+
+def _padded_ids(sequences: Sequence[np.ndarray]) -> np.ndarray:
+    ids = np.zeros((len(sequences), max(map(len, sequences))), dtype=np.int64)
+    for line, sequence in zip(ids, sequences, strict=True):
+        line[: len(sequence)] = sequence
+    return ids
+
+
+def pad(values: Sequence[np.ndarray]) -> Tensor:
     """Zero-pads the values of B rows to (B, K)."""
-    padded = np.zeros(mask_BK.shape, dtype=np.float32)
-    padded[mask_BK] = np.concatenate(values)
-    return padded
-
-
-class TokenLogprobs(NamedTuple):
-    logprobs_N: Tensor
-    entropy_N: Tensor
-    """Entropy of each token's distribution, in nats; without gradient."""
-
-
-class LogprobComputer:
-    """Computes log-probabilities under the policy or the reference model (the starting weights).
-
-    Most models end in a linear LM head. If a test forward pass confirms that, only the positions of trained tokens are
-    projected; otherwise (logit softcapping or scaling) all positions are.
-    """
-
-    def __init__(self, loaded: LoadedModel) -> None:
-        self._device, self._dtype = loaded.device, loaded.dtype
-        self._vocab_size = loaded.vocab_size
-        self._can_project_selected = self._probe_projection(loaded.module)
-
-    def __call__(self, module: nn.Module, batch: MicroBatch) -> TokenLogprobs:
-        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
-            if not self._can_project_selected:
-                logits_STV = module(input_ids=batch.input_ids_ST, use_cache=False).logits
-                return _token_logprobs(logits_STV.flatten(0, 1)[batch.logit_positions_N], batch.targets_N)
-            body, head = _parts(module)
-            assert head is not None  # the test forward pass used it
-            hidden_STD = body(input_ids=batch.input_ids_ST, use_cache=False).last_hidden_state
-            hidden_ND = hidden_STD.flatten(0, 1).index_select(0, batch.logit_positions_N)
-            return _in_chunks(head, self._vocab_size, hidden_ND, batch.targets_N)
-
-    @torch.no_grad()
-    def _probe_projection(self, module: nn.Module) -> bool:
-        body, head = _parts(module)
-        input_ids_ST = torch.arange(min(8, self._vocab_size), device=self._device)[None]
-        hidden = getattr(body(input_ids=input_ids_ST, use_cache=False), "last_hidden_state", None)
-        if hidden is None or head is None:  # another architecture
-            return False
-        return torch.equal(head(hidden), module(input_ids=input_ids_ST, use_cache=False).logits)
-
-
-def _parts(module: nn.Module) -> tuple[nn.Module, nn.Module | None]:
-    """The transformer body, which returns hidden states, and the LM head."""
-    if hasattr(module, "get_base_model"):  # PEFT: LoRA adapters live inside the base model's layers
-        module = module.get_base_model()  # type: ignore[operator]
-    return module.base_model, module.get_output_embeddings()  # type: ignore[return-value, operator]
-
-
-def _in_chunks(head: nn.Module, vocab_size: int, hidden_ND: Tensor, targets_N: Tensor) -> TokenLogprobs:
-    def project(hidden_ND: Tensor, targets_N: Tensor) -> TokenLogprobs:
-        return _token_logprobs(head(hidden_ND), targets_N)
-
-    size = max(1, CHUNK_ELEMENTS // vocab_size)
-    if len(targets_N) <= size:
-        return project(hidden_ND, targets_N)
-    chunks = [
-        checkpoint(project, hidden, targets, use_reentrant=False)
-        for hidden, targets in zip(hidden_ND.split(size), targets_N.split(size), strict=True)
-    ]
-    return TokenLogprobs(*(torch.cat(values) for values in zip(*chunks, strict=True)))
-
-
-def _token_logprobs(logits_NV: Tensor, targets_N: Tensor) -> TokenLogprobs:
-    logprobs_NV = logits_NV.float().log_softmax(-1)
-    with torch.no_grad():
-        entropy_N = torch.special.entr(logprobs_NV.exp()).sum(-1)
-    return TokenLogprobs(logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1), entropy_N)
+    counts = np.array([len(each) for each in values])
+    padded = np.zeros((len(values), counts.max()), dtype=np.float32)
+    padded[np.arange(counts.max()) < counts[:, None]] = np.concatenate(values)
+    return torch.from_numpy(padded)

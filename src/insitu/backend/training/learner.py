@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from insitu.backend.inference.engine import WeightVersion
 from insitu.backend.model import LoadedModel, first_not_finite, load_model
-from insitu.backend.training.batches import LogprobComputer, Row
+from insitu.backend.training.batches import Row
+from insitu.backend.training.logprobs import LogprobComputer
 from insitu.backend.training.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers
 from insitu.backend.training.policy import (
     OPTIMIZER_FILE,
@@ -144,7 +145,7 @@ class Learner:
         try:
             if lora is not None and not self._lora_fixed:
                 build_policy(self.loaded, lora, settings.seed)
-            if settings.kl.beta:
+            if settings.reference == "initial":
                 _ = self._reference
             check_optimizer(self._checkpoints.get(self.version) or self._origin_folder)
         except BackendError as error:
@@ -210,6 +211,8 @@ class Learner:
             "episodes": len({row.episode or index for index, row in enumerate(rows)}),
             "seconds": time.monotonic() - start,
         }
+        if pairs := {row.pair for row in rows} - {""}:
+            metrics["pairs"] = len(pairs)
         loss = metrics.get("loss", math.nan)
         logger.info("version %d: loss %.4g, %d rows, %.1f s", self.version, loss, len(rows), metrics["seconds"])
         return TrainedVersion(served, self.version, checkpoint, metrics)

@@ -1,5 +1,7 @@
 """The optimizer steps of one job, micro-batch by micro-batch.
 
+What a method does with log-probabilities is its `Objective`; the loop is the same for all.
+
 Shapes: B rows of a micro-batch, K maximum trained tokens per row, N trained tokens of its distinct sequences.
 """
 
@@ -10,7 +12,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -20,16 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from insitu.backend.model import LoadedModel
-from insitu.backend.training.batches import (
-    LogprobComputer,
-    MicroBatch,
-    Row,
-    collate,
-    micro_batches,
-    optimizer_steps,
-    pad,
+from insitu.backend.training.batches import MicroBatch, Packer, Row, optimizer_steps, pad
+from insitu.backend.training.logprobs import LogprobComputer
+from insitu.backend.training.losses import kl_estimate
+from insitu.backend.training.objectives import (
+    KnownSums,
+    LossOfRows,
+    RowLogprobs,
+    StepResult,
+    build_objective,
 )
-from insitu.backend.training.losses import PolicyBatch, kl_estimate, policy_loss, row_weights
 from insitu.backend.training.policy import TrainablePolicy
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.training_jobs import TrainingSettings
@@ -45,7 +47,6 @@ SMALL_MODEL = 5_000_000
 """Parameters below which operations are too short to be split over threads."""
 KL_ROWS = 128
 """Rows on which the KL metric is measured after the last step if there is no KL penalty."""
-SUMS = ("loss", "clipped", "kl", "gap", "sampled_ratio", "entropy")
 
 
 class Progress(NamedTuple):
@@ -53,15 +54,6 @@ class Progress(NamedTuple):
 
     percent: float
     metrics: dict[str, Any] | None = None
-
-
-class StepResult(NamedTuple):
-    """One optimizer step; `sums` are over its trained tokens, by the names in SUMS."""
-
-    tokens: int
-    sums: dict[str, float]
-    grad_norm: float
-    learning_rate: float
 
 
 def learning_rate(settings: TrainingSettings, step: int, steps: int) -> float:
@@ -119,6 +111,23 @@ class TrainState:
     reference: Callable[[], nn.Module]
 
 
+class FixedLogprobs:
+    """Log-probabilities of rows under weights that do not change during a job, each computed once."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, np.ndarray] = {}
+
+    def get(self, indices: Sequence[int], device: torch.device) -> Tensor | None:
+        """(B, K); None unless those of all rows are known."""
+        known = [self._rows[index] for index in indices if index in self._rows]
+        return pad(known).to(device) if len(known) == len(indices) else None
+
+    def keep(self, indices: Sequence[int], logprobs_BK: Tensor, mask_BK: Tensor) -> None:
+        counts = mask_BK.sum(1).tolist()
+        for index, count, logprobs in zip(indices, counts, logprobs_BK.cpu().numpy(), strict=True):
+            self._rows[index] = logprobs[:count]
+
+
 class OptimizerLoop:
     """Runs all optimizer steps of one job on the policy of `state`."""
 
@@ -128,72 +137,81 @@ class OptimizerLoop:
         self._parameters = list(state.policy.trainable.values())
         self._compute_logprobs = state.compute_logprobs
         self._workers = state.workers
-        self._reference = state.reference() if settings.kl.beta > 0 else None
-        self._load_reference = state.reference
+        self._initial = state.reference() if settings.reference == "initial" else None
+        self._load_initial = state.reference
         self._settings = settings
-        self._rows = rows
+        self._plan = optimizer_steps(rows, settings)
+        self._objective = build_objective(settings, rows, self._plan, state.policy.loaded.max_length)
+        self._rows = self._objective.rows
+        share_prompts = self._objective.shares_prompts and state.compute_logprobs.can_share_prompts
+        self._packer = Packer(self._rows, share_prompts=share_prompts)
         self._dropout = random.Random(f"{settings.seed}|{settings.schedule_range}")
         self._device = state.policy.loaded.device
-        self._old: dict[int, np.ndarray] = {}  # by row: log-probabilities (K) at the start of the job
+        self._at_start = FixedLogprobs()
+        self._at_initial = FixedLogprobs()
         self._max_tokens = settings.micro_batch_tokens
         if self._device.type == "cpu":
             self._max_tokens = min(self._max_tokens, CPU_MICRO_BATCH)
 
     def run(self) -> Generator[Progress, None, dict[str, Any]]:
         """Yields after each micro-batch; returns the job's metrics. Raises JobFailed if a loss is not finite."""
-        plan = optimizer_steps(self._rows, self._settings)
-        if self._settings.old_logprobs == "recomputed":
-            # Without dropout the first step computes the old log-probabilities of its rows itself.
-            first_step = set() if self._policy.has_dropout else set(plan[0])
-            for batches in self._rounds(set(range(len(self._rows))) - first_step):
-                self._workers.map(self._compute_old, batches)
+        if self._objective.uses_start:
+            # Without dropout the first step computes the log-probabilities of its rows at the start itself.
+            first = set() if self._policy.has_dropout else {*self._plan[0], *self._objective.baseline_rows(0)}
+            for batches in self._rounds([[index] for index in range(len(self._rows)) if index not in first]):
+                self._workers.map(self._compute_start, batches)
                 yield Progress(0.0)
         steps: list[StepResult] = []
-        for number, indices in enumerate(plan):
-            rate = learning_rate(self._settings, number, len(plan))
+        for number, indices in enumerate(self._plan):
+            rate = learning_rate(self._settings, number, len(self._plan))
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
-            sums = yield from self._compute(indices, number, len(plan))
+            sums = yield from self._compute(number)
             steps.append(self._optimizer_step(sums, self._count_tokens(indices)))
-            yield Progress(100 * (number + 1) / len(plan), step_metrics(steps[-1:], self._settings))
-        metrics = step_metrics(steps, self._settings)
-        if self._reference is None:
-            metrics["kl"] = self._measure_kl(plan[-1][:KL_ROWS])
+            yield Progress(100 * (number + 1) / len(self._plan), self._metrics(steps[-1:]))
+        metrics = self._metrics(steps)
+        if self._objective.measures_kl and self._initial is None:
+            metrics["kl"] = self._measure_kl(self._plan[-1][:KL_ROWS])
         return metrics
+
+    def _metrics(self, steps: Sequence[StepResult]) -> dict[str, Any]:
+        return {
+            "loss": math.fsum(step.sums["loss"] for step in steps) / len(steps),
+            "entropy": math.fsum(step.sums["entropy"] for step in steps) / sum(step.tokens for step in steps),
+            "grad_norm": math.fsum(step.grad_norm for step in steps) / len(steps),
+            "learning_rate": steps[-1].learning_rate,
+            "steps": len(steps),
+            **self._objective.metrics(steps),
+        }
 
     def _count_tokens(self, indices: Sequence[int]) -> int:
         return sum(len(self._rows[index].positions) for index in indices)
 
-    def _rounds(self, indices: Iterable[int]) -> Iterator[tuple[list[int], ...]]:
+    def _rounds(self, units: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], ...]]:
         """Yields one micro-batch of about equal length per worker, until all rows are covered."""
-        lengths = {self._rows[index].sequence_key: self._rows[index].input_length for index in indices}
-        total, longest = sum(lengths.values()), max(lengths.values(), default=0)
-        rounds = math.ceil(total / (self._max_tokens * self._workers.count))
-        share = math.ceil(total / max(rounds * self._workers.count, 1)) + longest
-        pending = micro_batches(self._rows, indices, min(share, self._max_tokens))
+        share = self._packer.even_share(units, self._max_tokens, self._workers.count)
+        pending = self._packer.micro_batches(units, share)
         while batches := tuple(itertools.islice(pending, self._workers.count)):
             yield batches
 
     @torch.no_grad()
-    def _compute_old(self, micro_batch: list[int]) -> None:
-        batch = collate([self._rows[index] for index in micro_batch], self._device)
-        self._keep_old(micro_batch, batch.to_rows(self._compute_logprobs(self._policy.module, batch).logprobs_N))
+    def _compute_start(self, micro_batch: list[int]) -> None:
+        batch = self._packer.collate(micro_batch, self._device)
+        logprobs_BK = batch.to_rows(self._compute_logprobs(self._policy.module, batch).logprobs_N)
+        self._at_start.keep(micro_batch, logprobs_BK, batch.mask_BK)
 
-    def _keep_old(self, micro_batch: list[int], logprobs_BK: Tensor) -> None:
-        for index, logprobs in zip(micro_batch, logprobs_BK.cpu().numpy(), strict=True):
-            self._old[index] = logprobs[: len(self._rows[index].positions)]
-
-    def _compute(self, indices: list[int], step: int, steps: int) -> Generator[Progress, None, dict[str, float]]:
-        """Computes the gradients of optimizer step `step` (from 0) of `steps`; returns the sums in SUMS."""
-        rows = [self._rows[index] for index in indices]
-        weights = row_weights([len(row.positions) for row in rows], [row.episode for row in rows], self._settings)
-        row_weight = dict(zip(indices, weights, strict=True))
-        totals = torch.zeros(len(SUMS), device=self._device, dtype=torch.float64)
+    def _compute(self, step: int) -> Generator[Progress, None, dict[str, float]]:
+        """Computes the gradients of an optimizer step; returns the sums by name."""
+        rounds = list(self._rounds(self._objective.units(step)))
+        known = yield from self._compute_known(step, rounds)
+        loss_of = self._objective.step_loss(step, known)
+        names = (*self._objective.sums, "entropy")
+        totals = torch.zeros(len(names), device=self._device, dtype=torch.float64)
         done = 0
         self._optimizer.zero_grad()
-        for batches in self._rounds(indices):
+        for batches in rounds:
             with self._policy.dropout(self._dropout.getrandbits(63)):
-                backward = functools.partial(self._backward, row_weight=row_weight)
+                backward = functools.partial(self._backward, loss_of=loss_of)
                 results = self._workers.map(backward, batches, sequential=self._policy.has_dropout)
             # In this order, for reproducible sums.
             for micro_batch, (sums, gradients) in zip(batches, results, strict=True):
@@ -204,43 +222,60 @@ class OptimizerLoop:
                     elif gradient is not None:
                         parameter.grad += gradient
                 done += len(micro_batch)
-            yield Progress(100 * (step + done / len(indices)) / steps)
-        return dict(zip(SUMS, totals.tolist(), strict=True))
+            yield Progress(100 * (step + done / len(self._plan[step])) / len(self._plan))
+        return dict(zip(names, totals.tolist(), strict=True))
 
-    def _backward(self, micro_batch: list[int], row_weight: dict[int, float]) -> tuple[Tensor, Sequence[Tensor | None]]:
+    def _compute_known(
+        self, step: int, rounds: Sequence[tuple[list[int], ...]]
+    ) -> Generator[Progress, None, dict[int, KnownSums]]:
+        """Sums of the rows that the loss of other micro-batches depends on: baselines, and units split over several."""
+        place = {index: number for number, micro_batch in enumerate(itertools.chain(*rounds)) for index in micro_batch}
+        split = [unit for unit in self._objective.units(step) if len({place[index] for index in unit}) > 1]
+        needed = [*self._objective.baseline_rows(step), *itertools.chain(*split)]
+        known: dict[int, KnownSums] = {}
+        for batches in self._rounds([[index] for index in needed]):
+            for sums in self._workers.map(self._known_sums, batches):
+                known |= sums
+            yield Progress(100 * step / len(self._plan))
+        return known
+
+    @torch.no_grad()
+    def _known_sums(self, micro_batch: list[int]) -> dict[int, KnownSums]:
+        batch = self._packer.collate(micro_batch, self._device)
+        new_BK = batch.to_rows(self._compute_logprobs(self._policy.module, batch).logprobs_N)
+        logprobs = self._row_logprobs(micro_batch, batch, new_BK)
+        sums = zip(logprobs.sums().tolist(), logprobs.log_ratios().tolist(), strict=True)
+        return {index: KnownSums(*each) for index, each in zip(micro_batch, sums, strict=True)}
+
+    def _backward(self, micro_batch: list[int], loss_of: LossOfRows) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Returns the sums, and with several workers the gradients, which workers must not accumulate concurrently."""
-        batch = collate([self._rows[index] for index in micro_batch], self._device)
-        weight_B = torch.tensor([row_weight[index] for index in micro_batch], device=self._device)
+        batch = self._packer.collate(micro_batch, self._device)
         new_N, entropy_N = self._compute_logprobs(self._policy.module, batch)
-        new_BK = batch.to_rows(new_N)
-        ref_BK = None
-        if self._reference is not None:
-            with torch.no_grad():
-                ref_BK = batch.to_rows(self._compute_logprobs(self._reference, batch).logprobs_N)
-        inputs = PolicyBatch(
-            old_logprobs_BT=self._old_logprobs(micro_batch, batch, new_BK),
-            rollout_logprobs_BT=batch.rollout_logprobs_BK,
-            ref_logprobs_BT=ref_BK,
-            advantage_BT=batch.advantage_BK,
-            mask_BT=batch.mask_BK,
-            weight_B=weight_B,
-        )
-        result = policy_loss(new_BK, inputs, self._settings)
-        sums = torch.stack([*(value.detach().double() for value in result), batch.to_rows(entropy_N).double().sum()])
+        loss, sums = loss_of(micro_batch, self._row_logprobs(micro_batch, batch, batch.to_rows(new_N)))
+        entropy = batch.to_rows(entropy_N).double().sum()
+        totals = torch.stack([*(value.double() for value in sums), entropy])
         if self._workers.count > 1:
-            return sums, torch.autograd.grad(result.loss, self._parameters, allow_unused=True)
-        result.loss.backward()
-        return sums, ()
+            return totals, torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        loss.backward()
+        return totals, ()
 
-    def _old_logprobs(self, micro_batch: list[int], batch: MicroBatch, new_BK: Tensor) -> Tensor:
-        if self._settings.old_logprobs == "rollout":
-            return batch.rollout_logprobs_BK
-        if micro_batch[0] in self._old:
-            old = pad([self._old[index] for index in micro_batch], batch.mask_BK.cpu().numpy())
-            return torch.from_numpy(old).to(self._device)
-        if self._settings.num_iterations > 1:  # needed again in the next iteration
-            self._keep_old(micro_batch, new_BK.detach())
-        return new_BK.detach()  # in the first step old = new
+    def _row_logprobs(self, micro_batch: list[int], batch: MicroBatch, new_BK: Tensor) -> RowLogprobs:
+        start_BK = ref_BK = None
+        if self._objective.uses_start:
+            start_BK = self._at_start.get(micro_batch, self._device)
+            if start_BK is None:  # the first step
+                start_BK = new_BK.detach()
+                if self._settings.num_iterations > 1:  # needed again in the next iteration
+                    self._at_start.keep(micro_batch, start_BK, batch.mask_BK)
+        if self._settings.reference == "job_start":
+            ref_BK = start_BK
+        elif self._initial is not None:
+            ref_BK = self._at_initial.get(micro_batch, self._device)
+            if ref_BK is None:
+                with torch.no_grad():
+                    ref_BK = batch.to_rows(self._compute_logprobs(self._initial, batch).logprobs_N)
+                self._at_initial.keep(micro_batch, ref_BK, batch.mask_BK)
+        return RowLogprobs(new_BK, start_BK, ref_BK, batch.mask_BK)
 
     def _optimizer_step(self, sums: dict[str, float], tokens: int) -> StepResult:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm).item()
@@ -256,30 +291,13 @@ class OptimizerLoop:
     def _measure_kl(self, indices: list[int]) -> float | None:
         total = 0.0
         try:
-            reference = self._load_reference()
+            initial = self._load_initial()
         except BackendError as error:  # the model that training started from is missing: the job is valid without kl
             logger.warning("kl is not measured: %s", error)
             return None
-        for micro_batch in micro_batches(self._rows, indices, self._max_tokens):
-            batch = collate([self._rows[index] for index in micro_batch], self._device)
-            modules = (self._policy.module, reference)
+        for micro_batch in self._packer.micro_batches([[index] for index in indices], self._max_tokens):
+            batch = self._packer.collate(micro_batch, self._device)
+            modules = (self._policy.module, initial)
             new_N, ref_N = (self._compute_logprobs(module, batch).logprobs_N for module in modules)
             total += batch.to_rows(kl_estimate(new_N, ref_N, self._settings.kl)).sum().item()
         return total / self._count_tokens(indices)
-
-
-def step_metrics(steps: Sequence[StepResult], settings: TrainingSettings) -> dict[str, Any]:
-    """Metrics over these steps; the gap to the sampler is that of the first step, before the weights changed."""
-    tokens = sum(step.tokens for step in steps)
-    total = {name: math.fsum(step.sums[name] for step in steps) for name in SUMS}
-    return {
-        "loss": total["loss"] / len(steps),
-        "kl": total["kl"] / tokens if settings.kl.beta > 0 else None,
-        "entropy": total["entropy"] / tokens,
-        "clip_fraction": total["clipped"] / tokens,
-        "grad_norm": math.fsum(step.grad_norm for step in steps) / len(steps),
-        "learning_rate": steps[-1].learning_rate,
-        "logprob_gap": steps[0].sums["gap"] / steps[0].tokens,
-        "ratio_mean": steps[0].sums["sampled_ratio"] / steps[0].tokens,
-        "steps": len(steps),
-    }

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from insitu.backend.http import ApiRoute, body_chunks, read_body, validation_refusal
+from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job
 from insitu.backend.training.jobs import TrainingJob, TrainingQueue
@@ -21,10 +22,11 @@ MAX_SETTINGS_BYTES = 1 << 20
 
 def routes(services: Services) -> list[ApiRoute]:
     loaded = services.loaded
-    return job_routes(services.jobs, Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length))
+    limits = Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length)
+    return job_routes(services.jobs, limits, services.engine.tokenizer)
 
 
-def job_routes(jobs: TrainingQueue, limits: Limits) -> list[ApiRoute]:
+def job_routes(jobs: TrainingQueue, limits: Limits, tokenizer: ChatTokenizer) -> list[ApiRoute]:
     async def submit(request: Request) -> Response:
         key = request.headers.get("idempotency-key")
         if job := jobs.find_by_idempotency_key(key):
@@ -33,7 +35,7 @@ def job_routes(jobs: TrainingQueue, limits: Limits) -> list[ApiRoute]:
         else:
             encoding = request.headers.get("content-encoding", "").lower()
             jobs.check_room()
-            settings, rows = await read_job(body_chunks(request.receive), encoding, limits)
+            settings, rows = await read_job(body_chunks(request.receive), encoding, limits, tokenizer)
             job = jobs.submit(key, settings, rows)
         return _state_response(job)
 
