@@ -2,12 +2,14 @@
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from insitu.errors import ConfigError
 from insitu.evaluation import run as evaluation_runs  # EvaluationRun may be patched: it is looked up when called
 from insitu.evaluation.shared_run import current_run, evaluation_request
 from insitu.evaluation.validation import validate, validation_request
+from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.evaluation import EvalOutputItem, EvaluationRunOutput
 from insitu.schemas.finetuning import (
     CurriculumLearningConfig,
@@ -127,6 +129,15 @@ class TrainerAdapter(ABC):
     @abstractmethod
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Starts a training job on these trajectories."""
+
+    async def submit_rows(
+        self, rows: Sequence[TrainingRow], run_id: str, name: str, overrides: dict[str, Any]
+    ) -> TrainingJobRef:
+        """Starts a job on given rows, not an epoch's; `overrides` replace settings of the adapter.
+
+        The job is idempotent by run and `name`. Raises ConfigError by default: not every backend can.
+        """
+        raise ConfigError(f"trainer_adapters: {self.adapter_config.type} cannot train on given rows")
 
     @abstractmethod
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:

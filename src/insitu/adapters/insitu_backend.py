@@ -3,7 +3,7 @@
 import asyncio
 import gzip
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -21,6 +21,7 @@ from insitu.files import FolderLock
 from insitu.http_format import error_message, event_data
 from insitu.interfaces import TrainerAdapter
 from insitu.registry import register_trainer_adapter
+from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     PolicyEndpoint,
@@ -30,7 +31,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.schemas.training_jobs import JobState, TrainingOptions, TrainingSettings
+from insitu.schemas.training_jobs import JobState, LossSettings, TrainingOptions, TrainingSettings
 from insitu.training.checkpoints import NAMES, find_checkpoint
 from insitu.training.store import BACKEND_FOLDER, OUTPUT_DIR, move_aside
 from insitu.trajectories.recovery import recover_collection
@@ -270,12 +271,25 @@ class InsituTrainerAdapter(TrainerAdapter):
             epoch, key = self._submissions, f"{trajectories.run_id}/submission {self._submissions}"
         else:
             epoch, key = max(trajectories.epoch, 1), f"{trajectories.run_id}/{trajectories.epoch}"
-        header = {"settings": self._job_settings(epoch).effective(), "num_rows": len(rows)}
+        return await self._submit(rows, self._job_settings(epoch), trajectories.run_id, key, epoch)
+
+    async def submit_rows(
+        self, rows: Sequence[TrainingRow], run_id: str, name: str, overrides: dict[str, Any]
+    ) -> TrainingJobRef:
+        options = {key: value for key, value in self.config.training if key not in LossSettings.model_fields}
+        given = {key: value for key, value in options.items() if key not in ("dpo", "kto")} | overrides
+        settings = TrainingSettings(**given, seed=self._full_config.general.seed)
+        return await self._submit(rows, settings, run_id, f"{run_id}/{name}", None)
+
+    async def _submit(
+        self, rows: Sequence[TrainingRow], settings: TrainingSettings, run_id: str, key: str, epoch: int | None
+    ) -> TrainingJobRef:
+        header = {"settings": settings.effective(), "num_rows": len(rows)}
         body = await asyncio.to_thread(_gzip_job, header, rows)
         headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
         job = await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
         metadata = {"job_id": job.id, "key": key, "epoch": epoch}
-        return TrainingJobRef(run_id=trajectories.run_id, backend=BACKEND, metadata=metadata)
+        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata=metadata)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         try:
@@ -360,7 +374,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         )
 
 
-def _gzip_job(header: dict[str, Any], rows: list[Any]) -> bytes:
+def _gzip_job(header: dict[str, Any], rows: Sequence[TrainingRow]) -> bytes:
     """The job as gzipped JSON lines. Compression level 1 pays off even on loopback."""
     # model_dump() is much slower, and only needed for extra fields
     records = [header, *(_set_fields(row) if not row.__pydantic_extra__ else row.model_dump() for row in rows)]

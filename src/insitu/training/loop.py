@@ -23,7 +23,7 @@ from insitu.errors import ConfigError, InsituError, JobFailed, TrajectoryError
 from insitu.evaluation.shared_run import UsesBuilder, builder_of_run
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.registry import register_trainer
-from insitu.schemas.episodes import Episode
+from insitu.schemas.episodes import Episode, TrainingRow
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     PolicyEndpoint,
@@ -40,6 +40,7 @@ from insitu.training.report import Report, counts
 from insitu.training.store import RunStore, open_store, read_curriculum_state
 from insitu.training.traffic import Leftovers, PolicyTraffic
 from insitu.training.validation import Validation
+from insitu.training.warm_up import WarmUpConfig, read_demonstrations, warm_up
 from insitu.trajectories.builder import GroupRecord
 from insitu.trajectories.recovery import recover_calls
 
@@ -64,6 +65,9 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
     curriculum_state: Path | None = None
     """Path of an earlier run's `curriculum_state.json`. The curriculum resumes from it: included examples, difficulty
     ranking and schedule position."""
+
+    sft: WarmUpConfig | None = None
+    """Supervised finetuning on demonstrations before the first epoch."""
 
     @model_validator(mode="after")
     def _baseline_matches_credit(self) -> "InsituTrainerConfig":
@@ -95,6 +99,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         self._causes: list[str] = []
         """Why the latest epoch that trained nothing had no variance."""
         self._resumed_curriculum = self._read_curriculum()
+        self._demonstrations = self._read_demonstrations()
 
     def _read_curriculum(self) -> dict[str, Any] | None:
         """Reads `curriculum_state`. The constructor does so because `initialize` may move the folder with the file."""
@@ -105,6 +110,12 @@ class InsituTrainer(UsesBuilder, Trainer):
         if not self._full_config.finetuning.curriculum_learning.enabled:
             raise ConfigError(f"{key} has no effect: curriculum_learning.enabled is false")
         return read_curriculum_state(self._full_config.find_path(path, key), key)
+
+    def _read_demonstrations(self) -> list[TrainingRow]:
+        if self.config.sft is None:
+            return []
+        key = f"trainers.{name_being_built()}.sft.rows"
+        return read_demonstrations(self._full_config.find_path(self.config.sft.rows, key), key)
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
@@ -155,6 +166,8 @@ class InsituTrainer(UsesBuilder, Trainer):
         self.report.begin_run(num_epochs)
         if self.validation is not None:
             await self.validation.run(0)
+        if self.config.sft is not None:
+            await self._warm_up(self.config.sft)
         for epoch in range(1, num_epochs + 1):
             try:
                 status = await self._complete_epoch(epoch, num_epochs)
@@ -169,6 +182,17 @@ class InsituTrainer(UsesBuilder, Trainer):
         self.report.end_run()
         await self._conclude(statuses)
         return statuses
+
+    async def _warm_up(self, config: WarmUpConfig) -> None:
+        self.report.begin(f"warm-up on {len(self._demonstrations)} dialogues", None)
+        try:
+            result = await warm_up(self.trainer_adapter, self._demonstrations, config, self.run_id)
+        finally:
+            self.report.end()
+        self._demonstrations = []
+        self.store.write("warm_up.json", result)
+        loss, seconds = result["loss"], result["seconds"]
+        self.report.note(f"warm-up: {result['rows']} dialogues  loss {loss:.4g}  {seconds:.1f} s")
 
     async def _complete_epoch(self, epoch: int, num_epochs: int) -> TrainingJobStatus | None:
         """Runs, records and reports one epoch, with its validation if due."""
