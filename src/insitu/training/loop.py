@@ -34,7 +34,7 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.training.checks import EPISODES, PAIRS, TrainingNeeds, check_components, check_sampled, new_version
-from insitu.training.metrics import EpochResult, collected_metrics, likely_causes, without_variance
+from insitu.training.metrics import JOB_METRICS, EpochResult, collected_metrics, likely_causes, without_variance
 from insitu.training.plot import RewardPlot
 from insitu.training.report import Report, counts
 from insitu.training.store import RunStore, open_store, read_curriculum_state
@@ -45,11 +45,6 @@ from insitu.trajectories.builder import GroupRecord
 from insitu.trajectories.recovery import recover_calls
 
 logger = logging.getLogger(__name__)
-
-
-_BACKEND_METRICS = frozenset(
-    "loss kl entropy grad_norm clip_fraction tokens rows steps learning_rate logprob_gap ratio_mean".split()  # noqa: SIM905
-)
 
 
 class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
@@ -304,7 +299,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         finally:
             self.report.end()
         metadata = status.metadata or {}
-        job_metrics = {name: value for name, value in metadata.items() if name in _BACKEND_METRICS}
+        job_metrics = {name: value for name, value in metadata.items() if name in JOB_METRICS}
         result = replace(self.results[epoch], job=status.status, backend=job_metrics)
         result = self.results[epoch] = result.with_seconds("train", time.perf_counter() - started)
         if status.status is not TrainingStatusEnum.COMPLETED:

@@ -10,6 +10,15 @@ from insitu.schemas.finetuning import TrainingStatusEnum, Trajectory, Trajectory
 
 Group = Sequence[Trajectory]
 
+JOB_METRICS = frozenset(
+    (
+        *("loss", "kl", "entropy", "grad_norm", "clip_fraction", "tokens", "rows", "steps", "learning_rate"),
+        *("logprob_gap", "ratio_mean", "pairs", "sft_loss", "rewards/chosen", "rewards/rejected", "rewards/margins"),
+        *("rewards/accuracies", "logps/chosen", "logps/rejected"),
+    )
+)
+"""Metrics of a training job that the line of its epoch has, if its backend reports them."""
+
 _MOSTLY = 0.5
 """Share of the answers from which their length counts as a cause."""
 

@@ -1,0 +1,140 @@
+"""Training on preferences, desirable episodes and the best ones, and the warm-up, on a real backend."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import read_lines
+from rich.console import Console
+from test_preference_builders import file
+from tiny_backend import Served
+
+from insitu.errors import ConfigError
+from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.training.runtime import finetuning_main
+
+ASK = {"_type": "preference_ask", "llm": "player"}
+
+
+def project(write: Any, served: Served, method: str, builder: dict[str, Any], **changes: Any) -> Path:
+    write([{"id": f"r{i}", "question": f"row {i}", "answer": "sure"} for i in range(2)], "rows.jsonl")
+    content = file(served, builder, **changes)
+    content["llms"]["player"] = {"_type": "policy", "max_tokens": 3}
+    training = {"method": method, "learning_rate": 1e-3}
+    content["trainer_adapters"]["a"]["training"] = training
+    content["trainers"]["t"] = {"_type": f"insitu_{method}_trainer"}
+    if method == "grpo":
+        content["trainers"]["t"] = {"_type": "insitu_trainer"}
+    output = str(write("", "run/x").parent)
+    content["finetuning"] |= {"target_model": None, "num_epochs": 2, "output_dir": output}
+    return write(content)
+
+
+async def train(path: Path, *overrides: tuple[str, str]) -> tuple[list[dict[str, Any]], str]:
+    console = Console(file=io.StringIO(), width=200)
+    await finetuning_main(FinetuneRunConfig(config_file=path, override=overrides), console)
+    return read_lines(path.parent / "run/training_metrics.jsonl"), console.file.getvalue()
+
+
+async def test_each_round_of_dpo_collects_with_the_newest_weights(write: Any, served: Served) -> None:
+    lines, printed = await train(project(write, served, "dpo", {"_type": "dpo_traj_builder"}))
+    assert [line["policy_version"] - lines[0]["policy_version"] for line in lines] == [0, 1]
+    for line in lines:
+        assert 0 < line["pairs"] <= line["num_trajectories"]
+        assert line["num_trajectories"] == line["pairs"] + line["dropped"].get("duplicate_pair", 0)
+        assert {"loss", "rewards/accuracies", "rewards/margins", "logps/chosen"} <= line.keys()
+    assert "preference pairs" in printed
+    run = write("", "run/x").parent
+    settings = json.loads((run / "run.json").read_text())
+    assert settings["training"]["dpo"]["beta"] == 0.1
+    assert settings["deduplicate_pairs"] is True
+    [first, *_] = [line for line in read_lines(run / "episodes.jsonl") if "episode" in line]
+    assert first["outcome"] == "ok"
+
+
+async def test_at_most_max_pairs_are_trained(write: Any, served: Served) -> None:
+    path = project(write, served, "dpo", {"_type": "dpo_traj_builder"})
+    lines, _ = await train(path, ("trainers.t.max_pairs", "2"), ("trainers.t.deduplicate_pairs", "false"))
+    for line in lines:
+        assert line["pairs"] == 2
+        assert line["dropped"]["max_pairs"] == line["num_trajectories"] - 2
+
+
+async def test_whole_episodes_are_paired_by_their_rewards(write: Any, served: Served) -> None:
+    builder = {"_type": "dpo_from_groups", "num_generations": 4}
+    path = project(write, served, "dpo", builder, workflow=ASK)
+    lines, _ = await train(path, ("finetuning.reward_function.name", "score"))
+    assert [line["pairs"] for line in lines] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "builder", "expected"),
+    [("kto", {"num_generations": 3}, 6), ("sft", {"num_generations": 3}, 2), ("sft", {"num_generations": 1}, 2)],
+)
+async def test_episodes_are_trained_without_pairs(
+    write: Any, served: Served, method: str, builder: dict[str, Any], expected: int
+) -> None:
+    path = project(write, served, method, {"_type": "insitu_traj_builder", **builder}, workflow=ASK)
+    lines, _ = await train(path, ("finetuning.reward_function.name", "score"))
+    for line in lines:
+        assert line["filtered_trajectories"] == expected - line["dropped"].get("no_variance", 0)
+        assert line["dropped"].get("not_best", 0) == (2 * builder["num_generations"] - 2 if method == "sft" else 0)
+        assert line["loss"] > 0
+
+
+async def test_demonstrations_are_imitated_before_the_first_epoch(write: Any, served: Served) -> None:
+    user, assistant = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+    write([{"messages": [user, assistant]}] * 3, "shown.jsonl")
+    path = project(write, served, "grpo", {"_type": "insitu_traj_builder", "num_generations": 3}, workflow=ASK)
+    warm_up = (("trainers.t.sft", "{rows: shown.jsonl, epochs: 2}"), ("finetuning.num_epochs", "1"))
+    [line], printed = await train(path, *warm_up, ("finetuning.reward_function.name", "score"))
+    done = json.loads((path.parent / "run/warm_up.json").read_text())
+    assert (done["rows"], done["steps"], done["policy_version"] + 1) == (3, 2, line["policy_version"])
+    assert "warm-up: 3 dialogues  loss " in printed
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ("", r"shown.jsonl has no dialogues"),
+        ("[]\n", r"shown.jsonl, line 1"),
+        ('{"messages": []}\n', r"shown.jsonl, line 1: messages: List should have at least 2 items"),
+        (None, r"'shown.jsonl' does not exist"),
+    ],
+)
+async def test_demonstrations_that_cannot_be_read(write: Any, served: Served, rows: str | None, problem: str) -> None:
+    if rows is not None:
+        write(rows, "shown.jsonl")
+    path = project(write, served, "grpo", {"_type": "insitu_traj_builder"}, workflow=ASK)
+    with pytest.raises(ConfigError, match=rf"^trainers\.t\.sft\.rows: .*{problem}"):
+        await train(path, ("trainers.t.sft.rows", "shown.jsonl"), ("finetuning.reward_function.name", "score"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ([("trainers.t", "{_type: insitu_trainer}")], "dpo_traj_builder makes preference pairs, but insitu_trainer"),
+        (
+            [("trainers.t", "{_type: insitu_kto_trainer}")],
+            "makes preference pairs, but insitu_kto_trainer trains episo",
+        ),
+        ([("trainer_adapters.a.training", "{method: grpo}")], "training.method of insitu_trainer_adapter is grpo, but"),
+        ([("finetuning.curriculum_learning.enabled", "true")], "but insitu_dpo_trainer has no curriculum"),
+        (
+            [
+                ("trajectory_builders.pairs", "{_type: insitu_traj_builder}"),
+                ("finetuning.reward_function.name", "score"),
+            ],
+            "insitu_traj_builder makes episodes, but insitu_dpo_trainer trains preference pairs",
+        ),
+        ([("trainer_adapters.a.training.clip_low", "0.1")], "clip_low requires method: grpo, not dpo"),
+        ([("trainer_adapters.a.training.kto", "{}")], "kto requires method: kto, not dpo"),
+    ],
+)
+async def test_parts_that_do_not_fit_together_are_refused(
+    write: Any, served: Served, overrides: list[tuple[str, str]], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        await train(project(write, served, "dpo", {"_type": "dpo_traj_builder"}), *overrides)
