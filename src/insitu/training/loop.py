@@ -10,12 +10,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import Field, model_validator
+from typing import Any
 
 from insitu import __version__
-from insitu.advantages.credit import AdvantageConfig, Credit, credit_by_function, credited_calls
+from insitu.advantages.credit import Credit, credit_by_function, credited_calls
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, GroupRelativeEstimator, estimate_epoch
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
 from insitu.builder import Builder, name_being_built
@@ -27,48 +25,24 @@ from insitu.schemas.episodes import Episode, TrainingRow
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     PolicyEndpoint,
-    TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
     TrajectoryCollection,
 )
 from insitu.training.checks import EPISODES, PAIRS, TrainingNeeds, check_components, check_sampled, new_version
+from insitu.training.config import InsituTrainerConfig, WarmUpConfig
 from insitu.training.metrics import JOB_METRICS, EpochResult, collected_metrics, likely_causes, without_variance
 from insitu.training.plot import RewardPlot
 from insitu.training.report import Report, counts
 from insitu.training.store import RunStore, open_store, read_curriculum_state
 from insitu.training.traffic import Leftovers, PolicyTraffic
 from insitu.training.validation import Validation
-from insitu.training.warm_up import WarmUpConfig, read_demonstrations, warm_up
+from insitu.training.warm_up import read_demonstrations, warm_up
 from insitu.trajectories.builder import GroupRecord
 from insitu.trajectories.recovery import recover_calls
 
 logger = logging.getLogger(__name__)
-
-
-class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
-    """Collects, trains and validates, one epoch at a time."""
-
-    advantages: AdvantageConfig = Field(default_factory=AdvantageConfig)
-    """How rewards of a group become advantages."""
-    credit: Literal["episode", "step", "function"] = "episode"
-    """`episode`: every call gets its episode's advantage. `step`: the return of each call is compared with those of all
-    calls in the group. `function`: with those of the same function in the group's other episodes."""
-    discount: float = Field(default=1.0, ge=0, le=1)
-    """Discount factor for the rewards of later steps, with `credit: step` or `function`."""
-    curriculum_state: Path | None = None
-    """Path of an earlier run's `curriculum_state.json`. The curriculum resumes from it: included examples, difficulty
-    ranking and schedule position."""
-
-    sft: WarmUpConfig | None = None
-    """Supervised finetuning on demonstrations before the first epoch."""
-
-    @model_validator(mode="after")
-    def _baseline_matches_credit(self) -> "InsituTrainerConfig":
-        if self.advantages.baseline == "leave_one_function_out" and self.credit != "function":
-            raise ValueError(f"advantages.baseline leave_one_function_out needs credit: function, not {self.credit}")
-        return self
 
 
 class InsituTrainer(UsesBuilder, Trainer):

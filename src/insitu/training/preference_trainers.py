@@ -3,8 +3,6 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-from pydantic import Field
-
 from insitu.advantages.estimator import EstimatedEpoch
 from insitu.builder import Builder
 from insitu.errors import ConfigError
@@ -12,33 +10,8 @@ from insitu.preferences.selection import best_episodes, distinct_pairs, labeled_
 from insitu.registry import register_trainer
 from insitu.schemas.finetuning import FinetuneConfig, TrainerConfig, TrajectoryCollection
 from insitu.training.checks import TrainingNeeds
-from insitu.training.loop import InsituTrainer, InsituTrainerConfig
-
-
-class DPOTrainerConfig(TrainerConfig, name="insitu_dpo_trainer"):
-    """Collects preference pairs with the newest weights and trains on them, once per epoch (on-policy DPO)."""
-
-    deduplicate_pairs: bool = True
-    """Train pairs with the same prompt and responses once per epoch."""
-    max_pairs: int | None = Field(default=None, ge=1)
-    """Pairs per epoch to train, a seeded random sample; none: all."""
-
-
-class KTOTrainerConfig(TrainerConfig, name="insitu_kto_trainer"):
-    """Collects episodes and trains on which of them are desirable, without pairing them."""
-
-    desirable_above: float | None = None
-    """Episodes with a higher reward are desirable, with a lower one undesirable; none: the mean reward of the row's
-    episodes."""
-
-
-class SFTTrainerConfig(TrainerConfig, name="insitu_sft_trainer"):
-    """Collects episodes and trains on the best of each row (rejection sampling)."""
-
-    best_per_row: int = Field(default=1, ge=1)
-    """Episodes of each row to train."""
-    min_reward: float | None = None
-    """Train episodes with at least this reward; none: any."""
+from insitu.training.config import DPOTrainerConfig, InsituTrainerConfig, KTOTrainerConfig, SFTTrainerConfig
+from insitu.training.loop import InsituTrainer
 
 
 class SelectingTrainer(InsituTrainer):

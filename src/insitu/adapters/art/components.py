@@ -14,7 +14,8 @@ from insitu.builder import Builder
 from insitu.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.finetuning import Trajectory
-from insitu.training.loop import InsituTrainer, InsituTrainerConfig
+from insitu.training.config import InsituTrainerConfig
+from insitu.training.loop import InsituTrainer
 from insitu.trajectories.builder import EpisodesBuilder
 
 
