@@ -1,6 +1,7 @@
 """Fixtures that several test files use."""
 
 import contextlib
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -72,6 +73,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """The workers are forked, too: each would import for a quarter of a minute."""
     if getattr(session.config.option, "tx", None):
         session.config.option.tx = [f"popen//python={forked_python()}"] * len(session.config.option.tx)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """What collection makes is there until the end: no collection of garbage looks at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import json
 import os
 import pkgutil
@@ -24,6 +25,7 @@ import sys
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -100,6 +102,9 @@ def preload() -> None:
     modules.sort(key=lambda name: name.startswith("insitu.backend"))  # see conftest.py
     for name in [*(name for name in modules if not name.startswith(OPTIONAL)), *LIBRARIES]:
         importlib.import_module(name)
+    inspect.getmodule(main.__code__)  # finds the files of all modules, as each program with a plugin would
+    for library in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        library.atexit = False  # it only returns memory, which the process does by ending
     gc.freeze()  # what no collection visits stays shared with the commands
 
 

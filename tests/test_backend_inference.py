@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from processes import HANGS, Process, serving
+from processes import HANGS, Process, forked_python, serving
 from processes import run as run_command
 from tiny_models import byte_tokenizer, save_tiny_model
 from tokenizers.processors import TemplateProcessing
@@ -416,18 +415,22 @@ def test_it_stops_when_asked_to_even_while_it_streams(tmp_path, name):
 
 
 def test_it_ends_when_its_parent_has_been_killed(tmp_path):
-    """Not forked: the backend has to be a child of the process that is killed."""
+    """The backend is a child of the process that is killed."""
     save_tiny_model(tmp_path)
-    parent = (
-        "import os, subprocess, sys;"
-        "command = [sys.executable, '-m', 'insitu', 'backend', '--port', '0', '--parent_pid', str(os.getpid())];"
-        f"p = subprocess.Popen([*command, '--model', {str(tmp_path)!r}], stdout=subprocess.PIPE, text=True);"
-        "print(p.pid, p.stdout.readline(), flush=True); p.wait()"
-    )
-    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+    parent = f"""if True:
+        import os, sys
+        from insitu.cli import main
+        if os.fork():
+            os.wait()
+        else:
+            sys.argv[1:] = ["backend", "--port", "0", "--parent_pid", str(os.getppid()), "--model", {str(tmp_path)!r}]
+            print(os.getpid(), flush=True)
+            main()"""
+    with subprocess.Popen([forked_python(), "-c", parent], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        backend = psutil.Process(int(process.stdout.readline().split()[0]))
-        process.kill()
+        backend = psutil.Process(int(process.stdout.readline()))
+        assert " ready at http://" in process.stdout.readline()
+        process.kill()  # and with it, by the fork server, the parent
         process.wait()
     backend.wait(HANGS)
 

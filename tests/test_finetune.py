@@ -414,7 +414,8 @@ LIMITED = """if True:
     import resource, sys
     from insitu.cli import main
     resource.setrlimit(resource.RLIMIT_NOFILE, tuple(map(int, sys.argv[1:3])))
-    sys.argv[1:3] = []
+    sys.executable = sys.argv[3]  # the backend is forked, too
+    sys.argv[1:4] = []
     main()"""
 
 
@@ -424,7 +425,7 @@ def test_a_run_that_needs_more_open_files_than_allowed_says_so_before_anything_s
 ) -> None:
     def run(soft: int, hard: int) -> subprocess.CompletedProcess[str]:
         arguments = (command, "--config_file", "config.yml", "-o", "eval.general.max_concurrency", "30")
-        program = (forked_python(), "-c", LIMITED, str(soft), str(hard), *arguments)
+        program = (forked_python(), "-c", LIMITED, str(soft), str(hard), forked_python(), *arguments)
         return subprocess.run(program, cwd=project, capture_output=True, text=True)
 
     refused = run(64, 64)

@@ -1,17 +1,17 @@
 """The house rules that a machine can hold: who may import whom, lengths, docstrings, errors, printing."""
 
 import ast
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from processes import forked_python
 from tiny_models import save_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,6 +91,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
+@cache
 def file_of(module: str) -> Path | None:
     """The file of a module of ours."""
     top, *parts = module.split(".")
@@ -99,10 +100,18 @@ def file_of(module: str) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_the_trees() -> Iterator[None]:
+    """A collection of garbage would visit each of their nodes in the tests of other files."""
+    yield
+    parse.cache_clear()
+
+
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -122,7 +131,7 @@ def test_every_part_has_its_place_in_the_order() -> None:
 @each_module
 def test_imports_go_leftwards_only(path: Path) -> None:
     wrong = []
-    for line, module in imports(parse(path)):
+    for line, module in imports_of(path):
         top, _, rest = module.partition(".")
         assert top != "nat", f"line {line}: nothing in insitu imports nat"
         if top != "insitu" or not rest or rest == "__version__":
@@ -155,11 +164,20 @@ def test_the_check_of_imports_sees_what_it_must() -> None:
     assert may_import("training", "training")
 
 
-GRAPH = {path: {file_of(m) for _, m in imports(ast.parse(path.read_text()))} - {None, path} for path in MODULES}
+@cache
+def imports_of(path: Path) -> list[tuple[int, str]]:
+    return [*imports(parse(path))]
+
+
+@cache
+def imported_by(path: Path) -> set[Path]:
+    """The modules of ours that a module imports itself."""
+    return {file for _, module in imports_of(path) if (file := file_of(module)) is not None} - {path}
 
 
 def test_there_is_no_import_cycle() -> None:
-    tuple(TopologicalSorter(GRAPH).static_order())  # raises CycleError with the cycle
+    graph = {path: imported_by(path) for path in MODULES}
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError with the cycle
 
 
 def reachable(path: Path) -> set[Path]:
@@ -167,7 +185,7 @@ def reachable(path: Path) -> set[Path]:
     seen: set[Path] = set()
     waiting = [path]
     while waiting:
-        for imported in GRAPH[waiting.pop()] - seen:
+        for imported in imported_by(waiting.pop()) - seen:
             seen.add(imported)
             waiting.append(imported)
     return seen
@@ -191,7 +209,7 @@ def integration_of(path: Path) -> str:
 
 @each_module
 def test_the_core_imports_no_integration(path: Path) -> None:
-    for line, module in imports(parse(path)):
+    for line, module in imports_of(path):
         if module.startswith("insitu."):
             imported = integration_of(PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py"))
             allowed = ("", integration_of(path))
@@ -213,6 +231,10 @@ def test_the_backend_works_without_a_protocol(tmp_path: Path) -> None:
     code = f"""if True:
         import asyncio, httpx, sys
         from pathlib import Path
+        for name in [name for name in sys.modules if name.split(".")[0] == "insitu"]:  # the whole package, preloaded
+            del sys.modules[name]
+        import insitu
+        assert insitu.__file__ == {str(tmp_path / "insitu/__init__.py")!r}
         from insitu.backend import BackendOptions
         from insitu.backend.model import load_model
         from insitu.backend.server import create_backend
@@ -232,8 +254,7 @@ def test_the_backend_works_without_a_protocol(tmp_path: Path) -> None:
             assert not any("protocols.art" in name for name in sys.modules)
 
         asyncio.run(main())"""
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run([forked_python(), "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -122,5 +122,6 @@ class MetricsStream(Response):
         finally:
             disconnected = watcher.done()
             watcher.cancel()
-        self._job.end_was_delivered = not disconnected
+        # or: another response of the same job may have been delivered first
+        self._job.end_was_delivered = self._job.end_was_delivered or not disconnected
         await send({"type": "http.response.body", "body": b""})
