@@ -84,7 +84,7 @@ def test_reference_values():
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok   loss") == 9
     assert done.stdout.count("ok   advantages") == 5
-    assert "skip dpo" in done.stdout
+    assert done.stdout.count("ok   dpo") == 1
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,9 @@ def test_reference_values():
         (lambda d: d["losses"]["dr_grpo_const16"]["params"].update(advantage="grpo"), "advantage 'grpo' is unknown"),
         (lambda d: d["advantages"]["rloo"].__setitem__(2, 0.0), "FAIL advantages rloo"),
         (lambda d: d.pop("rollout_logp"), "FAIL loss tis_cap2_token_mean"),
-        (lambda d: (d.pop("losses"), d.pop("advantages")), "neither"),
+        (lambda d: d["dpo"].update(sigmoid_loss=0.95856), "FAIL dpo sigmoid_loss"),
+        (lambda d: d["dpo"]["grad_chosen"].__setitem__(1, -0.0124), "FAIL dpo sigmoid_loss"),
+        (lambda d: (d.pop("losses"), d.pop("advantages"), d.pop("dpo")), "none of the blocks"),
     ],
 )
 def test_the_check_fails_on_a_wrong_file(tmp_path, damage, problem, capsys, monkeypatch):
