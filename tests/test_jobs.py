@@ -344,14 +344,14 @@ PAIR = [side(True), side(False)]
         (
             "kto",
             [dialogue(trained_messages=[0])],
-            r"row 1: trained_messages has 0, but messages\[0\] is of role 'user'",
+            r"row 1: trained_messages has 0, .* of role 'user'",
         ),
         ("kto", [dialogue(trained_messages=[2])], r"row 1: trained_messages has 2, but messages\[2\] does not exist"),
         ("kto", [dialogue(trained_messages=[-1])], r"row 1: trained_messages has -1, .* does not exist"),
         (
             "kto",
             [dialogue(messages=[{"role": "assistant", "content": "x" * 250}])],
-            "row 1: messages has 274 tokens; the model takes 256",
+            "row 1: messages has 262 tokens; the model takes 256",
         ),
         (
             "kto",
@@ -389,10 +389,8 @@ async def test_dialogues_are_the_tokens_that_chat_completions_read_and_sample():
     _, (whole,) = await read(lines([{"messages": messages, "tools": tools}], {"method": "sft"}))
     chat = lambda count: ChatRequest(model="m", messages=messages[:count], tools=tools)  # noqa: E731
     prompts = [chat(count).prompts(TOKENIZER)[0] for count in (2, 4)]
-    sampled = [
-        TOKENIZER.encode(f"{text}<|im_end|>", False)
-        for text in ('<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>', "It is blue.")
-    ]
+    texts = ('<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>', "It is blue.")
+    sampled = [TOKENIZER.encode(f"{text}<|im_end|>", False) for text in texts]
     assert whole.token_ids.tolist() == prompts[1] + sampled[1]
     assert whole.token_ids[: len(prompts[0]) + len(sampled[0])].tolist() == prompts[0] + sampled[0]
     spans = [range(len(prompt), len(prompt) + len(tokens)) for prompt, tokens in zip(prompts, sampled, strict=True)]
