@@ -14,7 +14,8 @@ import torch
 
 from insitu.advantages.credit import AdvantageConfig, group_advantages
 from insitu.backend.training.losses import PolicyBatch, policy_loss, row_weights
-from insitu.schemas.training_jobs import LossSettings
+from insitu.backend.training.preference_losses import dpo_loss
+from insitu.schemas.training_jobs import DPOSettings, LossSettings
 
 TOLERANCE = 1e-6
 CONVENTIONS = {
@@ -115,6 +116,20 @@ def loss_errors(data: dict[str, Any], variant: dict[str, Any]) -> tuple[float, f
     )
 
 
+def dpo_errors(block: dict[str, Any]) -> tuple[float, float]:
+    """Returns the errors of the mean loss over pairs, and of its gradient with respect to the chosen sides."""
+    sides = ("chosen", "rejected", "ref_chosen", "ref_rejected")
+    chosen, rejected, ref_chosen, ref_rejected = (torch.tensor(block[side], dtype=torch.float64) for side in sides)
+    chosen.requires_grad_()
+    settings = DPOSettings(beta=block["beta"], loss_type="sigmoid")
+    loss = dpo_loss(chosen - ref_chosen, rejected - ref_rejected, settings).mean()
+    (gradient,) = torch.autograd.grad(loss, chosen)
+    return (
+        largest_error([loss.item()], [block["sigmoid_loss"]]),
+        largest_error(gradient.tolist(), block["grad_chosen"]),
+    )
+
+
 def report(name: str, *errors: float, remark: str = "") -> bool:
     good = all(error <= TOLERANCE for error in errors)  # False for NaN too
     print(f"{'ok  ' if good else 'FAIL'} {name:50} {'  '.join(f'{error:.1e}' for error in errors)}{remark}")
@@ -122,9 +137,9 @@ def report(name: str, *errors: float, remark: str = "") -> bool:
 
 
 def check(data: dict[str, Any]) -> bool:
-    good = bool(data.get("advantages") or data.get("losses"))
+    good = bool(data.keys() & {"advantages", "losses", "dpo"})
     if not good:
-        print("FAIL the file has neither a block advantages nor a block losses")
+        print("FAIL the file has none of the blocks advantages, losses, dpo")
     for name, values in data.get("advantages", {}).items():
         if name in CONVENTIONS:
             good &= report(f"advantages {name}", largest_error(advantages(data, name), values))
@@ -137,7 +152,9 @@ def check(data: dict[str, Any]) -> bool:
         except (Unchecked, KeyError, ValueError) as error:
             good = False
             print(f"FAIL loss {name}: {error}")
-    for name in data.keys() - INPUTS - {"advantages", "losses"}:
+    if "dpo" in data:
+        good &= report("dpo sigmoid_loss", *dpo_errors(data["dpo"]))
+    for name in data.keys() - INPUTS - {"advantages", "losses", "dpo"}:
         print(f"skip {name}: not checked by this script")
     return good
 

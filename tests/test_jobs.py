@@ -21,9 +21,11 @@ from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.model import load_model
 from insitu.backend.protocols.native import job_routes
 from insitu.backend.protocols.native.uploads import Limits, read_job
+from insitu.backend.protocols.openai.chat import ChatRequest
 from insitu.backend.training.jobs import TrainingQueue
 from insitu.backend.training.learner import Learner
 from insitu.errors import RequestRefused
+from insitu.schemas.episodes import TrainingRow
 
 SETTINGS = {"learning_rate": 0.01, "mini_batch_size": 4}
 JOBS = "/v1/train/jobs"
@@ -239,12 +241,12 @@ async def test_unknown_jobs_and_cut_off_uploads(loaded, tmp_path):
         assert len(backend.jobs._jobs) == 1
 
 
-async def read(body: bytes, encoding: str = "", piece: int = 1000, **limits):
+async def read(body: bytes, encoding: str = "", piece: int = 1000, tokenizer=TOKENIZER, **limits):
     async def chunks():
         for start in range(0, len(body), piece):
             yield body[start : start + piece]
 
-    return await read_job(chunks(), encoding, Limits(**({"vocab_size": 320, "max_length": 256} | limits)), TOKENIZER)
+    return await read_job(chunks(), encoding, Limits(**({"vocab_size": 320, "max_length": 256} | limits)), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +292,176 @@ async def test_what_is_refused_says_where_and_why(body, problem):
         with pytest.raises(RequestRefused, match=problem) as refused:
             await read(gzip.compress(body) if encoding else body, encoding)
         assert refused.value.status == 400
+
+
+def side(preferred: bool | None = True, **changes) -> dict:
+    return {"token_ids": [1, 5, 9, 7], "loss_mask": [0, 0, 1, 1], "pair": "p", "preferred": preferred} | changes
+
+
+def dialogue(**changes) -> dict:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    return {"messages": messages, "preferred": True} | changes
+
+
+def without(row: dict, *keys: str) -> dict:
+    return {key: value for key, value in row.items() if key not in keys}
+
+
+PAIR = [side(True), side(False)]
+
+
+@pytest.mark.parametrize(
+    ("method", "rows", "problem"),
+    [
+        ("dpo", [without(side(), "pair")], "row 1: pair is missing; method dpo requires it"),
+        ("dpo", [side(), without(side(), "preferred")], "row 2: preferred is missing; method dpo requires it"),
+        ("dpo", [side(), side()], "row 1: pair 'p' has no row with preferred: false; a pair has two sides"),
+        ("dpo", [*PAIR, side(False, pair="q")], "row 3: pair 'q' has no row with preferred: true"),
+        ("dpo", [side(), side(False, loss_mask=[0] * 4)], r"row 1: pair 'p' has no trained token .* preferred: false"),
+        ("dpo", [side(), side(False, loss_mask=[0] * 3)], "row 2: loss_mask has 3 entries, token_ids has 4"),
+        ("dpo", [side(logprobs=[-1.0])], "row 1: logprobs has 1 entries, token_ids has 4"),
+        ("dpo", [side("yes")], "row 1: preferred: .*boolean"),
+        ("dpo", [side(messages=[])], "row 1: messages and token_ids exclude each other"),
+        ("dpo", [without(side(), "token_ids")], "row 1: token_ids is missing; allowed instead: messages"),
+        ("dpo", [without(side(), "loss_mask")], "row 1: loss_mask is missing"),
+        ("dpo", [side(tools=[])], "row 1: tools requires messages"),
+        ("dpo", [side(trained_messages=[0])], "row 1: trained_messages requires messages"),
+        ("kto", [without(side(), "pair", "preferred")], "row 1: preferred is missing; method kto requires it"),
+        ("kto", [side()], "row 1: pair cannot be used with method kto"),
+        (
+            "kto",
+            [without(side(each, episode="e"), "pair") for each in (True, True, False)],
+            "rows 1 and 3: preferred differs within the episode 'e'",
+        ),
+        ("sft", [without(side(), "pair")], "row 1: preferred cannot be used with method sft"),
+        ("grpo", [row(preferred=True)], "row 1: preferred cannot be used with method grpo"),
+        ("grpo", [row(pair="p")], "row 1: pair cannot be used with method grpo"),
+        ("grpo", [without(row(), "logprobs")], "row 1: logprobs is missing; method grpo requires it"),
+        ("grpo", [without(dialogue(), "preferred")], "row 1: logprobs is missing"),
+        ("kto", [dialogue(messages=[])], "none of the 1 rows has a trained token"),
+        ("kto", [dialogue(messages=[{"role": "user", "content": 1}])], r"row 1: messages\.0\.content"),
+        ("kto", [dialogue(messages=[{"content": "a"}])], r"row 1: messages\.0\.role"),
+        (
+            "kto",
+            [dialogue(trained_messages=[0])],
+            r"row 1: trained_messages has 0, .* of role 'user'",
+        ),
+        ("kto", [dialogue(trained_messages=[2])], r"row 1: trained_messages has 2, but messages\[2\] does not exist"),
+        ("kto", [dialogue(trained_messages=[-1])], r"row 1: trained_messages has -1, .* does not exist"),
+        (
+            "kto",
+            [dialogue(messages=[{"role": "assistant", "content": "x" * 250}])],
+            "row 1: messages has 262 tokens; the model takes 256",
+        ),
+        (
+            "kto",
+            [dialogue(messages=[{"role": "assistant", "content": [{"type": "image_url"}]}])],
+            "only text is supported",
+        ),
+    ],
+)
+async def test_rows_that_do_not_suit_the_method_are_refused(method, rows, problem):
+    with pytest.raises(RequestRefused, match=problem) as refused:
+        await read(lines(rows, {"method": method}))
+    assert refused.value.status == 400
+
+
+async def test_rows_with_all_fields_of_a_training_row():
+    """As `model_dump` writes them, with the defaults of those that are not used."""
+    rows = [
+        TrainingRow.model_validate(each) for each in (*PAIR, dialogue(pair="q"), dialogue(pair="q", preferred=False))
+    ]
+    _, read_rows = await read(lines([each.model_dump() for each in rows], {"method": "dpo"}))
+    assert [(each.pair, each.preferred) for each in read_rows] == [(each.pair, each.preferred) for each in rows]
+
+
+async def test_dialogues_are_the_tokens_that_chat_completions_read_and_sample():
+    """One row for all turns; trained are the assistant's up to the end of each turn, tool calls included."""
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "blue"},
+        {"role": "assistant", "content": "It is blue."},
+    ]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    _, (whole,) = await read(lines([{"messages": messages, "tools": tools}], {"method": "sft"}))
+    chat = lambda count: ChatRequest(model="m", messages=messages[:count], tools=tools)  # noqa: E731
+    prompts = [chat(count).prompts(TOKENIZER)[0] for count in (2, 4)]
+    texts = ('<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>', "It is blue.")
+    sampled = [TOKENIZER.encode(f"{text}<|im_end|>", False) for text in texts]
+    assert whole.token_ids.tolist() == prompts[1] + sampled[1]
+    assert whole.token_ids[: len(prompts[0]) + len(sampled[0])].tolist() == prompts[0] + sampled[0]
+    spans = [range(len(prompt), len(prompt) + len(tokens)) for prompt, tokens in zip(prompts, sampled, strict=True)]
+    assert whole.positions.tolist() == [*spans[0], *spans[1]]
+    _, (last,) = await read(lines([{"messages": messages, "tools": tools, "trained_messages": [4]}], {"method": "sft"}))
+    assert (last.token_ids.tolist(), last.positions.tolist()) == (whole.token_ids.tolist(), [*spans[1]])
+
+
+FORGETFUL = (
+    "{%- for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content if loop.last or message.role == 'user' else message.content[-1:] }}<|im_end|>{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHANGING = "{%- for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+
+
+async def test_templates_that_shorten_earlier_turns_give_a_row_per_turn():
+    """The rows of such a dialogue belong together; a template whose replies do not follow its prompt is refused."""
+    turns = [{"role": role, "content": f"{role} {turn}"} for turn in "ab" for role in ("user", "assistant")]
+    tokenizer = ChatTokenizer(byte_tokenizer(FORGETFUL))
+    sent = [{"messages": turns, "preferred": True}] * 2
+    _, rows = await read(lines(sent, {"method": "kto"}), tokenizer=tokenizer)
+    texts = [tokenizer.decode(each.token_ids[each.positions].tolist()) for each in rows]
+    assert texts == ["assistant a", "assistant b"] * 2
+    assert tokenizer.decode(rows[1].token_ids.tolist()).count("assistant a") == 0
+    assert [each.episode for each in rows] == [rows[0].episode] * 2 + [rows[2].episode] * 2
+    assert rows[0].episode != rows[2].episode
+    with pytest.raises(RequestRefused, match=r"row 1: messages\[1\]: the chat template renders it differently from"):
+        await read(lines(sent, {"method": "kto"}), tokenizer=ChatTokenizer(byte_tokenizer(CHANGING)))
+
+
+PREFERENCES = {
+    "dpo": [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": text}], "pair": str(n)}
+        | {"preferred": text == "yes"}
+        for n in range(6)
+        for text in ("yes", "no")
+    ]
+}
+PREFERENCES["kto"] = [without(each, "pair") for each in PREFERENCES["dpo"]]
+PREFERENCES["sft"] = [without(each, "preferred") for each in PREFERENCES["kto"] if each["preferred"]]
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "sft"])
+async def test_a_job_of_preferences_from_upload_to_served_weights(loaded, tmp_path, method):
+    settings = {"method": method, "learning_rate": 3e-3, "num_iterations": 4, "mini_batch_size": 6}
+    rows = PREFERENCES[method]
+    async with serving(loaded, tmp_path) as backend:
+        status, checked = await backend.post(json.dumps(settings).encode(), "/v1/train/check")
+        assert (status, checked["method"], checked["num_iterations"]) == (200, method, 4)
+        _, state = await backend.post(lines(rows, settings), Idempotency_Key="run/1")
+        events = await backend.events(state["id"])
+        assert [event["progress"] for event in events] == sorted(event["progress"] for event in events)
+        final = events[-1]
+        assert (final["status"], final["policy_version"], backend.published) == ("completed", 1, [1])
+        metrics = final["metrics"]
+        assert metrics["rows"] == len(rows)
+        assert await backend.post(lines(rows, settings), Idempotency_Key="run/1") == (200, final)
+        _, again = await backend.post(lines(rows, settings), Idempotency_Key="run/2")
+        second = (await backend.events(again["id"]))[-1]
+        assert second["policy_version"] == 2
+        for name in ("loss",) if method == "sft" else ("loss", "rewards/margins"):
+            better = second["metrics"][name] - metrics[name]
+            assert better < -0.01 if name == "loss" else better > 0.1
+        if method == "dpo":
+            assert (metrics["pairs"], second["metrics"]["rewards/accuracies"]) == (6, 1.0)
+            assert second["metrics"]["logps/chosen"] > metrics["logps/chosen"]
+        # the weights of version 2 are those of the checkpoint
+        model = load_model(second["checkpoint"], "cpu").module
+        served = backend.learner.load_version(2)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), served.parameters(), strict=True))
 
 
 async def test_what_is_masked_may_be_anything():

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from processes import forked_python
 
 from insitu.backend.training.losses import PolicyBatch, policy_loss, row_weights
-from insitu.schemas.training_jobs import LossSettings
+from insitu.backend.training.preference_losses import dpo_loss, kto_loss
+from insitu.schemas.training_jobs import DPOSettings, KTOSettings, LossSettings, TrainingSettings
 
 ROOT = Path(__file__).parent.parent
 VECTORS = ROOT / "tests/data/loss_vectors.json"
@@ -84,7 +85,7 @@ def test_reference_values():
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok   loss") == 9
     assert done.stdout.count("ok   advantages") == 5
-    assert "skip dpo" in done.stdout
+    assert done.stdout.count("ok   dpo") == 1
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,9 @@ def test_reference_values():
         (lambda d: d["losses"]["dr_grpo_const16"]["params"].update(advantage="grpo"), "advantage 'grpo' is unknown"),
         (lambda d: d["advantages"]["rloo"].__setitem__(2, 0.0), "FAIL advantages rloo"),
         (lambda d: d.pop("rollout_logp"), "FAIL loss tis_cap2_token_mean"),
-        (lambda d: (d.pop("losses"), d.pop("advantages")), "neither"),
+        (lambda d: d["dpo"].update(sigmoid_loss=0.95856), "FAIL dpo sigmoid_loss"),
+        (lambda d: d["dpo"]["grad_chosen"].__setitem__(1, -0.0124), "FAIL dpo sigmoid_loss"),
+        (lambda d: (d.pop("losses"), d.pop("advantages"), d.pop("dpo")), "none of the blocks"),
     ],
 )
 def test_the_check_fails_on_a_wrong_file(tmp_path, damage, problem, capsys, monkeypatch):
@@ -214,3 +217,87 @@ def test_metrics_are_sums_over_trained_tokens():
     k3 = sum(1 / ratio - 1 + math.log(ratio) for ratio in (1.5, 1.1, 0.5))
     assert result.kl.item() == pytest.approx(k3)
     assert policy_loss(new, batch, LossSettings(objective="cispo", cispo_cap=1.2)).clipped == 1
+
+
+ratios = st.lists(st.tuples(st.floats(-300, 300), st.floats(-300, 300)), min_size=1, max_size=5)
+
+
+def softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(ratios, st.sampled_from([0.05, 0.5, 2.0]), st.sampled_from([0.0, 0.1, 0.4]))
+def test_preference_losses_are_their_formulas(drawn, beta, smoothing):
+    chosen, rejected = (torch.tensor(side, dtype=torch.float64) for side in zip(*drawn, strict=True))
+    formulas = {
+        "sigmoid": lambda h: (1 - smoothing) * softplus(-beta * h) + smoothing * softplus(beta * h),
+        "robust": lambda h: (
+            ((1 - smoothing) * softplus(-beta * h) - smoothing * softplus(beta * h)) / (1 - 2 * smoothing)
+        ),
+        "ipo": lambda h: (h - 1 / (2 * beta)) ** 2,
+        "hinge": lambda h: max(0.0, 1 - beta * h),
+    }
+    for loss_type, formula in formulas.items():
+        flipped = {"label_smoothing": smoothing} if loss_type in ("sigmoid", "robust") else {}
+        config = DPOSettings(beta=beta, loss_type=loss_type, **flipped)
+        expected = [formula(a - b) for a, b in drawn]
+        assert dpo_loss(chosen, rejected, config).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    # With preferences that are flipped with that probability, the robust loss is the plain one on average.
+    robust, plain = DPOSettings(beta=beta, loss_type="robust", label_smoothing=smoothing), DPOSettings(beta=beta)
+    mean = (1 - smoothing) * dpo_loss(chosen, rejected, robust) + smoothing * dpo_loss(rejected, chosen, robust)
+    assert torch.allclose(mean, dpo_loss(chosen, rejected, plain), rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ratios, st.floats(0, 50), st.sampled_from([0.05, 0.5]))
+def test_kto_is_its_formula(drawn, kl, beta):
+    config = KTOSettings(beta=beta, desirable_weight=1.3, undesirable_weight=0.6)
+    values = torch.tensor([value for pair in drawn for value in pair], dtype=torch.float64)
+    is_good = torch.arange(len(values)) % 2 == 0
+    losses = kto_loss(values, is_good, torch.tensor(kl, dtype=torch.float64), config)
+    for value, good, loss in zip(values.tolist(), is_good.tolist(), losses.tolist(), strict=True):
+        gain = value - kl if good else kl - value
+        expected = (1.3 if good else 0.6) * (1 - 1 / (1 + math.exp(-beta * gain)))
+        assert loss == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "robust", "ipo", "hinge"])
+def test_large_margins_have_finite_gradients(loss_type):
+    chosen = torch.tensor([1e4, -1e4, 0.0], requires_grad=True)
+    loss = dpo_loss(chosen, torch.zeros(3), DPOSettings(beta=1.0, loss_type=loss_type)).sum()
+    (gradient,) = torch.autograd.grad(loss, chosen)
+    assert gradient.isfinite().all()
+    assert gradient[1] < 0
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"method": "ppo"}, "'grpo', 'dpo', 'kto' or 'sft'"),
+        ({"dpo": {}}, "dpo requires method: dpo, not grpo"),
+        ({"method": "dpo", "kto": {"beta": 1}}, "kto requires method: kto, not dpo"),
+        ({"method": "dpo", "clip_low": 0.1}, "clip_low requires method: grpo, not dpo"),
+        ({"method": "sft", "kl": {"beta": 0.1}}, "kl requires method: grpo, not sft"),
+        (
+            {"method": "dpo", "dpo": {"loss_type": "ipo", "label_smoothing": 0.1}},
+            "loss_type: sigmoid or robust, not ipo",
+        ),
+        ({"method": "dpo", "dpo": {"label_smoothing": 0.5}}, "less than 0.5"),
+        ({"method": "dpo", "dpo": {"preference_loss_weight": 0}}, "are both 0"),
+        ({"method": "dpo", "dpo": {"beta": 0}}, "greater than 0"),
+        ({"method": "kto", "kto": {"betta": 1}}, "kto.betta"),
+        ({"method": "sft", "sft": {}}, "sft"),
+    ],
+)
+def test_settings_of_other_methods_are_refused(given, problem):
+    with pytest.raises(ValueError, match=problem):
+        TrainingSettings.model_validate(given)
+
+
+@pytest.mark.parametrize("method", ["grpo", "dpo", "kto", "sft"])
+def test_settings_come_back_as_they_were_sent(method):
+    sent = TrainingSettings(method=method)
+    for dumped in (sent.effective(), sent.model_dump(mode="json")):
+        assert TrainingSettings.model_validate(dumped) == sent
+    assert ("clip_low" in sent.effective()) == (method == "grpo")

@@ -36,5 +36,5 @@ def kto_loss(ratio_E: Tensor, desirable_E: Tensor, kl: Tensor, settings: KTOSett
     `kl` is the reference point, an estimate of the KL divergence from the reference; it carries no gradient.
     """
     gain_E = torch.where(desirable_E, ratio_E - kl, kl - ratio_E)
-    weight_E = torch.where(desirable_E, settings.desirable_weight, settings.undesirable_weight)
-    return weight_E * (1 - torch.sigmoid(settings.beta * gain_E))
+    loss_E = 1 - torch.sigmoid(settings.beta * gain_E)
+    return torch.where(desirable_E, settings.desirable_weight * loss_E, settings.undesirable_weight * loss_E)
