@@ -13,7 +13,8 @@ from typing import Any
 import openai
 from pydantic import Field
 
-from insitu.adapters.insitu_backend import InsituAdapterConfig, InsituTrainerAdapter
+from insitu.adapters.native.config import InsituAdapterConfig
+from insitu.adapters.native.trainer_adapter import InsituTrainerAdapter
 from insitu.plugin_api import (
     Builder,
     EvaluatorInfo,

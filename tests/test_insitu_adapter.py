@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from factories import MODEL
 
-from insitu.adapters.insitu_backend import InsituTrainerAdapter
+from insitu.adapters.native.trainer_adapter import InsituTrainerAdapter
 from insitu.config import load_config
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, TrajectoryError
 from insitu.plugin_api import Builder
@@ -336,7 +336,7 @@ async def test_a_transient_error_of_any_request_is_retried(
     backend: Backend, write: Any, route: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("insitu.connection._FIRST_DELAY", 0.001)
-    monkeypatch.setattr("insitu.adapters.insitu_backend._RECONNECT_DELAY", 0.001)
+    monkeypatch.setattr("insitu.adapters.native.trainer_adapter._RECONNECT_DELAY", 0.001)
     at_start = route in ROUTES[:2] and fault not in ("garbage", "wrong shape")
     if at_start:
         backend.faults[route] = [fault, fault]

@@ -48,7 +48,7 @@ ORDER = [
 INTEGRATIONS = {
     "toolkit": "plugin_api.py",
     "adapters/art": None,
-    "adapters/insitu_backend": None,
+    "adapters/native": None,
     "backend/protocols/art": None,
     "backend/protocols/native": None,
     "frameworks/*": None,

@@ -15,7 +15,8 @@ from tiny_backend import Served
 
 from insitu.adapters.art.conversion import art_trajectory
 from insitu.adapters.art.remote_backend import _RemoteBackend
-from insitu.adapters.insitu_backend import InsituAdapterConfig, InsituTrainerAdapter
+from insitu.adapters.native.config import InsituAdapterConfig
+from insitu.adapters.native.trainer_adapter import InsituTrainerAdapter
 from insitu.advantages.estimator import training_rows
 from insitu.backend.protocols.art.trajectories import parse_groups
 from insitu.config import load_config

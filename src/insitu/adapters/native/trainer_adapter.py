@@ -1,4 +1,4 @@
-"""Trainer adapter for `insitu backend`, which it starts as a child process or reaches at a URL."""
+"""The trainer adapter for `insitu backend`."""
 
 import asyncio
 import gzip
@@ -6,13 +6,14 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, Field, SecretStr, model_validator
+from pydantic import BaseModel, Field
 
-from insitu.adapters.backend_process import BackendProcess
+from insitu.adapters.native.backend_process import BackendProcess
+from insitu.adapters.native.config import InsituAdapterConfig
 from insitu.advantages.estimator import training_rows
 from insitu.builder import Builder, builder_at_work
 from insitu.connection import Connection, is_transient, retry_after
@@ -25,13 +26,12 @@ from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     PolicyEndpoint,
-    TrainerAdapterConfig,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.schemas.training_jobs import JobState, LossSettings, TrainingOptions, TrainingSettings
+from insitu.schemas.training_jobs import JobState, LossSettings, TrainingSettings
 from insitu.training.checkpoints import NAMES, find_checkpoint
 from insitu.training.store import BACKEND_FOLDER, OUTPUT_DIR, move_aside
 from insitu.trajectories.recovery import recover_collection
@@ -45,55 +45,6 @@ _WATCH_SECONDS = 5.0
 """Interval of the health checks while the backend is in use."""
 _RECONNECT_DELAY = 0.25
 _FINAL_STATUSES = ("completed", "failed", "canceled")
-
-
-class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
-    """Trains on an `insitu backend`. Set exactly one of `model` and `url`."""
-
-    model: str | None = None
-    """A local folder or Hugging Face repo id. The adapter starts an `insitu backend` with this model on a free port.
-    `RUN_DIR/best` and `RUN_DIR/latest` are checkpoints of a run, `best` and `latest` of the one in `output_dir`.
-    """
-    url: str | None = None
-    """URL of a running backend, with http:// or https://."""
-    api_key: SecretStr | None = None
-    """Bearer token for the backend at `url`."""
-    name: str = "policy"
-    """The name the model is served under. With `url` it is optional; if set, it must match the name served there."""
-    device: str = "auto"
-    """cpu, cuda, or auto."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the weights. auto: float32 on CPU, the checkpoint's dtype elsewhere."""
-    startup_timeout: float = Field(default=300.0, gt=0)
-    """Seconds to wait for the backend to load its model."""
-    read_timeout: float = Field(default=60.0, gt=0)
-    """Seconds without data from the backend after which a request has failed. During training the backend sends a
-    heartbeat every 15 seconds."""
-    retry_timeout: float = Field(default=600.0, ge=0)
-    """Seconds for which a request is retried while the backend does not respond, is overloaded (429) or fails (5xx)."""
-    training: TrainingOptions = Field(default_factory=TrainingOptions)
-    """Options sent with each training job."""
-
-    @property
-    def served_name(self) -> str | None:
-        """The name the model is served under; None if it is not configured (with `url`)."""
-        return self.name if self.model is not None or "name" in self.model_fields_set else None
-
-    def starting_from(self, checkpoint: str) -> Self | None:
-        return self.model_copy(update={"model": checkpoint}) if self.model is not None else None
-
-    @model_validator(mode="after")
-    def _model_or_url(self) -> "InsituAdapterConfig":
-        if (self.model is None) == (self.url is None):
-            raise ValueError(
-                "set exactly one of model (a local folder or a Hugging Face repo id) and url (of a running backend)"
-            )
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url is {self.url!r}; it must begin with http:// or https://")
-        ignored = ("api_key",) if self.url is None else ("device", "dtype", "startup_timeout")
-        if unused := sorted(self.model_fields_set.intersection(ignored)):
-            raise ValueError(f"{', '.join(unused)}: allowed with {'url' if self.url is None else 'model'} only")
-        return self
 
 
 class _Health(BaseModel):

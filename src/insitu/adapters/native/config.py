@@ -1,0 +1,57 @@
+"""The configuration block of the adapter."""
+
+from typing import Literal, Self
+
+from pydantic import Field, SecretStr, model_validator
+
+from insitu.schemas.finetuning import TrainerAdapterConfig
+from insitu.schemas.training_jobs import TrainingOptions
+
+
+class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
+    """Trains on an `insitu backend`. Set exactly one of `model` and `url`."""
+
+    model: str | None = None
+    """A local folder or Hugging Face repo id. The adapter starts an `insitu backend` with this model on a free port.
+    `RUN_DIR/best` and `RUN_DIR/latest` are checkpoints of a run, `best` and `latest` of the one in `output_dir`.
+    """
+    url: str | None = None
+    """URL of a running backend, with http:// or https://."""
+    api_key: SecretStr | None = None
+    """Bearer token for the backend at `url`."""
+    name: str = "policy"
+    """The name the model is served under. With `url` it is optional; if set, it must match the name served there."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the weights. auto: float32 on CPU, the checkpoint's dtype elsewhere."""
+    startup_timeout: float = Field(default=300.0, gt=0)
+    """Seconds to wait for the backend to load its model."""
+    read_timeout: float = Field(default=60.0, gt=0)
+    """Seconds without data from the backend after which a request has failed. During training the backend sends a
+    heartbeat every 15 seconds."""
+    retry_timeout: float = Field(default=600.0, ge=0)
+    """Seconds for which a request is retried while the backend does not respond, is overloaded (429) or fails (5xx)."""
+    training: TrainingOptions = Field(default_factory=TrainingOptions)
+    """Options sent with each training job."""
+
+    @property
+    def served_name(self) -> str | None:
+        """The name the model is served under; None if it is not configured (with `url`)."""
+        return self.name if self.model is not None or "name" in self.model_fields_set else None
+
+    def starting_from(self, checkpoint: str) -> Self | None:
+        return self.model_copy(update={"model": checkpoint}) if self.model is not None else None
+
+    @model_validator(mode="after")
+    def _model_or_url(self) -> "InsituAdapterConfig":
+        if (self.model is None) == (self.url is None):
+            raise ValueError(
+                "set exactly one of model (a local folder or a Hugging Face repo id) and url (of a running backend)"
+            )
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url is {self.url!r}; it must begin with http:// or https://")
+        ignored = ("api_key",) if self.url is None else ("device", "dtype", "startup_timeout")
+        if unused := sorted(self.model_fields_set.intersection(ignored)):
+            raise ValueError(f"{', '.join(unused)}: allowed with {'url' if self.url is None else 'model'} only")
+        return self
