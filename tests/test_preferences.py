@@ -197,3 +197,18 @@ def test_rows_hold_the_sampled_tokens_or_else_the_messages() -> None:
         ([*HI, {"role": "assistant", "content": "one"}], [1], True),
         ([*HI, {"role": "assistant", "content": "two"}], [1], False),
     ]
+
+
+def test_tool_calls_are_part_of_a_response() -> None:
+    def looking(tool: str) -> dict[str, Any]:
+        calls = [{"id": "1", "type": "function", "function": {"name": tool, "arguments": '{"at": "sky"}'}}]
+        return {"role": "assistant", "content": None, "tool_calls": calls}
+
+    steps = [end(output=looking(tool), turn_id="t", score=score) for tool, score in (("look", 1.0), ("ask", 0.0))]
+    calls = [call(0, ""), call(1, "")]
+    for made, tool in zip(calls, ("ask", "look"), strict=True):
+        made.message = looking(tool)
+    candidates, _ = read(steps, calls)
+    assert [(c.response, c.call) for c in candidates] == [('look({"at": "sky"})', 1), ('ask({"at": "sky"})', 0)]
+    [pair], dropped = preference_pairs(candidates, ALL)
+    assert (pair.chosen.call, dropped) == (1, {})

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from insitu.advantages.targeting import is_targeted
 from insitu.schemas.episodes import CandidateStep, DropReason, ModelCall
-from insitu.schemas.finetuning import MAX_REWARD, text_content
+from insitu.schemas.finetuning import MAX_REWARD, message_text, text_content
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
 
 
@@ -127,7 +127,7 @@ def _role(message: Any) -> str | None:
 def _text(value: Any) -> str:
     """The text of a message, or of whatever else a step holds."""
     if isinstance(value, dict) and "content" in value:
-        return text_content(value["content"])
+        return message_text(value)
     if hasattr(value, "content"):
         return text_content(value.content)
     if value is None or isinstance(value, str):

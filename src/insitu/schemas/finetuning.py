@@ -1,6 +1,6 @@
 """The documented data models of finetuning: configuration blocks, trajectories and jobs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -248,6 +248,13 @@ def text_content(content: Any) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return "" if content is None else str(content)
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """A message as text: its content, then a line `name(arguments)` for each tool call."""
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    lines = [f"{function.get('name')}({function.get('arguments')})" for function in calls]
+    return "\n".join([*filter(None, [text_content(message.get("content"))]), *lines])
 
 
 class EpisodeItem(BaseModel):

@@ -21,6 +21,7 @@ from insitu.evaluation.evaluators import parse_score, score
 from insitu.registry import register_ttc_strategy
 from insitu.schemas.components import EvaluatorRef, FunctionRef, LLMRef, TTCStrategyBaseConfig
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem
+from insitu.schemas.finetuning import message_text
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, TTCEventData
 from insitu.toolkit.ttc import PipelineTypeEnum, StageTypeEnum, StrategyBase, TTCItem
 from insitu.workflow.context import Context, current_scope
@@ -38,7 +39,11 @@ class SampleCandidatesConfig(TTCStrategyBaseConfig, name="sample_candidates"):
 
 
 class SampleCandidates(StrategyBase):
-    """`input` of an item is a list of messages, or the text of a user message; none: the original prompt."""
+    """`input` of an item is a list of messages, or the text of a user message; none: the original prompt.
+
+    Keyword arguments are parameters of the requests (`tools`, say). A candidate's `metadata["message"]` is the whole
+    message, with its tool calls.
+    """
 
     config: SampleCandidatesConfig
 
@@ -48,27 +53,31 @@ class SampleCandidates(StrategyBase):
     async def ainvoke(
         self, items: list[TTCItem], original_prompt: str | None = None, agent_context: str | None = None, **kwargs: Any
     ) -> list[TTCItem]:
-        sampled = await asyncio.gather(*(self._sample(item, original_prompt) for item in items))
+        sampled = await asyncio.gather(*(self._sample(item, original_prompt, kwargs) for item in items))
         return [candidate for candidates in sampled for candidate in candidates]
 
-    async def _sample(self, item: TTCItem, original_prompt: str | None) -> list[TTCItem]:
+    async def _sample(self, item: TTCItem, original_prompt: str | None, request: dict[str, Any]) -> list[TTCItem]:
         prompt = original_prompt if item.input is None else item.input
         if prompt is None:
             raise WorkflowError("sample_candidates: an item has no input, and no original_prompt was given")
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
         n = self.config.n
         if self.config.requests == "one":
-            choices = (await self.llm.complete(messages, n=n)).choices
+            choices = (await self.llm.complete(messages, n=n, **request)).choices
         else:
-            completions = await asyncio.gather(*(self.llm.complete(messages) for _ in range(n)))
+            completions = await asyncio.gather(*(self.llm.complete(messages, **request) for _ in range(n)))
             choices = [completion.choices[0] for completion in completions]
         if len(choices) != n:
             raise WorkflowError(
                 f"sample_candidates: {n} completions were requested from llms.{self.config.llm} and {len(choices)} "
                 "returned; set requests: each for a server that ignores n"
             )
-        texts = [choice.message.content or "" for choice in choices]
-        return [item.model_copy(update={"input": messages, "output": text, "score": None}) for text in texts]
+        return [self._candidate(item, messages, choice.message.model_dump(exclude_none=True)) for choice in choices]
+
+    def _candidate(self, item: TTCItem, messages: list[dict[str, Any]], message: dict[str, Any]) -> TTCItem:
+        metadata = {**(item.metadata or {}), "message": message}
+        update = {"input": messages, "output": message_text(message), "score": None, "metadata": metadata}
+        return item.model_copy(update=update)
 
     def supported_pipeline_types(self) -> list[PipelineTypeEnum]:
         return list(PipelineTypeEnum)

@@ -12,10 +12,10 @@ from insitu.preferences.pairs import PairOptions, preference_pairs
 from insitu.preferences.rows import episode_rows, pair_rows
 from insitu.registry import register_trajectory_builder
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, ModelCall, Outcome, PreferencePair
-from insitu.schemas.finetuning import DPOItem, OpenAIMessage, Trajectory, text_content
+from insitu.schemas.finetuning import DPOItem, OpenAIMessage, Trajectory, message_text
 from insitu.schemas.steps import IntermediateStepType
 from insitu.trajectories.builder import CollectingBuilderConfig, EpisodesBuilder
-from insitu.trajectories.conversations import Turn, conversations
+from insitu.trajectories.conversations import conversations
 
 
 class DPOTrajectoryBuilderConfig(CollectingBuilderConfig, name="dpo_traj_builder"):
@@ -164,7 +164,7 @@ def _metadata(pair: PreferencePair, episode: Episode) -> dict[str, Any]:
 def _documented_prompt(prompt: list[dict[str, Any]] | str) -> list[OpenAIMessage] | str:
     if isinstance(prompt, str):
         return prompt
-    return [OpenAIMessage(role=str(m.get("role")), content=text_content(m.get("content"))) for m in prompt]
+    return [OpenAIMessage(role=str(m.get("role")), content=message_text(m)) for m in prompt]
 
 
 def _dialogue(episode: Episode, trajectory: Trajectory) -> CandidateStep:
@@ -184,12 +184,8 @@ def _text_after(first: ModelCall, calls: list[ModelCall]) -> str:
     [turns] = [found for found in conversations(calls) if any(turn.call is first for turn in found)]
     after = turns[len(first.messages) :]
     if len(after) == 1:
-        return _content(after[0])
-    return "\n\n".join(f"{turn.message.get('role')}: {_content(turn)}" for turn in after)
-
-
-def _content(turn: Turn) -> str:
-    return text_content(turn.message.get("content"))
+        return message_text(after[0].message)
+    return "\n\n".join(f"{turn.message.get('role')}: {message_text(turn.message)}" for turn in after)
 
 
 @register_trajectory_builder(config_type=DPOTrajectoryBuilderConfig)
