@@ -83,7 +83,7 @@ def report() -> str:
 
 One DPO job of two steps over {PROMPTS} prompts, LoRA of rank 16, with a reference pass; every two candidates of a
 prompt are a pair. The same rows with each prompt computed for every row, and with each computed once per micro-batch;
-median of {ROUNDS} in turn, in seconds of {"GPU" if scale is gpu.LARGE else "CPU"} time.
+median of {ROUNDS} in turn, in seconds of {"wall" if scale is gpu.LARGE else "CPU"} time.
 
 | prompt tokens | completion tokens | candidates | pairs | separate | shared | ratio |
 |---|---|---|---|---|---|---|
