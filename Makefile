@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install quickstart test test-chaos test-hostile test-art test-frameworks test-javascript check bench clean
+.PHONY: help install quickstart test test-chaos test-hostile test-art test-frameworks test-preferences test-javascript check bench clean
 
 help:
 	@echo "make quickstart   install into .venv and train the tic-tac-toe player (about 3 minutes)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-art     tests the ART plugin with the official clients, each in its own environment, against the backend;"
 	@echo "                  with CHAOS_SEEDS=N also N runs of 200 episodes of each through a proxy that breaks connections"
 	@echo "make test-frameworks  trains each agent framework through the backend, each in its own environment"
+	@echo "make test-preferences  compares DPO and KTO with TRL and Liger, in an environment with both"
 	@echo "make test-javascript  trains an agent that uses the openai package of npm (needs node)"
 	@echo "make check        lint, formatting and types"
 	@echo "make bench        measure side by side and write benchmarks/RESULTS.md"
@@ -76,6 +77,17 @@ test-frameworks: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests_frameworks -o pythonpath=tests --ignore tests_frameworks/test_javascript.py
 	$(BIN)/python scripts/write_frameworks.py
 
+# TRL and Liger, with the same torch.
+.venv-preferences/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m venv .venv-preferences
+	.venv-preferences/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.venv-preferences/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[local]' trl==1.16.0 liger-kernel==0.8.5 pytest pytest-asyncio
+	@touch $@
+
+test-preferences: .venv-preferences/.installed
+	.venv-preferences/bin/python -m pytest tests_preferences -o pythonpath=tests
+
 examples/javascript/node_modules: examples/javascript/package.json
 	npm install --prefix examples/javascript --no-audit --no-fund --no-package-lock --silent
 	@touch $@
@@ -92,4 +104,4 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) .venv-art .venv-frameworks examples/javascript/node_modules runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-art .venv-frameworks .venv-preferences examples/javascript/node_modules runs .pytest_cache .mypy_cache .ruff_cache

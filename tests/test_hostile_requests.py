@@ -65,6 +65,12 @@ TRAINING = {
 }
 ROW = {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "logprobs": [0.0, -1.0, -1.0], "advantages": 1.0, "episode": "a"}
 SETTINGS = {"learning_rate": 1e-9, "betas": [0.9, 0.99], "kl": {"beta": 0.0}, "lora": None, "clip_low": 0.2}
+PAIR = [
+    {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "pair": "p", "preferred": True},
+    {"messages": [*MESSAGES, {"role": "assistant", "content": "Hi"}], "tools": [TOOL], "trained_messages": [4]}
+    | {"pair": "p", "preferred": False},
+]
+PREFERENCES = {"method": "dpo", "learning_rate": 1e-9, "dpo": {"beta": 0.1, "loss_type": "sigmoid"}}
 EPISODE = {
     "input": {"do": "echo", "say": "hi"},
     "row": {"id": 1, "question": {"do": "echo"}},
@@ -85,6 +91,7 @@ ROUTES = {
     ],
     "native": [
         *[Route("POST", "/v1/train/jobs", [{"settings": SETTINGS, "num_rows": 2}, ROW, ROW], lines=True)] * 4,
+        *[Route("POST", "/v1/train/jobs", [{"settings": PREFERENCES, "num_rows": 2}, *PAIR], lines=True)] * 4,
         Route("GET", "/v1/train/jobs/x"),
         Route("GET", "/v1/train/jobs/x/events"),
         Route("POST", "/v1/train/jobs/x/cancel"),

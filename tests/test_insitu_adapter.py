@@ -6,11 +6,13 @@ import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from factories import MODEL
+from tiny_backend import tiny_backend
 
 from insitu.adapters.native.trainer_adapter import InsituTrainerAdapter
 from insitu.config import load_config
@@ -218,6 +220,35 @@ async def test_preference_rows_arrive_as_they_are(backend: Backend, write: Any) 
     async with adapter_to(backend, write, **DPO) as adapter:
         await adapter.submit(TrajectoryCollection(trajectories=[[Trajectory(reward=1, rows=rows)]], run_id="r"))
     assert backend.jobs["r/submission 1"][1:] == [sampled, text]
+
+
+async def test_a_backend_trains_preferences(tmp_path: Path, write: Any) -> None:
+    """Two jobs through the adapter: the second continues, with the starting weights as its reference."""
+    rows = [
+        TrainingRow(
+            messages=[{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": answer}],
+            pair=str(number),
+            preferred=answer == "yes",
+        )
+        for number in range(4)
+        for answer in ("yes", "no")
+    ]
+    group = [Trajectory(reward=1, rows=rows)]
+    with tiny_backend(tmp_path) as served:
+        block = {"_type": "insitu_trainer_adapter", "url": served.address, "api_key": served.token}
+        block["training"] = {"method": "dpo", "dpo": {"beta": 0.5}, "learning_rate": 3e-3, "num_iterations": 4}
+        async with Builder(load_config(write({"trainer_adapters": {"a": block}}))) as builder:
+            adapter = await builder.get(TRAINER_ADAPTER, "a")
+            await adapter.initialize(builder.config.finetuning)
+            await adapter.check_settings()
+            margins = []
+            for epoch in (1, 2):
+                ref = await adapter.submit(TrajectoryCollection(trajectories=[group], run_id="r", epoch=epoch))
+                status = await adapter.wait_until_complete(ref)
+                assert (status.status, status.metadata["policy_version"]) == ("completed", epoch)
+                margins.append(status.metadata["rewards/margins"])
+            assert 0 < margins[0] < margins[1]
+            assert (await adapter.policy_endpoint()).version == 2
 
 
 async def test_a_job_whose_reply_was_lost_is_sent_again_under_its_key(backend: Backend, write: Any) -> None:

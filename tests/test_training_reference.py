@@ -286,7 +286,7 @@ def test_a_job_changes_adapters_as_plain_loops_do(loaded, tmp_path):
     assert agrees(trained.module, plain, since=untrained_copy)
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 100, 16384])
+@pytest.mark.parametrize("micro_batch_tokens", [1, 16384])
 @pytest.mark.parametrize(
     "changes",
     [

@@ -48,8 +48,8 @@ class KnownSums(NamedTuple):
     log_ratio: float
 
 
-class StepLoss(NamedTuple):
-    """The loss of some rows of an optimizer step, and detached sums by the names of `Objective.sums`."""
+class PartialLoss(NamedTuple):
+    """The share of some rows in the loss of an optimizer step, and detached sums by the names of `Objective.sums`."""
 
     loss: Tensor
     sums: Sequence[Tensor]
@@ -64,7 +64,7 @@ class StepResult(NamedTuple):
     learning_rate: float
 
 
-LossOfRows = Callable[[Sequence[int], RowLogprobs], StepLoss]
+LossOfRows = Callable[[Sequence[int], RowLogprobs], PartialLoss]
 """Called with the indices of a micro-batch's rows and their log-probabilities, from several threads.
 
 Over all micro-batches of a step the losses and sums add up to those of the step, however it is split.
@@ -127,7 +127,7 @@ class PolicyGradient(Objective):
         weights = row_weights([len(row.positions) for row in rows], [row.episode for row in rows], self.settings)
         row_weight = dict(zip(indices, weights, strict=True))
 
-        def loss_of(indices: Sequence[int], logprobs: RowLogprobs) -> StepLoss:
+        def loss_of(indices: Sequence[int], logprobs: RowLogprobs) -> PartialLoss:
             new_BK, start_BK, ref_BK, mask_BK = logprobs
             rows, device = [self.rows[index] for index in indices], new_BK.device
             rollout_BK = pad([row.rollout_logprobs for row in rows]).to(device)
@@ -140,7 +140,7 @@ class PolicyGradient(Objective):
                 weight_B=torch.tensor([row_weight[index] for index in indices], device=device),
             )
             result = policy_loss(new_BK, inputs, self.settings)
-            return StepLoss(result.loss, [value.detach() for value in result])
+            return PartialLoss(result.loss, [value.detach() for value in result])
 
         return loss_of
 
@@ -163,9 +163,9 @@ class SupervisedFinetuning(Objective):
     def step_loss(self, step: int, known: Mapping[int, KnownSums]) -> LossOfRows:
         tokens = self._count_tokens(self.plan[step])
 
-        def loss_of(indices: Sequence[int], logprobs: RowLogprobs) -> StepLoss:
+        def loss_of(indices: Sequence[int], logprobs: RowLogprobs) -> PartialLoss:
             loss = -logprobs.sums().sum() / tokens
-            return StepLoss(loss, [loss.detach()])
+            return PartialLoss(loss, [loss.detach()])
 
         return loss_of
 
@@ -203,7 +203,7 @@ class DirectPreference(Objective):
         pairs = list(dict.fromkeys(self.rows[index].pair for index in self.plan[step]))
         chosen_tokens = sum(self._tokens[pair][0] for pair in pairs)
 
-        def loss_of(indices: Sequence[int], logprobs: RowLogprobs) -> StepLoss:
+        def loss_of(indices: Sequence[int], logprobs: RowLogprobs) -> PartialLoss:
             here = list(dict.fromkeys(self.rows[index].pair for index in indices))
             sides = [self._sides[pair][side] for side in (0, 1) for pair in here]
             ratios, logps = _completion_sums(sides, indices, logprobs, known)
@@ -213,7 +213,7 @@ class DirectPreference(Objective):
             chosen_P, rejected_P = ratios.chunk(2)
             loss_P = settings.preference_loss_weight * dpo_loss(chosen_P, rejected_P, settings) / len(pairs)
             is_chosen_B = torch.tensor([bool(self.rows[index].preferred) for index in indices], device=ratios.device)
-            sft_loss = -(logprobs.sums() * is_chosen_B).sum() / chosen_tokens
+            sft_loss = -torch.where(is_chosen_B, logprobs.sums(), 0.0).sum() / chosen_tokens
             weighted_sft = settings.sft_loss_weight * sft_loss
             with torch.no_grad():
                 # A pair split over micro-batches is in the loss of each, and counts in the sums of the first.
@@ -223,7 +223,7 @@ class DirectPreference(Objective):
                 per_pair = (*rewards, (rewards[0] > rewards[1]).double(), *logps.chunk(2))
                 sums = [(counted_P * loss_P).sum() + weighted_sft, sft_loss.detach(), counted_P.sum()]
                 sums += [(counted_P * values_P).sum() for values_P in per_pair]
-            return StepLoss(loss_P.sum() + weighted_sft, sums)
+            return PartialLoss(loss_P.sum() + weighted_sft, sums)
 
         return loss_of
 
@@ -274,7 +274,7 @@ class KahnemanTversky(Objective):
         baseline = [known[index].log_ratio for index in self._baselines[step]]
         kl = max(math.fsum(baseline) / len(baseline), 0.0) if baseline else 0.0
 
-        def loss_of(indices: Sequence[int], logprobs: RowLogprobs) -> StepLoss:
+        def loss_of(indices: Sequence[int], logprobs: RowLogprobs) -> PartialLoss:
             here = [episodes[each] for each in dict.fromkeys(number[index] for index in indices)]
             ratio_E, logps_E = _completion_sums(here, indices, logprobs, known)
             is_good_E = torch.tensor([bool(self.rows[members[0]].preferred) for members in here], device=ratio_E.device)
@@ -286,7 +286,7 @@ class KahnemanTversky(Objective):
                 for of_side_E in (counted_E & is_good_E, counted_E & ~is_good_E):
                     rewards = (of_side_E * settings.beta * ratio_E).sum()
                     sums += [of_side_E.sum(), rewards, (of_side_E * logps_E).sum()]
-            return StepLoss(loss_E.sum(), sums)
+            return PartialLoss(loss_E.sum(), sums)
 
         return loss_of
 
