@@ -248,6 +248,15 @@ async def test_a_trainer_that_weighs_calls_is_refused_where_nobody_would_be_told
     assert (path.parent / "run/run.json").exists(), "an earlier run has been moved"
 
 
+@pytest.mark.parametrize("method", ["dpo", "kto", "sft"])
+async def test_a_method_that_the_trainer_makes_no_rows_for_is_refused(write: Any, served: Served, method: str) -> None:
+    """Supervised finetuning would otherwise imitate bad episodes as well as good ones."""
+    before = len(served.samples())
+    with pytest.raises(ConfigError, match=f"training.method is {method}, but .* insitu_trainer trains with grpo"):
+        await train(project(write, served, {}), ("trainer_adapters.a.training.method", method))
+    assert len(served.samples()) == before
+
+
 async def test_a_wrong_token_is_told_before_anything_runs(write: Any, served: Served) -> None:
     before = len(served.samples())
     with pytest.raises(BackendError, match="token"):

@@ -54,6 +54,8 @@ class InsituTrainer(UsesBuilder, Trainer):
     needs = TrainingNeeds()
     computes_advantages = True
     """Whether this trainer computes the advantages, rather than the adapter's backend."""
+    methods = ("grpo",)
+    """The `method`s of the trainer adapter that this trainer makes rows for."""
 
     def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
         super().__init__(trainer_config, **kwargs)
@@ -89,6 +91,11 @@ class InsituTrainer(UsesBuilder, Trainer):
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
         check_components(self, self.needs, self.computes_advantages)
+
+        method = trainer_adapter.training_settings().get("method", self.methods[0])
+        if method not in self.methods:
+            problem = f"the trainer {self.trainer_config.type} trains with {' or '.join(self.methods)}"
+            raise ConfigError(f"trainer_adapters: training.method is {method}, but {problem}")
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
