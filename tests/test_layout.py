@@ -47,6 +47,7 @@ ORDER = [
 INTEGRATIONS = {
     "toolkit": "plugin_api.py",
     "adapters/art": None,
+    "adapters/customizer": None,
     "adapters/insitu_backend": None,
     "backend/protocols/art": None,
     "backend/protocols/native": None,

@@ -120,7 +120,7 @@ class InsituTrainer(UsesBuilder, Trainer):
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
-        self._store, moved = await asyncio.to_thread(open_store, folder, self._full_config)
+        self._store, moved = await asyncio.to_thread(self._open_store, folder)
         if moved is not None:
             self.report.note(f"moved the earlier run in {folder} to {moved}")
         self._plot = RewardPlot(folder / "reward_plot.png")
@@ -134,6 +134,9 @@ class InsituTrainer(UsesBuilder, Trainer):
             self.report.note(f"the curriculum continues after epoch {last_epoch} of {path}")
         if run_config.validation is not None:
             self.validation = Validation(run_config, self._builder, self.trainer_adapter, self.report, self.store)
+
+    def _open_store(self, folder: Path) -> tuple[RunStore, Path | None]:
+        return open_store(folder, self._full_config)
 
     @cached_property
     def report(self) -> Report:
@@ -338,6 +341,13 @@ class InsituTrainer(UsesBuilder, Trainer):
         self._full_config.moved.clear()
 
     def _write_run_file(self, num_epochs: int) -> None:
+        settings = self._run_settings(num_epochs)
+        self.store.write(
+            "run.json", {"run_id": self.run_id, "insitu": __version__, "source": self._full_config.source, **settings}
+        )
+        self.report.header(self.run_id, settings)
+
+    def _run_settings(self, num_epochs: int) -> dict[str, Any]:
         settings = {
             "epochs": num_epochs,
             "seed": self._full_config.general.seed,
@@ -346,10 +356,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         }
         if training := self.trainer_adapter.training_settings():
             settings["training"] = training
-        self.store.write(
-            "run.json", {"run_id": self.run_id, "insitu": __version__, "source": self._full_config.source, **settings}
-        )
-        self.report.header(self.run_id, settings)
+        return settings
 
     def _estimator(self) -> AdvantageEstimator:
         config, targets = self.config, self.run_config.target_functions

@@ -1,0 +1,333 @@
+"""The NeMo services as the adapter uses them, over `nemo-microservices` 1.4 and 1.5 and `huggingface-hub`.
+
+The only module that knows these libraries: one for another SDK has a class with the methods of `NeMoServices`. Each
+method makes one attempt, in a thread because the libraries block. Raises BackendUnavailable for a transient error and
+RequestRefused for the others; no message contains the token.
+"""
+
+import asyncio
+import importlib
+import io
+import logging
+import math
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+from insitu.connection import is_transient, retry_after
+from insitu.errors import (
+    BackendError,
+    BackendUnavailable,
+    ConfigError,
+    RequestRefused,
+    exception_chain,
+    install_command,
+)
+from insitu.http_format import error_message
+from insitu.plugin_api import suppress_logs
+from insitu.schemas.finetuning import TrainingStatusEnum
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+JOB_FIELD = "insitu_job"
+"""The custom field of datasets, jobs and deployments that names the run and the epoch they belong to."""
+_PAGE = 100
+_MOST_JOBS = 10_000
+"""Jobs of a namespace that are searched for one of ours, the newest first."""
+_STATUSES = {
+    "created": TrainingStatusEnum.PENDING,
+    "pending": TrainingStatusEnum.PENDING,
+    "running": TrainingStatusEnum.RUNNING,
+    "cancelling": TrainingStatusEnum.RUNNING,
+    "unknown": TrainingStatusEnum.RUNNING,
+    "cancelled": TrainingStatusEnum.CANCELED,
+    "failed": TrainingStatusEnum.FAILED,
+    "completed": TrainingStatusEnum.COMPLETED,
+    "ready": TrainingStatusEnum.COMPLETED,
+}
+_METRICS = ("train_loss", "val_loss", "best_epoch", "epochs_completed", "steps_completed", "elapsed_time")
+
+
+class ServiceJob(NamedTuple):
+    """A customization job; `progress` in percent, None if the service does not say."""
+
+    id: str
+    status: TrainingStatusEnum
+    progress: float | None = None
+    message: str | None = None
+    metrics: Mapping[str, Any] = {}
+    output_model: str | None = None
+
+
+class Deployment(NamedTuple):
+    """A deployment: COMPLETED when the model is served."""
+
+    status: TrainingStatusEnum
+    message: str | None
+    model: str | None
+
+
+def load_sdk() -> tuple[Any, Any]:
+    """The modules `nemo_microservices` and `huggingface_hub`. Raises ConfigError if one is missing."""
+    try:
+        return importlib.import_module("nemo_microservices"), importlib.import_module("huggingface_hub")
+    except ImportError as error:
+        raise ConfigError(
+            "the NeMo Customizer plugin needs the packages nemo-microservices and huggingface-hub: "
+            f"{install_command('customizer')} in the clone of insitu ({error})"
+        ) from error
+
+
+class NeMoServices:
+    """Entity Store, Customizer and Deployment Management at one address, the Data Store at another."""
+
+    def __init__(self, entity_host: str, datastore_host: str, token: str, timeout: float) -> None:
+        self._nemo, self._hub = load_sdk()
+        self._token = token
+        self._hosts = (entity_host, datastore_host)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._entities = self._nemo.NeMoMicroservices(base_url=entity_host, max_retries=0, timeout=timeout)
+        self._datastore = self._nemo.NeMoMicroservices(
+            base_url=datastore_host, max_retries=0, timeout=timeout, default_headers=headers
+        )
+        # False: huggingface-hub would send the token of the user's login otherwise
+        self._files = self._hub.HfApi(endpoint=f"{datastore_host}/v1/hf", token=token or False)
+
+    def close(self) -> None:
+        self._entities.close()
+        self._datastore.close()
+
+    async def has_namespaces(self, namespace: str) -> dict[str, bool]:
+        """By the address of each store, whether it has the namespace. Fails if one of them does not answer."""
+        entities, datastore = self._hosts
+        return {
+            f"the Entity Store at {entities}": await self._entity_request(
+                "namespace", lambda: _exists(self._nemo, lambda: self._entities.namespaces.retrieve(namespace))
+            ),
+            f"the Data Store at {datastore}": await self._datastore_request(
+                "namespace",
+                lambda: _exists(
+                    self._nemo,
+                    lambda: self._datastore.get(f"/v1/datastore/namespaces/{namespace}", cast_to=object),
+                ),
+            ),
+        }
+
+    async def create_namespaces(self, namespace: str) -> None:
+        """Creates the namespace in both stores; it may exist already in either."""
+        await self._entity_request(
+            "namespace", lambda: _unless_taken(self._nemo, lambda: self._entities.namespaces.create(id=namespace))
+        )
+        await self._datastore_request(
+            "namespace",
+            lambda: _unless_taken(
+                self._nemo,
+                lambda: self._datastore.post("/v1/datastore/namespaces", body={"namespace": namespace}, cast_to=object),
+            ),
+        )
+
+    async def training_options(self, config: str) -> list[tuple[str, str]]:
+        """Training type and finetuning type of each option of a customization configuration."""
+        namespace, _, name = config.rpartition("/")
+        found = await self._entity_request(
+            f"customization configuration {config}",
+            lambda: self._entities.customization.configs.retrieve(name, namespace=namespace or "default"),
+        )
+        return [(option.training_type, option.finetuning_type) for option in found.training_options or []]
+
+    async def register_dataset(self, namespace: str, name: str, job: str) -> None:
+        """Registers a dataset of the Data Store. Raises RequestRefused (409) if the name is another job's."""
+        fields = {"name": name, "namespace": namespace}
+        try:
+            await self._entity_request(
+                f"dataset {namespace}/{name}",
+                lambda: self._entities.datasets.create(
+                    **fields, files_url=f"hf://datasets/{namespace}/{name}", custom_fields={JOB_FIELD: job}
+                ),
+            )
+        except RequestRefused as error:
+            if error.status != 409:
+                raise
+            found = await self._entity_request(
+                f"dataset {namespace}/{name}", lambda: self._entities.datasets.retrieve(name, namespace=namespace)
+            )
+            if (found.custom_fields or {}).get(JOB_FIELD) != job:
+                raise
+
+    async def upload(self, namespace: str, name: str, files: Mapping[str, bytes], job: str) -> None:
+        """Uploads files, by their path in the repository, in one commit; the repository may exist already."""
+
+        def send() -> None:
+            repository = {"repo_id": f"{namespace}/{name}", "repo_type": "dataset"}
+            self._files.create_repo(**repository, exist_ok=True)
+            # A buffer, because huggingface-hub 2 sends files and bytes in a protocol that the Data Store does not have
+            operations = [
+                self._hub.CommitOperationAdd(path_in_repo=path, path_or_fileobj=io.BytesIO(content))
+                for path, content in files.items()
+            ]
+            self._files.create_commit(**repository, operations=operations, commit_message=f"records of {job}")
+
+        async with suppress_logs("huggingface_hub"):  # it warns about buffers
+            await self._datastore_request(f"dataset {namespace}/{name}", send)
+
+    async def find_job(self, namespace: str, job: str, output_model: str) -> ServiceJob | None:
+        """The newest job that was submitted for `job`; None if there is none."""
+
+        def search() -> Any:
+            jobs = self._entities.customization.jobs.list(
+                filter={"namespace": namespace}, sort="-created_at", page_size=_PAGE
+            )
+            for found in islice(jobs, _MOST_JOBS):
+                named = (found.custom_fields or {}).get(JOB_FIELD)
+                if named == job or (named is None and (found.output_model or "").split("@")[0] == output_model):
+                    return found
+            return None
+
+        found = await self._entity_request("customization jobs", search)
+        return _job(found.id, found, found.status_details, found.output_model) if found is not None else None
+
+    async def create_job(self, namespace: str, name: str, job: str, options: Mapping[str, Any]) -> ServiceJob:
+        """Submits a job. A second one of the same name is refused (409)."""
+        created = await self._entity_request(
+            f"customization job {namespace}/{name}",
+            lambda: self._entities.customization.jobs.create(
+                name=name, namespace=namespace, custom_fields={JOB_FIELD: job}, **options
+            ),
+        )
+        if not created.id:
+            raise BackendError(f"Customizer at {self._hosts[0]} returned a job without id; is it the right server?")
+        for warning in created.warnings or []:
+            logger.warning("job %s: %s", created.id, warning.message or warning.explanation)
+        return _job(created.id, created, created.status_details, created.output_model)
+
+    async def job(self, job_id: str) -> ServiceJob:
+        found = await self._entity_request(
+            f"customization job {job_id}", lambda: self._entities.customization.jobs.retrieve(job_id)
+        )
+        return _job(job_id, found, found.status_details, found.output_model)
+
+    async def cancel_job(self, job_id: str) -> None:
+        await self._entity_request(
+            f"customization job {job_id}", lambda: self._entities.customization.jobs.cancel(job_id)
+        )
+
+    async def create_deployment(
+        self, namespace: str, name: str, job: str, model: str, image: Mapping[str, Any], description: str
+    ) -> None:
+        """Starts to serve a model. A name that is taken is refused (409)."""
+        await self._entity_request(
+            f"deployment {namespace}/{name}",
+            lambda: self._entities.deployment.model_deployments.create(
+                name=name,
+                namespace=namespace,
+                description=description,
+                config={"model": model, "nim_deployment": dict(image)},
+                custom_fields={JOB_FIELD: job},
+            ),
+        )
+
+    async def deployment(self, namespace: str, name: str) -> Deployment | None:
+        """The state of a deployment; None if there is none of that name."""
+        try:
+            found = await self._entity_request(
+                f"deployment {namespace}/{name}",
+                lambda: self._entities.deployment.model_deployments.retrieve(name, namespace=namespace),
+            )
+        except RequestRefused as error:
+            if error.status == 404:
+                return None
+            raise
+        config, details = found.config, found.status_details
+        model = config.model if config is not None and not isinstance(config, str) else None
+        status = _STATUSES.get(details.status, TrainingStatusEnum.RUNNING)
+        return Deployment(status, details.description, model if isinstance(model, str) else None)
+
+    async def _entity_request(self, what: str, request: Callable[[], T]) -> T:
+        return await asyncio.to_thread(self._attempt, self._hosts[0], what, request)
+
+    async def _datastore_request(self, what: str, request: Callable[[], T]) -> T:
+        return await asyncio.to_thread(self._attempt, self._hosts[1], what, request)
+
+    def _attempt(self, host: str, what: str, request: Callable[[], T]) -> T:
+        try:
+            result = request()
+        except BackendError:
+            raise
+        except self._hub.errors.OfflineModeIsEnabled as error:
+            raise ConfigError(
+                "HF_HUB_OFFLINE is set, but huggingface-hub uploads to the Data Store: unset it"
+            ) from error
+        except Exception as error:  # what the libraries' transports raise differs between releases
+            raise self._translated(f"{what} at {host}", error) from error
+        if isinstance(result, str):  # the SDK returns the text of a page that is not JSON
+            raise BackendError(f"{what} at {host}: the answer is not JSON: {result!r:.80}; is it the right server?")
+        return result
+
+    def _translated(self, where: str, error: Exception) -> BackendError:
+        chain = exception_chain(error)
+        responses = [r for e in chain if (r := getattr(e, "response", None)) is not None]
+        if not responses:
+            message = f"{where}: {type(chain[-1]).__name__}: {chain[-1]}"
+            if isinstance(error, ValueError | TypeError | AttributeError):  # the answer is not what the library expects
+                return BackendError(self._redacted(f"{message}; is it the right server?"))
+            return BackendUnavailable(self._redacted(message))
+        status = int(responses[0].status_code)
+        reason = _reason(chain[0]) or "no reason given"
+        message = self._redacted(f"{where}: {reason} (status {status})")
+        if is_transient(status):
+            return BackendUnavailable(message, retry_after=retry_after(responses[0].headers))
+        if status in (401, 403) and where.endswith(self._hosts[1]):
+            message += "; check hf_token"
+        return RequestRefused(message, status=status)
+
+    def _redacted(self, text: str) -> str:
+        return text.replace(self._token, "***") if self._token else text
+
+
+def _job(job_id: str, job: Any, details: Any, output_model: str | None) -> ServiceJob:
+    """From the SDK's models, whose values are not validated."""
+    status = job.status or getattr(details, "status", None)
+    logs = [log for log in getattr(details, "status_logs", None) or [] if log.message or log.detail]
+    message = ": ".join(filter(None, (logs[-1].message, logs[-1].detail))) if logs else None
+    metrics = {name: value for name in _METRICS if (value := getattr(details, name, None)) is not None}
+    progress = _percent(getattr(details, "percentage_done", None))
+    known = _STATUSES.get(str(status), TrainingStatusEnum.RUNNING)
+    return ServiceJob(job_id, known, progress, message, metrics, output_model)
+
+
+def _percent(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return min(max(number, 0.0), 100.0) if math.isfinite(number) else None
+
+
+def _exists(nemo: Any, retrieve: Callable[[], Any]) -> bool:
+    try:
+        found = retrieve()
+    except nemo.NotFoundError:
+        return False
+    if isinstance(found, str):
+        raise BackendError(f"the answer is not JSON: {found!r:.80}; is it the right server?")
+    return True
+
+
+def _unless_taken(nemo: Any, create: Callable[[], Any]) -> None:
+    try:
+        create()
+    except (nemo.ConflictError, nemo.UnprocessableEntityError) as error:  # the Data Store answers with either
+        if isinstance(error, nemo.UnprocessableEntityError) and "exist" not in str(error).lower():
+            raise
+
+
+def _reason(error: BaseException) -> str:
+    """What a service says about an error: `error.message`, FastAPI's `detail`, or the text itself."""
+    body = getattr(error, "body", None)
+    if isinstance(body, dict):
+        given = error_message(body) or body.get("message") or body.get("detail")
+        return str(given or body)[:500]
+    said = getattr(error, "server_message", None) or body or str(error)
+    return " ".join(str(said).split())[:500]
