@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 import random
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -22,7 +23,7 @@ from typing import TypeVar
 
 import aiohttp
 
-from insitu.errors import BackendError, BackendUnavailable
+from insitu.errors import BackendError, BackendUnavailable, exception_chain
 from insitu.http_format import MALFORMED
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ _REPORT_AFTER = 5.0
 """Seconds after which the first failure of a request is logged; a shorter one is logged if the next attempt fails."""
 _CHUNK_BYTES = 1 << 18
 _TRANSIENT_REFUSALS = frozenset((408, 425, 429))
+_REFUSED = (aiohttp.ClientConnectorError, ConnectionRefusedError, socket.gaierror)
+"""No such host, or nothing at that port; HTTP libraries other than aiohttp raise the last two."""
 _jitter = random.Random()
 """Not the global generator, which a workflow may have seeded."""
 
@@ -110,7 +113,7 @@ class Retry:
     def _raise_if_final(self, what: str, error: BackendUnavailable, elapsed: float) -> None:
         if report := self._exit_report():
             raise BackendUnavailable(report) from error
-        if not self.reached and isinstance(error.__cause__, aiohttp.ClientConnectorError):
+        if not self.reached and any(isinstance(cause, _REFUSED) for cause in exception_chain(error)):
             raise error
         if elapsed >= self._timeout:
             gave_up = f"; gave up after {elapsed:.0f} s ({self._key})" if self._timeout else ""

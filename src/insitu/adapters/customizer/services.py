@@ -11,6 +11,7 @@ import io
 import logging
 import math
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -50,6 +51,13 @@ _STATUSES = {
 _METRICS = ("train_loss", "val_loss", "best_epoch", "epochs_completed", "steps_completed", "elapsed_time")
 
 
+class Store(StrEnum):
+    """The two stores; the first is at the address of Customizer and Deployment Management."""
+
+    ENTITIES = "Entity Store"
+    FILES = "Data Store"
+
+
 class ServiceJob(NamedTuple):
     """A customization job; `progress` in percent, None if the service does not say."""
 
@@ -86,7 +94,7 @@ class NeMoServices:
     def __init__(self, entity_host: str, datastore_host: str, token: str, timeout: float) -> None:
         self._nemo, self._hub = load_sdk()
         self._token = token
-        self._hosts = (entity_host, datastore_host)
+        self._hosts = {Store.ENTITIES: entity_host, Store.FILES: datastore_host}
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._entities = self._nemo.NeMoMicroservices(base_url=entity_host, max_retries=0, timeout=timeout)
         self._datastore = self._nemo.NeMoMicroservices(
@@ -99,39 +107,40 @@ class NeMoServices:
         self._entities.close()
         self._datastore.close()
 
-    async def has_namespaces(self, namespace: str) -> dict[str, bool]:
-        """By the address of each store, whether it has the namespace. Fails if one of them does not answer."""
-        entities, datastore = self._hosts
-        return {
-            f"the Entity Store at {entities}": await self._entity_request(
-                "namespace", lambda: _exists(self._nemo, lambda: self._entities.namespaces.retrieve(namespace))
-            ),
-            f"the Data Store at {datastore}": await self._datastore_request(
-                "namespace",
-                lambda: _exists(
-                    self._nemo,
-                    lambda: self._datastore.get(f"/v1/datastore/namespaces/{namespace}", cast_to=object),
-                ),
-            ),
-        }
+    async def has_namespace(self, store: Store, namespace: str) -> bool:
+        def retrieve() -> Any:
+            if store is Store.ENTITIES:
+                return self._entities.namespaces.retrieve(namespace)
+            return self._datastore.get(f"/v1/datastore/namespaces/{namespace}", cast_to=object)
 
-    async def create_namespaces(self, namespace: str) -> None:
-        """Creates the namespace in both stores; it may exist already in either."""
-        await self._entity_request(
-            "namespace", lambda: _unless_taken(self._nemo, lambda: self._entities.namespaces.create(id=namespace))
-        )
-        await self._datastore_request(
-            "namespace",
-            lambda: _unless_taken(
-                self._nemo,
-                lambda: self._datastore.post("/v1/datastore/namespaces", body={"namespace": namespace}, cast_to=object),
-            ),
-        )
+        try:
+            await self._request(store, f"namespace {namespace}", retrieve)
+        except RequestRefused as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
+    async def create_namespace(self, store: Store, namespace: str) -> None:
+        """Creates a namespace; it may exist already."""
+
+        def create() -> None:
+            if store is Store.ENTITIES:
+                self._entities.namespaces.create(id=namespace)
+            else:
+                self._datastore.post("/v1/datastore/namespaces", body={"namespace": namespace}, cast_to=object)
+
+        try:
+            await self._request(store, f"namespace {namespace}", create)
+        except RequestRefused as error:
+            if error.status not in (409, 422) or not await self.has_namespace(store, namespace):
+                raise
 
     async def training_options(self, config: str) -> list[tuple[str, str]]:
         """Training type and finetuning type of each option of a customization configuration."""
         namespace, _, name = config.rpartition("/")
-        found = await self._entity_request(
+        found = await self._request(
+            Store.ENTITIES,
             f"customization configuration {config}",
             lambda: self._entities.customization.configs.retrieve(name, namespace=namespace or "default"),
         )
@@ -141,7 +150,8 @@ class NeMoServices:
         """Registers a dataset of the Data Store. Raises RequestRefused (409) if the name is another job's."""
         fields = {"name": name, "namespace": namespace}
         try:
-            await self._entity_request(
+            await self._request(
+                Store.ENTITIES,
                 f"dataset {namespace}/{name}",
                 lambda: self._entities.datasets.create(
                     **fields, files_url=f"hf://datasets/{namespace}/{name}", custom_fields={JOB_FIELD: job}
@@ -150,8 +160,10 @@ class NeMoServices:
         except RequestRefused as error:
             if error.status != 409:
                 raise
-            found = await self._entity_request(
-                f"dataset {namespace}/{name}", lambda: self._entities.datasets.retrieve(name, namespace=namespace)
+            found = await self._request(
+                Store.ENTITIES,
+                f"dataset {namespace}/{name}",
+                lambda: self._entities.datasets.retrieve(name, namespace=namespace),
             )
             if (found.custom_fields or {}).get(JOB_FIELD) != job:
                 raise
@@ -170,7 +182,7 @@ class NeMoServices:
             self._files.create_commit(**repository, operations=operations, commit_message=f"records of {job}")
 
         async with suppress_logs("huggingface_hub"):  # it warns about buffers
-            await self._datastore_request(f"dataset {namespace}/{name}", send)
+            await self._request(Store.FILES, f"dataset {namespace}/{name}", send)
 
     async def find_job(self, namespace: str, job: str, output_model: str) -> ServiceJob | None:
         """The newest job that was submitted for `job`; None if there is none."""
@@ -185,39 +197,43 @@ class NeMoServices:
                     return found
             return None
 
-        found = await self._entity_request("customization jobs", search)
+        found = await self._request(Store.ENTITIES, "customization jobs", search)
         return _job(found.id, found, found.status_details, found.output_model) if found is not None else None
 
     async def create_job(self, namespace: str, name: str, job: str, options: Mapping[str, Any]) -> ServiceJob:
         """Submits a job. A second one of the same name is refused (409)."""
-        created = await self._entity_request(
+        created = await self._request(
+            Store.ENTITIES,
             f"customization job {namespace}/{name}",
             lambda: self._entities.customization.jobs.create(
                 name=name, namespace=namespace, custom_fields={JOB_FIELD: job}, **options
             ),
         )
         if not created.id:
-            raise BackendError(f"Customizer at {self._hosts[0]} returned a job without id; is it the right server?")
+            raise BackendError(
+                f"Customizer at {self._hosts[Store.ENTITIES]} returned a job without id; is it the right server?"
+            )
         for warning in created.warnings or []:
             logger.warning("job %s: %s", created.id, warning.message or warning.explanation)
         return _job(created.id, created, created.status_details, created.output_model)
 
     async def job(self, job_id: str) -> ServiceJob:
-        found = await self._entity_request(
-            f"customization job {job_id}", lambda: self._entities.customization.jobs.retrieve(job_id)
+        found = await self._request(
+            Store.ENTITIES, f"customization job {job_id}", lambda: self._entities.customization.jobs.retrieve(job_id)
         )
         return _job(job_id, found, found.status_details, found.output_model)
 
     async def cancel_job(self, job_id: str) -> None:
-        await self._entity_request(
-            f"customization job {job_id}", lambda: self._entities.customization.jobs.cancel(job_id)
+        await self._request(
+            Store.ENTITIES, f"customization job {job_id}", lambda: self._entities.customization.jobs.cancel(job_id)
         )
 
     async def create_deployment(
         self, namespace: str, name: str, job: str, model: str, image: Mapping[str, Any], description: str
     ) -> None:
         """Starts to serve a model. A name that is taken is refused (409)."""
-        await self._entity_request(
+        await self._request(
+            Store.ENTITIES,
             f"deployment {namespace}/{name}",
             lambda: self._entities.deployment.model_deployments.create(
                 name=name,
@@ -231,7 +247,8 @@ class NeMoServices:
     async def deployment(self, namespace: str, name: str) -> Deployment | None:
         """The state of a deployment; None if there is none of that name."""
         try:
-            found = await self._entity_request(
+            found = await self._request(
+                Store.ENTITIES,
                 f"deployment {namespace}/{name}",
                 lambda: self._entities.deployment.model_deployments.retrieve(name, namespace=namespace),
             )
@@ -244,25 +261,20 @@ class NeMoServices:
         status = _STATUSES.get(details.status, TrainingStatusEnum.RUNNING)
         return Deployment(status, details.description, model if isinstance(model, str) else None)
 
-    async def _entity_request(self, what: str, request: Callable[[], T]) -> T:
-        return await asyncio.to_thread(self._attempt, self._hosts[0], what, request)
+    async def _request(self, store: Store, what: str, request: Callable[[], T]) -> T:
+        return await asyncio.to_thread(self._attempt, f"{what} at {self._hosts[store]}", request)
 
-    async def _datastore_request(self, what: str, request: Callable[[], T]) -> T:
-        return await asyncio.to_thread(self._attempt, self._hosts[1], what, request)
-
-    def _attempt(self, host: str, what: str, request: Callable[[], T]) -> T:
+    def _attempt(self, where: str, request: Callable[[], T]) -> T:
         try:
             result = request()
-        except BackendError:
-            raise
         except self._hub.errors.OfflineModeIsEnabled as error:
             raise ConfigError(
                 "HF_HUB_OFFLINE is set, but huggingface-hub uploads to the Data Store: unset it"
             ) from error
         except Exception as error:  # what the libraries' transports raise differs between releases
-            raise self._translated(f"{what} at {host}", error) from error
+            raise self._translated(where, error) from error
         if isinstance(result, str):  # the SDK returns the text of a page that is not JSON
-            raise BackendError(f"{what} at {host}: the answer is not JSON: {result!r:.80}; is it the right server?")
+            raise BackendError(f"{where}: the answer is not JSON: {result!r:.80}; is it the right server?")
         return result
 
     def _translated(self, where: str, error: Exception) -> BackendError:
@@ -278,7 +290,7 @@ class NeMoServices:
         message = self._redacted(f"{where}: {reason} (status {status})")
         if is_transient(status):
             return BackendUnavailable(message, retry_after=retry_after(responses[0].headers))
-        if status in (401, 403) and where.endswith(self._hosts[1]):
+        if status in (401, 403) and where.endswith(self._hosts[Store.FILES]):
             message += "; check hf_token"
         return RequestRefused(message, status=status)
 
@@ -303,24 +315,6 @@ def _percent(value: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return min(max(number, 0.0), 100.0) if math.isfinite(number) else None
-
-
-def _exists(nemo: Any, retrieve: Callable[[], Any]) -> bool:
-    try:
-        found = retrieve()
-    except nemo.NotFoundError:
-        return False
-    if isinstance(found, str):
-        raise BackendError(f"the answer is not JSON: {found!r:.80}; is it the right server?")
-    return True
-
-
-def _unless_taken(nemo: Any, create: Callable[[], Any]) -> None:
-    try:
-        create()
-    except (nemo.ConflictError, nemo.UnprocessableEntityError) as error:  # the Data Store answers with either
-        if isinstance(error, nemo.UnprocessableEntityError) and "exist" not in str(error).lower():
-            raise
 
 
 def _reason(error: BaseException) -> str:

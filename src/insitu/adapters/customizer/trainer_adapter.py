@@ -9,12 +9,13 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from insitu.adapters.customizer.config import NeMoCustomizerTrainerAdapterConfig
 from insitu.adapters.customizer.records import Split, json_lines, single_pairs, split_records
-from insitu.adapters.customizer.services import NeMoServices, ServiceJob
+from insitu.adapters.customizer.services import NeMoServices, ServiceJob, Store
 from insitu.builder import Builder
 from insitu.connection import Retry
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
@@ -65,7 +66,10 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
             adapter_config.hf_token.get_secret_value(),
             adapter_config.request_timeout,
         )
-        self._retry = Retry("NeMo Customizer", adapter_config.retry_timeout)
+        hosts = {Store.ENTITIES: adapter_config.entity_host, Store.FILES: adapter_config.datastore_host}
+        self._retry = {
+            store: Retry(f"the {store} at {host}", adapter_config.retry_timeout) for store, host in hosts.items()
+        }
         self.canceled_jobs: set[str] = set()
         self._splits: dict[str, Split] = {}
 
@@ -73,22 +77,24 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
         """Asks both services and creates the namespace. Raises BackendError if one of them cannot be used."""
         await super().initialize(run_config)
         namespace = self.config.namespace
-        found = await self._services.has_namespaces(namespace)
-        missing = [store for store, exists in found.items() if not exists]
-        if missing and not self.config.create_namespace_if_missing:
-            raise ConfigError(
-                f"trainer_adapters: namespace {namespace!r} does not exist in {' and '.join(missing)}; create it or "
-                "set create_namespace_if_missing: true"
-            )
-        if missing:
-            await self._retried("create the namespace", lambda: self._services.create_namespaces(namespace))
+        for store in Store:
+            if await self._retry[store]("find the namespace", partial(self._services.has_namespace, store, namespace)):
+                continue
+            if not self.config.create_namespace_if_missing:
+                raise ConfigError(
+                    f"trainer_adapters: namespace {namespace!r} does not exist in the {store}; create it or set "
+                    "create_namespace_if_missing: true"
+                )
+            await self._retry[store]("create the namespace", partial(self._services.create_namespace, store, namespace))
 
     async def check_settings(self) -> None:
         """Raises ConfigError for settings that the services would refuse after the collection."""
         config, asked = self.config, self.config.hyperparameters
         name = f"trainer_adapters: customization_config {config.customization_config!r}"
         try:
-            options = await self._services.training_options(config.customization_config)
+            options = await self._retried(
+                "find the configuration", lambda: self._services.training_options(config.customization_config)
+            )
         except RequestRefused as error:
             if error.status != 404:
                 raise
@@ -115,15 +121,15 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
     async def is_healthy(self) -> bool:
         """Whether both services answer and have the namespace, and Customizer has the configuration."""
         try:
-            found = await self._services.has_namespaces(self.config.namespace)
+            for store in Store:
+                if not await self._services.has_namespace(store, self.config.namespace):
+                    logger.warning("namespace %r does not exist in the %s", self.config.namespace, store)
+                    return False
             await self._services.training_options(self.config.customization_config)
         except BackendError as error:
             logger.warning("%s", error)
             return False
-        missing = [store for store, exists in found.items() if not exists]
-        if missing:
-            logger.warning("namespace %r does not exist in %s", self.config.namespace, " and ".join(missing))
-        return not missing
+        return True
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Uploads the records and submits the job; returns the earlier job if this run and epoch have one."""
@@ -198,7 +204,9 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
                 f"trainer_adapters: dataset_name: the dataset {namespace}/{name} exists and belongs to another run; "
                 "choose another dataset_name"
             ) from error
-        await self._retried("upload the records", lambda: self._services.upload(namespace, name, files, submission.key))
+        await self._retry[Store.FILES](
+            "upload the records", lambda: self._services.upload(namespace, name, files, submission.key)
+        )
 
     def _write(self, name: str, files: dict[str, bytes]) -> None:
         folder, key = self.config.dataset_output_dir, "trainer_adapters: dataset_output_dir"
@@ -373,7 +381,7 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
         logger.info("job %s: %s", _job_id(ref), metrics)
 
     async def _retried(self, what: str, request: Callable[[], Awaitable[T]]) -> T:
-        return await self._retry(what, request)
+        return await self._retry[Store.ENTITIES](what, request)
 
 
 def _job_id(ref: TrainingJobRef) -> str:
