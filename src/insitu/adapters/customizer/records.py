@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from insitu.errors import TrajectoryError
+from insitu.evaluation.run import dump_json
 from insitu.schemas.finetuning import DPOItem, Trajectory, TrajectoryCollection
 
 _TURN_KEYS = ("row_id", "example_id", "generation", "turn_id")
@@ -56,7 +57,7 @@ def without_duplicates(collection: TrajectoryCollection) -> TrajectoryCollection
     for group in collection.trajectories:
         kept = []
         for trajectory in group:
-            key = orjson.dumps(pair_of(trajectory).model_dump())
+            key = dump_json(pair_of(trajectory).model_dump())
             if key not in seen:
                 seen.add(key)
                 kept.append(trajectory)
@@ -110,12 +111,12 @@ def turn_of(trajectory: Trajectory) -> str:
     """The name of the turn in which the candidates of a pair were sampled; the prompt, if the metadata has none."""
     metadata = trajectory.metadata or {}
     if metadata.get("turn_id") is None:
-        return orjson.dumps(pair_of(trajectory).model_dump()["prompt"]).decode()
+        return dump_json(pair_of(trajectory).model_dump()["prompt"]).decode()
     return "/".join(str(metadata[key]) for key in _TURN_KEYS if metadata.get(key) is not None)
 
 
 def json_lines(records: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for record in records)
+    return b"".join(dump_json(record, orjson.OPT_APPEND_NEWLINE) for record in records)
 
 
 def _records(pairs: Sequence[Trajectory], training_type: str, full_history: bool) -> list[dict[str, Any]]:
@@ -130,7 +131,7 @@ def _records(pairs: Sequence[Trajectory], training_type: str, full_history: bool
             for item in items
         ]
     records = [_sft_record(item, full_history) for item in items]
-    return list({orjson.dumps(record): record for record in records}.values())  # a response may be chosen repeatedly
+    return list({dump_json(record): record for record in records}.values())  # a response may be chosen repeatedly
 
 
 def _sft_record(item: DPOItem, full_history: bool) -> dict[str, Any]:

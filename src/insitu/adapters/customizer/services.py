@@ -24,7 +24,7 @@ from insitu.errors import (
     exception_chain,
     install_command,
 )
-from insitu.http_format import error_message
+from insitu.http_format import error_message, parse_lenient_json
 from insitu.plugin_api import suppress_logs
 from insitu.schemas.finetuning import TrainingStatusEnum
 
@@ -281,13 +281,12 @@ class NeMoServices:
         chain = exception_chain(error)
         responses = [r for e in chain if (r := getattr(e, "response", None)) is not None]
         if not responses:
-            message = f"{where}: {type(chain[-1]).__name__}: {chain[-1]}"
-            if isinstance(error, ValueError | TypeError | AttributeError):  # the answer is not what the library expects
-                return BackendError(self._redacted(f"{message}; is it the right server?"))
-            return BackendUnavailable(self._redacted(message))
+            message = self._redacted(f"{where}: {type(chain[-1]).__name__}: {chain[-1]}")
+            if any(map(_is_lost_connection, chain)):
+                return BackendUnavailable(message)
+            return BackendError(f"{message}; is it the right server?")
         status = int(responses[0].status_code)
-        reason = _reason(chain[0]) or "no reason given"
-        message = self._redacted(f"{where}: {reason} (status {status})")
+        message = self._redacted(f"{where}: {_reason(responses[0], error)} (status {status})")
         if is_transient(status):
             return BackendUnavailable(message, retry_after=retry_after(responses[0].headers))
         if status in (401, 403) and where.endswith(self._hosts[Store.FILES]):
@@ -317,11 +316,18 @@ def _percent(value: Any) -> float | None:
     return min(max(number, 0.0), 100.0) if math.isfinite(number) else None
 
 
-def _reason(error: BaseException) -> str:
-    """What a service says about an error: `error.message`, FastAPI's `detail`, or the text itself."""
-    body = getattr(error, "body", None)
-    if isinstance(body, dict):
-        given = error_message(body) or body.get("message") or body.get("detail")
-        return str(given or body)[:500]
-    said = getattr(error, "server_message", None) or body or str(error)
-    return " ".join(str(said).split())[:500]
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether an error is one of a transport: an OSError, or of httpx, whose successor has classes of its own."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, OSError) or not names.isdisjoint(("TransportError", "APIConnectionError"))
+
+
+def _reason(response: Any, error: Exception) -> str:
+    """What a service says about an error: `error.message`, `message`, FastAPI's `detail`, or the text itself."""
+    try:
+        body = parse_lenient_json(response.content)
+    except (ValueError, RuntimeError):  # not JSON, or not read
+        body = None
+    given = body.get("message") or body.get("detail") if isinstance(body, dict) else None
+    text = error_message(body) or given or getattr(error, "server_message", None) or error
+    return " ".join(str(text).split())[:500]
