@@ -82,9 +82,18 @@ class FakeNeMo:
         self.requests: list[str] = []
         self.authorizations: set[tuple[str, str | None]] = set()
         self.faults: list[Fault] = []
+        self._held, self.held = "nothing", 0
+        self._released = threading.Event()
 
     def fail(self, pattern: str, status: int = 500, times: int = 1, *, lost: bool = False, **headers: str) -> None:
         self.faults.append(Fault(pattern, status, times, lost, headers))
+
+    def hold(self, pattern: str) -> None:
+        """Carries out requests with this in their path without an answer, until `release`; `held` counts them."""
+        self._held, self._released = pattern, threading.Event()
+
+    def release(self) -> None:
+        self._released.set()
 
     def requested(self, pattern: str) -> int:
         return sum(bool(re.search(pattern, request)) for request in self.requests)
@@ -138,7 +147,12 @@ class FakeNeMo:
             return web.json_response(body, status=fault.status, headers=fault.headers)
         if store == "datastore" and self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
             return _refused(401, "the token has expired")
-        return await handler(request)
+        response = await handler(request)
+        if re.search(self._held, asked):
+            self.held += 1
+            while not self._released.is_set():  # noqa: ASYNC110 (it is set by another thread)
+                await asyncio.sleep(0.01)
+        return response
 
     # Entity Store, Customizer, Deployment Management
 

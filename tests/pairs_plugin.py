@@ -4,8 +4,10 @@ Each dataset row is one turn, with the pairs of all its answers: `{"id": 1, "que
 "6"]}` makes 4 > 5, 4 > 6 and 5 > 6. An answer `raise` fails the collection.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -31,6 +33,8 @@ from insitu.schemas.evaluation import EvaluatorBaseConfig
 
 class PairsBuilderConfig(TrajectoryBuilderConfig, name="pairs_by_hand"):
     failing_runs: list[int] = Field(default_factory=list)
+    waits_for: Path | None = None
+    """A collection ends when this file exists."""
 
 
 class PairsBuilder(TrajectoryBuilder):
@@ -46,6 +50,8 @@ class PairsBuilder(TrajectoryBuilder):
         self.collected += 1
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
+        while (path := self.config.waits_for) is not None and not path.exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
         if self.collected in self.config.failing_runs:
             raise ValueError("the game server is gone")
         rows = load_dataset(self._builder.config, None)
