@@ -244,7 +244,7 @@ async def test_a_lost_reply_creates_nothing_twice(
         ("GET /v1/namespaces/", 401, RequestRefused, "namespace games at HOST: made to fail with 401 .status 401."),
         ("GET /v1/datastore/", 401, RequestRefused, "made to fail with 401 .status 401.; check hf_token"),
         ("repos/create", 403, RequestRefused, r"dataset games/nat-dpo-\w+ at .*status 403.; check hf_token"),
-        ("GET /v1/customization/configs", 404, ConfigError, "customization_config 'meta/tiny.*' does not exist at"),
+        ("GET /v1/customization/configs", 404, ConfigError, "customization_config 'meta/llama.*' does not exist at"),
         ("POST .*jobs$", 422, RequestRefused, r"customization job games/nat-dpo-\w+ at HOST: made to fail with 422"),
         ("GET .*jobs/", 401, RequestRefused, "customization job cust-0 at HOST: made to fail with 401 .status 401.$"),
         ("GET .*jobs/", 404, JobFailed, "job cust-0 no longer exists at HOST"),
@@ -550,9 +550,7 @@ async def test_a_job_that_could_not_be_canceled_is_waited_for(
 
 async def test_other_settings_do_not_take_over_an_unfinished_run(tmp_path: Path, nemo: FakeNeMo) -> None:
     await run(tmp_path, nemo, trainer={"wait_for_completion": False})
-    expected = (
-        r"holds the unfinished run customizer_run_\w+ with job cust-0, and other settings: epochs was 3 and is 1;"
-    )
+    expected = r"unfinished run customizer_run_\w+ with job cust-0, and other settings: training.epochs was 3 and is 1"
     with pytest.raises(ConfigError, match=expected):
         await run(tmp_path, nemo, adapter={"hyperparameters": {"epochs": 1}})
 

@@ -289,7 +289,8 @@ class NeMoCustomizerTrainer(InsituTrainer):
         """What must be the same for a run to go on."""
         config = self.customizer_config
         selection = {"deduplicate_pairs": config.deduplicate_pairs, "max_pairs": config.max_pairs}
-        return {**self.trainer_adapter.training_settings(), **selection, "seed": self._full_config.general.seed}
+        seed = self._full_config.general.seed
+        return {"seed": seed, **selection, "training": self.trainer_adapter.training_settings()}
 
     def _run_settings(self, num_epochs: int) -> dict[str, Any]:
         return {"num_runs": self.customizer_config.num_runs, **self._job_settings()}
@@ -331,10 +332,17 @@ def _unfinished(folder: Path) -> Submission | None:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    def text(key: str) -> str:
-        return f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
+    """The keys of nested settings with different values, in words."""
+    then, new = _leaves(before), _leaves(now)
+    changed = [key for key in {**then, **new} if then.get(key) != new.get(key)]
+    return ", ".join(f"{key} was {then.get(key)!r} and is {new.get(key)!r}" for key in changed)
 
-    return ", ".join(text(key) for key in {**before, **now} if before.get(key) != now.get(key))
+
+def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in settings.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return leaves
 
 
 def _pair_records(collection: TrajectoryCollection) -> list[dict[str, Any]]:
