@@ -44,6 +44,7 @@ class Fault:
     status: int
     times: int
     lost: bool
+    page: str
     headers: dict[str, str]
 
 
@@ -85,8 +86,11 @@ class FakeNeMo:
         self._held, self.held = "nothing", 0
         self._released = threading.Event()
 
-    def fail(self, pattern: str, status: int = 500, times: int = 1, *, lost: bool = False, **headers: str) -> None:
-        self.faults.append(Fault(pattern, status, times, lost, headers))
+    def fail(
+        self, pattern: str, status: int = 500, times: int = 1, *, lost: bool = False, page: str = "", **headers: str
+    ) -> None:
+        """`page`: the HTML that is sent instead of an error."""
+        self.faults.append(Fault(pattern, status, times, lost, page, headers))
 
     def hold(self, pattern: str) -> None:
         """Carries out requests with this in their path without an answer, until `release`; `held` counts them."""
@@ -143,6 +147,8 @@ class FakeNeMo:
                 assert request.transport is not None
                 request.transport.abort()
                 return web.Response()
+            if fault.page:
+                return web.Response(text=fault.page, content_type="text/html")
             body = {"error": {"message": f"made to fail with {fault.status}"}}
             return web.json_response(body, status=fault.status, headers=fault.headers)
         authorized = request.headers.get("Authorization") == f"Bearer {self.token}" or "/hf/lfs/" in request.path
@@ -331,11 +337,10 @@ class FakeNeMo:
         if body["type"] != "dataset" or body["organization"] not in self.namespaces["datastore"]:
             return _refused(403, f"no namespace {body['organization']}")
         name = f"{body['organization']}/{body['name']}"
-        url = {"url": f"{self.datastore_host}/v1/hf/datasets/{name}"}
         if name in self.repositories:
-            return web.json_response({**url, "error": "You already created this dataset repo"}, status=409)
+            return _refused(409, f"dataset {name} already exists")
         self.repositories[name] = Repository()
-        return web.json_response(url)
+        return web.json_response({"url": f"{self.datastore_host}/v1/hf/datasets/{name}"})
 
     def _repository(self, request: web.Request) -> Repository:
         return self.repositories["{namespace}/{name}".format(**request.match_info)]

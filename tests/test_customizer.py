@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fake_nemo import CONFIG, FakeNeMo
 from pairs_plugin import pairs_of
 from rich.console import Console
 
+from insitu.adapters.customizer import services as services_module
 from insitu.adapters.customizer.components import (
     NeMoCustomizerTrainer,
     NeMoCustomizerTrainerAdapter,
@@ -277,6 +279,16 @@ async def test_the_status_may_fail_a_number_of_times_in_a_row(
     assert done.json("final_metrics.json")["status"] == "completed"
 
 
+@pytest.mark.parametrize("pattern", ["GET /v1/namespaces", "GET /v1/datastore/", "GET .*/configs/", "repos/create"])
+async def test_a_web_server_of_another_kind_is_not_taken_for_the_services(
+    tmp_path: Path, nemo: FakeNeMo, pattern: str
+) -> None:
+    nemo.fail(pattern, 200, times=100, page="<html>Welcome!</html>")
+    with pytest.raises(BackendError, match=r"at http://127.0.0.1:\d+: .*; is it the right server\?$"):
+        await run(tmp_path, nemo)
+    assert not nemo.jobs
+
+
 @pytest.mark.parametrize(
     ("script", "message"),
     [
@@ -457,6 +469,22 @@ async def test_a_run_need_not_wait_for_its_job(tmp_path: Path, nemo: FakeNeMo) -
     assert again.json("final_metrics.json")["pairs"] == done.json("final_metrics.json")["pairs"]
 
 
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_job_that_has_failed_meanwhile_is_not_waited_for(tmp_path: Path, nemo: FakeNeMo, gone: bool) -> None:
+    await run(tmp_path, nemo, trainer={"wait_for_completion": False})
+    nemo.jobs["cust-0"]["script"] = ["failed"]
+    if gone:
+        nemo.jobs["cust-1"] = nemo.jobs.pop("cust-0")
+    done = await run(tmp_path, nemo)
+    assert "is failed" in done.printed
+    assert "moved the earlier run in" in done.printed
+    assert done.json("final_metrics.json")["status"] == "completed"
+    assert json.loads((tmp_path / "run.1/submission.json").read_text())["phase"] == "ended"
+    assert (
+        done.json("submission.json")["run_id"] != json.loads((tmp_path / "run.1/submission.json").read_text())["run_id"]
+    )
+
+
 async def test_the_model_is_deployed(tmp_path: Path, nemo: FakeNeMo) -> None:
     options = {"deploy_on_completion": True, "deployment_config": {"image_tag": "1.8", "gpu": 2}}
     done = await run(tmp_path, nemo, adapter=options)
@@ -553,6 +581,16 @@ async def test_other_settings_do_not_take_over_an_unfinished_run(tmp_path: Path,
     expected = r"unfinished run customizer_run_\w+ with job cust-0, and other settings: training.epochs was 3 and is 1"
     with pytest.raises(ConfigError, match=expected):
         await run(tmp_path, nemo, adapter={"hyperparameters": {"epochs": 1}})
+
+
+def test_one_module_knows_the_libraries() -> None:
+    package = Path(services_module.__file__).parent
+    naming = [
+        file.name
+        for file in package.glob("*.py")
+        if re.search(r"import_module\(|(import|from) (nemo_microservices|huggingface_hub)", file.read_text())
+    ]
+    assert naming == ["services.py"]
 
 
 async def test_the_trainer_as_the_interfaces_document_it(tmp_path: Path, nemo: FakeNeMo) -> None:

@@ -107,7 +107,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_job(release: str, tmp_path:
         assert process.poll() is None, finish(process)
         time.sleep(0.05)
     process.kill()
-    process.wait()
+    finish(process)
     nemo.release()
     assert len(nemo.jobs) == 1
     code, out, err = finish(start(release, tmp_path))

@@ -173,7 +173,11 @@ class NeMoServices:
 
         def send() -> None:
             repository = {"repo_id": f"{namespace}/{name}", "repo_type": "dataset"}
-            self._files.create_repo(**repository, exist_ok=True)
+            try:
+                self._files.create_repo(**repository)
+            except self._hub.errors.HfHubHTTPError as error:  # its `exist_ok` needs an answer like that of the Hub
+                if error.response.status_code != 409:
+                    raise
             # A buffer, because huggingface-hub 2 sends files and bytes in a protocol that the Data Store does not have
             operations = [
                 self._hub.CommitOperationAdd(path_in_repo=path, path_or_fileobj=io.BytesIO(content))

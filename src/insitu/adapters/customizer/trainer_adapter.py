@@ -112,7 +112,7 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
         if config.hyperparameters.training_type != "dpo":
             del settings["dpo"]
         names = ("entity_host", "datastore_host", "namespace", "customization_config", "dataset_name")
-        options = ("use_full_message_history", "validation_fraction", "deploy_on_completion")
+        options = ("use_full_message_history", "validation_fraction")
         return {**{name: getattr(config, name) for name in (*names, *options)}, **settings}
 
     async def close(self) -> None:
