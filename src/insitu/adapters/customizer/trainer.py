@@ -253,6 +253,8 @@ class NeMoCustomizerTrainer(InsituTrainer):
     async def _waited_for(self, ref: TrainingJobRef) -> TrainingJobStatus:
         assert self._submission is not None
         adapter = self.trainer_adapter
+        if isinstance(adapter, NeMoCustomizerTrainerAdapter):
+            adapter.on_progress = self.report.note
         self.report.begin(f"waiting for job {(ref.metadata or {}).get('job_id')}", None)
         try:
             return await adapter.wait_until_complete(ref)

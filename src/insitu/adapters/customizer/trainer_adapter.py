@@ -71,6 +71,8 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
             store: Retry(f"the {store} at {host}", adapter_config.retry_timeout) for store, host in hosts.items()
         }
         self.canceled_jobs: set[str] = set()
+        self.on_progress: Callable[[str], None] = logger.info
+        """Called with a line when the status, the percentage or the message of a job has changed."""
         self._splits: dict[str, Split] = {}
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
@@ -306,7 +308,7 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
             percent = None if status.progress is None else f"{status.progress:.0f} %"
             if (now := ", ".join(filter(None, (status.status.value, percent, status.message)))) != said:
                 said = now
-                logger.info("job %s: %s", _job_id(ref), now)
+                self.on_progress(f"job {_job_id(ref)}: {now}")
             await asyncio.sleep(interval)
 
     async def _polled(self, what: str, request: Callable[[], Awaitable[T]], interval: float) -> T:
