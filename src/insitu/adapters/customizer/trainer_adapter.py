@@ -7,18 +7,18 @@ finds the job that was submitted instead of submitting a second one.
 import asyncio
 import hashlib
 import logging
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from insitu.adapters.customizer.config import NeMoCustomizerTrainerAdapterConfig
+from insitu.adapters.customizer.deployment import UNFINISHED, FinishedJob, check_name_is_free, deploy, polled
 from insitu.adapters.customizer.records import Split, json_lines, single_pairs, split_records
 from insitu.adapters.customizer.services import NeMoServices, ServiceJob, Store
 from insitu.builder import Builder
 from insitu.connection import Retry
-from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
+from insitu.errors import BackendError, ConfigError, JobFailed, RequestRefused
 from insitu.evaluation.shared_run import builder_at_work
 from insitu.files import writable_folder, write_file
 from insitu.interfaces import TrainerAdapter
@@ -32,10 +32,7 @@ from insitu.schemas.finetuning import (
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 BACKEND = "nemo-customizer"
-_UNFINISHED = (TrainingStatusEnum.PENDING, TrainingStatusEnum.RUNNING)
 _CANCEL_SECONDS = 15.0
 """How long an interrupted run waits for the service to take back its job."""
 
@@ -66,10 +63,9 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
             adapter_config.hf_token.get_secret_value(),
             adapter_config.request_timeout,
         )
-        hosts = {Store.ENTITIES: adapter_config.entity_host, Store.FILES: adapter_config.datastore_host}
-        self._retry = {
-            store: Retry(f"the {store} at {host}", adapter_config.retry_timeout) for store, host in hosts.items()
-        }
+        entities, files = f"the NeMo services at {adapter_config.entity_host}", adapter_config.datastore_host
+        self._entities = Retry(entities, adapter_config.retry_timeout)
+        self._files = Retry(f"the Data Store at {files}", adapter_config.retry_timeout)
         self.canceled_jobs: set[str] = set()
         self.on_progress: Callable[[str], None] = logger.info
         """Called with a line when the status, the percentage or the message of a job has changed."""
@@ -79,22 +75,22 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
         """Asks both services and creates the namespace. Raises BackendError if one of them cannot be used."""
         await super().initialize(run_config)
         namespace = self.config.namespace
-        for store in Store:
-            if await self._retry[store]("find the namespace", partial(self._services.has_namespace, store, namespace)):
+        for store, retry in ((Store.ENTITIES, self._entities), (Store.FILES, self._files)):
+            if await retry("find the namespace", partial(self._services.has_namespace, store, namespace)):
                 continue
             if not self.config.create_namespace_if_missing:
                 raise ConfigError(
                     f"trainer_adapters: namespace {namespace!r} does not exist in the {store}; create it or set "
                     "create_namespace_if_missing: true"
                 )
-            await self._retry[store]("create the namespace", partial(self._services.create_namespace, store, namespace))
+            await retry("create the namespace", partial(self._services.create_namespace, store, namespace))
 
     async def check_settings(self) -> None:
         """Raises ConfigError for settings that the services would refuse after the collection."""
         config, asked = self.config, self.config.hyperparameters
         name = f"trainer_adapters: customization_config {config.customization_config!r}"
         try:
-            options = await self._retried(
+            options = await self._entities(
                 "find the configuration", lambda: self._services.training_options(config.customization_config)
             )
         except RequestRefused as error:
@@ -149,11 +145,12 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
                 "%d prompts have several messages, of which only the last is sent (use_full_message_history: false)",
                 split.shortened_prompts,
             )
-        job = await self._retried("find the job", lambda: self._find(submission))
+        job = await self._entities("find the job", lambda: self._find(submission))
         if job is not None:
             logger.info("found job %s, which an earlier process has submitted", job.id)
         else:
-            await self._check_deployment_name(submission)
+            if self.config.deploy_on_completion:
+                await check_name_is_free(self._services, self._entities, self.config, submission.output_model)
             await self._upload(submission, split)
             job = await self._submitted(submission)
         return TrainingJobRef(run_id=trajectories.run_id, backend=BACKEND, metadata=self._metadata(submission, job))
@@ -176,18 +173,6 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
             "turns": split.turns,
         }
 
-    async def _check_deployment_name(self, submission: _Submission) -> None:
-        """Raises ConfigError before the training if the name of the deployment is taken."""
-        name, namespace = self.config.deployment_config.deployment_name, self.config.namespace
-        if not self.config.deploy_on_completion or name is None:
-            return
-        existing = await self._retried("find the deployment", lambda: self._services.deployment(namespace, name))
-        if existing is not None and (existing.model or "").split("@")[0] != submission.output_model:
-            raise ConfigError(
-                f"trainer_adapters: deployment_config.deployment_name: the deployment {namespace}/{name} exists and "
-                f"serves {existing.model}; delete it or choose another name"
-            )
-
     async def _upload(self, submission: _Submission, split: Split) -> None:
         namespace, name = self.config.namespace, submission.name
         files = {
@@ -196,7 +181,7 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
         }
         await asyncio.to_thread(self._write, name, files)
         try:
-            await self._retried(
+            await self._entities(
                 "register the dataset", lambda: self._services.register_dataset(namespace, name, submission.key)
             )
         except RequestRefused as error:
@@ -206,9 +191,7 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
                 f"trainer_adapters: dataset_name: the dataset {namespace}/{name} exists and belongs to another run; "
                 "choose another dataset_name"
             ) from error
-        await self._retry[Store.FILES](
-            "upload the records", lambda: self._services.upload(namespace, name, files, submission.key)
-        )
+        await self._files("upload the records", lambda: self._services.upload(namespace, name, files, submission.key))
 
     def _write(self, name: str, files: dict[str, bytes]) -> None:
         folder, key = self.config.dataset_output_dir, "trainer_adapters: dataset_output_dir"
@@ -220,7 +203,7 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
 
     async def _submitted(self, submission: _Submission) -> ServiceJob:
         """Submits the job. If that is interrupted, waits for the answer and cancels the job."""
-        task = asyncio.create_task(self._retried("submit the job", lambda: self._find_or_create(submission)))
+        task = asyncio.create_task(self._entities("submit the job", lambda: self._find_or_create(submission)))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -295,38 +278,23 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
             await self._cancel_interrupted(_job_id(ref))
             raise
         if status.status is TrainingStatusEnum.COMPLETED and self.config.deploy_on_completion:
-            deployment = await self._deploy(str((ref.metadata or {})["key"]), status, interval)
-            status = status.model_copy(update={"metadata": {**(status.metadata or {}), "deployment": deployment}})
+            metadata = status.metadata or {}
+            job = FinishedJob(metadata["job_id"], metadata["key"], metadata["output_model"])
+            deployment = await deploy(self._services, self._entities, self.config, job, interval)
+            status = status.model_copy(update={"metadata": {**metadata, "deployment": deployment}})
         return status
 
     async def _wait(self, ref: TrainingJobRef, interval: float) -> TrainingJobStatus:
         said = None
         while True:
-            status = await self._polled(f"job {_job_id(ref)}", lambda: self.status(ref), interval)
-            if status.status not in _UNFINISHED:
+            status = await polled(f"job {_job_id(ref)}", lambda: self.status(ref), interval, self.config)
+            if status.status not in UNFINISHED:
                 return status
             percent = None if status.progress is None else f"{status.progress:.0f} %"
             if (now := ", ".join(filter(None, (status.status.value, percent, status.message)))) != said:
                 said = now
                 self.on_progress(f"job {_job_id(ref)}: {now}")
             await asyncio.sleep(interval)
-
-    async def _polled(self, what: str, request: Callable[[], Awaitable[T]], interval: float) -> T:
-        """The result of a status request, repeated after transient errors."""
-        failures = 0
-        while True:
-            try:
-                return await request()
-            except BackendUnavailable as error:
-                failures += 1
-                most = self.config.max_consecutive_status_failures
-                if failures >= most:
-                    raise BackendUnavailable(
-                        f"{what}: {failures} status requests in a row failed (max_consecutive_status_failures: "
-                        f"{most}); it goes on at {self.config.entity_host}; the last error: {error}"
-                    ) from error
-                logger.warning("%s; asking again", error)
-                await asyncio.sleep(max(interval, error.retry_after))
 
     async def cancel(self, ref: TrainingJobRef) -> None:
         await self._services.cancel_job(_job_id(ref))
@@ -342,53 +310,9 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
             self.canceled_jobs.add(job_id)
             logger.warning("interrupted: job %s is canceled", job_id)
 
-    async def _deploy(self, key: str, status: TrainingJobStatus, interval: float) -> dict[str, Any]:
-        """Deploys the trained model and waits until it is served. Raises BackendError if that fails."""
-        model = str((status.metadata or {})["output_model"])
-        asked, namespace = self.config.deployment_config, self.config.namespace
-        name = asked.deployment_name or model.split("/")[-1].split("@")[0]
-        label = f"job {_job_id_of(status)} is completed (model {model}), but deployment {namespace}/{name}"
-        image = {"image_name": asked.image_name, "image_tag": asked.image_tag, "gpu": asked.gpu}
-
-        async def create() -> None:
-            try:
-                await self._services.create_deployment(namespace, name, key, model, image, asked.description)
-            except RequestRefused as error:
-                if error.status != 409:
-                    raise
-                existing = await self._services.deployment(namespace, name)
-                if existing is not None and existing.model != model:
-                    raise RequestRefused(
-                        f"{label} exists already and serves {existing.model}; delete it, or choose another "
-                        "deployment_config.deployment_name",
-                        status=409,
-                    ) from error
-
-        await self._retried("create the deployment", create)
-        deadline = time.monotonic() + self.config.deployment_timeout_seconds
-        while True:
-            found = await self._polled(label, lambda: self._services.deployment(namespace, name), interval)
-            if found is None:
-                raise BackendError(f"{label} no longer exists")
-            if found.status is TrainingStatusEnum.COMPLETED:
-                return {"name": f"{namespace}/{name}", "model": model, "status": "ready"}
-            if found.status not in _UNFINISHED:
-                raise BackendError(f"{label} is {found.status.value}: {found.message or 'no reason given'}")
-            if time.monotonic() >= deadline:
-                seconds = self.config.deployment_timeout_seconds
-                raise BackendError(f"{label} is not ready after {seconds:g} s (deployment_timeout_seconds)")
-            await asyncio.sleep(min(interval, max(0.0, deadline - time.monotonic())))
-
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         logger.info("job %s: %s", _job_id(ref), metrics)
-
-    async def _retried(self, what: str, request: Callable[[], Awaitable[T]]) -> T:
-        return await self._retry[Store.ENTITIES](what, request)
 
 
 def _job_id(ref: TrainingJobRef) -> str:
     return str((ref.metadata or {})["job_id"])
-
-
-def _job_id_of(status: TrainingJobStatus) -> str:
-    return str((status.metadata or {})["job_id"])
