@@ -59,9 +59,6 @@ class FakeNeMo:
 
     def __init__(self, *, lfs_bytes: int = 10_000_000) -> None:
         self.lfs_bytes = lfs_bytes
-        self.token = ""
-        self.script: list[State] = ["created", ("running", None), ("running", 50), "completed"]
-        self.deployment_script: list[str] = ["pending", "ready"]
         self.options = [
             {"training_type": kind, "finetuning_type": what, "num_gpus": 1, "micro_batch_size": 1}
             for kind, what in (("dpo", "all_weights"), ("sft", "all_weights"), ("sft", "lora"))
@@ -73,7 +70,10 @@ class FakeNeMo:
         self.entity_host = self.datastore_host = ""
 
     def clear(self) -> None:
-        """Forgets everything, faults too."""
+        """Forgets everything, faults and scripts too."""
+        self.token = ""
+        self.script: list[State] = ["created", ("running", None), ("running", 50), "completed"]
+        self.deployment_script: list[str] = ["pending", "ready"]
         self.namespaces: dict[str, set[str]] = {"entities": set(), "datastore": set()}
         self.datasets: dict[str, dict[str, Any]] = {}
         self.jobs: dict[str, dict[str, Any]] = {}

@@ -479,7 +479,7 @@ async def test_a_job_that_has_failed_meanwhile_is_not_waited_for(tmp_path: Path,
     if gone:
         nemo.jobs["cust-1"] = nemo.jobs.pop("cust-0")
     done = await run(tmp_path, nemo)
-    assert "is failed" in done.printed
+    assert "does not go on: job cust-0 is failed: " in done.printed
     assert "moved the earlier run in" in done.printed
     assert done.json("final_metrics.json")["status"] == "completed"
     assert json.loads((tmp_path / "run.1/submission.json").read_text())["phase"] == "ended"
@@ -516,11 +516,8 @@ async def test_a_deployment_that_fails_is_a_failure_and_is_tried_again(
         "deployment_config": {"deployment_name": "bot"},
     }
     nemo.deployment_script = script
-    try:
-        with pytest.raises(BackendError, match=message):
-            await run(tmp_path, nemo, adapter=options)
-    finally:
-        nemo.deployment_script = ["pending", "ready"]
+    with pytest.raises(BackendError, match=message):
+        await run(tmp_path, nemo, adapter=options)
     assert message.split(" is completed")[0] in json.loads((tmp_path / "run/final_metrics.json").read_text())["error"]
     nemo.deployments["games/bot"]["script"] = ["ready"]
     done = await run(tmp_path, nemo, adapter=options)
@@ -557,12 +554,10 @@ async def interrupted(file: Path, nemo: FakeNeMo, pattern: str) -> None:
 @pytest.mark.parametrize("pattern", ["GET .*jobs/", "POST .*jobs$"])
 async def test_an_interrupted_run_cancels_its_job(tmp_path: Path, nemo: FakeNeMo, pattern: str) -> None:
     nemo.script = ["running"]
-    try:
-        await interrupted(customizer_project(tmp_path, nemo), nemo, pattern)
-    finally:
-        nemo.script = ["completed"]
+    await interrupted(customizer_project(tmp_path, nemo), nemo, pattern)
     assert nemo.requested("POST .*/cancel") == 1
     assert json.loads((tmp_path / "run/submission.json").read_text())["status"] == "canceled"
+    nemo.script = ["completed"]
     done = await run(tmp_path, nemo)
     assert done.json("final_metrics.json")["job"]["job_id"] == "cust-1"
 
@@ -594,6 +589,35 @@ def test_one_module_knows_the_libraries() -> None:
         if re.search(r"import_module\(|(import|from) (nemo_microservices|huggingface_hub)", file.read_text())
     ]
     assert naming == ["services.py"]
+
+
+async def test_collected_pairs_are_submitted_with_other_training_settings(tmp_path: Path, nemo: FakeNeMo) -> None:
+    nemo.fail("POST .*jobs$", 422)
+    with pytest.raises(RequestRefused, match="made to fail with 422"):
+        await run(tmp_path, nemo)
+    first = json.loads((tmp_path / "run/final_metrics.json").read_text())
+    done = await run(tmp_path, nemo, adapter={"hyperparameters": {"epochs": 1}})
+    assert "goes on: its pairs have been collected" in done.printed
+    final = done.json("final_metrics.json")
+    assert (final["run_id"], final["collections"], final["pairs"]) == (first["run_id"], 1, first["pairs"])
+    assert [job["hyperparameters"]["epochs"] for job in nemo.jobs.values()] == [1]
+    assert done.json("submission.json")["settings"]["training"]["epochs"] == 1
+
+
+async def test_pairs_that_were_collected_otherwise_are_not_submitted(tmp_path: Path, nemo: FakeNeMo) -> None:
+    nemo.fail("POST .*jobs$", 422)
+    with pytest.raises(RequestRefused):
+        await run(tmp_path, nemo)
+    done = await run(tmp_path, nemo, trainer={"num_runs": 2})
+    assert "does not go on: its pairs were collected with other settings" in done.printed
+    assert done.json("final_metrics.json")["collections"] == 2
+
+
+async def test_pairs_that_cannot_be_trained_are_collected_again(tmp_path: Path, nemo: FakeNeMo) -> None:
+    with pytest.raises(TrajectoryError, match="of one turn"):
+        await run(tmp_path, nemo, rows=1)
+    done = await run(tmp_path, nemo, rows=2)
+    assert done.json("final_metrics.json")["pairs"]["collected"] == 6
 
 
 async def test_the_trainer_as_the_interfaces_document_it(tmp_path: Path, nemo: FakeNeMo) -> None:

@@ -155,13 +155,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         or a validation failed.
         """
         self._write_run_file(num_epochs)
-        self.report.begin("playing one row before the first epoch", None)
-        try:
-            problem = await self.trajectory_builder.rehearse(self.run_id)
-        finally:
-            self.report.end()
-        if problem is not None:
-            self.report.note(problem)
+        await self._rehearse()
         statuses: list[TrainingJobStatus] = []
         self.report.begin_run(num_epochs)
         if self.validation is not None:
@@ -180,6 +174,15 @@ class InsituTrainer(UsesBuilder, Trainer):
         self.report.end_run()
         await self._conclude(statuses)
         return statuses
+
+    async def _rehearse(self) -> None:
+        self.report.begin("playing one row before the first epoch", None)
+        try:
+            problem = await self.trajectory_builder.rehearse(self.run_id)
+        finally:
+            self.report.end()
+        if problem is not None:
+            self.report.note(problem)
 
     async def _complete_epoch(self, epoch: int, num_epochs: int) -> TrainingJobStatus | None:
         """Runs, records and reports one epoch, with its validation if due."""

@@ -22,7 +22,7 @@ from insitu.adapters.customizer.records import sampled, single_pairs, without_du
 from insitu.adapters.customizer.trainer_adapter import NeMoCustomizerTrainerAdapter
 from insitu.builder import Builder
 from insitu.errors import ConfigError, InsituError, JobFailed, TrajectoryError, describe_error
-from insitu.files import read_line, whole_lines
+from insitu.files import load_json, read_line, whole_lines
 from insitu.interfaces import TrainerAdapter, TrajectoryBuilder
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.finetuning import (
@@ -113,30 +113,54 @@ class NeMoCustomizerTrainer(InsituTrainer):
         return (RunStore(folder), None) if self._submission is not None else open_store(folder, self._full_config)
 
     async def _take_over(self, submission: Submission, folder: Path) -> None:
-        """Continues an unfinished run, unless its job has failed since."""
-        job = (submission.job.metadata or {}).get("job_id") if submission.job is not None else None
+        """Goes on with an unfinished run if it can be; otherwise moves it aside."""
         different = _differences(submission.settings, self._job_settings())
-        if different:
-            what = f"job {job}" if job else "collected pairs that are not submitted"
+        job = await self._find_job(submission)
+        ended = job is not None and job.status in _ENDED_BADLY
+        if ended or (job is None and not all(key.startswith("training.") for key in different)):
+            await self._set_aside(submission, job, folder)
+            return
+        if job is not None and different:
+            changes = ", ".join(f"{key} was {then!r} and is {now!r}" for key, (then, now) in different.items())
             raise ConfigError(
-                f"{OUTPUT_DIR}: {folder} holds the unfinished run {submission.run_id} with {what}, and other settings: "
-                f"{different}; set these as they were, move the folder away, or use another one"
+                f"{OUTPUT_DIR}: {folder} holds the unfinished run {submission.run_id} with job {_job_id(job)}, and "
+                f"other settings: {changes}; set these as they were, move the folder away, or use another one"
             )
-        if submission.job is not None:
-            try:
-                status = (await self.trainer_adapter.status(submission.job)).status
-            except JobFailed:
-                status = TrainingStatusEnum.FAILED
-            if status in _ENDED_BADLY:
-                self.report.note(f"job {job} of the unfinished run {submission.run_id} is {status.value}")
-                self._record(submission, phase="ended", status=status)
-                self.store.close()
-                self._submission = None
-                self._store, moved = await asyncio.to_thread(open_store, folder, self._full_config)
-                self.report.note(f"moved the earlier run in {folder} to {moved}")
-                return
         self.run_id = submission.run_id
-        self.report.note(f"run {self.run_id} goes on: {f'job {job}' if job else 'its pairs have been collected'}")
+        self._submission = submission.model_copy(update={"settings": self._job_settings()})
+        history = await asyncio.to_thread((folder / "collection_history.json").read_bytes)
+        self.collection_history = load_json(history)
+        state = f"job {_job_id(job)}" if job is not None else "its pairs have been collected"
+        self.report.note(f"run {self.run_id} goes on: {state}")
+
+    async def _find_job(self, submission: Submission) -> TrainingJobStatus | None:
+        """The state of the job of an unfinished run; FAILED if the service no longer has it."""
+        adapter, ref = self.trainer_adapter, submission.job
+        if ref is None and isinstance(adapter, NeMoCustomizerTrainerAdapter):
+            ref = await adapter.find_job(submission.run_id, 1)  # the process may have been killed after it submitted
+        if ref is None:
+            return None
+        try:
+            return await adapter.status(ref)
+        except JobFailed as error:
+            return TrainingJobStatus(
+                run_id=ref.run_id,
+                backend=ref.backend,
+                status=TrainingStatusEnum.FAILED,
+                message=str(error),
+                metadata=ref.metadata,
+            )
+
+    async def _set_aside(self, submission: Submission, job: TrainingJobStatus | None, folder: Path) -> None:
+        state = "its pairs were collected with other settings"
+        if job is not None:
+            state = f"job {_job_id(job)} is {job.status.value}: {job.message or 'no reason given'}"
+        self.report.note(f"the unfinished run {submission.run_id} does not go on: {state}")
+        self._record(submission, phase="ended", status=job.status if job is not None else None)
+        self.store.close()
+        self._submission = None
+        self._store, moved = await asyncio.to_thread(open_store, folder, self._full_config)
+        self.report.note(f"moved the earlier run in {folder} to {moved}")
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Returns the status of the one job: its last, or its first with `wait_for_completion: false`.
@@ -148,6 +172,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
         try:
             if self._submission is None:
                 self._write_run_file(num_epochs)
+                await self._rehearse()
             ref = await self.run_epoch(1, self.run_id)
             status = await self._status_of(ref)
         except BaseException as error:  # recorded, then re-raised
@@ -157,7 +182,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
             raise
         self._write_final_metrics(time.perf_counter() - started, status, None)
         metadata = status.metadata or {}
-        self.report.note(f"job {metadata.get('job_id')} is {status.status.value}: model {metadata.get('output_model')}")
+        self.report.note(f"job {_job_id(status)} is {status.status.value}: model {metadata.get('output_model')}")
         self.report.note(f"files: {self.store.folder}/")
         return [status]
 
@@ -182,11 +207,14 @@ class NeMoCustomizerTrainer(InsituTrainer):
         except asyncio.CancelledError:
             self._record_canceled()
             raise
+        except TrajectoryError:  # these pairs cannot be trained
+            self._record(submission, phase="ended")
+            raise
         finally:
             self.report.end()
         self._record(submission, phase="submitted", job=ref)
         metadata = ref.metadata or {}
-        self.report.note(f"submitted job {metadata.get('job_id')} on dataset {metadata.get('dataset')}")
+        self.report.note(f"submitted job {_job_id(ref)} on dataset {metadata.get('dataset')}")
         return ref
 
     async def _collect_all(self, run_id: str) -> TrajectoryCollection:
@@ -246,8 +274,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
         if status.status not in (TrainingStatusEnum.PENDING, TrainingStatusEnum.RUNNING):
             self._record(self._submission, phase="ended", status=status.status)
         if status.status in _ENDED_BADLY:
-            job = (ref.metadata or {}).get("job_id", ref.run_id)
-            raise JobFailed(f"job {job} ended as {status.status.value}: {status.message or 'no reason given'}")
+            raise JobFailed(f"job {_job_id(ref)} ended as {status.status.value}: {status.message or 'no reason given'}")
         return status
 
     async def _waited_for(self, ref: TrainingJobRef) -> TrainingJobStatus:
@@ -255,7 +282,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
         adapter = self.trainer_adapter
         if isinstance(adapter, NeMoCustomizerTrainerAdapter):
             adapter.on_progress = self.report.note
-        self.report.begin(f"waiting for job {(ref.metadata or {}).get('job_id')}", None)
+        self.report.begin(f"waiting for job {_job_id(ref)}", None)
         try:
             return await adapter.wait_until_complete(ref)
         except asyncio.CancelledError:
@@ -289,13 +316,12 @@ class NeMoCustomizerTrainer(InsituTrainer):
 
     def _job_settings(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
-        config = self.customizer_config
-        selection = {"deduplicate_pairs": config.deduplicate_pairs, "max_pairs": config.max_pairs}
+        selection = self.customizer_config.model_dump(include={"num_runs", "deduplicate_pairs", "max_pairs"})
         seed = self._full_config.general.seed
         return {"seed": seed, **selection, "training": self.trainer_adapter.training_settings()}
 
     def _run_settings(self, num_epochs: int) -> dict[str, Any]:
-        return {"num_runs": self.customizer_config.num_runs, **self._job_settings()}
+        return self._job_settings()
 
     def _record(self, submission: Submission, **changes: Any) -> None:
         self._submission = submission.model_copy(update=changes)
@@ -333,11 +359,10 @@ def _unfinished(folder: Path) -> Submission | None:
     return submission if submission.phase != "ended" else None
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The keys of nested settings with different values, in words."""
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys of nested settings whose values differ, and the two values."""
     then, new = _leaves(before), _leaves(now)
-    changed = [key for key in {**then, **new} if then.get(key) != new.get(key)]
-    return ", ".join(f"{key} was {then.get(key)!r} and is {new.get(key)!r}" for key in changed)
+    return {key: (then.get(key), new.get(key)) for key in {**then, **new} if then.get(key) != new.get(key)}
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -345,6 +370,10 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in settings.items():
         leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return leaves
+
+
+def _job_id(of: TrainingJobRef | TrainingJobStatus) -> str:
+    return str((of.metadata or {}).get("job_id", of.run_id))
 
 
 def _pair_records(collection: TrajectoryCollection) -> list[dict[str, Any]]:

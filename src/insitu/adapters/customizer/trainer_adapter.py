@@ -69,7 +69,6 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
         self.canceled_jobs: set[str] = set()
         self.on_progress: Callable[[str], None] = logger.info
         """Called with a line when the status, the percentage or the message of a job has changed."""
-        self._splits: dict[str, Split] = {}
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Asks both services and creates the namespace. Raises BackendError if one of them cannot be used."""
@@ -131,7 +130,7 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Uploads the records and submits the job; returns the earlier job if this run and epoch have one."""
-        submission = self._submission(trajectories)
+        submission = self._submission(trajectories.run_id, trajectories.epoch)
         split = split_records(
             single_pairs(trajectories),
             self.config.hyperparameters.training_type,
@@ -139,7 +138,6 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
             self.config.validation_fraction,
             self._seed,
         )
-        self._splits[submission.key] = split
         if split.shortened_prompts:
             logger.warning(
                 "%d prompts have several messages, of which only the last is sent (use_full_message_history: false)",
@@ -153,25 +151,30 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
                 await check_name_is_free(self._services, self._entities, self.config, submission.output_model)
             await self._upload(submission, split)
             job = await self._submitted(submission)
-        return TrainingJobRef(run_id=trajectories.run_id, backend=BACKEND, metadata=self._metadata(submission, job))
+        ref = self._ref(trajectories.run_id, submission, job)
+        sizes = {"training_records": len(split.training), "validation_records": len(split.validation)}
+        return ref.model_copy(update={"metadata": {**(ref.metadata or {}), **sizes, "turns": split.turns}})
 
-    def _submission(self, trajectories: TrajectoryCollection) -> _Submission:
-        key = f"{trajectories.run_id}/{1 if trajectories.epoch is None else trajectories.epoch}"
+    async def find_job(self, run_id: str, epoch: int | None) -> TrainingJobRef | None:
+        """The job that was submitted for this run and epoch, by any process; None if there is none."""
+        submission = self._submission(run_id, epoch)
+        job = await self._entities("find the job", lambda: self._find(submission))
+        return self._ref(run_id, submission, job) if job is not None else None
+
+    def _submission(self, run_id: str, epoch: int | None) -> _Submission:
+        key = f"{run_id}/{1 if epoch is None else epoch}"
         suffix = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
         name = f"{self.config.dataset_name}-{suffix}"
         return _Submission(key, name, f"{self.config.namespace}/{name}")
 
-    def _metadata(self, submission: _Submission, job: ServiceJob) -> dict[str, Any]:
-        split = self._splits[submission.key]
-        return {
+    def _ref(self, run_id: str, submission: _Submission, job: ServiceJob) -> TrainingJobRef:
+        metadata = {
             "job_id": job.id,
             "key": submission.key,
             "dataset": f"{self.config.namespace}/{submission.name}",
             "output_model": job.output_model or submission.output_model,
-            "training_records": len(split.training),
-            "validation_records": len(split.validation),
-            "turns": split.turns,
         }
+        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata=metadata)
 
     async def _upload(self, submission: _Submission, split: Split) -> None:
         namespace, name = self.config.namespace, submission.name
