@@ -133,9 +133,9 @@ async def test_a_run_collects_uploads_trains_and_reports(tmp_path: Path, nemo: F
     assert final["job"]["output_model"] == job["output_model"] == f"{dataset}@cust-0"
     assert (final["job"]["train_loss"], final["job"]["val_loss"]) == (0.25, 0.5)
     assert "training on 15 of 30 pairs; left out: 15 duplicates" in done.printed
-    said = [line for line in done.printed.splitlines() if line.startswith("job cust-0")]
+    said = [line for line in done.printed.splitlines() if line.startswith("job cust-0: ")]
     states = ["pending", "running", "running, 50 %"]
-    assert said[:-1] == [f"job cust-0: {state}" for state in states]
+    assert said == [f"job cust-0: {state}" for state in states]
 
 
 async def test_each_run_has_its_own_dataset_job_and_model(tmp_path: Path, nemo: FakeNeMo) -> None:

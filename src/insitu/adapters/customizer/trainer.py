@@ -214,7 +214,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
             self.report.end()
         self._record(submission, phase="submitted", job=ref)
         metadata = ref.metadata or {}
-        self.report.note(f"submitted job {_job_id(ref)} on dataset {metadata.get('dataset')}")
+        self.report.note(f"job {_job_id(ref)} trains on dataset {metadata.get('dataset')}")
         return ref
 
     async def _collect_all(self, run_id: str) -> TrajectoryCollection:
