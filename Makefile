@@ -3,15 +3,18 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install quickstart test test-chaos test-hostile test-art test-frameworks test-preferences test-javascript check bench clean
+.PHONY: help install quickstart example-dpo test test-chaos test-hostile test-art test-customizer test-frameworks \
+	test-preferences test-javascript check bench clean
 
 help:
 	@echo "make quickstart   install into .venv and train the tic-tac-toe player (about 3 minutes)"
+	@echo "make example-dpo  train the same player on preferences instead (about 3 minutes)"
 	@echo "make test         install what the tests need and run them"
 	@echo "make test-chaos   50 runs of 200 episodes through a proxy that breaks connections (about 15 minutes)"
 	@echo "make test-hostile  10,000 generated requests to each server, instead of a few hundred (about 15 minutes)"
 	@echo "make test-art     tests the ART plugin with the official clients, each in its own environment, against the backend;"
 	@echo "                  with CHAOS_SEEDS=N also N runs of 200 episodes of each through a proxy that breaks connections"
+	@echo "make test-customizer  tests the NeMo Customizer plugin with the official clients, each in its own environment"
 	@echo "make test-frameworks  trains each agent framework through the backend, each in its own environment"
 	@echo "make test-preferences  compares DPO and KTO with TRL and Liger, in an environment with both"
 	@echo "make test-javascript  trains an agent that uses the openai package of npm (needs node)"
@@ -41,6 +44,9 @@ install: $(VENV)/.installed
 quickstart: $(VENV)/.installed
 	$(BIN)/insitu finetune --config_file examples/tic_tac_toe/grpo.yml
 
+example-dpo: $(VENV)/.installed
+	$(BIN)/insitu finetune --config_file examples/tic_tac_toe/dpo.yml
+
 # Many processes import the same sources, which bytecode saves them compiling. A file's tests share its fixtures.
 test: $(VENV)/.installed-dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
@@ -62,6 +68,19 @@ ART_STAMPS   := $(ART_RELEASES:%=.venv-art/%/.installed)
 
 test-art: $(VENV)/.installed-dev $(ART_STAMPS)
 	$(BIN)/python -m pytest tests_art -o pythonpath=tests
+
+# An environment for each release of the client, the first with the oldest huggingface-hub that is supported.
+CUSTOMIZER_RELEASES := 1.4.0 1.5.0
+CUSTOMIZER_STAMPS   := $(CUSTOMIZER_RELEASES:%=.venv-customizer/%/.installed)
+.venv-customizer/1.4.0/.installed: HUB := 'huggingface-hub==0.34.4'
+.venv-customizer/%/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv .venv-customizer/$*
+	.venv-customizer/$*/bin/python -m pip install --quiet --disable-pip-version-check \
+		-e '.[customizer]' 'nemo-microservices==$*' $(HUB)
+	@touch $@
+
+test-customizer: $(VENV)/.installed-dev $(CUSTOMIZER_STAMPS)
+	$(BIN)/python -m pytest tests_customizer -o pythonpath=tests
 
 # An environment for each framework: some exclude one another. None has torch: the backend runs in ours.
 FRAMEWORKS := $(patsubst examples/frameworks/%_agent.py,%,$(wildcard examples/frameworks/*_agent.py))
@@ -104,4 +123,5 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) .venv-art .venv-frameworks .venv-preferences examples/javascript/node_modules runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-art .venv-customizer .venv-frameworks .venv-preferences examples/javascript/node_modules runs \
+		.pytest_cache .mypy_cache .ruff_cache

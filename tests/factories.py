@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
+from fake_nemo import CONFIG as CUSTOMIZATION_CONFIG
+from fake_nemo import FakeNeMo
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples/tic_tac_toe/model"
@@ -28,6 +30,48 @@ def sampled(logprobs: dict[str, Any]) -> list[float]:
 
 
 # files
+
+
+def customizer_project(folder: Path, nemo: FakeNeMo, rows: int = 5, **blocks: dict[str, Any]) -> Path:
+    """A run of `pairs_plugin` on the services of `fake_nemo`, to be run by `processes.run_project`.
+
+    Row n asks for n + 1 and has three answers, the best first. `blocks` add keys to the adapter, the trainer, the
+    trajectory builder or `finetuning`.
+    """
+    adapter = {
+        "_type": "nemo_customizer_trainer_adapter",
+        "entity_host": nemo.entity_host,
+        "datastore_host": nemo.datastore_host,
+        "namespace": "games",
+        "customization_config": CUSTOMIZATION_CONFIG,
+        "poll_interval_seconds": 0.02,
+    }
+    finetuning = {
+        "enabled": True,
+        "trainer": "trainer",
+        "trajectory_builder": "builder",
+        "trainer_adapter": "adapter",
+        "reward_function": {"name": "zero"},
+        "output_dir": str(folder / "run"),
+    }
+    config = {
+        "general": {"seed": 3, "plugins": ["pairs_plugin"]},
+        "workflow": {"_type": "nothing"},
+        "eval": {
+            "general": {"dataset": {"_type": "jsonl", "file_path": str(folder / "rows.jsonl")}},
+            "evaluators": {"zero": {"_type": "zero"}},
+        },
+        "trajectory_builders": {"builder": {"_type": "pairs_by_hand", **blocks.get("builder", {})}},
+        "trainer_adapters": {"adapter": adapter | blocks.get("adapter", {})},
+        "trainers": {"trainer": {"_type": "nemo_customizer_trainer", **blocks.get("trainer", {})}},
+        "finetuning": finetuning | blocks.get("finetuning", {}),
+    }
+    answers = ({"id": n, "question": f"{n} + 1 =", "answers": [str(n + 1), str(n), "no"]} for n in range(rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    (folder / "pairs_plugin.py").write_text((ROOT / "tests/pairs_plugin.py").read_text())
+    file = folder / "config.yml"
+    file.write_text(yaml.safe_dump(config, sort_keys=False))
+    return file
 
 
 def read_lines(path: Path) -> list[Any]:

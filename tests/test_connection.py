@@ -56,6 +56,10 @@ async def test_an_outage_is_logged_once_and_so_is_its_end(caplog: pytest.LogCapt
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
+async def test_patience_may_take_thousands_of_attempts() -> None:
+    assert await Retry("the server", 600)("GET /a", Failing(1100)) == 1101
+
+
 async def test_patience_ends(caplog: pytest.LogCaptureFixture) -> None:
     request = Failing(float("inf"))
     with pytest.raises(

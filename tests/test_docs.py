@@ -31,6 +31,7 @@ from typing import Any
 import click
 import pytest
 import yaml
+from fake_nemo import FakeNeMo
 from processes import HANGS, forked_python, install_forked_command, serving
 
 from insitu.cli import insitu
@@ -49,6 +50,7 @@ RISE = (0.8, 0.85)
 """The highest held-out score before training and the lowest one after it, as the guides promise: two of three answers
 are right, then nine of ten."""
 PORT, SERVICE = "http://127.0.0.1:8700", "http://127.0.0.1:8000"
+NEMO, DATA_STORE = "http://nemo.test", "http://data-store.test"
 BLOCK = re.compile(r"^```(\w*)[ ]*([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^insitu (?:-v )?(finetune|eval|run|serve|backend)\b(.*)$", re.MULTILINE)
@@ -81,6 +83,7 @@ class Desk:
     folder: Path
     backend: str
     service: str
+    nemo: FakeNeMo
     as_printed: bool
     seen: set[str]
     """Commands that a page has run already: starting one costs seconds."""
@@ -109,7 +112,7 @@ class Desk:
         if curl_fails and not self.as_printed:
             script = re.sub(r"\bcurl ", "curl --fail-with-body ", script)
         self.exported.touch()
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, "HF_HUB_OFFLINE": "0" if NEMO in text else "1"}
         if not self.as_printed:
             environment["PATH"] = f"{self.programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         return subprocess.run(
@@ -119,7 +122,12 @@ class Desk:
     def made_small(self, text: str) -> str:
         """The block with long runs shortened, and with what only a reader's machine has taken out."""
         lines = []
-        for line in text.replace("\\\n", " ").replace(PORT, self.backend).replace(SERVICE, self.service).splitlines():
+        here = {PORT: self.backend, SERVICE: self.service}
+        here |= {NEMO: self.nemo.entity_host, DATA_STORE: self.nemo.datastore_host}
+        text = text.replace("\\\n", " ")
+        for printed, address in here.items():
+            text = text.replace(printed, address)
+        for line in text.splitlines():
             found = COMMAND.match(line)
             if found:
                 words = shlex.split(found[2], comments=True)
@@ -150,6 +158,8 @@ class Desk:
             line += " -o finetuning.num_epochs 1"
             if "episodes" in config["trajectory_builders"]:
                 line += " -o trajectory_builders.episodes.num_generations 4"
+            if "customizer" in adapters:
+                line += " -o trainer_adapters.customizer.poll_interval_seconds 0.01"
             if "validation" in config["finetuning"]:
                 line += " -o finetuning.validation.reps 1"
         if "backend" in adapters and "--checkpoint" not in line:
@@ -184,10 +194,17 @@ def service(backend: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def desks(backend: str, service: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Desk]:
+def nemo() -> Iterator[FakeNeMo]:
+    """NeMo services, at other addresses than those that are printed."""
+    with FakeNeMo() as nemo:
+        yield nemo
+
+
+@pytest.fixture(scope="module")
+def desks(backend: str, service: str, nemo: FakeNeMo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Desk]:
     seen: set[str] = set()
     names = [name_of(page) for page in PAGES]
-    return {name: Desk(tmp_path_factory.mktemp("page"), backend, service, name in GUIDES, seen) for name in names}
+    return {name: Desk(tmp_path_factory.mktemp("page"), backend, service, nemo, name in GUIDES, seen) for name in names}
 
 
 @pytest.fixture

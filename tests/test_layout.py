@@ -49,6 +49,7 @@ INTEGRATIONS = {
     "toolkit": "plugin_api.py",
     "adapters/art": None,
     "adapters/native": None,
+    "adapters/customizer": None,
     "backend/protocols/art": None,
     "backend/protocols/native": None,
     "frameworks/*": None,

@@ -120,7 +120,7 @@ async def test_demonstrations_that_cannot_be_read(write: Any, served: Served, ro
             [("trainers.t", "{_type: insitu_kto_trainer}")],
             "makes preference pairs, but insitu_kto_trainer trains episo",
         ),
-        ([("trainer_adapters.a.training", "{method: grpo}")], "training.method of insitu_trainer_adapter is grpo, but"),
+        ([("trainer_adapters.a.training", "{method: grpo}")], "training.method is grpo, but the trainer insitu_dpo_"),
         ([("finetuning.curriculum_learning.enabled", "true")], "but insitu_dpo_trainer has no curriculum"),
         (
             [

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 import random
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -32,10 +33,14 @@ T = TypeVar("T")
 CONNECT_TIMEOUT = 10.0
 _FIRST_DELAY = 0.5
 _LONGEST_DELAY = 10.0
+_MOST_DOUBLINGS = 32
+"""Of the delay: more would be too large for a float."""
 _REPORT_AFTER = 5.0
 """Seconds after which the first failure of a request is logged; a shorter one is logged if the next attempt fails."""
 _CHUNK_BYTES = 1 << 18
 _TRANSIENT_REFUSALS = frozenset((408, 425, 429))
+_REFUSED = (aiohttp.ClientConnectorError, ConnectionRefusedError, socket.gaierror)
+"""No such host, or nothing at that port; HTTP libraries other than aiohttp raise the last two."""
 _jitter = random.Random()
 """Not the global generator, which a workflow may have seeded."""
 
@@ -98,7 +103,9 @@ class Retry:
                     if not waiting and (failures > 1 or now - started > _REPORT_AFTER):
                         waiting = True
                         self._outage_begins(what, error)
-                    backoff = min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (failures - 1)) * _jitter.uniform(0.5, 1.0)
+                    backoff = min(
+                        _LONGEST_DELAY, _FIRST_DELAY * 2 ** min(failures - 1, _MOST_DOUBLINGS)
+                    ) * _jitter.uniform(0.5, 1.0)
                     await asyncio.sleep(min(max(backoff, error.retry_after), deadline - now))
         finally:
             self._waiting -= waiting
@@ -110,7 +117,7 @@ class Retry:
     def _raise_if_final(self, what: str, error: BackendUnavailable, elapsed: float) -> None:
         if report := self._exit_report():
             raise BackendUnavailable(report) from error
-        if not self.reached and isinstance(error.__cause__, aiohttp.ClientConnectorError):
+        if not self.reached and _is_refused(error):
             raise error
         if elapsed >= self._timeout:
             gave_up = f"; gave up after {elapsed:.0f} s ({self._key})" if self._timeout else ""
@@ -120,6 +127,12 @@ class Retry:
         self._waiting += 1
         if self._waiting == 1:
             logger.warning("%s: %s; retrying for up to %g s", what, error, self._timeout)
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, _REFUSED):
+        error = error.__cause__ or error.__context__  # httpx drops the cause and keeps the context
+    return error is not None
 
 
 class Connection:

@@ -155,6 +155,11 @@ class TrainerAdapter(ABC):
 class Trainer(ABC):
     """Drives a trajectory builder and a trainer adapter through the epochs of a run."""
 
+    trains_every_epoch = True
+    """Whether each epoch is a training job, rather than the whole run."""
+    waits_for_jobs = True
+    """Whether `run` returns only when its jobs have ended."""
+
     def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
         self.trainer_config = trainer_config
         self.run_config: FinetuneConfig = None  # type: ignore[assignment]  # documented: None before initialize

@@ -33,8 +33,6 @@ from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, Traje
 
 logger = logging.getLogger(__name__)
 
-NOT_YET = ("dpo_traj_builder", "nemo_customizer_trainer_adapter", "nemo_customizer_trainer")
-"""Documented `_type`s that are not implemented yet."""
 ENTRY_POINT_GROUPS = ("insitu.components", "nat.components", "nat.plugins")
 """Where plugins declare modules whose import registers components."""
 FRAMEWORK_GROUP = "insitu.llm_wrappers"
@@ -168,8 +166,6 @@ class Registry:
 
     def unknown(self, kind: Kind, what: str, name: str) -> str:
         """The error message for a `_type` that does not exist."""
-        if name in NOT_YET:
-            return f"{what} {name!r} is not implemented yet: preferences and NeMo Customizer come in a later release"
         sentence = not_found(what, name, self.names(kind))
         broken = "; ".join(self._broken)
         return f"{sentence} (installed plugins that could not be imported: {broken})" if broken else sentence

@@ -53,6 +53,13 @@ PATHS = {
     "nat.finetuning.utils.parsers.langchain_parser": "insitu.toolkit.parsers.langchain_parser",
     "nat.finetuning.utils.parsers.llama_index_parser": "insitu.toolkit.parsers.llama_index_parser",
     "nat.plugins.adk.adk_parser": "insitu.toolkit.parsers.adk_parser",
+    "nat.plugins.customizer": "insitu.adapters.customizer.components",
+    "nat.plugins.customizer.dpo": "insitu.adapters.customizer.components",
+    "nat.plugins.customizer.dpo.config": "insitu.adapters.customizer.config",
+    "nat.plugins.customizer.dpo.register": "insitu.adapters.customizer.components",
+    "nat.plugins.customizer.dpo.trainer": "insitu.adapters.customizer.trainer",
+    "nat.plugins.customizer.dpo.trainer_adapter": "insitu.adapters.customizer.trainer_adapter",
+    "nat.plugins.customizer.dpo.trajectory_builder": "insitu.trajectories.preferences",
     "nat.plugins.eval.data_models.evaluator_io": "insitu.schemas.evaluation",
     "nat.plugins.eval.evaluator.base_evaluator": "insitu.evaluation.evaluators",
     "nat.plugins.eval.runtime.evaluate": "insitu.evaluation.run",
@@ -70,8 +77,6 @@ PATHS = {
 
 PARENTS = frozenset(path.rsplit(".", n)[0] for path in PATHS for n in range(1, path.count(".")))
 """Packages above the paths. One that is a documented path itself has the names of its target."""
-
-NOT_YET = "nat.plugins.customizer"
 
 
 class _Parent(ModuleType):
@@ -132,8 +137,6 @@ class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if f"{fullname}.".startswith(f"{NOT_YET}."):
-            raise ModuleNotFoundError(f"{fullname}: DPO and NeMo Customizer are not implemented yet", name=fullname)
         if fullname not in PATHS and fullname not in PARENTS:
             return None
         return ModuleSpec(fullname, self._loader, origin=PATHS.get(fullname), is_package=fullname in PARENTS)

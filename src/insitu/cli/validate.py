@@ -48,7 +48,8 @@ def _summary(config: "Config", dataset: str | Path | None) -> list[str]:
     if finetuning.validation is not None:
         held_out = load_dataset(held_out_config(config), finetuning.validation.dataset)
         lines.append(f"held-out rows: {len(held_out)}")
-    assert finetuning.reward_function is not None
-    trained = ", ".join(sorted(config.trained_llms()))
+    trained = ", ".join(sorted(config.trained_llms())) or "the model of the trainer adapter"
+    reward = finetuning.reward_function
+    score = f", by the score of {reward.name}" if reward is not None else ""  # pairs may be made without an evaluator
     epochs = f"{finetuning.num_epochs} epoch{'s' * (finetuning.num_epochs != 1)}"
-    return [*lines, f"training: {trained}, by the score of {finetuning.reward_function.name}, {epochs}"]
+    return [*lines, f"training: {trained}{score}, {epochs}"]

@@ -66,6 +66,8 @@ def default(field: FieldInfo) -> str:
         return "required"
     if value is None:
         return "none"
+    if value in ("", SecretStr("")):
+        return "empty"
     if isinstance(value, BaseModel):
         return "see below"
     if isinstance(value, bool):

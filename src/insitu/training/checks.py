@@ -38,7 +38,7 @@ def check_components(trainer: Trainer, needs: TrainingNeeds, computes_advantages
     method = adapter.training_settings().get("method", needs.method)
     if method != needs.method:
         raise ConfigError(
-            f"trainer_adapters: training.method of {adapter_name} is {method}, but {name} trains with {needs.method}"
+            f"trainer_adapters: training.method is {method}, but the trainer {name} trains with {needs.method}"
         )
     if computes_advantages and adapter.computes_advantages:
         raise ConfigError(

@@ -54,8 +54,6 @@ class InsituTrainer(UsesBuilder, Trainer):
     needs = TrainingNeeds()
     computes_advantages = True
     """Whether this trainer computes the advantages, rather than the adapter's backend."""
-    methods = ("grpo",)
-    """The `method`s of the trainer adapter that this trainer makes rows for."""
 
     def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
         super().__init__(trainer_config, **kwargs)
@@ -92,14 +90,9 @@ class InsituTrainer(UsesBuilder, Trainer):
         await super().bind_components(trajectory_builder, trainer_adapter)
         check_components(self, self.needs, self.computes_advantages)
 
-        method = trainer_adapter.training_settings().get("method", self.methods[0])
-        if method not in self.methods:
-            problem = f"the trainer {self.trainer_config.type} trains with {' or '.join(self.methods)}"
-            raise ConfigError(f"trainer_adapters: training.method is {method}, but {problem}")
-
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
-        self._store, moved = await asyncio.to_thread(open_store, folder, self._full_config)
+        self._store, moved = await asyncio.to_thread(self._open_store, folder)
         if moved is not None:
             self.report.note(f"moved the earlier run in {folder} to {moved}")
         self._plot = RewardPlot(folder / "reward_plot.png")
@@ -113,6 +106,9 @@ class InsituTrainer(UsesBuilder, Trainer):
             self.report.note(f"the curriculum continues after epoch {last_epoch} of {path}")
         if run_config.validation is not None:
             self.validation = Validation(run_config, self._builder, self.trainer_adapter, self.report, self.store)
+
+    def _open_store(self, folder: Path) -> tuple[RunStore, Path | None]:
+        return open_store(folder, self._full_config)
 
     @cached_property
     def report(self) -> Report:
@@ -131,13 +127,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         or a validation failed.
         """
         self._write_run_file(num_epochs)
-        self.report.begin("playing one row before the first epoch", None)
-        try:
-            problem = await self.trajectory_builder.rehearse(self.run_id)
-        finally:
-            self.report.end()
-        if problem is not None:
-            self.report.note(problem)
+        await self._rehearse()
         statuses: list[TrainingJobStatus] = []
         self.report.begin_run(num_epochs)
         if self.validation is not None:
@@ -169,6 +159,15 @@ class InsituTrainer(UsesBuilder, Trainer):
         self.store.write("warm_up.json", result)
         loss, seconds = result["loss"], result["seconds"]
         self.report.note(f"warm-up: {result['rows']} dialogues  loss {loss:.4g}  {seconds:.1f} s")
+
+    async def _rehearse(self) -> None:
+        self.report.begin("playing one row before the first epoch", None)
+        try:
+            problem = await self.trajectory_builder.rehearse(self.run_id)
+        finally:
+            self.report.end()
+        if problem is not None:
+            self.report.note(problem)
 
     async def _complete_epoch(self, epoch: int, num_epochs: int) -> TrainingJobStatus | None:
         """Runs, records and reports one epoch, with its validation if due."""
@@ -330,6 +329,13 @@ class InsituTrainer(UsesBuilder, Trainer):
         self._full_config.moved.clear()
 
     def _write_run_file(self, num_epochs: int) -> None:
+        settings = self._run_settings(num_epochs)
+        self.store.write(
+            "run.json", {"run_id": self.run_id, "insitu": __version__, "source": self._full_config.source, **settings}
+        )
+        self.report.header(self.run_id, settings)
+
+    def _run_settings(self, num_epochs: int) -> dict[str, Any]:
         settings = {
             "epochs": num_epochs,
             "seed": self._full_config.general.seed,
@@ -338,10 +344,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         }
         if training := self.trainer_adapter.training_settings():
             settings["training"] = training
-        self.store.write(
-            "run.json", {"run_id": self.run_id, "insitu": __version__, "source": self._full_config.source, **settings}
-        )
-        self.report.header(self.run_id, settings)
+        return settings
 
     def _select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
         """What the epoch trains on, with its rows."""

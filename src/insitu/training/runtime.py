@@ -51,23 +51,26 @@ _OWN_FILES = 40
 async def run_finetuning(runner: Trainer) -> list[TrainingJobStatus]:
     """Runs an initialized trainer for its configured epochs and returns the status of each epoch that trained.
 
-    A trainer may return None for an epoch that trained nothing. Raises JobFailed if a job did not complete,
-    TrajectoryError if no epoch trained anything.
+    A trainer may return None for an epoch that trained nothing. Raises JobFailed if a job did not complete, unless the
+    trainer does not wait for its jobs and this one goes on. Raises TrajectoryError if no epoch trained anything.
     """
     epochs = runner.run_config.num_epochs
+    accepted = {TrainingStatusEnum.COMPLETED}
+    if not runner.waits_for_jobs:
+        accepted |= {TrainingStatusEnum.PENDING, TrainingStatusEnum.RUNNING}
     returned = await runner.run(epochs)
     if not isinstance(returned, list | tuple) or not all(isinstance(s, TrainingJobStatus | None) for s in returned):
         raise PluginError(f"{type(runner).__name__}.run returned {returned!r:.200}, not a list of TrainingJobStatus")
     statuses = [status for status in returned if status is not None]
     for status in statuses:
-        if status.status is not TrainingStatusEnum.COMPLETED:
+        if status.status not in accepted:
             raise JobFailed(
                 f"training job {returned.index(status) + 1} of {len(returned)} (run {status.run_id}, backend "
                 f"{status.backend}) is {status.status.value}: {status.message or 'no reason given'}"
             )
     if not statuses:
         raise TrajectoryError(f"no epoch trained anything: {type(runner).__name__}.run({epochs}) returned no status")
-    if len(statuses) < epochs:
+    if runner.trains_every_epoch and len(statuses) < epochs:
         logger.warning("%d of %d epochs trained nothing", epochs - len(statuses), epochs)
     return statuses
 

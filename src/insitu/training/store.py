@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 OUTPUT_DIR = "finetuning.output_dir"
 RUN_FILES = ("run.json", "episodes.jsonl", "training_metrics.jsonl", "reward_history.json", "validation_history.json")
 BACKEND_FOLDER = "backend"
+_DOCUMENTED = ("training_metrics.jsonl", "data_collection_progress.jsonl")
+"""Files with a line per epoch or collection, and nothing else."""
 _BACKEND_SECONDS = 60.0
 """Time for the backend of a run that was killed to notice that and to end."""
 
@@ -106,7 +108,7 @@ class RunStore:
         file = self._files.get(name)
         if file is None:
             file = self._files[name] = LineFile(self._path / name)
-            if file.empty and name != "training_metrics.jsonl":  # documented: a line per epoch and nothing else
+            if file.empty and name not in _DOCUMENTED:
                 file.append(_line({"format": FORMAT_VERSION}))
         file.append(b"".join(map(_line, records)))
 

@@ -1,0 +1,1 @@
+from insitu.adapters.customizer.trainer_adapter import *

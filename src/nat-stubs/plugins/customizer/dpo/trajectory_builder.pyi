@@ -1,0 +1,1 @@
+from insitu.trajectories.preferences import *
