@@ -9,14 +9,12 @@ from pairs_plugin import pairs_of
 
 from insitu.adapters.customizer.records import (
     json_lines,
-    pair_of,
-    sampled,
     single_pairs,
     split_records,
-    without_duplicates,
 )
 from insitu.errors import TrajectoryError
 from insitu.plugin_api import DPOItem, EpisodeItem, Trajectory, TrajectoryCollection
+from insitu.preferences.selection import distinct_pairs, pair_item, sampled_pairs
 
 
 def collection(*rows: tuple[str, list[str]]) -> TrajectoryCollection:
@@ -84,7 +82,7 @@ def test_no_turn_is_in_both_parts() -> None:
     generator = random.Random(5)
     for seed in range(300):
         pairs = single_pairs(random_turns(generator))
-        items = [pair_of(t) for group in pairs.trajectories for t in group]
+        items = [pair_item(t) for group in pairs.trajectories for t in group]
         turns = {item.chosen_response for item in items}
         fraction = generator.uniform(0.01, 0.99)
         if len(turns) == 1:
@@ -109,8 +107,8 @@ def test_the_split_depends_on_the_seed() -> None:
 
 def test_duplicates_are_pairs_with_the_same_three_texts() -> None:
     pairs = single_pairs(collection(("q", ["a", "b", "c"]), ("q", ["a", "b"]), ("other", ["a", "b"])))
-    unique = without_duplicates(pairs)
-    items = [pair_of(t) for group in unique.trajectories for t in group]
+    unique = distinct_pairs(pairs)
+    items = [pair_item(t) for group in unique.trajectories for t in group]
     assert len(items) == 4  # a > b, a > c, b > c, and a > b for the other question
     assert len({item.model_dump_json() for item in items}) == 4
     assert [len(group) for group in unique.trajectories] == [3, 1]
@@ -118,14 +116,14 @@ def test_duplicates_are_pairs_with_the_same_three_texts() -> None:
 
 def test_a_sample_is_seeded_and_keeps_the_order() -> None:
     pairs = single_pairs(collection(*((f"{n}", ["a", "b", "c"]) for n in range(10))))
-    everything = [t.id or pair_of(t).model_dump_json() for group in pairs.trajectories for t in group]
-    chosen = sampled(pairs, 7, seed=4)
-    kept = [pair_of(t).model_dump_json() for group in chosen.trajectories for t in group]
+    everything = [t.id or pair_item(t).model_dump_json() for group in pairs.trajectories for t in group]
+    chosen = sampled_pairs(pairs, 7, seed=4)
+    kept = [pair_item(t).model_dump_json() for group in chosen.trajectories for t in group]
     assert len(kept) == 7
     assert kept == [text for text in everything if text in set(kept)]
-    assert sampled(pairs, 7, seed=4) == chosen != sampled(pairs, 7, seed=5)
-    assert sampled(pairs, 30, seed=4) is pairs
-    assert sampled(pairs, None, seed=4) is pairs
+    assert sampled_pairs(pairs, 7, seed=4) == chosen != sampled_pairs(pairs, 7, seed=5)
+    assert sampled_pairs(pairs, 30, seed=4) == pairs
+    assert chosen.dropped == {"max_pairs": len(everything) - 7}
 
 
 def test_what_cannot_be_trained_is_refused_in_a_sentence() -> None:
