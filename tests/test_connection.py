@@ -138,11 +138,11 @@ async def test_a_slow_upload_and_heartbeats_are_no_silence() -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
         for _ in range(5):
             writer.write(b": keep-alive\n\n")
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.4)
         writer.close()
 
     data = os.urandom(2**24)
-    async with server(answer) as address, connection(read_timeout=0.3) as made:
+    async with server(answer) as address, connection(read_timeout=1.5) as made:
         async with made.open("POST", address, data) as response:
             assert [line async for line in made.lines(response)] == [b": keep-alive\n", b"\n"] * 5
     assert received == data

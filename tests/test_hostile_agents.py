@@ -65,8 +65,9 @@ match row["id"]:
         cut(False)
         cut(True)
     case 8:  # it continues in its own session, and asks when the episode has ended
-        late = "import time, urllib.request; time.sleep(1.5); urllib.request.urlopen({!r}, {!r})"
-        code = late.format(base + "/chat/completions", json.dumps(asked).encode())
+        late = "import os, time, urllib.request\\nwhile os.getppid() == {}: time.sleep(0.1)\\ntime.sleep(1.5)\\n"
+        late += "urllib.request.urlopen({!r}, {!r})"
+        code = late.format(os.getpid(), base + "/chat/completions", json.dumps(asked).encode())
         subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=2, stdin=subprocess.DEVNULL)
 print("|" + status(json.dumps(asked).encode()))
 """

@@ -107,8 +107,9 @@ async def run_program(
     _running_groups.add(group)
     try:
         pipe: Any = transport.get_pipe_transport(0)
-        pipe.write(stdin)
-        pipe.close()
+        if not pipe.is_closing():  # as it is if the program has ended already
+            pipe.write(stdin)
+            pipe.close()
         async with asyncio.timeout(time_limit) as timer:
             await program.done.wait()
     except TimeoutError:
