@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from factories import pip_install
+from fake_nemo import CONFIG as CUSTOMIZATION_CONFIG
+from fake_nemo import FakeNeMo
 from fake_openai import FakeOpenAI
 from processes import run, serving
 
@@ -188,6 +190,33 @@ def test_finetune(installed: Path, write: Any, tmp_path: Path, llm: str) -> None
     assert len(calls) == 2 * 24 * 2
     assert {tuple(c["functions"]) for c in calls} == {("<workflow>", "drafting")}
     assert {c["policy_version"] for c in calls} == {0, 1}
+
+
+def test_preferences_on_customizer(installed: Path, write: Any, tmp_path: Path) -> None:
+    """The documented three `_type`s with the package's own steps; `nat eval` runs the same file."""
+    with FakeNeMo() as nemo, serving("backend", "--model", MODEL, "--port", "0") as (_, address):
+        clerk = {"_type": "openai", "model_name": "policy", "base_url": f"{address}/v1", "api_key": "none"}
+        adapter = {"entity_host": nemo.entity_host, "datastore_host": nemo.datastore_host, "namespace": "desk"}
+        adapter |= {"customization_config": CUSTOMIZATION_CONFIG, "poll_interval_seconds": 0.02}
+        parts = {
+            "trajectory_builders": {"pairs": {"_type": "dpo_traj_builder", "ttc_step_name": "desk_candidate"}},
+            "trainer_adapters": {"customizer": {"_type": "nemo_customizer_trainer_adapter", **adapter}},
+            "trainers": {"dpo": {"_type": "nemo_customizer_trainer"}},
+        }
+        names = {"trainer": "dpo", "trajectory_builder": "pairs", "trainer_adapter": "customizer"}
+        finetuning = {"enabled": True, "reward_function": {"name": "quality"}, "output_dir": "run", **names}
+        write({"llms": {"clerk": clerk | {"max_tokens": 6}}, **DESK, **parts, "finetuning": finetuning})
+        write([{"question": {"text": f"Row {i}", "drafts": 4}, "topic": "rows"} for i in range(6)], "rows.jsonl")
+        code, out, err = nat(tmp_path, "finetune", "--config_file", "config.yml", sites=(installed,))
+        assert code == 0, err
+        assert "job cust-0 is completed" in out
+        code, _, err = nat(tmp_path, "eval", "--config_file", "config.yml", sites=(installed,))
+        assert code == 0, err
+    records = [json.loads(line) for path in (tmp_path / "run/dataset").rglob("*.jsonl") for line in path.open()]
+    assert len(records) == read(tmp_path / "run/submission.json")["pairs"]["trained"] > 6
+    for record in records:
+        assert record["prompt"].startswith("row ")
+        assert record["chosen_response"] != record["rejected_response"]
 
 
 FUNCTION = """
