@@ -108,8 +108,8 @@ def test_the_line_of_an_epoch() -> None:
         "scores": {"right": 0.5, "short": None},
         "seconds": {"collect": 1.0, "train": 2.0, "validate": 0.0},
     }
-    report.epoch(1, 2, metrics(**values))
-    report.epoch(2, 2, metrics(avg_reward=1.0, scores={"right": 1.0}))
+    report.epoch(1, 2, metrics(**values), "episodes")
+    report.epoch(2, 2, metrics(avg_reward=1.0, scores={"right": 1.0}), "preference pairs")
     report.end_run()
     first, scores, second = file.getvalue().splitlines()
     assert first.startswith(

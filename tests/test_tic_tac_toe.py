@@ -198,7 +198,7 @@ async def test_games_follow_their_seed_and_opponent() -> None:
 async def test_random_play_scores_what_the_solver_says() -> None:
     rng = random.Random(0)
 
-    async def player(dialogue: list[dict[str, str]]) -> str:
+    async def player(dialogue: list[dict[str, str]], board: str) -> str:
         return prompts.write(int(rng.choice(free_in(dialogue))) - 1)
 
     games = [await play_game(Start(mark="XO"[seed % 2]), 0.5, player, 0, seed) for seed in range(4000)]
