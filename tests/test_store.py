@@ -16,8 +16,9 @@ from insitu.errors import ConfigError, InsituError
 from insitu.files import FolderLock
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
-from insitu.training.store import RUN_FILES, RunStore, call_records, restore_calls, set_aside
+from insitu.training.store import RUN_FILES, RunStore, set_aside
 from insitu.trajectories.builder import GroupRecord
+from insitu.trajectories.records import call_records, restore_calls
 
 
 def lines(path: Path) -> list[Any]:
