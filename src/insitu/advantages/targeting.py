@@ -55,6 +55,15 @@ def targeted_calls(
     ]
 
 
+def why_untargeted(calls: Sequence[ModelCall], targets: Collection[str], llms: Collection[str]) -> str:
+    """Why none of an episode's calls is trained."""
+    if any(call.llm in llms and call.token_ids is None and call.error is None for call in calls):
+        return "its model calls have no token ids: their server sends none"
+    called = {f"{call.llm or call.model} in {' > '.join(call.functions)}" for call in calls}
+    target = f"{' or '.join(sorted(llms))} in {' or '.join(targets)}"
+    return f"the model calls of {target} are trained; it called {', '.join(sorted(called)) or 'none'}"
+
+
 def _is_to_target_model(call: ModelCall, target_model: str | None, llms: Collection[str]) -> bool:
     if llms and call.llm is not None:
         return call.llm in llms

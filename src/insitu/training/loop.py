@@ -222,7 +222,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             policy_version=endpoint.version if endpoint is not None else None,
             seconds={"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         )
-        check_sampled(collection, endpoint)
+        check_sampled(self, self.needs, collection, endpoint)
         everything = collection
         collection, advantages = self._select(self.apply_curriculum_learning(collection, epoch))
         self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)

@@ -1,6 +1,7 @@
 """Reads the episodes of a run directory, group by group, without loading the whole run."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,9 +9,10 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from insitu.config import Config
 from insitu.errors import ConfigError, InsituError
 from insitu.files import read_line, read_object, whole_lines
-from insitu.schemas.episodes import FORMAT_VERSION, DropReason, Episode, EpisodeKey
+from insitu.schemas.episodes import FORMAT_VERSION, DropReason, Episode, EpisodeKey, Outcome
 from insitu.trajectories.records import restore_calls, restore_episode
 
 RESCORES = "rescores.jsonl"
@@ -109,13 +111,19 @@ class StoredRun(RunFolder):
     the recorded ones.
     """
 
-    def __init__(self, folder: Path, key: str = "", reward: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, key: str = "", reward: str | None = None, epochs: Sequence[int] | None = None
+    ) -> None:
         super().__init__(folder, key)
         self.reward = reward
-        self.epochs = sorted({group["epoch"] for group in self.records("groups.jsonl")})
-        """Epochs with complete groups."""
-        if not self.epochs:
+        complete = sorted({group["epoch"] for group in self.records("groups.jsonl")})
+        if not complete:
             raise ConfigError(f"{self._where} has no complete group yet")
+        self.epochs = complete if epochs is None else epochs
+        """Those to read, in this order."""
+        if missing := [epoch for epoch in self.epochs if epoch not in complete]:
+            known = ", ".join(map(str, complete[:_LISTED])) + " ..." * (len(complete) > _LISTED)
+            raise ConfigError(f"{self._where} has no complete group of epoch {missing[0]}; available: {known}")
         self._index: list[StoredGroup] | None = None
         self._calls: dict[str, Position] = {}
         self._scores: dict[str, dict[str, Any]] = {}
@@ -123,14 +131,8 @@ class StoredRun(RunFolder):
             self._scores = {name: record for (name, _), record in self.rescores(reward).items()}
             self._check_reward(reward)
 
-    def check_epochs(self, epochs: Iterable[int], key: str) -> None:
-        """Raises ConfigError if one has no complete group."""
-        if missing := [epoch for epoch in epochs if epoch not in self.epochs]:
-            known = ", ".join(map(str, self.epochs[:_LISTED])) + (" ..." if len(self.epochs) > _LISTED else "")
-            raise ConfigError(f"{key}: {self.folder} has no epoch {missing[0]}; available: {known}")
-
     def _check_reward(self, reward: str) -> None:
-        recorded = next((r["scores"] for r in self.records("episodes.jsonl") if r.get("scores")), {})
+        recorded: dict[str, Any] = next((r["scores"] for r in self.records("episodes.jsonl") if r.get("scores")), {})
         if not self._scores and reward not in recorded:
             known = sorted({*recorded, *(name for _, name in self.rescores())})
             raise ConfigError(
@@ -138,11 +140,18 @@ class StoredRun(RunFolder):
                 f"(`insitu trajectories rescore {self.folder} --evaluator NAME` adds scores)"
             )
 
-    def groups(self, epoch: int | None = None) -> list[StoredGroup]:
-        """The groups of an epoch, or all, in the order they were written."""
+    def groups(self, epoch: int) -> list[StoredGroup]:
+        """The groups of an epoch in the order they were written."""
         if self._index is None:
             self._index = self._build_index()
-        return [group for group in self._index if epoch in (None, group.epoch)]
+        return [group for group in self._index if group.epoch == epoch]
+
+    async def replay(self, run_id: str, epoch: int) -> AsyncIterator[list[Episode]]:
+        """The groups that an epoch of another run gets, as groups of that run."""
+        recorded = self.epochs[(epoch - 1) % len(self.epochs)]
+        for group in await asyncio.to_thread(self.groups, recorded):
+            episodes = await asyncio.to_thread(self.load, group)
+            yield [_renamed(episode, run_id, epoch) for episode in episodes]
 
     def _build_index(self) -> list[StoredGroup]:
         complete = {(group["epoch"], group["row_id"]) for group in self.records("groups.jsonl")}
@@ -197,12 +206,20 @@ class StoredRun(RunFolder):
         if given is not None:
             episode.step_rewards = given.get("step_scores")
             episode.scores = episode.scores | {evaluator: score}
-        if score is None and episode.reason is None:
+        if score is not None and episode.outcome is Outcome.OK:
+            episode.reason = episode.error = None
+        elif episode.reason is None:
             episode.reason = DropReason((given or {}).get("reason") or DropReason.NO_SCORE)
             episode.error = (given or {}).get("error") or f"{evaluator} has not scored this episode"
 
 
-def renamed(episode: Episode, run_id: str, epoch: int) -> Episode:
-    """The episode as one of this run; `source` keeps its name."""
+def _renamed(episode: Episode, run_id: str, epoch: int) -> Episode:
+    """The episode as one of another run; `source` keeps its name."""
     own = EpisodeKey(run_id, epoch, *episode.key[2:])
     return replace(episode, key=own, source=episode.key.text())
+
+
+def open_stored(config: Config, block: str, stored: StoredEpisodesConfig) -> StoredRun:
+    """The run that a trajectory builder reads. Raises ConfigError naming the key in its `block`."""
+    key = f"{block}.episodes_from"
+    return StoredRun(config.find_path(stored.run, key), key, stored.reward, stored.epochs)
