@@ -37,18 +37,24 @@ def _without_step(model: str) -> str:
 
 
 def targeted_calls(
-    calls: Sequence[ModelCall], targets: Collection[str], target_model: str | None, llms: Collection[str]
+    calls: Sequence[ModelCall],
+    targets: Collection[str],
+    target_model: str | None,
+    llms: Collection[str],
+    *,
+    as_text: bool = False,
 ) -> list[int]:
     """Positions in `calls` of the calls to train on.
 
-    Those are the calls that have token ids and no error, were made inside one of `targets`, and went to the target
-    model. `llms` are the selected keys of the `llms` section (see Config.trained_llms). The configured `target_model`
-    is compared only if `llms` is empty or the llm of the call is unknown.
+    Those are the calls that have token ids (a message, if they are trained `as_text`) and no error, were made inside
+    one of `targets`, and went to the target model. `llms` are the selected keys of the `llms` section (see
+    Config.trained_llms). The configured `target_model` is compared only if `llms` is empty or the llm of the call is
+    unknown.
     """
     return [
         position
         for position, call in enumerate(calls)
-        if call.token_ids
+        if (call.message is not None if as_text else call.token_ids)
         and call.error is None
         and is_targeted(call.functions, targets)
         and _is_to_target_model(call, target_model, llms)

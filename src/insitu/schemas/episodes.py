@@ -133,6 +133,7 @@ class DropReason(StrEnum):
     MAX_PAIRS = "max_pairs"  # beyond the configured maximum
     DUPLICATE_PAIR = "duplicate_pair"
     NOT_BEST = "not_best"  # of its row, for finetuning on the best episodes
+    NOT_TEXT = "not_text"  # a dialogue with images or other parts that an exported format cannot hold
 
 
 class Outcome(StrEnum):

@@ -37,7 +37,7 @@ from insitu.training.checks import EPISODES, PAIRS, TrainingNeeds, check_compone
 from insitu.training.metrics import EpochResult, collected_metrics, likely_causes, without_variance
 from insitu.training.plot import RewardPlot
 from insitu.training.report import Report, counts
-from insitu.training.store import RunStore, open_store, read_curriculum_state
+from insitu.training.store import RunStore, open_store, provenance, read_curriculum_state
 from insitu.training.traffic import Leftovers, PolicyTraffic
 from insitu.training.validation import Validation
 from insitu.training.warm_up import WarmUpConfig, read_demonstrations, warm_up
@@ -362,9 +362,9 @@ class InsituTrainer(UsesBuilder, Trainer):
         }
         if training := self.trainer_adapter.training_settings():
             settings["training"] = training
-        self.store.write(
-            "run.json", {"run_id": self.run_id, "insitu": __version__, "source": self._full_config.source, **settings}
-        )
+        about = {"run_id": self.run_id, "insitu": __version__, "source": self._full_config.source}
+        origin = provenance(self._full_config, getattr(self.trajectory_builder, "stored", None))
+        self.store.write("run.json", {**about, **origin, **settings})
         self.report.header(self.run_id, settings)
 
     def _select(self, collection: TrajectoryCollection) -> EstimatedEpoch:

@@ -5,13 +5,15 @@ episodes.jsonl           a line per episode as its group completes: outcome, rew
 calls.jsonl              a line per model call; a call that extends an earlier one holds only what it adds
 groups.jsonl             a line per group: rewards of its members, drops
 advantages.jsonl         a line per scored episode: the advantages of its calls, or why it was dropped
+rescores.jsonl           a line per score given later, by `insitu trajectories rescore`
 training_metrics.jsonl   a line per epoch
 reward_history.json      validation_history.json   curriculum_state.json   best.json   reward_plot.png
 backend/                 the embedded backend's log and checkpoints
 
-The first line of episodes, calls, groups and advantages names the format: {"format": 1}.
+The first line of episodes, calls, groups, advantages and rescores names the format: {"format": 1}.
 """
 
+import hashlib
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,12 +26,14 @@ from insitu.advantages.credit import CallAdvantages
 from insitu.algorithms.curriculum import CurriculumState
 from insitu.config import Config
 from insitu.errors import ConfigError, InsituError
+from insitu.evaluation.datasets import dataset_file
 from insitu.evaluation.run import dump_json, write_json
 from insitu.files import LOCK_FILE, FolderLock, LineFile, writable_folder
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.finetuning import Trajectory
 from insitu.trajectories.builder import GroupRecord
 from insitu.trajectories.records import call_records, episode_record
+from insitu.trajectories.stored import StoredRun
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +90,10 @@ class RunStore:
     Replaced files survive a power failure immediately, appended lines after `sync`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key: str = OUTPUT_DIR) -> None:
         self.folder = folder
-        self._path = writable_folder(folder, OUTPUT_DIR)  # the workflow may change the working directory
-        self._lock = FolderLock(folder, OUTPUT_DIR)
+        self._path = writable_folder(folder, key)  # the workflow may change the working directory
+        self._lock = FolderLock(folder, key)
         self._files: dict[str, LineFile] = {}
 
     def close(self) -> None:
@@ -158,6 +162,29 @@ class RunStore:
 
 def _line(record: Any) -> bytes:
     return dump_json(record, orjson.OPT_APPEND_NEWLINE)
+
+
+def dataset_record(file: Path) -> dict[str, str]:
+    """A dataset as `run.json` names it."""
+    with file.open("rb") as opened:
+        return {"file": str(file), "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+def provenance(config: Config, stored: StoredRun | None) -> dict[str, Any]:
+    """What later uses of the episodes of a run need to know: its rows, which calls it trains, and where from."""
+    finetuning = config.finetuning
+    if stored is not None:
+        dataset = stored.settings().get("dataset")
+    else:
+        asked = finetuning.run_configuration.dataset if finetuning.run_configuration is not None else None
+        known = asked is not None or config.eval.dataset is not None  # a plugin's builder may need none
+        dataset = dataset_record(dataset_file(config, asked)[0]) if known else None
+    llms, model = sorted(config.trained_llms()), finetuning.target_model
+    return {
+        "dataset": dataset,
+        "targets": {"functions": finetuning.target_functions, "model": model, "llms": llms},
+        "episodes_from": stored and {"run": str(stored.folder), "epochs": [*stored.epochs], "reward": stored.reward},
+    }
 
 
 def read_curriculum_state(path: Path, key: str) -> dict[str, Any]:

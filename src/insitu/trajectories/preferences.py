@@ -101,7 +101,7 @@ class DPOTrajectoryBuilder(EpisodesBuilder):
     def _pair(self, episode: Episode, number: int, pair: PreferencePair) -> Trajectory:
         name = f"{episode.key.text()}/pair {number}"
         made = Trajectory.model_construct(
-            episode=[_item(pair)],
+            episode=[documented_pair(pair)],
             reward=pair.score_diff if self.config.reward_from_score_diff else pair.chosen.score,
             shaped_rewards=None,
             metadata=_metadata(pair, episode) | {"turn_index": pair.chosen.turn_index},
@@ -128,7 +128,7 @@ class DPOFromGroupsBuilder(EpisodesBuilder):
         trajectories, dropped = super()._trajectories(episodes)
         by_id = {trajectory.id: trajectory for trajectory in trajectories}
         played = {e.key.generation: (e, t) for e in episodes if (t := by_id.get(e.key.text())) is not None}
-        pairs, dropped_pairs = preference_pairs([_dialogue(e, t) for e, t in played.values()], self._options)
+        pairs, dropped_pairs = preference_pairs([episode_candidate(e, t) for e, t in played.values()], self._options)
         made = []
         for number, pair in enumerate(pairs):
             (episode, best), (_, worst) = (played[side.candidate_index] for side in (pair.chosen, pair.rejected))
@@ -136,7 +136,7 @@ class DPOFromGroupsBuilder(EpisodesBuilder):
             rejected = episode_rows(worst, pair=name, preferred=False)
             made.append(
                 Trajectory.model_construct(
-                    episode=[_item(pair)],
+                    episode=[documented_pair(pair)],
                     reward=pair.score_diff,
                     shaped_rewards=None,
                     metadata=_metadata(pair, episode),
@@ -149,7 +149,8 @@ class DPOFromGroupsBuilder(EpisodesBuilder):
         return made, dropped + dropped_pairs
 
 
-def _item(pair: PreferencePair) -> DPOItem:
+def documented_pair(pair: PreferencePair) -> DPOItem:
+    """The texts of a pair."""
     prompt = _documented_prompt(pair.chosen.prompt)
     return DPOItem(prompt=prompt, chosen_response=pair.chosen.response, rejected_response=pair.rejected.response)
 
@@ -173,7 +174,7 @@ def _documented_prompt(prompt: list[dict[str, Any]] | str) -> list[OpenAIMessage
     return [OpenAIMessage(role=str(m.get("role")), content=text_content(m.get("content"))) for m in prompt]
 
 
-def _dialogue(episode: Episode, trajectory: Trajectory) -> CandidateStep:
+def episode_candidate(episode: Episode, trajectory: Trajectory) -> CandidateStep:
     """A whole episode as a candidate of its row: the first trained call's prompt, and what follows it."""
     first = episode.calls[trajectory.trained_calls[0]]
     return CandidateStep(

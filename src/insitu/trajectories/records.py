@@ -56,7 +56,7 @@ def restore_episode(record: Mapping[str, Any], calls: list[ModelCall]) -> Episod
         rewarded_functions=record.get("rewarded_functions") or [],
         failed_requests=record.get("failed_requests") or {},
         candidates=[_restore_candidate(candidate, calls) for candidate in record.get("candidates", ())],
-        source=record["episode"],
+        source=record.get("source"),
     )
 
 
