@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import polars
 import pytest
 from factories import disk_space, read_lines
 from test_inspection import Run, call, episode, failed, show, user
@@ -176,6 +175,8 @@ def test_openai(run: Path) -> None:
 
 def test_parquet(run: Path) -> None:
     """Every episode, with all that its run has recorded."""
+    import polars  # the environment with TRL, which uses this file too, has none
+
     target = run.parent / "episodes.parquet"
     done = show(run, "--format", "parquet", "--output", target, command="export")
     assert done.out == f"{target}: 6 records\n", done.err

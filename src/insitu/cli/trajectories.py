@@ -167,7 +167,7 @@ async def _rescore(rescoring: "Rescoring") -> None:
             report.end()
     scored = len(summary.scores)
     mean = f", mean {mean_ci95(summary.scores).mean:.4g}" if scored else ""
-    left_out = f"; {summary.failed_episodes} failed episodes have no output to score" * bool(summary.failed_episodes)
+    left_out = f"; failed episodes without an output: {summary.failed_episodes}" * bool(summary.failed_episodes)
     print(f"{rescoring.evaluator}: {scored} of {rescoring.episodes_in_total} episodes scored{mean}{left_out}")
     if summary.unscored:
         print(f"without a score: {counts(summary.unscored)}; the first, {summary.first_error}")

@@ -87,8 +87,8 @@ def open_rescoring(
     missing = {group.row_id for epoch in run.epochs for group in run.groups(epoch)} - by_id.keys()
     if missing:
         raise ConfigError(
-            f"{len(missing)} of the rows of {folder} are not in its dataset, such as {min(missing)!r}: "
-            "give the file they are in with --dataset"
+            f"{len(missing)} of the rows of {folder} are not in the dataset, such as {min(missing)!r}: "
+            "give their file with --dataset"
         )
     return Rescoring(run, config, by_id, evaluator)
 
