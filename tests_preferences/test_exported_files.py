@@ -19,6 +19,11 @@ from insitu.trajectories.stored import StoredRun
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the other libraries, on themselves
 
 
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model") / "llama")
@@ -45,11 +50,15 @@ def exported(folder: Path, format: str, *groups: list[Episode], **options: Any) 
     made.store.close()
     target = folder / f"{format}.{'parquet' if format == 'parquet' else 'jsonl'}"
     export(StoredRun(made.folder), format, target, ExportOptions(**options))
-    kind = "parquet" if format == "parquet" else "json"
-    loaded = load_dataset(kind, data_files=str(target), split="train", cache_dir=str(folder / "cache"))
-    if kind == "json":
-        assert [without_none(record) for record in loaded] == [without_none(line) for line in read_lines(target)]
+    if format == "parquet":
+        return load_dataset("parquet", data_files=str(target), split="train")
+    loaded = load_lines(target)
+    assert [without_none(record) for record in loaded] == [without_none(line) for line in read_lines(target)]
     return loaded
+
+
+def load_lines(file: Path) -> Dataset:
+    return load_dataset("json", data_files=str(file), split="train")
 
 
 def without_none(value: Any) -> Any:

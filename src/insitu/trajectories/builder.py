@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from insitu.advantages.targeting import credited_function, targeted_calls, why_untargeted
 from insitu.builder import Builder
@@ -53,16 +53,8 @@ class CollectingBuilderConfig(TrajectoryBuilderConfig):
     """Rows per epoch, taken in a seeded order over the dataset; none: all rows. A curriculum can only include rows it
     has seen: a row first seen between two expansions waits for the next."""
     episodes_from: StoredEpisodesConfig | None = None
-    """Train on the recorded episodes of an earlier run instead of running the workflow: a run directory, or a block."""
-
-    @model_validator(mode="after")
-    def _stored_groups_are_complete(self) -> Self:
-        given = self.model_fields_set & {"num_generations", "rows_per_epoch"}
-        if self.episodes_from is not None and given:
-            raise ValueError(
-                f"{min(given)} has no effect with episodes_from: the groups of that run are used as they are"
-            )
-        return self
+    """Train on the recorded episodes of an earlier run instead of running the workflow: a run directory, or a block.
+    The groups are used as they were recorded, whatever `num_generations` and `rows_per_epoch` say."""
 
 
 class EpisodesBuilderConfig(CollectingBuilderConfig, name="insitu_traj_builder"):
