@@ -1,5 +1,6 @@
 """Trajectory builders that read the episodes of an earlier run instead of running the workflow."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -182,4 +183,6 @@ async def test_trainers_train_recorded_episodes(
     assert [(m["job"], m["num_groups"]) for m in metrics] == [("completed", ROWS)] * 2
     sources = Counter(r["source"].split("/")[1] for r in read_lines(tmp_path / "run/episodes.jsonl")[1:])
     assert sources == {"1": 2 * ROWS, "2": 2 * ROWS}
-    assert (tmp_path / "run.1/episodes.jsonl").exists()
+    settings = json.loads((tmp_path / "run/run.json").read_text())
+    assert settings["episodes_from"] == {"run": str(tmp_path / "run.1"), "epochs": [1, 2], "reward": None}
+    assert settings["targets"] == {"functions": ["<workflow>"], "model": "player", "llms": ["player"]}

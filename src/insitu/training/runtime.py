@@ -270,7 +270,7 @@ def check_open_files(config: Config) -> None:
 async def _check_inputs(config: Config, request: FinetuneRunConfig) -> None:
     """Raises for bad inputs before an earlier run is moved aside and a backend is started."""
     ResultPath.parse(request.result_json_path)
-    builder = config.block(TRAJECTORY_BUILDER, str(config.finetuning.trajectory_builder))
+    builder = config.blocks.get((TRAJECTORY_BUILDER.section, str(config.finetuning.trajectory_builder)))
     if getattr(builder, "episodes_from", None) is None:
         load_dataset(config, request.dataset)
     if config.finetuning.validation is not None:
