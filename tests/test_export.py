@@ -257,9 +257,10 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(run: Path) -> None
         f"failed: nothing of {run} can be written as sft: 5 not_best, 1 timeout; the first: run_1/1/r1/3/0: "
         "EpisodeTimeout: no answer\n",
     )
-    with disk_space(100):
-        code, err = refused(run, "sft", output=free)
-    assert code == 1
-    assert "cannot be written: File too large" in err
+    for kind in ("sft", "parquet"):
+        with disk_space(100):
+            code, err = refused(run, kind, output=free)
+        assert code == 1
+        assert "cannot be written: File too large" in err
     assert taken.read_text() == "mine"
     assert sorted(p.name for p in folder.iterdir()) == ["run", "taken.jsonl"]

@@ -110,11 +110,12 @@ def new_file(target: Path, overwrite: bool = False) -> Iterator[Path]:
         yield draft
         if target.exists() and not overwrite:
             raise InsituError(f"{target} exists already; it is not overwritten")
-        sync_path(draft)
-        draft.replace(target)
-        sync_path(target.parent)
-    except OSError as error:
-        raise cannot_write(target, error) from error
+        try:
+            sync_path(draft)
+            draft.replace(target)
+            sync_path(target.parent)
+        except OSError as error:
+            raise cannot_write(target, error) from error
     finally:
         draft.unlink(missing_ok=True)
 

@@ -29,7 +29,6 @@ from insitu.schemas.finetuning import Trajectory
 from insitu.training.preference_trainers import SFTTrainerConfig
 from insitu.training.report import counts
 from insitu.training.table import write_table
-from insitu.trajectories.conversations import as_trajectory
 from insitu.trajectories.dialogues import (
     Dialogue,
     Messages,
@@ -253,7 +252,9 @@ class Exporter:
             functions, llms = targets["functions"], targets["llms"]
             trained = targeted_calls(episode.calls, functions, targets["model"], llms, as_text=True)
             if trained:
-                group.append((episode, as_trajectory(episode, trained)))
+                name, calls = _name(episode), episode.calls  # without the readable form, which takes longer to make
+                made = Trajectory.model_construct(id=name, reward=episode.reward, calls=calls, trained_calls=trained)
+                group.append((episode, made))
             else:
                 episode.error = why_untargeted(episode.calls, functions, llms)
                 self._drop(DropReason.NO_TARGET_CALLS if episode.calls else DropReason.NO_CALLS, episode)

@@ -1,15 +1,18 @@
 """The episodes of a run as a table in a parquet file, with everything that was recorded."""
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import contextmanager
+from io import BytesIO
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import orjson
 
-from insitu.errors import ConfigError, install_command
+from insitu.errors import ConfigError, InsituError, install_command
 from insitu.evaluation.run import dump_json
-from insitu.files import LineFile
+from insitu.files import cannot_write
 from insitu.schemas.episodes import Episode
 from insitu.trajectories.conversations import conversations
 from insitu.trajectories.records import call_records, episode_record
@@ -46,6 +49,8 @@ _COLUMNS = {
     "rescores": "json",
 }
 """Values whose shape differs between episodes are JSON."""
+_PART_ROWS = 500
+"""Episodes that are held in memory."""
 
 
 def write_table(run: StoredRun, path: Path) -> int:
@@ -54,18 +59,29 @@ def write_table(run: StoredRun, path: Path) -> int:
         import polars
     except ModuleNotFoundError as error:
         raise ConfigError(f"--format parquet needs the extra tables: {install_command('tables')}") from error
-    rows, written = path.with_name(path.name + ".jsonl"), 0
-    try:
-        with closing(LineFile(rows)) as file:
-            for record in _records(run):
-                file.append(dump_json(record, orjson.OPT_APPEND_NEWLINE))
-                written += 1
-        if written:
-            types = {name: _type(polars, kind) for name, kind in _COLUMNS.items()}
-            polars.scan_ndjson(rows, schema=types).sink_parquet(path)
-    finally:
-        rows.unlink(missing_ok=True)
+    types = {name: _type(polars, kind) for name, kind in _COLUMNS.items()}
+    records, written = _records(run), 0
+    with TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as folder, _writing(path, polars):
+        parts: list[Path] = []
+        while lines := [dump_json(record, orjson.OPT_APPEND_NEWLINE) for record in islice(records, _PART_ROWS)]:
+            parts.append(Path(folder) / f"{len(parts)}.parquet")
+            part = BytesIO()
+            polars.read_ndjson(b"".join(lines), schema=types).write_parquet(part)
+            parts[-1].write_bytes(part.getbuffer())
+            written += len(lines)
+        if parts:  # polars cannot append to a file, but join files without reading them as a whole
+            polars.scan_parquet(parts, low_memory=True).sink_parquet(path, row_group_size=_PART_ROWS)
     return written
+
+
+@contextmanager
+def _writing(path: Path, polars: Any) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    except polars.exceptions.PolarsError as error:
+        raise InsituError(f"{path} cannot be written: {error}") from error
 
 
 def _type(polars: Any, kind: str) -> Any:
