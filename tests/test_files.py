@@ -238,7 +238,9 @@ def test_without_locks_in_the_file_system_the_file_decides(tmp_path: Path, monke
 
 def test_a_new_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     survives, target = power_failures(monkeypatch), tmp_path / "records.jsonl"
+    (tmp_path / f".records.jsonl.{os.getpid()}.draft").write_text("of a process that was killed")
     with new_file(target) as draft:
+        assert not draft.exists()
         draft.write_text("1\n")
         assert not target.exists()
     assert survives(target)

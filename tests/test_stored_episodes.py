@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from factories import read_lines
+from test_inspection import Run, episode
 from test_preference_builders import ROWS, file
 from tiny_backend import Served
 
+from insitu.cli import main
 from insitu.config import load_config
 from insitu.errors import ConfigError, InsituError
 from insitu.plugin_api import Builder
@@ -186,3 +188,33 @@ async def test_trainers_train_recorded_episodes(
     settings = json.loads((tmp_path / "run/run.json").read_text())
     assert settings["episodes_from"] == {"run": str(tmp_path / "run.1"), "epochs": [1, 2], "reward": None}
     assert settings["targets"] == {"functions": ["<workflow>"], "model": "player", "llms": ["player"]}
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_preferences_are_valid_without_a_reward_function(
+    write: Any,
+    served: Served,
+    tmp_path: Path,
+    stored: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And recorded episodes without a dataset."""
+    monkeypatch.chdir(tmp_path)
+    builder: dict[str, Any] = {"_type": "dpo_traj_builder"}
+    if stored:
+        made = Run(tmp_path / "first")
+        made.add("r1", episode(0, "r1"))
+        made.store.close()
+        builder["episodes_from"] = "first"
+    path = project(write, served, builder)
+    if stored:
+        (tmp_path / "rows.jsonl").unlink()
+    options = ("trainers.t._type", "insitu_dpo_trainer"), ("trainer_adapters.a.training", "{method: dpo}")
+    words = [word for option in options for word in ("-o", *option)]
+    monkeypatch.setattr("sys.argv", ["insitu", "validate", str(path), *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    said = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert said[3:] == ["episodes: those of first" if stored else f"rows: {ROWS}", "training: player, 1 epoch"]

@@ -106,6 +106,7 @@ def new_file(target: Path, overwrite: bool = False) -> Iterator[Path]:
     Raises InsituError if the target cannot be written, or exists and `overwrite` is false.
     """
     draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
+    draft.unlink(missing_ok=True)  # of a process that was killed
     try:
         yield draft
         if target.exists() and not overwrite:

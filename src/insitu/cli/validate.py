@@ -34,21 +34,25 @@ def _summary(config: "Config", dataset: str | Path | None) -> list[str]:
     """What the file runs, and what it trains."""
     from insitu.evaluation.datasets import load_dataset
     from insitu.evaluation.validation import held_out_config
-    from insitu.registry import EVALUATOR, FUNCTION
+    from insitu.registry import EVALUATOR, FUNCTION, TRAJECTORY_BUILDER
     from insitu.schemas.components import WORKFLOW
 
     lines = [f"evaluators: {', '.join(config.names(EVALUATOR)) or 'none'}"]
     if WORKFLOW in config.names(FUNCTION):
         lines.insert(0, f"workflow: {config.workflow.type}")
-    if dataset is not None or config.eval.dataset is not None:
-        lines.append(f"rows: {len(load_dataset(config, dataset))}")
     finetuning = config.finetuning
+    builder = config.blocks.get((TRAJECTORY_BUILDER.section, str(finetuning.trajectory_builder)))
+    if (stored := getattr(builder, "episodes_from", None)) is not None:
+        lines.append(f"episodes: those of {stored.run}")
+    elif dataset is not None or config.eval.dataset is not None:
+        lines.append(f"rows: {len(load_dataset(config, dataset))}")
     if not finetuning.enabled:
         return [*lines, "training: finetuning.enabled is false"]
     if finetuning.validation is not None:
         held_out = load_dataset(held_out_config(config), finetuning.validation.dataset)
         lines.append(f"held-out rows: {len(held_out)}")
-    assert finetuning.reward_function is not None
+    reward = finetuning.reward_function
     trained = ", ".join(sorted(config.trained_llms()))
     epochs = f"{finetuning.num_epochs} epoch{'s' * (finetuning.num_epochs != 1)}"
-    return [*lines, f"training: {trained}, by the score of {finetuning.reward_function.name}, {epochs}"]
+    by_score = "" if reward is None else f"by the score of {reward.name}, "
+    return [*lines, f"training: {trained}, {by_score}{epochs}"]
