@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from insitu import registry as reg
 from insitu.config import EvalGeneralConfig, GeneralConfig
-from insitu.config.describing import HIDDEN, bounds, default, description, models_of, type_name
+from insitu.config.describing import bounds, default, description, models_of, shown_fields, type_name
 from insitu.registry import Kind, registry
 from insitu.schemas.finetuning import FinetuneConfig
 
@@ -54,12 +54,10 @@ def table(model: type[BaseModel]) -> Iterator[str]:
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     own = model.__annotations__
-    for name, field in sorted(
-        model.model_fields.items(), key=lambda item: (not item[1].is_required(), item[0] not in own)
-    ):
-        if name not in HIDDEN:
-            meaning = " ".join((field.description or "").split()).replace("|", "\\|")
-            yield f"| `{name}` | {type_name(field.annotation)}{bounds(field)} | {default(field)} | {meaning} |"
+    fields = shown_fields(model).items()
+    for name, field in sorted(fields, key=lambda item: (not item[1].is_required(), item[0] not in own)):
+        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        yield f"| `{name}` | {type_name(field.annotation)}{bounds(field)} | {default(field)} | {meaning} |"
 
 
 def section(title: str, model: type[BaseModel], path: str, level: int = 2) -> Iterator[str]:
@@ -67,11 +65,11 @@ def section(title: str, model: type[BaseModel], path: str, level: int = 2) -> It
     yield f"{'#' * level} {title}\n"
     if description(model):
         yield f"{description(model)}\n"
-    if set(model.model_fields) - HIDDEN:
+    if shown_fields(model):
         yield from table(model)
         yield ""
-    for name, field in model.model_fields.items():
-        for inner in () if name in HIDDEN else models_of(field.annotation):
+    for name, field in shown_fields(model).items():
+        for inner in models_of(field.annotation):
             yield from section(f"`{path}.{name}`", inner, f"{path}.{name}", level + 1)
 
 

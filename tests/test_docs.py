@@ -387,13 +387,19 @@ def test_the_page_of_frameworks_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -
     assert about == [(case.title, case.distribution, case.goes_on) for case in cases.values()]
 
 
-@pytest.mark.parametrize("name", ["finetune", "eval", "run", "validate", "trajectories show", "serve", "backend"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("finetune", "eval", "run", "validate", "serve", "backend"),
+        *("trajectories show", "trajectories export", "trajectories rescore"),
+    ],
+)
 def test_every_option_is_documented(name: str) -> None:
     text = (ROOT / "docs/reference/cli.md").read_text()
     section = text.partition(f"## `insitu {name}`")[2].partition("\n## ")[0]
     documented = set(re.findall(r"`(--?\w+)", "".join(line for line in section.splitlines() if line.startswith("|"))))
     options = (parameter for parameter in command(name).params if isinstance(parameter, click.Option))
-    real = {option for parameter in options for option in parameter.opts}
+    real = {option for parameter in options for option in (*parameter.opts, *parameter.secondary_opts)}
     assert documented == real
 
 
@@ -424,7 +430,7 @@ def check_files(folder: Path) -> None:
     run, evaluation = folder / "runs" / "desk", folder / ".tmp" / "insitu" / "eval"
     present = {path.name for path in run.iterdir()} - {"backend"}
     for name in present - {"reward_plot.png"}:
-        optional = {"continues"} if name == "calls.jsonl" else set()
+        optional = {"calls.jsonl": {"continues"}, "episodes.jsonl": {"candidates", "source"}}.get(name, set())
         assert keys_in(run / name) | optional == documented_keys(name), name
     assert "reward_plot.png" in present
     assert keys_in(evaluation / "workflow_output.json") == documented_keys("workflow_output.json")
@@ -433,4 +439,4 @@ def check_files(folder: Path) -> None:
     assert scores["average_score"] >= RISE[1], "the page's last evaluation is that of the best checkpoint"
     assert set(scores["eval_output_items"][0]) == documented_keys("<evaluator>_output.json")
     headings = set(re.findall(r"^## `([\w.]+\.\w+)`", (ROOT / "docs/reference/files.md").read_text(), re.MULTILINE))
-    assert headings - {"workflow_output.json"} == present
+    assert headings - {"workflow_output.json", "rescores.jsonl"} == present

@@ -21,6 +21,7 @@ from insitu.files import (
     LineFile,
     delete_drafts,
     delete_folder,
+    new_file,
     new_folder,
     read_line,
     whole_lines,
@@ -233,3 +234,28 @@ def test_without_locks_in_the_file_system_the_file_decides(tmp_path: Path, monke
     (tmp_path / LOCK_FILE).write_text(json.dumps(here | {"host": "node-7"}))
     with pytest.raises(ConfigError, match=rf"process {ended.pid} on node-7 .* if it does not, delete .*{LOCK_FILE}$"):
         FolderLock(tmp_path, "output_dir")
+
+
+def test_a_new_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    survives, target = power_failures(monkeypatch), tmp_path / "records.jsonl"
+    (tmp_path / f".records.jsonl.{os.getpid()}.draft").write_text("of a process that was killed")
+    with new_file(target) as draft:
+        assert not draft.exists()
+        draft.write_text("1\n")
+        assert not target.exists()
+    assert survives(target)
+    assert survives(tmp_path)
+    with pytest.raises(InsituError, match=r"records\.jsonl exists already; it is not overwritten"):
+        with new_file(target) as draft:
+            draft.write_text("2\n")
+    with suppress(InterruptedError), new_file(target, overwrite=True) as draft:
+        draft.write_text("3\n")
+        raise InterruptedError
+    assert target.read_text() == "1\n"
+    with new_file(target, overwrite=True) as draft:
+        draft.write_text("4\n")
+    assert target.read_text() == "4\n"
+    with pytest.raises(InsituError, match=r"x cannot be written: No such file or directory"):
+        with new_file(tmp_path / "x"):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]

@@ -27,8 +27,8 @@ from insitu.evaluation.episodes import EpisodeOptions, in_process, run_episode
 from insitu.gateway.server import Gateway
 from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
-from insitu.training.store import call_records, restore_calls
 from insitu.trajectories.conversations import conversations
+from insitu.trajectories.records import call_records, restore_calls
 from insitu.workflow.context import current_scope
 from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 

@@ -118,7 +118,7 @@ def test_the_line_of_an_epoch() -> None:
     )
     assert first.endswith(" s left")
     assert scores == "  scores: right 0.5, short -"
-    assert second == "epoch 2/2  reward 1  8 episodes  0.0+0.0+0.0 s"
+    assert second == "epoch 2/2  reward 1  8 preference pairs  0.0+0.0+0.0 s"
 
 
 async def turns() -> None:

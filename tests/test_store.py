@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from insitu.errors import ConfigError, InsituError
 from insitu.files import FolderLock
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
+from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
-from insitu.training.store import RUN_FILES, RunStore, call_records, restore_calls, set_aside
+from insitu.training.store import RUN_FILES, RunStore, set_aside
 from insitu.trajectories.builder import GroupRecord
+from insitu.trajectories.records import call_records, episode_record, restore_calls, restore_episode
 
 
 def lines(path: Path) -> list[Any]:
@@ -240,6 +241,36 @@ def episodes(draw: st.DrawFn) -> list[ModelCall]:
 def test_calls_come_back_as_they_were(calls: list[ModelCall]) -> None:
     stored = [orjson.loads(orjson.dumps(record)) for record in call_records("e", calls)]
     assert restore_calls(stored) == calls
+
+
+def test_episodes_come_back_with_their_candidates() -> None:
+    """The prompt of a candidate is stored with the call that sampled it, and only there."""
+    calls = conversation(3)
+    sampled = CandidateStep("t", 0, calls[2].messages, "answer 2", 0.5, turn_index=1, call=2)
+    reported = CandidateStep("t", 1, "question", "no", None)
+    made = Episode(
+        EpisodeKey("run/1", 2, "row/3", 4, 1),
+        Outcome.FAILED,
+        output={"a": 1},
+        calls=calls,
+        reason=DropReason.TIMEOUT,
+        error="late",
+        seconds=1.5,
+        reward=-1.0,
+        step_rewards=[0.0, 0.0, -1.0],
+        rewarded_functions=["play"],
+        scores={"score": None},
+        reasoning=["why"],
+        failed_requests={"http 503": 1},
+        candidates=[sampled, reported],
+        source="run/0/1/row/3/4/1",
+    )
+    record = orjson.loads(orjson.dumps(episode_record(made)))
+    assert ["prompt" in candidate for candidate in record["candidates"]] == [False, True]
+    assert restore_episode(record, calls) == made
+    plain = Episode(EpisodeKey("r", 1, "row", 0), Outcome.OK)
+    assert not episode_record(plain).keys() & {"candidates", "source"}
+    assert restore_episode(episode_record(plain), []) == plain
 
 
 def test_a_full_disk_is_told_by_the_name_of_the_file(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from insitu.errors import CaptureError
 from insitu.frameworks import async_client
 from insitu.toolkit.parsers.base_parser import parse_to_openai_messages
 from insitu.training.inspection import RunFiles
-from insitu.training.store import call_records, restore_calls
 from insitu.trajectories.conversations import conversations
+from insitu.trajectories.records import call_records, restore_calls
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 

@@ -17,7 +17,7 @@ from looker import answer_of
 from tiny_models import byte_tokenizer
 
 from insitu.schemas.episodes import ModelCall
-from insitu.training.store import restore_calls
+from insitu.trajectories.records import restore_calls
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

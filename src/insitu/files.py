@@ -1,6 +1,7 @@
 """Durable files: synced replacement, appended lines, tolerant reading, and folders that one process owns.
 
 write_file, new_folder    complete or absent at any time, even after a power failure
+new_file                  the same for a file of lines that is written bit by bit
 LineFile, whole_lines     appended lines; a last line torn by a crash is reported and dropped
 FolderLock                one process per folder, on one machine or on several that share it
 
@@ -96,6 +97,28 @@ def new_folder(target: Path) -> Iterator[Path]:
         sync_path(target.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_file(target: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Yields the path of a draft that becomes `target` on success and is deleted on failure.
+
+    Raises InsituError if the target cannot be written, or exists and `overwrite` is false.
+    """
+    draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
+    draft.unlink(missing_ok=True)  # of a process that was killed
+    try:
+        yield draft
+        if target.exists() and not overwrite:
+            raise InsituError(f"{target} exists already; it is not overwritten")
+        try:
+            sync_path(draft)
+            draft.replace(target)
+            sync_path(target.parent)
+        except OSError as error:
+            raise cannot_write(target, error) from error
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def delete_folder(folder: Path) -> None:
@@ -205,10 +228,14 @@ class LineFile:
         return kept
 
 
-def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbers and bytes of the lines of a file, without an incomplete last one, which is reported."""
+def whole_lines(path: Path, offset: int = 0, first: int = 1) -> Iterator[tuple[int, bytes]]:
+    """Numbers and bytes of the lines of a file, without an incomplete last one, which is reported.
+
+    Starts at a byte `offset`, where the line with number `first` begins.
+    """
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        file.seek(offset)
+        for number, line in enumerate(file, first):
             if line.endswith(b"\n"):
                 yield number, line
             else:

@@ -37,22 +37,37 @@ def _without_step(model: str) -> str:
 
 
 def targeted_calls(
-    calls: Sequence[ModelCall], targets: Collection[str], target_model: str | None, llms: Collection[str]
+    calls: Sequence[ModelCall],
+    targets: Collection[str],
+    target_model: str | None,
+    llms: Collection[str],
+    *,
+    as_text: bool = False,
 ) -> list[int]:
     """Positions in `calls` of the calls to train on.
 
-    Those are the calls that have token ids and no error, were made inside one of `targets`, and went to the target
-    model. `llms` are the selected keys of the `llms` section (see Config.trained_llms). The configured `target_model`
-    is compared only if `llms` is empty or the llm of the call is unknown.
+    Those are the calls that have token ids (a message, if they are trained `as_text`) and no error, were made inside
+    one of `targets`, and went to the target model. `llms` are the selected keys of the `llms` section (see
+    Config.trained_llms). The configured `target_model` is compared only if `llms` is empty or the llm of the call is
+    unknown.
     """
     return [
         position
         for position, call in enumerate(calls)
-        if call.token_ids
+        if (call.message is not None if as_text else call.token_ids)
         and call.error is None
         and is_targeted(call.functions, targets)
         and _is_to_target_model(call, target_model, llms)
     ]
+
+
+def why_untargeted(calls: Sequence[ModelCall], targets: Collection[str], llms: Collection[str]) -> str:
+    """Why none of an episode's calls is trained."""
+    if any(call.llm in llms and call.token_ids is None and call.error is None for call in calls):
+        return "its model calls have no token ids: their server sends none"
+    called = {f"{call.llm or call.model} in {' > '.join(call.functions)}" for call in calls}
+    target = f"{' or '.join(sorted(llms))} in {' or '.join(targets)}"
+    return f"the model calls of {target} are trained; it called {', '.join(sorted(called)) or 'none'}"
 
 
 def _is_to_target_model(call: ModelCall, target_model: str | None, llms: Collection[str]) -> bool:

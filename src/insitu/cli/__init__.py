@@ -12,7 +12,7 @@ _COMMANDS = {
     "eval": "Score a workflow on a dataset.",
     "run": "Run a workflow on one input.",
     "validate": "Check a file and its datasets; starts nothing.",
-    "trajectories": "Inspect the recorded episodes of a run.",
+    "trajectories": "Inspect, export and score the recorded episodes of a run.",
     "serve": "Serve a workflow for `--endpoint` and POST /generate.",
     "backend": "Serve and train a model: inference and training jobs on one port.",
     "info": "List the registered components and their keys.",

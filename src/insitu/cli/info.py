@@ -45,11 +45,9 @@ def components(names: tuple[str, ...]) -> None:
 
 def _keys(model: "type[BaseModel]", prefix: str, with_meaning: bool) -> Iterator[str]:
     """A line per key, those of nested blocks with dotted names."""
-    from insitu.config.describing import HIDDEN, bounds, default, models_of, type_name
+    from insitu.config.describing import bounds, default, models_of, shown_fields, type_name
 
-    for name, field in model.model_fields.items():
-        if name in HIDDEN:
-            continue
+    for name, field in shown_fields(model).items():
         inner = models_of(field.annotation)
         value = default(field).replace("`", "")
         value = "required" if value == "required" else f"default {value}"

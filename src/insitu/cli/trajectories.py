@@ -2,34 +2,25 @@
 
 import re
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from insitu.cli import consoles, options
+from insitu.cli.episode_view import MAX_CHARACTERS, View, print_episode, print_list
+
 if TYPE_CHECKING:
-    from insitu.schemas.episodes import ModelCall, TrainingRow
-    from insitu.training.inspection import RecordedEpisode
+    from insitu.training.export import ExportSummary
+    from insitu.training.rescoring import Rescoring
 
 _SORT_KEYS = ("reward", "seconds", "tokens", "calls")
-_MAX_CHARACTERS = 2000
-"""Longer messages are cut without --full."""
-
-
-class View(NamedTuple):
-    """What to print of an episode."""
-
-    calls: Container[int]
-    tokens: bool
-    full: bool
-    decode: "Callable[[Sequence[int]], str] | None" = None
-    """Token ids to text; None: unknown."""
+_EXPORT_FORMATS = ("preferences", "kto", "sft", "openai", "parquet")
 
 
 @click.group("trajectories")
 def command() -> None:
-    """Inspect the recorded episodes of a run."""
+    """Inspect, export and score the recorded episodes of a run."""
 
 
 def _parse_range(context: click.Context, option: click.Parameter, value: str | None) -> range | None:
@@ -56,7 +47,7 @@ def _parse_range(context: click.Context, option: click.Parameter, value: str | N
 @click.option("--calls", callback=_parse_range, help="Only these calls, such as 4, 4-7 or 4-.")
 @click.option("--tokens", is_flag=True, help="Print the tokens of the rows, sampled ones with their logprobs.")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="The folder of the model, if the run has none.")
-@click.option("--full", is_flag=True, help=f"Print messages longer than {_MAX_CHARACTERS} characters in full.")
+@click.option("--full", is_flag=True, help=f"Print messages longer than {MAX_CHARACTERS} characters in full.")
 def show(
     run_dir: Path,
     epoch: int | None,
@@ -85,7 +76,7 @@ def show(
     if reverse:
         found.reverse()
     if len(found[:limit]) > 1:
-        _list(found[:limit], len(found))
+        print_list(found[:limit], len(found))
         return
     recorded = files.load(found[0].record)
     indices = [call.index for call in recorded.calls]
@@ -96,218 +87,89 @@ def show(
     folder = tokenizer or files.tokenizer()
     decode = load_decoder(folder) if tokens and folder is not None else None
     view = View(range(sys.maxsize) if calls is None else calls, tokens, full, decode)
-    for section in (_header, _calls, _conversations, _rows):
-        for line in section(recorded, view):
-            click.echo(line)
+    print_episode(recorded, view)
 
 
-def _list(episodes: list["RecordedEpisode"], matching: int) -> None:
-    from insitu.training.inspection import TrainingStatus
+@command.command("export", short_help="Write the episodes as training data for other tools.")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--format", "format_", type=click.Choice(_EXPORT_FORMATS), required=True, help="What to write.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="The file to write.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+@click.option("--epoch", type=click.IntRange(min=1), multiple=True, help="Only this epoch; may be repeated.")
+@click.option("--reward", metavar="NAME", help="The evaluator whose scores are the rewards.")
+@click.option("--min_reward", type=float, help="sft, openai: only episodes with at least this reward.")
+@click.option("--best", type=click.IntRange(min=1), help="sft, openai: the best N episodes of each row.  [default: 1]")
+@click.option("--desirable_above", type=float, help="kto: the reward above which episodes are desirable.")
+@click.option(
+    "--pairs",
+    type=click.Choice(("candidates", "episodes")),
+    help="preferences: between candidates, or episodes.",
+)
+@click.option("--exhaustive/--best_vs_worst", default=None, help="preferences: all pairs, or one of a turn or row.")
+@click.option("--min_diff", type=click.FloatRange(min=0), help="preferences: the smallest difference of scores.")
+@click.option("--max_pairs", type=click.IntRange(min=1), help="preferences: the most pairs of a turn or row.")
+def export(
+    run_dir: Path,
+    format_: str,
+    output: Path,
+    force: bool,
+    epoch: tuple[int, ...],
+    reward: str | None,
+    **selection: Any,
+) -> None:
+    """Write the episodes of RUN_DIR as training data for other tools. Prints how many records were dropped, and why."""
+    from insitu.training.export import ExportOptions, export
+    from insitu.trajectories.stored import StoredRun
 
-    width = max(len(_escape(episode.record["episode"])) for episode in episodes)
-    for episode in episodes:
-        record, status, reason = episode.record, str(episode.status), episode.reason
-        if episode.status is TrainingStatus.DROPPED:
-            status = f"dropped: {reason}"
-        elif reason:
-            status = f"{status}  {record['outcome']}: {reason}"
-        columns = [
-            _escape(record["episode"]).ljust(width),
-            f"reward {_format_number(record['reward'])}".ljust(13),
-            f"{record['calls']} call{'s' * (record['calls'] != 1)}".ljust(8),
-            status,
-        ]
-        click.echo("  ".join(columns))
-    if sys.stdout.isatty():
-        shown = f"{len(episodes)} of {matching}" if len(episodes) < matching else str(matching)
-        click.echo(f"{shown} episodes; choose one with --epoch, --row and --generation, or --episode")
-
-
-def _format_number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4g}"
-
-
-def _header(episode: "RecordedEpisode", view: View) -> Iterator[str]:
-    record = episode.record
-    yield click.style(f"episode {_escape(record['episode'])}", bold=True)
-    columns = [
-        record["outcome"] + (f": {record['reason']}" if record["reason"] else ""),
-        f"reward {_format_number(record['reward'])}",
-        f"{record['prompt_tokens']} prompt + {record['sampled_tokens']} sampled tokens",
-        f"policy version {', '.join(map(str, record['policy_versions'])) or 'unknown'}",
-        f"{record['seconds']:.2f} s",
-    ]
-    yield f"  {'  '.join(columns)}"
-    if record["error"]:
-        yield click.style(f"  {_format_text(record['error'], view)}", fg="red")
-    if record["attempt"]:
-        yield f"  attempt {record['attempt'] + 1}; earlier attempts failed"
-    if failed := record.get("failed_requests"):
-        yield f"  failed requests: {', '.join(f'{n} {_escape(reason)}' for reason, n in failed.items())}"
-    if (group := episode.group) is not None:
-        members = zip(group["episodes"], group["rewards"], strict=True)
-        rewards = ((name == record["episode"], _format_number(reward)) for name, reward in members)
-        text = ", ".join(f"[{reward}]" if own else reward for own, reward in rewards)
-        dropped = ", ".join(f"{n} {reason}" for reason, n in group["dropped"].items())
-        yield f"  group rewards: {text or 'none'}{dropped and f'; dropped: {dropped}'}"
-    yield f"  {_format_training(episode)}"
-    if record["outcome"] == "ok" or record["output"] is not None:
-        yield f"  answer: {_format_text(record['output'], view)}"
+    run = StoredRun(run_dir, "RUN_DIR", reward, epoch or None)
+    summary = export(run, format_, output, ExportOptions(**selection), force)
+    _print_summary(summary, output)
 
 
-def _format_training(episode: "RecordedEpisode") -> str:
-    from insitu.training.inspection import TrainingStatus
+def _print_summary(summary: "ExportSummary", output: Path) -> None:
+    from insitu.training.report import counts
 
-    counts = f"trained with {len(episode.advantages)} of {len(episode.calls)} calls"
-    if episode.status is TrainingStatus.TRAINED:
-        credit, advantages = episode.settings.get("credit"), episode.settings.get("advantages")
-        if not isinstance(advantages, dict):
-            return counts
-        discount = "" if credit == "episode" else f"discount {episode.settings['discount']:g}, "
-        baseline, scale = advantages["baseline"], advantages["scale"]
-        return f"{counts}; credit {credit}, {discount}baseline {baseline}, scale {scale}"
-    if episode.status is TrainingStatus.SENT:
-        return f"{counts}, sent with the episode's reward; the server computed the advantages"
-    job = (episode.epoch or {}).get("job")
-    explanation = {
-        TrainingStatus.DROPPED: f"dropped: {episode.reason}",
-        TrainingStatus.PENDING: "not trained yet: its epoch is running or was interrupted",
-        TrainingStatus.JOB_FAILED: f"not trained: the job of epoch {episode.record['epoch']} is {job}",
-        TrainingStatus.UNKNOWN: "unknown whether it was trained: this run has no record of advantages",
-    }
-    return click.style(explanation[episode.status], fg="yellow")
+    dropped = {reason: count for reason, count in summary.dropped.items() if count}
+    print(f"{output}: {summary.written} records" + (f"; dropped: {counts(dropped)}" if dropped else ""))
+    if summary.first_error is not None:
+        print(f"the first error, of episode {summary.first_error}")
 
 
-def _calls(episode: "RecordedEpisode", view: View) -> Iterator[str]:
-    yield from ("", click.style("calls", bold=True))
-    row_numbers = {index: number for number, row in enumerate(episode.rows, 1) for index in row.calls}
-    start = min((call.started for call in episode.calls), default=0.0)
-    for position, call in enumerate(episode.calls):
-        if call.index not in view.calls:
-            continue
-        functions = " > ".join(call.functions) or "no function"
-        tools = [str((tool.get("function") or tool).get("name")) for tool in call.tools or ()]
-        reward = episode.step_reward(position)
-        columns = [
-            f"{call.index:>4}",
-            _escape(f"{call.llm or call.model} in {functions}"),
-            f"{call.started - start:.2f}-{call.ended - start:.2f} s",
-            f"{_token_count(call, 'prompt')} + {_token_count(call, 'completion')} tokens",
-            _escape(call.finish_reason or ""),
-            f"choice {call.choice}" if call.choice else "",
-            _escape(f"tools {', '.join(tools)}") if tools else "",
-            click.style(_escape(call.error), fg="red") if call.error else "",
-            "" if reward is None else f"reward {_format_number(reward)}",
-            _format_advantage(episode, call, row_numbers),
-            f"row {row_numbers[call.index]}" if call.index in row_numbers else "",
-        ]
-        yield "  ".join(column for column in columns if column)
+@command.command("rescore", short_help="Score the episodes again, with any evaluator.")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--evaluator", required=True, metavar="NAME", help="A key of `eval.evaluators`.")
+@click.option("--config_file", type=click.Path(path_type=Path), help="The evaluator's file.  [default: the run's]")
+@click.option("--dataset", type=click.Path(path_type=Path), help="The rows of the episodes.  [default: the run's]")
+@options.override
+def rescore(
+    run_dir: Path, evaluator: str, config_file: Path | None, dataset: Path | None, override: tuple[tuple[str, str], ...]
+) -> None:
+    """Score the episodes of RUN_DIR again and append the scores to it; what it has recorded does not change."""
+    from insitu.training.event_loop import run_async
+    from insitu.training.rescoring import open_rescoring
+
+    run_async(_rescore(open_rescoring(run_dir, evaluator, config_file, dataset, override)))
 
 
-def _format_advantage(episode: "RecordedEpisode", call: "ModelCall", in_rows: Container[int]) -> str:
-    if not episode.advantages:
-        return ""
-    if call.index not in episode.advantages:
-        return "context" if call.index in in_rows else "not trained"
-    advantage = episode.advantages[call.index]
-    return click.style("sent" if advantage is None else f"advantage {advantage:+.4g}", fg="green")
+async def _rescore(rescoring: "Rescoring") -> None:
+    from insitu.algorithms.statistics import mean_ci95
+    from insitu.builder import Builder
+    from insitu.errors import InsituError
+    from insitu.training.report import Report, counts
+    from insitu.training.rescoring import rescore
 
-
-def _token_count(call: "ModelCall", kind: str) -> Any:
-    """From the token ids if captured, or else from the server's `usage`."""
-    ids = call.prompt_token_ids if kind == "prompt" else call.token_ids
-    return (call.usage or {}).get(f"{kind}_tokens", "?") if ids is None else len(ids)
-
-
-def _conversations(episode: "RecordedEpisode", view: View) -> Iterator[str]:
-    from insitu.trajectories.conversations import conversations
-
-    for number, turns in enumerate(conversations(episode.calls), 1):
-        # one span per call: from the turn after the previous call to the completion of this one
-        ends = [position for position, turn in enumerate(turns) if turn.call is not None]
-        spans = zip([0, *(end + 1 for end in ends)], ends, strict=False)
-        visible = [(start, end) for start, end in spans if getattr(turns[end].call, "index", None) in view.calls]
-        if visible:
-            yield from ("", click.style(f"conversation {number}", bold=True))
-        printed = 0
-        for start, end in visible:
-            if start > printed:
-                yield f"  ... {start - printed} messages"
-            printed = end + 1
-            for message, call in turns[start:printed]:
-                role = f"{message.get('role')}" if call is None else f"{message.get('role')} [call {call.index}]"
-                text = _format_text(_message_text(message), view, indent=4)
-                yield f"  {click.style(_escape(role), fg=None if call is None else 'green')}: {text}"
-
-
-def _message_text(message: dict[str, Any]) -> str:
-    content = message.get("content")
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    lines = [f"[reasoning] {reasoning}"] if reasoning else []
-    for part in content if isinstance(content, list) else [content]:
-        if part is not None:
-            lines.append(str(part.get("text", f"[{part.get('type')}]") if isinstance(part, dict) else part))
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        lines.append(f"-> {function.get('name')}({function.get('arguments')})")
-    return "\n".join(line for line in lines if line)
-
-
-def _rows(episode: "RecordedEpisode", view: View) -> Iterator[str]:
-    from insitu.training.inspection import TrainingStatus
-
-    note = "" if episode.advantages else " if all calls were trained"
-    if None in episode.advantages.values():
-        note = " by exact prefix; the server builds its own"
-    in_training = episode.status in (TrainingStatus.TRAINED, TrainingStatus.SENT)
-    verb = "trained" if in_training else "to train" if episode.advantages else "sampled"
-    yield from ("", click.style(f"rows{note}", bold=True))
-    calls = {call.index: call for call in episode.calls}
-    rows = [(number, row) for number, row in enumerate(episode.rows, 1) if any(i in view.calls for i in row.calls)]
-    for number, row in rows:
-        indices = ", ".join(map(str, row.calls))
-        yield f"  row {number}: calls {indices}; {len(row.token_ids)} tokens, {sum(row.loss_mask)} of them {verb}"
-        if view.tokens:
-            yield from _tokens(row, [calls[index] for index in row.calls], view)
-    if not rows:
-        yield "  none: the token ids of these calls are unknown"
-    elif view.tokens and view.decode is None:
-        yield "  the texts of the tokens are unknown: name the folder of the model with --tokenizer"
-
-
-def _tokens(row: "TrainingRow", calls: list["ModelCall"], view: View) -> Iterator[str]:
-    """The tokens of a row: for each call the context since the previous one, then the sampled tokens."""
-
-    def text(ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids)) if view.decode is None else repr(view.decode(ids))
-
-    printed = 0
-    for call in calls:
-        start = len(call.prompt_token_ids or ())
-        end = start + len(call.token_ids or ())
-        context, printed = row.token_ids[printed:start], end
-        if call.index not in view.calls:
-            continue
-        if context:
-            yield f"    context, {len(context)} token{'s' * (len(context) > 1)}: {_escape(text(context))}"
-        sampled = row.token_ids[start:end]
-        if any(row.loss_mask[start:end]):
-            pairs = zip(sampled, row.logprobs[start:end], strict=True)
-            tokens = " ".join(f"{_escape(text([token]))} ({logprob:.3f})" for token, logprob in pairs)
-            yield click.style(f"    call {call.index}: {tokens}", fg="green")
-        else:
-            yield f"    call {call.index}, context: {_escape(text(sampled))}"
-
-
-def _format_text(value: Any, view: View, indent: int = 2) -> str:
-    """A text with its further lines indented, cut without --full."""
-    text = value if isinstance(value, str) else repr(value)
-    omitted = 0 if view.full else max(len(text) - _MAX_CHARACTERS, 0)
-    more = f" ... {omitted} more characters (--full)" if omitted else ""
-    lines = text[: len(text) - omitted].split("\n")
-    return ("\n" + " " * indent).join(map(_escape, lines)) + more
-
-
-def _escape(value: str) -> str:
-    """Escapes control characters."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+    report = Report(consoles.results())
+    async with Builder(rescoring.config) as builder:
+        report.begin(f"scoring with {rescoring.evaluator}", rescoring.episodes_in_total)
+        try:
+            summary = await rescore(rescoring, builder, report.advance)
+        finally:
+            report.end()
+    scored = len(summary.scores)
+    mean = f", mean {mean_ci95(summary.scores).mean:.4g}" if scored else ""
+    left_out = f"; failed episodes without an output: {summary.failed_episodes}" * bool(summary.failed_episodes)
+    print(f"{rescoring.evaluator}: {scored} of {rescoring.episodes_in_total} episodes scored{mean}{left_out}")
+    if summary.unscored:
+        print(f"without a score: {counts(summary.unscored)}; the first, {summary.first_error}")
+    if not scored:
+        raise InsituError("nothing could be scored")

@@ -34,15 +34,18 @@ def _summary(config: "Config", dataset: str | Path | None) -> list[str]:
     """What the file runs, and what it trains."""
     from insitu.evaluation.datasets import load_dataset
     from insitu.evaluation.validation import held_out_config
-    from insitu.registry import EVALUATOR, FUNCTION
+    from insitu.registry import EVALUATOR, FUNCTION, TRAJECTORY_BUILDER
     from insitu.schemas.components import WORKFLOW
 
     lines = [f"evaluators: {', '.join(config.names(EVALUATOR)) or 'none'}"]
     if WORKFLOW in config.names(FUNCTION):
         lines.insert(0, f"workflow: {config.workflow.type}")
-    if dataset is not None or config.eval.dataset is not None:
-        lines.append(f"rows: {len(load_dataset(config, dataset))}")
     finetuning = config.finetuning
+    builder = config.blocks.get((TRAJECTORY_BUILDER.section, str(finetuning.trajectory_builder)))
+    if (stored := getattr(builder, "episodes_from", None)) is not None:
+        lines.append(f"episodes: those of {stored.run}")
+    elif dataset is not None or config.eval.dataset is not None:
+        lines.append(f"rows: {len(load_dataset(config, dataset))}")
     if not finetuning.enabled:
         return [*lines, "training: finetuning.enabled is false"]
     if finetuning.validation is not None:

@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu import registry as reg
 from insitu.advantages.targeting import matching_llms
-from insitu.config.keys import holds_secret, references, unknown_keys
+from insitu.config.keys import holds_secret, is_set_by_run, references, unknown_keys
 from insitu.config.yaml_loader import expand, override, parse_yaml, type_name
 from insitu.errors import ConfigError, PluginError
 from insitu.registry import Kind, not_found, registry
 from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, TypedBaseModel
-from insitu.schemas.finetuning import FinetuneConfig, RewardFunctionConfig, TrainerAdapterConfig
+from insitu.schemas.finetuning import FinetuneConfig, TrainerAdapterConfig
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ class _Validator:
             if name not in known
         ]
         reward = registration.config_type.model_fields.get("reward")
-        if "reward" in block and reward is not None and reward.annotation == RewardFunctionConfig | None:
+        if "reward" in block and reward is not None and is_set_by_run("reward", reward):
             self._unused(f"{where}.reward", "finetuning.reward_function")
             block = {key: value for key, value in block.items() if key != "reward"}
         return self._model(registration.config_type, block, where)

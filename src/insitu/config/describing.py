@@ -9,12 +9,20 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from insitu.config.keys import is_set_by_run
 from insitu.schemas.components import ComponentRef
 
 TYPE_NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", Path: "path", SecretStr: "string"}
 BOUNDS = {Ge: "at least {}", Gt: "above {}", Le: "at most {}", Lt: "below {}"}
-HIDDEN = {"type", "reward", "run_configuration"}
-"""Fields that a file does not set."""
+
+
+def shown_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields that a file sets."""
+    return {
+        name: field
+        for name, field in model.model_fields.items()
+        if name not in ("type", "run_configuration") and not is_set_by_run(name, field)
+    }
 
 
 def models_of(annotation: Any) -> list[type[BaseModel]]:

@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from insitu.registry import not_found
 from insitu.schemas.components import ComponentRef
+from insitu.schemas.finetuning import RewardFunctionConfig
 
 
 def unknown_keys(model: type[BaseModel], node: Mapping[str, Any], where: str) -> Iterator[str]:
@@ -19,7 +20,13 @@ def unknown_keys(model: type[BaseModel], node: Mapping[str, Any], where: str) ->
         if key in fields:
             yield from _unknown_in(fields[key].annotation, value, f"{where}.{key}")
         elif not allows_more:
-            yield not_found(f"{where}: key", str(key), sorted(f for f in fields if f != "reward"))
+            known = sorted(name for name, field in fields.items() if not is_set_by_run(name, field))
+            yield not_found(f"{where}: key", str(key), known)
+
+
+def is_set_by_run(name: str, field: FieldInfo) -> bool:
+    """Whether a field is the documented `reward` of components, which holds `finetuning.reward_function`."""
+    return name == "reward" and field.annotation == RewardFunctionConfig | None
 
 
 def _keys(model: type[BaseModel], name: str, field: FieldInfo) -> list[str]:

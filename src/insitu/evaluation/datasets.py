@@ -3,6 +3,7 @@
 import codecs
 import csv
 import json
+import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -115,12 +116,8 @@ for _name, _reader in (
 _BY_SUFFIX = {".json": "json", ".jsonl": "jsonl", ".csv": "csv", ".parquet": "parquet", ".xls": "xls", ".xlsx": "xls"}
 
 
-def load_dataset(config: Config, path: str | Path | None = None, answered: bool = False) -> list[EvalInputItem]:
-    """The rows of the configured dataset, or of `path` in the format of its suffix, in file order.
-
-    `answered`: also reads precomputed answers, steps and repetitions, as in `workflow_output.json`. Raises ConfigError
-    naming the file and row for a missing key, a row that is not a mapping, invalid steps, or a duplicate id.
-    """
+def dataset_file(config: Config, path: str | Path | None = None) -> tuple[Path, str]:
+    """The file of the configured dataset, or of `path`, and the name of its format."""
     shape = config.eval.dataset
     if path is not None:
         file, where = Path(path), "dataset"
@@ -131,10 +128,19 @@ def load_dataset(config: Config, path: str | Path | None = None, answered: bool 
         file, kind, where = Path(shape.file_path), shape.type, "eval.general.dataset.file_path"
     else:
         raise ConfigError(f"{config.source}: eval.general.dataset is missing, and no dataset was given")
+    return config.find_path(file, where), kind
+
+
+def load_dataset(config: Config, path: str | Path | None = None, answered: bool = False) -> list[EvalInputItem]:
+    """The rows of the configured dataset, or of `path` in the format of its suffix, in file order.
+
+    `answered`: also reads precomputed answers, steps and repetitions, as in `workflow_output.json`. Raises ConfigError
+    naming the file and row for a missing key, a row that is not a mapping, invalid steps, or a duplicate id.
+    """
+    file, kind = dataset_file(config, path)
     registration = registry.find(DATASET, kind)
     if registration is None:
         raise ConfigError(registry.unknown(DATASET, "eval.general.dataset: _type", kind))
-    file = config.find_path(file, where)
     try:
         items = _items(dataset_config(config), file, registration.factory(file), answered)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
@@ -142,6 +148,16 @@ def load_dataset(config: Config, path: str | Path | None = None, answered: bool 
     if not items:
         raise ConfigError(f"dataset {file} has no rows")
     return items
+
+
+def rows_of_epoch(rows: list[EvalInputItem], size: int, epoch: int, seed: int) -> list[EvalInputItem]:
+    """At most `size` rows of an epoch in the order they are run: shuffled passes over the dataset."""
+    total = len(rows)
+    positions = range((epoch - 1) * size, epoch * size)
+    passes = {p // total for p in (positions[0], positions[-1])}
+    orders = {p: random.Random(f"{seed}|dataset|{p}").sample(rows, total) for p in passes}
+    chosen = (orders[p // total][p % total] for p in positions)
+    return list({str(row.id): row for row in chosen}.values())  # the last row of a pass may be the first of the next
 
 
 def dataset_config(config: Config) -> FileDatasetConfig:

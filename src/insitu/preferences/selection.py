@@ -1,5 +1,6 @@
 """Chooses what a preference job trains on: distinct pairs, desirable and undesirable episodes, or the best of a row."""
 
+import hashlib
 import random
 from collections.abc import Mapping, Sequence
 
@@ -10,18 +11,24 @@ from insitu.schemas.episodes import DropReason
 from insitu.schemas.finetuning import DPOItem, Trajectory, TrajectoryCollection
 
 
+class Duplicates:
+    """Recognises pairs with the texts of an earlier one."""
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+
+    def repeats(self, pair: DPOItem) -> bool:
+        text = hashlib.blake2b(pair.model_dump_json().encode(), digest_size=16).digest()
+        found = text in self._seen
+        self._seen.add(text)
+        return found
+
+
 def distinct_pairs(collection: TrajectoryCollection) -> TrajectoryCollection:
     """Drops pairs with the texts of an earlier one."""
-    seen: set[str] = set()
-
-    def reason(pair: Trajectory) -> DropReason | None:
-        text = pair_item(pair).model_dump_json()
-        if text in seen:
-            return DropReason.DUPLICATE_PAIR
-        seen.add(text)
-        return None
-
-    return drop_trajectories(collection, reason)
+    seen = Duplicates()
+    reason = DropReason.DUPLICATE_PAIR
+    return drop_trajectories(collection, lambda pair: reason if seen.repeats(pair_item(pair)) else None)
 
 
 def sampled_pairs(collection: TrajectoryCollection, count: int, seed: int) -> TrajectoryCollection:
@@ -38,29 +45,36 @@ def pair_item(pair: Trajectory) -> DPOItem:
     return pair.episode[0]
 
 
+def desirable(group: Sequence[Trajectory], threshold: float | None) -> list[bool | None]:
+    """Whether each episode is desirable for KTO: above the threshold, or without one above the group's mean reward.
+
+    None: at it.
+    """
+    limit = sum(t.reward for t in group) / len(group) if threshold is None else threshold
+    return [None if _equal(t.reward, limit) else t.reward > limit for t in group]
+
+
 def labeled_episodes(collection: TrajectoryCollection, threshold: float | None) -> TrajectoryCollection:
     """Episodes with rows for KTO: desirable above the threshold, undesirable below, dropped at it.
 
     Without a threshold an episode is compared with the mean reward of its group.
     """
-    limits = {
-        id(t): sum(m.reward for m in group) / len(group) if threshold is None else threshold
-        for group in collection.trajectories
-        for t in group
-    }
-    kept = drop_trajectories(collection, lambda t: DropReason.NO_VARIANCE if _equal(t.reward, limits[id(t)]) else None)
-    return _with_rows(kept, {id(t): t.reward > limits[id(t)] for group in kept.trajectories for t in group})
+    labels: dict[int, bool | None] = {}
+    for group in collection.trajectories:
+        labels |= zip(map(id, group), desirable(group, threshold), strict=True)
+    kept = drop_trajectories(collection, lambda t: DropReason.NO_VARIANCE if labels[id(t)] is None else None)
+    return _with_rows(kept, labels)
+
+
+def best_of_group(group: Sequence[Trajectory], count: int, min_reward: float | None) -> list[Trajectory]:
+    """The `count` best episodes, if their reward is at least `min_reward`; of equal ones the first."""
+    ranked = sorted(group, key=lambda t: -t.reward)
+    return [t for t in ranked[:count] if min_reward is None or t.reward >= min_reward]
 
 
 def best_episodes(collection: TrajectoryCollection, count: int, min_reward: float | None) -> TrajectoryCollection:
-    """The `count` best episodes of each row, if their reward is at least `min_reward`: rejection sampling.
-
-    Of episodes with equal rewards the first are kept.
-    """
-    kept = set()
-    for group in collection.trajectories:
-        ranked: Sequence[Trajectory] = sorted(group, key=lambda t: -t.reward)
-        kept |= {id(t) for t in ranked[:count] if min_reward is None or t.reward >= min_reward}
+    """The `count` best episodes of each row, if their reward is at least `min_reward`: rejection sampling."""
+    kept = {id(t) for group in collection.trajectories for t in best_of_group(group, count, min_reward)}
     best = drop_trajectories(collection, lambda t: None if id(t) in kept else DropReason.NOT_BEST)
     return _with_rows(best, {})
 
@@ -69,7 +83,7 @@ def _equal(reward: float, limit: float) -> bool:
     return abs(reward - limit) <= 1e-9 * max(abs(reward), abs(limit), 1.0)
 
 
-def _with_rows(collection: TrajectoryCollection, preferred: Mapping[int, bool]) -> TrajectoryCollection:
+def _with_rows(collection: TrajectoryCollection, preferred: Mapping[int, bool | None]) -> TrajectoryCollection:
     groups = [
         [t.model_copy(update={"rows": episode_rows(t, preferred=preferred.get(id(t)))}) for t in group]
         for group in collection.trajectories

@@ -133,6 +133,7 @@ class DropReason(StrEnum):
     MAX_PAIRS = "max_pairs"  # beyond the configured maximum
     DUPLICATE_PAIR = "duplicate_pair"
     NOT_BEST = "not_best"  # of its row, for finetuning on the best episodes
+    NOT_TEXT = "not_text"  # a dialogue with images or other parts that an exported format cannot hold
 
 
 class Outcome(StrEnum):
@@ -208,5 +209,7 @@ class Episode:
     """Completions requested by all attempts, by URL of the server; those of failed requests too."""
     candidates: list[CandidateStep] = field(default_factory=list)
     """Those of its targeted functions and llms; only preference builders read them from the steps."""
+    source: str | None = None
+    """The name of the recorded episode that this is, if it was read from another run."""
     abandoned_attempts: int = 0
     """Attempts whose code ignored its cancellation, so that it may still run."""

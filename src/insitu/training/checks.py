@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from insitu.errors import BackendError, ConfigError, PluginError
+from insitu.errors import BackendError, ConfigError, PluginError, TrajectoryError
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.schemas.finetuning import PolicyEndpoint, TrajectoryCollection
 from insitu.trajectories.builder import EpisodesBuilder
@@ -33,8 +33,11 @@ def check_components(trainer: Trainer, needs: TrainingNeeds, computes_advantages
         if builder.makes_pairs != needs.pairs:
             made, trained = (PAIRS, EPISODES) if builder.makes_pairs else (EPISODES, PAIRS)
             raise ConfigError(f"trajectory_builders: {builder.config.type} makes {made}, but {name} trains {trained}")
-        if needs.groups:
-            builder.check_comparable(name)
+        if needs.groups and builder.stored is None and builder.config.num_generations < 2:
+            raise ConfigError(
+                f"{builder.block}.num_generations is 1, but {name} compares the episodes of a row with one another; "
+                "allowed: 2 or more"
+            )
     method = adapter.training_settings().get("method", needs.method)
     if method != needs.method:
         raise ConfigError(
@@ -47,24 +50,36 @@ def check_components(trainer: Trainer, needs: TrainingNeeds, computes_advantages
         )
 
 
-def check_sampled(collection: TrajectoryCollection, served: PolicyEndpoint | None) -> None:
+def check_sampled(
+    trainer: Trainer, needs: TrainingNeeds, trained: TrajectoryCollection, served: PolicyEndpoint | None
+) -> None:
     """Raises BackendError if a call to train on was not sampled from the served policy version.
 
-    If a call reports no version, its requested model name must match.
+    If a call reports no version, its requested model name must match. Recorded episodes may be of any version, except
+    for GRPO, for which TrajectoryError is raised.
     """
-    if served is None or served.version is None:
+    stored = getattr(trainer.trajectory_builder, "stored", None)
+    if served is None or served.version is None or (stored is not None and needs.method != "grpo"):
         return
     name = served.model.removesuffix(f"@{served.version}")
-    for trajectory in (t for group in collection.trajectories for t in group):
+    for trajectory in (t for group in trained.trajectories for t in group):
         for call in (trajectory.calls[index] for index in trajectory.trained_calls):
             version = call.policy_version
             unreported = version is None and call.model in (name, f"{name}@{served.version}")
-            if version != served.version and not unreported:
-                raise BackendError(
-                    f"episode {trajectory.id}: a call to train on requested model {call.model!r} and was sampled at "
-                    f"policy version {version}, but the adapter trains {name!r}, which is at version "
-                    f"{served.version}; use an llm of _type: policy"
+            if version == served.version or unreported:
+                continue
+            if stored is not None:
+                raise TrajectoryError(
+                    f"the episodes of {stored.folder} cannot be trained by {trainer.trainer_config.type}, which needs "
+                    f"those of the served weights: episode {trajectory.id} was sampled at policy version {version}, "
+                    f"the backend serves version {served.version}; insitu_dpo_trainer, insitu_kto_trainer and "
+                    "insitu_sft_trainer train episodes of any version"
                 )
+            raise BackendError(
+                f"episode {trajectory.id}: a call to train on requested model {call.model!r} and was sampled at "
+                f"policy version {version}, but the adapter trains {name!r}, which is at version "
+                f"{served.version}; use an llm of _type: policy"
+            )
 
 
 def new_version(epoch: int, before: int | None, served: PolicyEndpoint | None) -> int | None:

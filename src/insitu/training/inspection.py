@@ -9,13 +9,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from insitu.advantages.estimator import rows_of
-from insitu.errors import ConfigError, InsituError, install_command
-from insitu.files import read_line, read_object, whole_lines
-from insitu.schemas.episodes import FORMAT_VERSION, ModelCall, TrainingRow
-from insitu.training.store import restore_calls
+from insitu.errors import ConfigError, install_command
+from insitu.schemas.episodes import ModelCall, TrainingRow
+from insitu.trajectories.records import restore_calls
+from insitu.trajectories.stored import RunFolder
 
 _SUGGESTIONS = 5
 _OPTIONS = {"episode": "--episode", "epoch": "--epoch", "row_id": "--row", "generation": "--generation"}
@@ -50,6 +48,8 @@ class RecordedEpisode:
     group: Mapping[str, Any] | None = None
     epoch: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    rescores: Sequence[Mapping[str, Any]] = ()
+    """Its latest line in `rescores.jsonl` of each evaluator."""
 
     @property
     def advantages(self) -> dict[int, float | None]:
@@ -104,22 +104,17 @@ class RecordedEpisode:
         return rewards[position] if rewards[position] or (function_rewarded and trained) else None
 
 
-class RunFiles:
+class RunFiles(RunFolder):
     """The files of a finished, running or interrupted run. Raises ConfigError if the folder has none."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        if not (folder / "episodes.jsonl").is_file():
-            raise ConfigError(
-                f"{folder} is not a run directory: episodes.jsonl is missing (it is written to "
-                "finetuning.output_dir when the first group completes)"
-            )
-        self._groups = {(group["epoch"], group["row_id"]): group for group in self._records("groups.jsonl")}
-        self._epochs = {metrics["epoch"]: metrics for metrics in self._lines("training_metrics.jsonl")}
+        super().__init__(folder)
+        self._groups = {(group["epoch"], group["row_id"]): group for group in self.records("groups.jsonl")}
+        self._epochs = {metrics["epoch"]: metrics for metrics in self.lines("training_metrics.jsonl")}
 
     def find(self, **filters: str | int | None) -> list[dict[str, Any]]:
         """Lines of `episodes.jsonl` with these values. Raises ConfigError with similar values if there are none."""
-        records = list(self._records("episodes.jsonl"))
+        records = list(self.records("episodes.jsonl"))
         if not records:
             raise ConfigError(f"{self.folder} has no episode yet")
         applied: list[str] = []
@@ -137,15 +132,14 @@ class RunFiles:
     def load(self, record: Mapping[str, Any]) -> RecordedEpisode:
         """The complete episode of a line of `episodes.jsonl`."""
         name = record["episode"]
-        training = next(self._records("advantages.jsonl", name), None)
-        path = self.folder / "run.json"
-        settings = read_object(path) if path.is_file() else {}
-        calls = restore_calls(self._records("calls.jsonl", name))
-        return self._episode(record, training, calls=calls, settings=settings)
+        training = next(self.records("advantages.jsonl", name), None)
+        calls = restore_calls(self.records("calls.jsonl", name))
+        rescores = [*self.rescores(episode=name).values()]
+        return self._episode(record, training, calls=calls, settings=self.settings(), rescores=rescores)
 
     def summaries(self, records: list[dict[str, Any]]) -> Iterator[RecordedEpisode]:
         """Many episodes, without calls and settings."""
-        training = {line["episode"]: line for line in self._records("advantages.jsonl")}
+        training = {line["episode"]: line for line in self.records("advantages.jsonl")}
         return (self._episode(record, training.get(record["episode"])) for record in records)
 
     def tokenizer(self) -> Path | None:
@@ -156,22 +150,6 @@ class RunFiles:
     def _episode(self, record: Mapping[str, Any], training: Mapping[str, Any] | None, **fields: Any) -> RecordedEpisode:
         group, epoch = self._groups.get((record["epoch"], record["row_id"])), self._epochs.get(record["epoch"])
         return RecordedEpisode(record, training=training, group=group, epoch=epoch, **fields)
-
-    def _records(self, name: str, episode: str | None = None) -> Iterator[dict[str, Any]]:
-        """The records of a file, or only those of one episode."""
-        lines = self._lines(name, b"" if episode is None else orjson.dumps(episode))
-        header = next(lines, None)
-        if header is not None and header != {"format": FORMAT_VERSION}:
-            version = header.get("format", "unknown")
-            raise InsituError(f"{self.folder / name} has format {version}; supported: {FORMAT_VERSION}")
-        return (record for record in lines if episode is None or record["episode"] == episode)
-
-    def _lines(self, name: str, substring: bytes = b"") -> Iterator[dict[str, Any]]:
-        """The first line of a file and those that contain `substring`."""
-        path = self.folder / name
-        for number, line in whole_lines(path) if path.is_file() else ():
-            if number == 1 or substring in line:
-                yield read_line(path, number, line)
 
 
 SORT_KEYS: dict[str, Callable[[Mapping[str, Any]], float]] = {

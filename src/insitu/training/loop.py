@@ -35,7 +35,7 @@ from insitu.training.config import InsituTrainerConfig, WarmUpConfig
 from insitu.training.metrics import JOB_METRICS, EpochResult, collected_metrics, likely_causes, without_variance
 from insitu.training.plot import RewardPlot
 from insitu.training.report import Report, counts
-from insitu.training.store import RunStore, open_store, read_curriculum_state
+from insitu.training.store import RunStore, open_store, provenance, read_curriculum_state
 from insitu.training.traffic import Leftovers, PolicyTraffic
 from insitu.training.validation import Validation
 from insitu.training.warm_up import read_demonstrations, warm_up
@@ -197,7 +197,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             policy_version=endpoint.version if endpoint is not None else None,
             seconds={"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         )
-        check_sampled(collection, endpoint)
+        check_sampled(self, self.needs, collection, endpoint)
         everything = collection
         collection, advantages = self._select(self.apply_curriculum_learning(collection, epoch))
         self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)
@@ -330,9 +330,9 @@ class InsituTrainer(UsesBuilder, Trainer):
 
     def _write_run_file(self, num_epochs: int) -> None:
         settings = self._run_settings(num_epochs)
-        self.store.write(
-            "run.json", {"run_id": self.run_id, "insitu": __version__, "source": self._full_config.source, **settings}
-        )
+        about = {"run_id": self.run_id, "insitu": __version__, "source": self._full_config.source}
+        origin = provenance(self._full_config, getattr(self.trajectory_builder, "stored", None))
+        self.store.write("run.json", {**about, **origin, **settings})
         self.report.header(self.run_id, settings)
 
     def _run_settings(self, num_epochs: int) -> dict[str, Any]:

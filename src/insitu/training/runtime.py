@@ -28,7 +28,7 @@ from insitu.evaluation.shared_run import RunState, share
 from insitu.evaluation.validation import held_out_config
 from insitu.http_limits import raise_file_limit
 from insitu.interfaces import Trainer, TrainerAdapter
-from insitu.registry import EVALUATOR, FUNCTION, LLM, TRAINER_ADAPTER, not_found
+from insitu.registry import EVALUATOR, FUNCTION, LLM, TRAINER_ADAPTER, TRAJECTORY_BUILDER, not_found
 from insitu.schemas.finetuning import (
     FinetuneRunConfig,
     TrainerAdapterConfig,
@@ -273,7 +273,9 @@ def check_open_files(config: Config) -> None:
 async def _check_inputs(config: Config, request: FinetuneRunConfig) -> None:
     """Raises for bad inputs before an earlier run is moved aside and a backend is started."""
     ResultPath.parse(request.result_json_path)
-    load_dataset(config, request.dataset)
+    builder = config.blocks.get((TRAJECTORY_BUILDER.section, str(config.finetuning.trajectory_builder)))
+    if getattr(builder, "episodes_from", None) is None:
+        load_dataset(config, request.dataset)
     if config.finetuning.validation is not None:
         held_out, reward = held_out_config(config), config.finetuning.reward_function
         try:

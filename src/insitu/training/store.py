@@ -5,16 +5,17 @@ episodes.jsonl           a line per episode as its group completes: outcome, rew
 calls.jsonl              a line per model call; a call that extends an earlier one holds only what it adds
 groups.jsonl             a line per group: rewards of its members, drops
 advantages.jsonl         a line per scored episode: the advantages of its calls, or why it was dropped
+rescores.jsonl           a line per score given later, by `insitu trajectories rescore`
 training_metrics.jsonl   a line per epoch
 reward_history.json      validation_history.json   curriculum_state.json   best.json   reward_plot.png
 backend/                 the embedded backend's log and checkpoints
 
-The first line of episodes, calls, groups and advantages names the format: {"format": 1}.
+The first line of episodes, calls, groups, advantages and rescores names the format: {"format": 1}.
 """
 
+import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ from insitu.advantages.credit import CallAdvantages
 from insitu.algorithms.curriculum import CurriculumState
 from insitu.config import Config
 from insitu.errors import ConfigError, InsituError
+from insitu.evaluation.datasets import dataset_file
 from insitu.evaluation.run import dump_json, write_json
 from insitu.files import LOCK_FILE, FolderLock, LineFile, writable_folder
-from insitu.schemas.episodes import FORMAT_VERSION, Episode, ModelCall
+from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.finetuning import Trajectory
 from insitu.trajectories.builder import GroupRecord
+from insitu.trajectories.records import call_records, episode_record
+from insitu.trajectories.stored import StoredRun
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +92,10 @@ class RunStore:
     Replaced files survive a power failure immediately, appended lines after `sync`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key: str = OUTPUT_DIR) -> None:
         self.folder = folder
-        self._path = writable_folder(folder, OUTPUT_DIR)  # the workflow may change the working directory
-        self._lock = FolderLock(folder, OUTPUT_DIR)
+        self._path = writable_folder(folder, key)  # the workflow may change the working directory
+        self._lock = FolderLock(folder, key)
         self._files: dict[str, LineFile] = {}
 
     def close(self) -> None:
@@ -162,89 +166,27 @@ def _line(record: Any) -> bytes:
     return dump_json(record, orjson.OPT_APPEND_NEWLINE)
 
 
-def episode_record(episode: Episode) -> dict[str, Any]:
-    """The record of one episode, from which every table, plot and total is derived."""
-    calls = episode.calls
-    versions = {call.policy_version for call in calls if call.policy_version is not None}
+def dataset_record(file: Path) -> dict[str, str]:
+    """A dataset as `run.json` names it."""
+    with file.open("rb") as opened:
+        return {"file": str(file), "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+def provenance(config: Config, stored: StoredRun | None) -> dict[str, Any]:
+    """What later uses of the episodes of a run need to know: its rows, which calls it trains, and where from."""
+    finetuning = config.finetuning
+    if stored is not None:
+        dataset = stored.settings().get("dataset")
+    else:
+        asked = finetuning.run_configuration.dataset if finetuning.run_configuration is not None else None
+        known = asked is not None or config.eval.dataset is not None  # a plugin's builder may need none
+        dataset = dataset_record(dataset_file(config, asked)[0]) if known else None
+    llms, model = sorted(config.trained_llms()), finetuning.target_model
     return {
-        "episode": episode.key.text(),
-        "epoch": episode.key.epoch,
-        "row_id": episode.key.row_id,
-        "generation": episode.key.generation,
-        "attempt": episode.key.attempt,
-        "outcome": episode.outcome,
-        "reason": episode.reason,
-        "error": episode.error,
-        "output": episode.output,
-        "reward": episode.reward,
-        "step_rewards": episode.step_rewards,
-        "rewarded_functions": episode.rewarded_functions,
-        "scores": episode.scores,
-        "reasoning": episode.reasoning,
-        "policy_versions": sorted(versions),
-        "calls": len(calls),
-        "failed_requests": episode.failed_requests,
-        "prompt_tokens": sum(len(call.prompt_token_ids or ()) for call in calls),
-        "sampled_tokens": sum(len(call.token_ids or ()) for call in calls),
-        "seconds": round(episode.seconds, 4),
+        "dataset": dataset,
+        "targets": {"functions": finetuning.target_functions, "model": model, "llms": llms},
+        "episodes_from": stored and {"run": str(stored.folder), "epochs": [*stored.epochs], "reward": stored.reward},
     }
-
-
-_CALL_FIELDS = tuple(f.name for f in fields(ModelCall))
-
-
-def call_records(episode: str, calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
-    """Calls as stored: `continues` is the index of an earlier call whose messages and tokens are a prefix of this.
-
-    `messages` and `prompt_token_ids` then hold only the rest, so that the size of a conversation is linear in its
-    length, not quadratic. `restore_calls` is the inverse.
-    """
-    records = []
-    for index, call in enumerate(calls):
-        record = {"episode": episode, **{name: getattr(call, name) for name in _CALL_FIELDS}}
-        prefix = _prefix_of(calls, index)
-        if prefix is not None:
-            before = calls[prefix]
-            record["continues"] = prefix
-            record["messages"] = call.messages[len(before.messages) :]
-            record["prompt_token_ids"] = (call.prompt_token_ids or [])[len(_tokens(before)) :]
-        records.append(record)
-    return records
-
-
-def restore_calls(records: Iterable[dict[str, Any]]) -> list[ModelCall]:
-    """The calls of one episode from its lines of `calls.jsonl`."""
-    calls: list[ModelCall] = []
-    for record in records:
-        values = {name: record[name] for name in _CALL_FIELDS}
-        if "continues" in record:
-            before = calls[record["continues"]]
-            values["messages"] = before.messages + values["messages"]
-            values["prompt_token_ids"] = _tokens(before) + values["prompt_token_ids"]
-        values["functions"] = tuple(values["functions"])
-        calls.append(ModelCall(**values))
-    return calls
-
-
-def _tokens(call: ModelCall) -> list[int]:
-    return (call.prompt_token_ids or []) + (call.token_ids or [])
-
-
-def _prefix_of(calls: Sequence[ModelCall], index: int) -> int | None:
-    """The latest earlier call whose messages and tokens are a prefix of those of call `index`."""
-    call = calls[index]
-    for earlier in range(index - 1, -1, -1):
-        before = calls[earlier]
-        n, tokens = len(before.messages), _tokens(before)
-        if (
-            before.token_ids is not None
-            and call.prompt_token_ids is not None
-            and len(call.messages) > n
-            and call.messages[:n] == before.messages
-            and call.prompt_token_ids[: len(tokens)] == tokens
-        ):
-            return earlier
-    return None
 
 
 def read_curriculum_state(path: Path, key: str) -> dict[str, Any]:

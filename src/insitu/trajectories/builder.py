@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
@@ -11,11 +10,11 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from insitu.advantages.targeting import credited_function, targeted_calls
+from insitu.advantages.targeting import credited_function, targeted_calls, why_untargeted
 from insitu.builder import Builder
 from insitu.errors import CaptureError, ConfigError, PluginError, TrajectoryError
 from insitu.evaluation.collector import collect, open_workflow
-from insitu.evaluation.datasets import load_dataset
+from insitu.evaluation.datasets import load_dataset, rows_of_epoch
 from insitu.evaluation.episodes import EpisodeOptions, ResultPath, fail, run_episode
 from insitu.evaluation.evaluators import ALLOWED_REWARDS, is_reward, parse_score, score
 from insitu.evaluation.shared_run import UsesBuilder, builder_of_run, current_run
@@ -30,7 +29,8 @@ from insitu.schemas.finetuning import (
     TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
-from insitu.trajectories.conversations import main_conversation
+from insitu.trajectories.conversations import as_trajectory
+from insitu.trajectories.stored import StoredEpisodesConfig, StoredRun, open_stored
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,9 @@ class CollectingBuilderConfig(TrajectoryBuilderConfig):
     rows_per_epoch: int | None = Field(default=None, ge=1)
     """Rows per epoch, taken in a seeded order over the dataset; none: all rows. A curriculum can only include rows it
     has seen: a row first seen between two expansions waits for the next."""
+    episodes_from: StoredEpisodesConfig | None = None
+    """Train on the recorded episodes of an earlier run instead of running the workflow: a run directory, or a block.
+    The groups are used as they were recorded, whatever `num_generations` and `rows_per_epoch` say."""
 
 
 class EpisodesBuilderConfig(CollectingBuilderConfig, name="insitu_traj_builder"):
@@ -107,11 +110,16 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         self._last_epoch = 0
         self._unscored: set[str] = set()
         """Evaluators that have failed to score an episode."""
+        self.stored: StoredRun | None = None
+        """The run whose episodes are used instead of running the workflow."""
         if self._given_builder is not None:
             self._check()
 
     def _check(self) -> None:
         """Raises ConfigError before an earlier run is moved aside and a backend is started."""
+        if self.config.episodes_from is not None:
+            self.stored = open_stored(self._full_config, self.block, self.config.episodes_from)
+            return
         if self.needs_reward and self._full_config.finetuning.reward_function is None:
             raise ConfigError("finetuning.reward_function is missing: training needs the name of an evaluator")
         for llm in sorted(self._full_config.trained_llms()):
@@ -121,21 +129,23 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
                     "(each episode gets its own seed, derived from general.seed)"
                 )
 
-    def check_comparable(self, trainer: str) -> None:
-        """Raises ConfigError if there is nothing to compare an episode with."""
-        if self.config.num_generations < 2:
-            key = f"trajectory_builders.{self._full_config.finetuning.trajectory_builder}.num_generations"
-            raise ConfigError(
-                f"{key} is 1, but {trainer} compares the episodes of a row with one another; allowed: 2 or more"
-            )
+    @property
+    def block(self) -> str:
+        """The key of its block in the file."""
+        return f"trajectory_builders.{self._full_config.finetuning.trajectory_builder}"
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
+        if self.config.episodes_from is not None:  # opened again: the run may have been moved aside for this one
+            self.stored = await asyncio.to_thread(open_stored, self._full_config, self.block, self.config.episodes_from)
+            return
         asked = run_config.run_configuration
         self._rows = await asyncio.to_thread(load_dataset, self._full_config, asked.dataset if asked else None)
 
     @property
-    def episodes_per_epoch(self) -> int:
+    def episodes_per_epoch(self) -> int | None:
+        if self.stored is not None:
+            return None
         return self.config.num_generations * min(self.config.rows_per_epoch or len(self._rows), len(self._rows))
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
@@ -186,14 +196,8 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         logger.info("run %s: collected %s", run_id, metrics)
 
     def rows_of_epoch(self, epoch: int) -> list[EvalInputItem]:
-        """The rows of an epoch in the order they are run: shuffled passes over the dataset."""
-        total, seed = len(self._rows), self._full_config.general.seed
-        size = min(self.config.rows_per_epoch or total, total)
-        positions = range((epoch - 1) * size, epoch * size)
-        passes = {p // total for p in (positions[0], positions[-1])}
-        orders = {p: random.Random(f"{seed}|dataset|{p}").sample(self._rows, total) for p in passes}
-        rows = (orders[p // total][p % total] for p in positions)
-        return list({str(row.id): row for row in rows}.values())  # the last row of a pass may be the first of the next
+        size = min(self.config.rows_per_epoch or len(self._rows), len(self._rows))
+        return rows_of_epoch(self._rows, size, epoch, self._full_config.general.seed)
 
     @property
     def _reward_function(self) -> RewardFunctionConfig | None:
@@ -218,6 +222,8 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
 
         Returns what went wrong; raises PluginError if the evaluator fails on all of them and failures are excluded.
         """
+        if self.stored is not None:
+            return None
         evaluators, options = await self._evaluators_and_options()
         service, episode = self.run_config.run_configuration, None
         async with open_workflow(self._builder, service, self._full_config.trained_llms(), current_run()) as attempt:
@@ -235,6 +241,9 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
 
     async def _collect(self, run_id: str, collection: _Collection) -> None:
         """Runs the epoch's rows x generations, waits for episodes, and passes each group on with its last episode."""
+        if self.stored is not None:
+            await self._read_stored(self.stored, run_id, collection)
+            return
         evaluators, options = await self._evaluators_and_options()
         tasks = [
             (row, EpisodeKey(run_id, collection.epoch, str(row.id), generation))
@@ -243,8 +252,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         ]
 
         async def finish(row: EvalInputItem, episode: Episode) -> None:
-            if collection.vocab_size is not None and episode.outcome is Outcome.OK:
-                self._check_vocabulary(episode, collection.vocab_size)
+            self._check_vocabulary(episode, collection.vocab_size)
             await self._reward(episode, row, evaluators)
 
         service, limit = self.run_config.run_configuration, self._full_config.max_concurrency
@@ -259,12 +267,23 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
             group = waiting.setdefault(episode.key.row_id, [])
             group.append(episode)
             if len(group) == self.config.num_generations:
-                record = self._group(waiting.pop(episode.key.row_id))
-                for member in group:
-                    member.steps = []  # no longer needed; an epoch of steps would not fit into memory
-                collection.groups[record.row_id] = record._replace(episodes=[])
-                collection.first_error = collection.first_error or next((e.error for e in group if e.error), None)
-                collection.on_group(record)
+                self._complete(waiting.pop(episode.key.row_id), collection)
+
+    async def _read_stored(self, stored: StoredRun, run_id: str, collection: _Collection) -> None:
+        """Passes on the recorded groups of an epoch."""
+        async for group in stored.replay(run_id, collection.epoch):
+            for episode in group:
+                self._check_vocabulary(episode, collection.vocab_size)
+                collection.on_episode(episode)
+            self._complete(group, collection)
+
+    def _complete(self, group: list[Episode], collection: _Collection) -> None:
+        record = self._group(group)
+        for member in group:
+            member.steps = []  # no longer needed; an epoch of steps would not fit into memory
+        collection.groups[record.row_id] = record._replace(episodes=[])
+        collection.first_error = collection.first_error or next((e.error for e in group if e.error), None)
+        collection.on_group(record)
 
     async def _reward(self, episode: Episode, row: EvalInputItem, evaluators: Mapping[str, EvaluatorInfo]) -> None:
         """Scores an episode with all `evaluators`; the score of the reward function's becomes its reward."""
@@ -312,15 +331,16 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
             targets = self.run_config.target_functions
             episode.rewarded_functions = sorted({credited_function(call.functions, targets) for call in episode.calls})
 
-    def _check_vocabulary(self, episode: Episode, size: int) -> None:
+    def _check_vocabulary(self, episode: Episode, size: int | None) -> None:
         """Fails an episode with a token id that the model under training lacks; its backend would refuse the job."""
+        if size is None or episode.outcome is not Outcome.OK:
+            return
         for call in (episode.calls[index] for index in self._trained(episode)):
             highest = max(max(ids, default=0) for ids in (call.prompt_token_ids or (), call.token_ids or ()))
             if highest >= size:
-                error = CaptureError(
-                    f"{call.model!r} returned the token id {highest}; the vocabulary ends at {size - 1}"
-                )
-                fail(episode, DropReason.CAPTURE_ERROR, error)
+                problem = f"{call.model!r} returned the token id {highest}; the vocabulary ends at {size - 1}"
+                fail(episode, DropReason.CAPTURE_ERROR, CaptureError(problem))
+                episode.reward = None
 
     def _monitored(self, evaluator: str, output: EvalOutputItem) -> float | None:
         """A score that is not the reward; warns of the first one that is missing."""
@@ -351,41 +371,16 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         run = self.run_config
         return targeted_calls(episode.calls, run.target_functions, run.target_model, self._full_config.trained_llms())
 
-    def _untrained(self, episode: Episode) -> str:
-        """Why an episode has no trained call."""
-        trained = self._full_config.trained_llms()
-        if any(call.llm in trained and call.token_ids is None and call.error is None for call in episode.calls):
-            return "its model calls have no token ids: their server sends none"
-        called = {f"{call.llm or call.model} in {' > '.join(call.functions)}" for call in episode.calls}
-        target = f"{' or '.join(sorted(trained))} in {' or '.join(self.run_config.target_functions)}"
-        return f"the model calls of {target} are trained; it called {', '.join(sorted(called)) or 'none'}"
-
     def _trajectory(self, episode: Episode) -> Trajectory | None:
         """The episode as a trajectory; None, with the reason set, if it has no trained call."""
         trained = self._trained(episode)
         if not trained:
             if episode.reason is None:
                 episode.reason = DropReason.NO_TARGET_CALLS if episode.calls else DropReason.NO_CALLS
-                episode.error = self._untrained(episode)
+                trained_llms, targets = self._full_config.trained_llms(), self.run_config.target_functions
+                episode.error = why_untargeted(episode.calls, targets, trained_llms)
             return None
-        steps = episode.step_rewards
-        if steps is not None and len(steps) == len(episode.calls):
-            steps = [steps[index] for index in trained]
-        return Trajectory.model_construct(
-            episode=main_conversation(episode.calls),
-            reward=episode.reward,
-            shaped_rewards=steps,
-            metadata={
-                "row_id": episode.key.row_id,
-                "generation": episode.key.generation,
-                "rewarded_functions": episode.rewarded_functions,
-                "scores": episode.scores,
-            },
-            id=episode.key.text(),
-            calls=episode.calls,
-            trained_calls=trained,
-            rows=[],
-        )
+        return as_trajectory(episode, trained)
 
 
 @register_trajectory_builder(config_type=EpisodesBuilderConfig)

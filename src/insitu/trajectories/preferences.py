@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from insitu.builder import Builder
-from insitu.preferences.candidates import Targets, candidates_of
+from insitu.preferences.candidates import Targets, candidates_of, recorded_candidates
 from insitu.preferences.pairs import PairOptions, preference_pairs
 from insitu.preferences.rows import episode_rows, pair_rows
 from insitu.registry import register_trajectory_builder
@@ -34,6 +34,11 @@ class DPOTrajectoryBuilderConfig(CollectingBuilderConfig, name="dpo_traj_builder
     require_multiple_candidates: bool = True
     """true: a turn with one candidate is counted as dropped; false: it is expected."""
 
+    @property
+    def pair_options(self) -> PairOptions:
+        multiple = self.require_multiple_candidates
+        return PairOptions(self.exhaustive_pairs, self.min_score_diff, self.max_pairs_per_turn, multiple)
+
 
 class DPOFromGroupsConfig(CollectingBuilderConfig, name="dpo_from_groups"):
     """Makes preference pairs from whole episodes of a row, by their rewards."""
@@ -47,6 +52,10 @@ class DPOFromGroupsConfig(CollectingBuilderConfig, name="dpo_from_groups"):
     max_pairs_per_row: int | None = Field(default=None, ge=1)
     """Pairs of a row to keep, those with the largest difference first; none: all."""
 
+    @property
+    def pair_options(self) -> PairOptions:
+        return PairOptions(self.exhaustive_pairs, self.min_reward_diff, self.max_pairs_per_row)
+
 
 class DPOTrajectoryBuilder(EpisodesBuilder):
     """Collects episodes and pairs the candidates of each of their turns; a trajectory is one pair."""
@@ -57,13 +66,7 @@ class DPOTrajectoryBuilder(EpisodesBuilder):
 
     def __init__(self, trajectory_builder_config: DPOTrajectoryBuilderConfig, builder: Builder | None = None) -> None:
         super().__init__(trajectory_builder_config, builder)
-        config = trajectory_builder_config
-        self._options = PairOptions(
-            config.exhaustive_pairs,
-            config.min_score_diff,
-            config.max_pairs_per_turn,
-            config.require_multiple_candidates,
-        )
+        self._options = trajectory_builder_config.pair_options
 
     def _trajectories(self, episodes: list[Episode]) -> tuple[list[Trajectory], Counter[str]]:
         dropped: Counter[str] = Counter()
@@ -75,9 +78,11 @@ class DPOTrajectoryBuilder(EpisodesBuilder):
             targets = Targets(
                 self._trained(episode), self.run_config.target_functions, text=not self._full_config.trained_llms()
             )
-            episode.candidates, untargeted = candidates_of(
-                episode.steps, episode.calls, self.config.ttc_step_name, targets
-            )
+            if self.stored is not None:
+                episode.candidates, untargeted = recorded_candidates(episode.candidates, targets)
+            else:
+                name = self.config.ttc_step_name
+                episode.candidates, untargeted = candidates_of(episode.steps, episode.calls, name, targets)
             if not episode.candidates and not untargeted:
                 episode.reason, episode.error = DropReason.NO_CANDIDATES, self._no_candidates(episode)
                 dropped[str(DropReason.NO_CANDIDATES)] += 1
@@ -87,6 +92,8 @@ class DPOTrajectoryBuilder(EpisodesBuilder):
         return trajectories, dropped
 
     def _no_candidates(self, episode: Episode) -> str:
+        if self.stored is not None:
+            return f"{self.stored.folder} has recorded no candidates of it; dpo_from_groups pairs whole episodes"
         names = {str(s.name) for s in episode.steps if s.event_type is IntermediateStepType.TTC_END}
         found = f"those of this episode are named {', '.join(sorted(names))}" if names else "this episode has none"
         return f"no step TTC_END is named {self.config.ttc_step_name!r} (ttc_step_name); {found}"
@@ -94,7 +101,7 @@ class DPOTrajectoryBuilder(EpisodesBuilder):
     def _pair(self, episode: Episode, number: int, pair: PreferencePair) -> Trajectory:
         name = f"{episode.key.text()}/pair {number}"
         made = Trajectory.model_construct(
-            episode=[_item(pair)],
+            episode=[documented_pair(pair)],
             reward=pair.score_diff if self.config.reward_from_score_diff else pair.chosen.score,
             shaped_rewards=None,
             metadata=_metadata(pair, episode) | {"turn_index": pair.chosen.turn_index},
@@ -115,14 +122,13 @@ class DPOFromGroupsBuilder(EpisodesBuilder):
 
     def __init__(self, trajectory_builder_config: DPOFromGroupsConfig, builder: Builder | None = None) -> None:
         super().__init__(trajectory_builder_config, builder)
-        config = trajectory_builder_config
-        self._options = PairOptions(config.exhaustive_pairs, config.min_reward_diff, config.max_pairs_per_row)
+        self._options = trajectory_builder_config.pair_options
 
     def _trajectories(self, episodes: list[Episode]) -> tuple[list[Trajectory], Counter[str]]:
         trajectories, dropped = super()._trajectories(episodes)
         by_id = {trajectory.id: trajectory for trajectory in trajectories}
         played = {e.key.generation: (e, t) for e in episodes if (t := by_id.get(e.key.text())) is not None}
-        pairs, dropped_pairs = preference_pairs([_dialogue(e, t) for e, t in played.values()], self._options)
+        pairs, dropped_pairs = preference_pairs([episode_candidate(e, t) for e, t in played.values()], self._options)
         made = []
         for number, pair in enumerate(pairs):
             (episode, best), (_, worst) = (played[side.candidate_index] for side in (pair.chosen, pair.rejected))
@@ -130,7 +136,7 @@ class DPOFromGroupsBuilder(EpisodesBuilder):
             rejected = episode_rows(worst, pair=name, preferred=False)
             made.append(
                 Trajectory.model_construct(
-                    episode=[_item(pair)],
+                    episode=[documented_pair(pair)],
                     reward=pair.score_diff,
                     shaped_rewards=None,
                     metadata=_metadata(pair, episode),
@@ -143,7 +149,8 @@ class DPOFromGroupsBuilder(EpisodesBuilder):
         return made, dropped + dropped_pairs
 
 
-def _item(pair: PreferencePair) -> DPOItem:
+def documented_pair(pair: PreferencePair) -> DPOItem:
+    """The texts of a pair."""
     prompt = _documented_prompt(pair.chosen.prompt)
     return DPOItem(prompt=prompt, chosen_response=pair.chosen.response, rejected_response=pair.rejected.response)
 
@@ -167,7 +174,7 @@ def _documented_prompt(prompt: list[dict[str, Any]] | str) -> list[OpenAIMessage
     return [OpenAIMessage(role=str(m.get("role")), content=message_text(m)) for m in prompt]
 
 
-def _dialogue(episode: Episode, trajectory: Trajectory) -> CandidateStep:
+def episode_candidate(episode: Episode, trajectory: Trajectory) -> CandidateStep:
     """A whole episode as a candidate of its row: the first trained call's prompt, and what follows it."""
     first = episode.calls[trajectory.trained_calls[0]]
     return CandidateStep(
