@@ -101,7 +101,7 @@ test-frameworks: $(VENV)/.installed-dev
 	$(BIN)/python -m venv .venv-preferences
 	.venv-preferences/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	.venv-preferences/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e '.[local]' trl==1.16.0 liger-kernel==0.8.5 pytest pytest-asyncio
+		-e '.[local,tables]' trl==1.16.0 liger-kernel==0.8.5 pytest pytest-asyncio
 	@touch $@
 
 test-preferences: .venv-preferences/.installed

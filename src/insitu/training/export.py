@@ -26,7 +26,7 @@ from insitu.preferences.selection import Duplicates, best_of_group, desirable
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason, Episode, Outcome, PreferencePair
 from insitu.schemas.finetuning import Trajectory
-from insitu.training.preference_trainers import SFTTrainerConfig
+from insitu.training.config import SFTTrainerConfig
 from insitu.training.report import counts
 from insitu.training.table import write_table
 from insitu.trajectories.dialogues import (

@@ -39,7 +39,7 @@ from insitu.training.store import RunStore, open_store, provenance, read_curricu
 from insitu.training.traffic import Leftovers, PolicyTraffic
 from insitu.training.validation import Validation
 from insitu.training.warm_up import read_demonstrations, warm_up
-from insitu.trajectories.builder import GroupRecord
+from insitu.trajectories.builder import EpisodesBuilder, GroupRecord
 from insitu.trajectories.recovery import recover_calls
 
 logger = logging.getLogger(__name__)
@@ -331,7 +331,8 @@ class InsituTrainer(UsesBuilder, Trainer):
     def _write_run_file(self, num_epochs: int) -> None:
         settings = self._run_settings(num_epochs)
         about = {"run_id": self.run_id, "insitu": __version__, "source": self._full_config.source}
-        origin = provenance(self._full_config, getattr(self.trajectory_builder, "stored", None))
+        builder = self.trajectory_builder
+        origin = provenance(self._full_config, builder.stored if isinstance(builder, EpisodesBuilder) else None)
         self.store.write("run.json", {**about, **origin, **settings})
         self.report.header(self.run_id, settings)
 
