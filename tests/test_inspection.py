@@ -19,6 +19,7 @@ from insitu.cli import main
 from insitu.cli.trajectories import _SORT_KEYS
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
+from insitu.training import event_loop
 from insitu.training.inspection import SORT_KEYS
 from insitu.training.store import RunStore
 from insitu.trajectories.builder import GroupRecord
@@ -111,6 +112,7 @@ def show(*arguments: Any, command: str = "show") -> Shown:
     """The command in this process, to what is no terminal."""
     out, err, argv, code = io.StringIO(), io.StringIO(), sys.argv, 0
     sys.argv = ["insitu", "trajectories", command, *map(str, arguments)]
+    event_loop.left_behind.clear()  # by other tests: the command would end this process
     try:
         with redirect_stdout(out), redirect_stderr(err):
             main()

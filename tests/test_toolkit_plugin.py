@@ -212,7 +212,8 @@ def test_preferences_on_customizer(installed: Path, write: Any, tmp_path: Path) 
         assert "job cust-0 is completed" in out
         code, _, err = nat(tmp_path, "eval", "--config_file", "config.yml", sites=(installed,))
         assert code == 0, err
-    records = [json.loads(line) for path in (tmp_path / "run/dataset").rglob("*.jsonl") for line in path.open()]
+    files = (tmp_path / "run/dataset").rglob("*.jsonl")
+    records = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     assert len(records) == read(tmp_path / "run/submission.json")["pairs"]["trained"] > 6
     for record in records:
         assert record["prompt"].startswith("row ")
