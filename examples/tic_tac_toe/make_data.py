@@ -61,7 +61,7 @@ def main() -> None:
         # Half of the games against one that sees every second threat: a random opponent leaves too many unpunished.
         "train.jsonl": rows("train", 64, ("random", 0.5)),
         "train_perfect.jsonl": rows("train", 64, ("perfect", 0.5)),
-        "solver.jsonl": demonstrations(128),
+        "solver.jsonl": demonstrations(256),
         "validation.jsonl": rows("held-out", 600, (None,)),
     }
     for name, content in files.items():
