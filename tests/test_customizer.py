@@ -129,10 +129,11 @@ async def test_a_run_collects_uploads_trains_and_reports(tmp_path: Path, nemo: F
     assert read_lines(done.folder / "data_collection_progress.jsonl") == history
     final = done.json("final_metrics.json")
     assert (final["status"], final["error"], final["collections_failed"]) == ("completed", None, 0)
-    assert final["pairs"] == {"collected": 30, "duplicates": 15, "not_sampled": 0, "trained": 15}
+    assert final["pairs"] == {"collected": 30, "trained": 15}
+    assert final["dropped"] == {"duplicate_pair": 15}
     assert final["job"]["output_model"] == job["output_model"] == f"{dataset}@cust-0"
     assert (final["job"]["train_loss"], final["job"]["val_loss"]) == (0.25, 0.5)
-    assert "training on 15 of 30 pairs; left out: 15 duplicates" in done.printed
+    assert "training on 15 of 30 pairs; left out: 15 duplicate_pair" in done.printed
     said = [line for line in done.printed.splitlines() if line.startswith("job cust-0: ")]
     states = ["pending", "running", "running, 50 %"]
     assert said == [f"job cust-0: {state}" for state in states]
@@ -162,7 +163,8 @@ async def test_full_history_and_a_folder_for_the_files(tmp_path: Path, nemo: Fak
     await run(tmp_path, nemo, adapter={"use_full_message_history": True, "dataset_output_dir": str(tmp_path / "files")})
     [dataset] = nemo.repositories
     assert nemo.records(dataset, "training")[0]["prompt"][0] == {"role": "system", "content": "Add."}
-    assert [p.name for p in (tmp_path / "files").glob("*/*/*")].sort() == ["training.jsonl", "validation.jsonl"].sort()
+    written = sorted(path.name for path in (tmp_path / "files").glob("*/*/*"))
+    assert written == ["training.jsonl", "validation.jsonl"]
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")  # of huggingface-hub
@@ -175,8 +177,8 @@ async def test_files_that_the_data_store_keeps_in_lfs(tmp_path: Path) -> None:
 
 async def test_a_sample_of_the_pairs_with_their_duplicates(tmp_path: Path, nemo: FakeNeMo) -> None:
     done = await run(tmp_path, nemo, trainer={"num_runs": 2, "deduplicate_pairs": False, "max_pairs": 20})
-    pairs = done.json("final_metrics.json")["pairs"]
-    assert pairs == {"collected": 30, "duplicates": 0, "not_sampled": 10, "trained": 20}
+    final = done.json("final_metrics.json")
+    assert (final["pairs"], final["dropped"]) == ({"collected": 30, "trained": 20}, {"max_pairs": 10})
 
 
 async def test_a_collection_that_fails(tmp_path: Path, nemo: FakeNeMo) -> None:

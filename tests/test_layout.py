@@ -4,6 +4,7 @@ import ast
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
@@ -308,6 +309,12 @@ def test_nothing_configures_logging_or_reads_the_environment_at_import(path: Pat
             source = ast.unparse(statement)
             assert "os.environ" not in source
             assert "basicConfig" not in source
+
+
+@pytest.mark.parametrize("check", [["check"], ["format", "--check"]], ids=["lint", "format"])
+def test_ruff_finds_nothing(check: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "ruff", *check, "-q", "."], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_our_own_classes_are_not_mocked() -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from pydantic import Field
 
@@ -184,6 +184,12 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
             dropped=dict(dropped),
             mean_reward=sum(rewards) / len(rewards) if rewards else None,
         )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
 
     async def stop(self) -> None:
         """Cancels running collections."""
@@ -385,8 +391,5 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
 
 @register_trajectory_builder(config_type=EpisodesBuilderConfig)
 async def episodes_builder(config: EpisodesBuilderConfig, builder: Builder) -> AsyncIterator[EpisodesBuilder]:
-    episodes = EpisodesBuilder(config, builder)
-    try:
-        yield episodes
-    finally:
-        await episodes.stop()
+    async with EpisodesBuilder(config, builder) as made:
+        yield made

@@ -64,10 +64,6 @@ class DPOTrajectoryBuilder(EpisodesBuilder):
     makes_pairs = True
     config: DPOTrajectoryBuilderConfig
 
-    def __init__(self, trajectory_builder_config: DPOTrajectoryBuilderConfig, builder: Builder | None = None) -> None:
-        super().__init__(trajectory_builder_config, builder)
-        self._options = trajectory_builder_config.pair_options
-
     def _trajectories(self, episodes: list[Episode]) -> tuple[list[Trajectory], Counter[str]]:
         dropped: Counter[str] = Counter()
         trajectories: list[Trajectory] = []
@@ -86,7 +82,7 @@ class DPOTrajectoryBuilder(EpisodesBuilder):
             if not episode.candidates and not untargeted:
                 episode.reason, episode.error = DropReason.NO_CANDIDATES, self._no_candidates(episode)
                 dropped[str(DropReason.NO_CANDIDATES)] += 1
-            pairs, dropped_pairs = preference_pairs(episode.candidates, self._options)
+            pairs, dropped_pairs = preference_pairs(episode.candidates, self.config.pair_options)
             dropped.update(untargeted + dropped_pairs)
             trajectories += [self._pair(episode, number, pair) for number, pair in enumerate(pairs)]
         return trajectories, dropped
@@ -120,15 +116,13 @@ class DPOFromGroupsBuilder(EpisodesBuilder):
     makes_pairs = True
     config: DPOFromGroupsConfig
 
-    def __init__(self, trajectory_builder_config: DPOFromGroupsConfig, builder: Builder | None = None) -> None:
-        super().__init__(trajectory_builder_config, builder)
-        self._options = trajectory_builder_config.pair_options
-
     def _trajectories(self, episodes: list[Episode]) -> tuple[list[Trajectory], Counter[str]]:
         trajectories, dropped = super()._trajectories(episodes)
         by_id = {trajectory.id: trajectory for trajectory in trajectories}
         played = {e.key.generation: (e, t) for e in episodes if (t := by_id.get(e.key.text())) is not None}
-        pairs, dropped_pairs = preference_pairs([episode_candidate(e, t) for e, t in played.values()], self._options)
+        pairs, dropped_pairs = preference_pairs(
+            [episode_candidate(e, t) for e, t in played.values()], self.config.pair_options
+        )
         made = []
         for number, pair in enumerate(pairs):
             (episode, best), (_, worst) = (played[side.candidate_index] for side in (pair.chosen, pair.rejected))
@@ -197,17 +191,11 @@ def _text_after(first: ModelCall, calls: list[ModelCall]) -> str:
 
 @register_trajectory_builder(config_type=DPOTrajectoryBuilderConfig)
 async def dpo_traj_builder(config: DPOTrajectoryBuilderConfig, builder: Builder) -> AsyncIterator[DPOTrajectoryBuilder]:
-    made = DPOTrajectoryBuilder(config, builder)
-    try:
+    async with DPOTrajectoryBuilder(config, builder) as made:
         yield made
-    finally:
-        await made.stop()
 
 
 @register_trajectory_builder(config_type=DPOFromGroupsConfig)
 async def dpo_from_groups(config: DPOFromGroupsConfig, builder: Builder) -> AsyncIterator[DPOFromGroupsBuilder]:
-    made = DPOFromGroupsBuilder(config, builder)
-    try:
+    async with DPOFromGroupsBuilder(config, builder) as made:
         yield made
-    finally:
-        await made.stop()

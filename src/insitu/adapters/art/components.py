@@ -72,11 +72,8 @@ class _ServerEstimator:
 async def art_trajectory_builder(
     config: ARTTrajectoryBuilderConfig, builder: Builder
 ) -> AsyncIterator[ARTTrajectoryBuilder]:
-    trajectory_builder = ARTTrajectoryBuilder(config, builder)
-    try:
-        yield trajectory_builder
-    finally:
-        await trajectory_builder.stop()
+    async with ARTTrajectoryBuilder(config, builder) as made:
+        yield made
 
 
 @register_trainer_adapter(config_type=ARTTrainerAdapterConfig)

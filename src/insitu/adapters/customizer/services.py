@@ -321,7 +321,7 @@ def _percent(value: Any) -> float | None:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Whether an error is one of a transport: an OSError, or of httpx, whose successor has classes of its own."""
+    """Whether the connection failed. By the name of the class, as httpx and its successor each have their own."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, OSError) or not names.isdisjoint(("TransportError", "APIConnectionError"))
 

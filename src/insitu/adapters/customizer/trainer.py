@@ -57,9 +57,9 @@ class Submission(BaseModel):
     phase: Literal["collected", "submitted", "ended"] = "collected"
     settings: dict[str, Any]
     pairs: dict[str, int]
-    """How many were collected, left out and trained."""
+    """How many were collected and trained."""
     dropped: dict[str, int] = {}
-    """What the trajectory builder has dropped, by reason."""
+    """What was not trained, by reason."""
     job: TrainingJobRef | None = None
     status: TrainingStatusEnum | None = None
 
@@ -193,11 +193,13 @@ class NeMoCustomizerTrainer(InsituTrainer):
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef:
         """Collects the pairs, unless this run has them already, and submits the job."""
         if self._submission is None:
-            collection, pairs = self._selected(await self._collect_all(run_id))
+            collected = await self._collect_all(run_id)
+            collection = self._selected(collected)
             self.store.append(PAIRS, _pair_records(collection))
             await asyncio.to_thread(self.store.sync)
+            sizes = {"collected": _size(collected), "trained": _size(collection)}
             submission = Submission(
-                run_id=run_id, settings=self._job_settings(), pairs=pairs, dropped=collection.dropped
+                run_id=run_id, settings=self._job_settings(), pairs=sizes, dropped=collection.dropped
             )
             self._record(submission, phase="collected")
         else:
@@ -257,16 +259,15 @@ class NeMoCustomizerTrainer(InsituTrainer):
             dropped=dict(sum((Counter(collection.dropped) for collection in collections), Counter[str]())),
         )
 
-    def _selected(self, collection: TrajectoryCollection) -> tuple[TrajectoryCollection, dict[str, int]]:
-        """The pairs to train on, and how many are left out why."""
+    def _selected(self, collected: TrajectoryCollection) -> TrajectoryCollection:
+        """The pairs to train on."""
         config, seed = self.customizer_config, self._full_config.general.seed
-        unique = distinct_pairs(collection) if config.deduplicate_pairs else collection
-        chosen = unique if config.max_pairs is None else sampled_pairs(unique, config.max_pairs, seed)
-        collected, different, trained = (sum(map(len, c.trajectories)) for c in (collection, unique, chosen))
-        left_out = {"collected": collected, "duplicates": collected - different, "not_sampled": different - trained}
-        reasons = counts({reason: count for reason, count in list(left_out.items())[1:] if count})
-        self.report.note(f"training on {trained} of {collected} pairs" + (f"; left out: {reasons}" if reasons else ""))
-        return chosen, {**left_out, "trained": trained}
+        chosen = distinct_pairs(collected) if config.deduplicate_pairs else collected
+        chosen = chosen if config.max_pairs is None else sampled_pairs(chosen, config.max_pairs, seed)
+        left_out = Counter(chosen.dropped) - Counter(collected.dropped)
+        reasons = f"; left out: {counts(left_out)}" if left_out else ""
+        self.report.note(f"training on {_size(chosen)} of {_size(collected)} pairs{reasons}")
+        return chosen
 
     async def _status_of(self, ref: TrainingJobRef) -> TrainingJobStatus:
         """Waits for the job, if configured. Raises JobFailed if it has failed or was canceled."""
@@ -374,6 +375,10 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in settings.items():
         leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return leaves
+
+
+def _size(collection: TrajectoryCollection) -> int:
+    return sum(map(len, collection.trajectories))
 
 
 def _job_id(of: TrainingJobRef | TrainingJobStatus) -> str:
