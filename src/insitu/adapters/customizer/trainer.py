@@ -10,28 +10,32 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import BaseModel, ValidationError
+from typing import Any
 
 from insitu.adapters.customizer.config import NeMoCustomizerTrainerConfig
 from insitu.adapters.customizer.records import single_pairs
+from insitu.adapters.customizer.submission import (
+    PAIRS,
+    SUBMISSION,
+    Submission,
+    differences,
+    pair_records,
+    read_pairs,
+    unfinished,
+)
 from insitu.adapters.customizer.trainer_adapter import NeMoCustomizerTrainerAdapter
 from insitu.builder import Builder
 from insitu.errors import ConfigError, InsituError, JobFailed, TrajectoryError, describe_error
-from insitu.files import load_json, read_line, whole_lines
+from insitu.files import load_json
 from insitu.interfaces import TrainerAdapter, TrajectoryBuilder
 from insitu.preferences.selection import distinct_pairs, sampled_pairs
-from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
-    Trajectory,
     TrajectoryCollection,
 )
 from insitu.training.checks import TrainingNeeds
@@ -41,27 +45,7 @@ from insitu.training.metrics import collected_metrics
 from insitu.training.report import counts
 from insitu.training.store import OUTPUT_DIR, RunStore, open_store
 
-SUBMISSION = "submission.json"
-PAIRS = "pairs.jsonl"
 _ENDED_BADLY = (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED)
-
-
-class Submission(BaseModel):
-    """`submission.json`: what a run has collected, and the job that trains on it.
-
-    `phase`: `collected` until the service has accepted the job, `submitted` until the job is known to have ended.
-    """
-
-    format: int = FORMAT_VERSION
-    run_id: str
-    phase: Literal["collected", "submitted", "ended"] = "collected"
-    settings: dict[str, Any]
-    pairs: dict[str, int]
-    """How many were collected and trained."""
-    dropped: dict[str, int] = {}
-    """What was not trained, by reason."""
-    job: TrainingJobRef | None = None
-    status: TrainingStatusEnum | None = None
 
 
 class NeMoCustomizerTrainer(InsituTrainer):
@@ -102,7 +86,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Takes over the unfinished run in `output_dir`, if there is one; moves any other run aside."""
-        self._submission = await asyncio.to_thread(_unfinished, Path(run_config.output_dir))
+        self._submission = await asyncio.to_thread(unfinished, Path(run_config.output_dir))
         await super().initialize(run_config)
         self._plot = None  # its rewards are those of epochs
         if run_config.num_epochs > 1:
@@ -118,7 +102,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
 
     async def _take_over(self, submission: Submission, folder: Path) -> None:
         """Goes on with an unfinished run if it can be; otherwise moves it aside."""
-        different = _differences(submission.settings, self._job_settings())
+        different = differences(submission.settings, self._job_settings())
         job = await self._find_job(submission)
         ended = job is not None and job.status in _ENDED_BADLY
         if ended or (job is None and not all(key.startswith("training.") for key in different)):
@@ -195,7 +179,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
         if self._submission is None:
             collected = await self._collect_all(run_id)
             collection = self._selected(collected)
-            self.store.append(PAIRS, _pair_records(collection))
+            self.store.append(PAIRS, pair_records(collection))
             await asyncio.to_thread(self.store.sync)
             sizes = {"collected": _size(collected), "trained": _size(collection)}
             submission = Submission(
@@ -204,7 +188,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
             self._record(submission, phase="collected")
         else:
             submission = self._submission
-            collection = await asyncio.to_thread(_read_pairs, self.store.folder / PAIRS, run_id)
+            collection = await asyncio.to_thread(read_pairs, self.store.folder / PAIRS, run_id)
         if submission.job is not None:
             return submission.job
         self.report.begin("submitting the job", None)
@@ -351,53 +335,9 @@ class NeMoCustomizerTrainer(InsituTrainer):
         self.store.write("final_metrics.json", self.final_metrics)
 
 
-def _unfinished(folder: Path) -> Submission | None:
-    """The submission of the run in `folder`, if its job is not known to have ended."""
-    path = folder / SUBMISSION
-    if not path.is_file():
-        return None
-    try:
-        submission = Submission.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]["msg"]
-        raise ConfigError(f"{OUTPUT_DIR}: {path} is not the state of a submission: {problem}") from None
-    return submission if submission.phase != "ended" else None
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The keys of nested settings whose values differ, and the two values."""
-    then, new = _leaves(before), _leaves(now)
-    return {key: (then.get(key), new.get(key)) for key in {**then, **new} if then.get(key) != new.get(key)}
-
-
-def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in settings.items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return leaves
-
-
 def _size(collection: TrajectoryCollection) -> int:
     return sum(map(len, collection.trajectories))
 
 
 def _job_id(of: TrainingJobRef | TrainingJobStatus) -> str:
     return str((of.metadata or {}).get("job_id", of.run_id))
-
-
-def _pair_records(collection: TrajectoryCollection) -> list[dict[str, Any]]:
-    kept = {"episode", "reward", "metadata", "id"}
-    return [
-        {"group": number, **trajectory.model_dump(mode="json", include=kept)}
-        for number, group in enumerate(collection.trajectories)
-        for trajectory in group
-    ]
-
-
-def _read_pairs(path: Path, run_id: str) -> TrajectoryCollection:
-    groups: dict[int, list[Trajectory]] = {}
-    for number, line in whole_lines(path):
-        record = read_line(path, number, line)
-        if "group" in record:  # not the first line, which names the format
-            groups.setdefault(record["group"], []).append(Trajectory.model_validate(record))
-    return TrajectoryCollection(trajectories=list(groups.values()), run_id=run_id, epoch=1)

@@ -1,0 +1,80 @@
+"""What a Customizer run needs to continue after its process was killed: its pairs, and the state of its job."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+
+from insitu.errors import ConfigError
+from insitu.files import read_line, whole_lines
+from insitu.schemas.episodes import FORMAT_VERSION
+from insitu.schemas.finetuning import TrainingJobRef, TrainingStatusEnum, Trajectory, TrajectoryCollection
+from insitu.training.store import OUTPUT_DIR
+
+SUBMISSION = "submission.json"
+PAIRS = "pairs.jsonl"
+
+
+class Submission(BaseModel):
+    """`submission.json`: what a run has collected, and the job that trains on it.
+
+    `phase`: `collected` until the service has accepted the job, `submitted` until the job is known to have ended.
+    """
+
+    format: int = FORMAT_VERSION
+    run_id: str
+    phase: Literal["collected", "submitted", "ended"] = "collected"
+    settings: dict[str, Any]
+    pairs: dict[str, int]
+    """How many were collected and trained."""
+    dropped: dict[str, int] = {}
+    """What was not trained, by reason."""
+    job: TrainingJobRef | None = None
+    status: TrainingStatusEnum | None = None
+
+
+def unfinished(folder: Path) -> Submission | None:
+    """The submission of the run in `folder`, if its job is not known to have ended."""
+    path = folder / SUBMISSION
+    if not path.is_file():
+        return None
+    try:
+        submission = Submission.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]["msg"]
+        raise ConfigError(f"{OUTPUT_DIR}: {path} is not the state of a submission: {problem}") from None
+    return submission if submission.phase != "ended" else None
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys of nested settings whose values differ, and the two values."""
+    then, new = _leaves(before), _leaves(now)
+    return {key: (then.get(key), new.get(key)) for key in {**then, **new} if then.get(key) != new.get(key)}
+
+
+def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in settings.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return leaves
+
+
+def pair_records(collection: TrajectoryCollection) -> list[dict[str, Any]]:
+    """The lines of `pairs.jsonl`."""
+    kept = {"episode", "reward", "metadata", "id"}
+    return [
+        {"group": number, **trajectory.model_dump(mode="json", include=kept)}
+        for number, group in enumerate(collection.trajectories)
+        for trajectory in group
+    ]
+
+
+def read_pairs(path: Path, run_id: str) -> TrajectoryCollection:
+    """The pairs of `pairs.jsonl`, in the groups in which they were collected."""
+    groups: dict[int, list[Trajectory]] = {}
+    for number, line in whole_lines(path):
+        record = read_line(path, number, line)
+        if "group" in record:  # not the first line, which names the format
+            groups.setdefault(record["group"], []).append(Trajectory.model_validate(record))
+    return TrajectoryCollection(trajectories=list(groups.values()), run_id=run_id, epoch=1)
