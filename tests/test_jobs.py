@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import aiohttp
@@ -46,6 +47,7 @@ async def serving(loaded, folder):
     compute = ComputeThread()
     compute.start()
     learner = Learner(loaded, folder)
+    learner.resume()
     published: list[int] = []
     jobs = TrainingQueue(learner, compute, lambda module, version, policy: published.append(version), folder)
     app = Starlette(
@@ -140,6 +142,19 @@ async def test_the_record_of_a_job_survives_a_power_failure(loaded, tmp_path, mo
         _, state = await backend.post(lines([row()]))
         await backend.events(state["id"])
     assert survives(tmp_path / "jobs" / f"{state['id']}.json")
+
+
+async def test_a_key_is_known_after_a_restart(loaded, tmp_path):
+    async with serving(loaded, tmp_path) as backend:
+        _, state = await backend.post(lines([row()]), Idempotency_Key="run/1")
+        final = (await backend.events(state["id"]))[-1]
+    shutil.rmtree(tmp_path / "jobs")  # the process was killed after its checkpoint, before this record
+    async with serving(loaded, tmp_path) as backend:
+        assert await backend.post(lines([row()]), Idempotency_Key="run/1") == (200, final)
+        assert await backend.events(state["id"]) == [final]
+        assert backend.published == []
+        _, other = await backend.post(lines([row()]), Idempotency_Key="run/2")
+        assert (await backend.events(other["id"]))[-1]["policy_version"] == 2
 
 
 async def test_settings_are_checked_before_there_are_rows(loaded, tmp_path):

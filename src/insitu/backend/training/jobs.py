@@ -36,8 +36,8 @@ PublishWeights = Callable[[nn.Module, int, str], None]
 class TrainingJob:
     """A training job: its current `state` and `history`, the states emitted as events."""
 
-    def __init__(self, idempotency_key: str | None, learner: Learner) -> None:
-        self.state = JobState(id=f"job-{uuid.uuid4().hex}", status="pending", key=idempotency_key)
+    def __init__(self, idempotency_key: str | None, learner: Learner, job_id: str | None = None) -> None:
+        self.state = JobState(id=job_id or f"job-{uuid.uuid4().hex}", status="pending", key=idempotency_key)
         self.learner = learner
         self.history: list[JobState] = [self.state]
         self.task: asyncio.Task[None] | None = None
@@ -75,8 +75,22 @@ class TrainingJob:
                 yield None
 
 
+def _completed(trained: TrainedVersion) -> dict[str, Any]:
+    """What a job's state says of its result."""
+    return {
+        "status": "completed",
+        "progress": 100.0,
+        "policy_version": trained.version,
+        "checkpoint": str(trained.checkpoint),
+        "metrics": trained.job.metrics,
+    }
+
+
 class TrainingQueue:
-    """The training jobs of this process; `learner` trains jobs submitted without one."""
+    """The training jobs of this process, and those of earlier ones whose checkpoints `learner` continues.
+
+    `learner` trains jobs submitted without one.
+    """
 
     def __init__(
         self, learner: Learner, compute: ComputeThread, publish_weights: PublishWeights, output_dir: Path
@@ -88,6 +102,11 @@ class TrainingQueue:
         self._jobs: dict[str, TrainingJob] = {}
         self._by_idempotency_key: dict[str, TrainingJob] = {}
         self._lock = asyncio.Lock()  # FIFO: jobs run in submission order
+        for trained in learner.earlier_jobs[-KEPT_JOBS:]:
+            job = TrainingJob(trained.job.key, learner, trained.job.id)
+            job.state = job.state.model_copy(update=_completed(trained))
+            job.history = [job.state]
+            self._add(job)
 
     def find_by_idempotency_key(self, idempotency_key: str | None) -> TrainingJob | None:
         """The job with this key; None if there is none, or it failed or was canceled (the key may then be reused)."""
@@ -113,11 +132,14 @@ class TrainingQueue:
         learner.check(settings)
         self._forget_oldest()
         job = TrainingJob(idempotency_key, learner)
-        self._jobs[job.state.id] = job
-        if idempotency_key:
-            self._by_idempotency_key[idempotency_key] = job
+        self._add(job)
         job.task = asyncio.create_task(self._train(job, settings, rows), name=job.state.id)
         return job
+
+    def _add(self, job: TrainingJob) -> None:
+        self._jobs[job.state.id] = job
+        if job.state.key:
+            self._by_idempotency_key[job.state.key] = job
 
     def check_room(self) -> None:
         """Raises RequestRefused (429) if no further job can be queued."""
@@ -164,7 +186,8 @@ class TrainingQueue:
         def train_and_publish() -> Generator[Progress, None, None]:
             """No other work runs between the last training step and the publication."""
             nonlocal result
-            trained = yield from job.learner.run(settings, rows)
+            trained = yield from job.learner.run(settings, rows, job.state.id, job.state.key)
+            assert trained.module is not None
             self._publish_weights(trained.module, trained.version, job.learner.policy_name)
             result = trained
 
@@ -187,13 +210,7 @@ class TrainingQueue:
             logger.exception("job %s failed", job.state.id)
             outcome = {"status": "failed", "message": f"{type(error).__name__}: {error}"}
         if result is not None:
-            outcome = {
-                "status": "completed",
-                "progress": 100.0,
-                "policy_version": result.version,
-                "checkpoint": str(result.checkpoint),
-                "metrics": result.metrics,
-            }
+            outcome = _completed(result)
         job.recording = True
         await asyncio.to_thread(self._write_record, job.state.model_copy(update=outcome))
         job.update(**outcome)

@@ -20,6 +20,7 @@ from insitu.backend.training.logprobs import LogprobComputer
 from insitu.backend.training.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers
 from insitu.backend.training.policy import (
     OPTIMIZER_FILE,
+    JobRecord,
     TrainingRecord,
     build_policy,
     check_optimizer,
@@ -40,12 +41,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class TrainedVersion(NamedTuple):
-    """The result of a job; `module` is a frozen copy in the served dtype."""
+    """The result of a job; `module` is a frozen copy in the served dtype, None if an earlier process trained it."""
 
-    module: nn.Module
+    module: nn.Module | None
     version: int
     checkpoint: Path
-    metrics: dict[str, Any]
+    job: JobRecord
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return self.job.metrics
 
 
 class Learner:
@@ -64,6 +69,8 @@ class Learner:
         self.policy_name = policy_name
         self._folder = output_dir / "checkpoints"
         self._checkpoints: dict[int, Path] = {}
+        self.earlier_jobs: list[TrainedVersion] = []
+        """The jobs of earlier processes, without their weights."""
         self._state: TrainState | None = None
         self._compute_logprobs = LogprobComputer(loaded)
         self._workers = Workers(loaded)
@@ -107,6 +114,8 @@ class Learner:
             self.version = record.version
             self._checkpoints[record.version] = folder
             self._lora, self._lora_fixed = record.lora, True
+            if record.job is not None:
+                self.earlier_jobs.append(TrainedVersion(None, record.version, folder, record.job))
         if self.version:
             logger.warning(
                 "%s holds a training of this model: continuing from its step %d",
@@ -151,12 +160,14 @@ class Learner:
         except BackendError as error:
             raise RequestRefused(str(error), status=409, code="not_trainable") from error
 
-    def run(self, settings: TrainingSettings, rows: Sequence[Row]) -> Generator[Progress, None, TrainedVersion]:
+    def run(
+        self, settings: TrainingSettings, rows: Sequence[Row], job_id: str = "", key: str | None = None
+    ) -> Generator[Progress, None, TrainedVersion]:
         """Yields after every micro-batch; closing it early leaves weights and optimizer unchanged.
 
-        Without rows the next version has the same weights.
+        Without rows the next version has the same weights. The checkpoint records the job's id and idempotency key.
         """
-        steps = self._train(settings, rows)
+        steps = self._train(settings, rows, JobRecord(id=job_id, key=key))
         try:
             while True:
                 with self._workers.threads():
@@ -185,7 +196,9 @@ class Learner:
         policy.load(self._checkpoints[version])
         return policy.served()
 
-    def _train(self, settings: TrainingSettings, rows: Sequence[Row]) -> Generator[Progress, None, TrainedVersion]:
+    def _train(
+        self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
+    ) -> Generator[Progress, None, TrainedVersion]:
         start = time.monotonic()
         self.check(settings)
         if self._state is None:
@@ -197,14 +210,6 @@ class Learner:
         metrics = (yield from OptimizerLoop(state, settings, rows).run()) if rows else {}
         served = state.policy.served()
         _check_finite(served, settings)
-        checkpoint = self._save_checkpoint(state, served)
-        # Nothing below can fail: version, checkpoint and weights change together.
-        self.version += 1
-        self._checkpoints[self.version] = checkpoint
-        self._lora, self._lora_fixed = state.policy.lora, True
-        for version in self._checkpoints:
-            if version <= self.version - KEPT_OPTIMIZER_STATES:
-                (self._checkpoints[version] / OPTIMIZER_FILE).unlink(missing_ok=True)
         metrics |= {
             "tokens": sum(len(row.positions) for row in rows),
             "rows": len(rows),
@@ -213,9 +218,18 @@ class Learner:
         }
         if pairs := {row.pair for row in rows} - {""}:
             metrics["pairs"] = len(pairs)
+        job = job.model_copy(update={"metrics": metrics})
+        checkpoint = self._save_checkpoint(state, served, job)
+        # Nothing below can fail: version, checkpoint and weights change together.
+        self.version += 1
+        self._checkpoints[self.version] = checkpoint
+        self._lora, self._lora_fixed = state.policy.lora, True
+        for version in self._checkpoints:
+            if version <= self.version - KEPT_OPTIMIZER_STATES:
+                (self._checkpoints[version] / OPTIMIZER_FILE).unlink(missing_ok=True)
         loss = metrics.get("loss", math.nan)
         logger.info("version %d: loss %.4g, %d rows, %.1f s", self.version, loss, len(rows), metrics["seconds"])
-        return TrainedVersion(served, self.version, checkpoint, metrics)
+        return TrainedVersion(served, self.version, checkpoint, job)
 
     def _restore(self, settings: TrainingSettings) -> TrainState:
         """The state of the latest checkpoint, or of the loaded model."""
@@ -240,11 +254,15 @@ class Learner:
         dtype = str(self.loaded.dtype).removeprefix("torch.")
         return load_model(self._origin.started_from, str(self.loaded.device), dtype).module
 
-    def _save_checkpoint(self, state: TrainState, served: nn.Module) -> Path:
+    def _save_checkpoint(self, state: TrainState, served: nn.Module, job: JobRecord) -> Path:
         step = self._origin.step + self.version + 1
         target = self._folder / f"step_{step:06d}"
         record = TrainingRecord(
-            step=step, version=self.version + 1, started_from=self._origin.started_from, lora=state.policy.lora
+            step=step,
+            version=self.version + 1,
+            started_from=self._origin.started_from,
+            lora=state.policy.lora,
+            job=job,
         )
         tensors: dict[str, Tensor] = {}
         for name, parameter in state.policy.trainable.items():

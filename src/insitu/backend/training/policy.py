@@ -168,6 +168,14 @@ def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Mod
             raise BackendError(f"lora.target_modules is {lora.target_modules!r}: {error}") from error
 
 
+class JobRecord(BaseModel):
+    """The job that made a checkpoint, so that its key is known to later processes too."""
+
+    id: str
+    key: str | None = None
+    metrics: dict[str, Any] = {}
+
+
 class TrainingRecord(BaseModel):
     """`step` counts all jobs since the start of training, `version` those of the process that wrote the checkpoint.
 
@@ -179,6 +187,7 @@ class TrainingRecord(BaseModel):
     version: int
     started_from: str
     lora: LoRASettings | None = None
+    job: JobRecord | None = None
 
 
 def read_record(source: str | Path) -> TrainingRecord | None:
