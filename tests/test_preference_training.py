@@ -11,9 +11,10 @@ from rich.console import Console
 from test_preference_builders import file
 from tiny_backend import Served
 
-from insitu.errors import ConfigError
+from insitu.errors import ConfigError, TrajectoryError
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training.runtime import finetuning_main
+from insitu.training.warm_up import read_demonstrations
 
 ASK = {"_type": "preference_ask", "llm": "player"}
 
@@ -84,6 +85,16 @@ async def test_episodes_are_trained_without_pairs(
         assert line["loss"] > 0
 
 
+SHOWN = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}'
+
+
+def test_the_last_demonstration_may_lack_its_newline(tmp_path: Path) -> None:
+    (tmp_path / "shown.jsonl").write_text(f"{SHOWN}\n\n{SHOWN}")
+    assert len(read_demonstrations(tmp_path / "shown.jsonl", "rows")) == 2
+    with pytest.raises(ConfigError, match=r"^rows: .* cannot be read: Is a directory"):
+        read_demonstrations(tmp_path, "rows")
+
+
 async def test_demonstrations_are_imitated_before_the_first_epoch(write: Any, served: Served) -> None:
     user, assistant = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
     write([{"messages": [user, assistant]}] * 3, "shown.jsonl")
@@ -102,6 +113,11 @@ async def test_demonstrations_are_imitated_before_the_first_epoch(write: Any, se
         ("[]\n", r"shown.jsonl, line 1"),
         ('{"messages": []}\n', r"shown.jsonl, line 1: messages: List should have at least 2 items"),
         (None, r"'shown.jsonl' does not exist"),
+        (f"{SHOWN}\n\n{SHOWN[:-9]}", r"shown.jsonl, line 3 is not JSON"),
+        (f"{SHOWN}\n{SHOWN.replace('assistant', 'user')}\n", r"line 2: messages: no message of the role assistant"),
+        (SHOWN.replace('"role": "user", ', ""), r"shown.jsonl, line 1: messages.0.role: Field required"),
+        (SHOWN.replace('"hi"', "3"), r"shown.jsonl, line 1: messages.0.content.str: Input should be a valid string"),
+        (SHOWN.replace(', "content": "yo"', ""), r"line 1: messages.1: .* has neither content nor tool_calls"),
     ],
 )
 async def test_demonstrations_that_cannot_be_read(write: Any, served: Served, rows: str | None, problem: str) -> None:
@@ -109,6 +125,13 @@ async def test_demonstrations_that_cannot_be_read(write: Any, served: Served, ro
         write(rows, "shown.jsonl")
     path = project(write, served, "grpo", {"_type": "insitu_traj_builder"}, workflow=ASK)
     with pytest.raises(ConfigError, match=rf"^trainers\.t\.sft\.rows: .*{problem}"):
+        await train(path, ("trainers.t.sft.rows", "shown.jsonl"), ("finetuning.reward_function.name", "score"))
+
+
+async def test_a_demonstration_that_is_too_long_is_named(write: Any, served: Served) -> None:
+    write(SHOWN + "\n" + SHOWN.replace("yo", "yo " * 5000), "shown.jsonl")
+    path = project(write, served, "grpo", {"_type": "insitu_traj_builder"}, workflow=ASK)
+    with pytest.raises(TrajectoryError, match=r"the warm-up on shown\.jsonl was refused: .*row 2: .* tokens"):
         await train(path, ("trainers.t.sft.rows", "shown.jsonl"), ("finetuning.reward_function.name", "score"))
 
 
