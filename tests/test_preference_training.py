@@ -63,6 +63,26 @@ async def test_at_most_max_pairs_are_trained(write: Any, served: Served) -> None
         assert line["dropped"]["max_pairs"] == line["num_trajectories"] - 2
 
 
+async def test_an_epoch_whose_candidates_are_alike_trains_nothing_and_the_run_continues(
+    write: Any, served: Served
+) -> None:
+    path = project(write, served, "dpo", {"_type": "dpo_traj_builder", "min_score_diff": 99.0})
+    with pytest.raises(TrajectoryError, match=r"^no epoch trained anything: .* small_difference.*; the scores differ"):
+        await train(path)
+    lines = read_lines(path.parent / "run/training_metrics.jsonl")
+    assert [(line["epoch"], line["num_trajectories"], line["avg_reward"]) for line in lines] == [
+        (1, 0, None),
+        (2, 0, None),
+    ]
+
+
+async def test_candidates_that_cannot_be_compared_are_explained(write: Any, served: Served) -> None:
+    path = project(write, served, "dpo", {"_type": "dpo_traj_builder"})
+    problem = r"^epoch 1: no preference pair can be trained on; dropped: 4 single_candidate; turns have one candidate"
+    with pytest.raises(TrajectoryError, match=problem):
+        await train(path, ("ttc_strategies.sample.n", "1"))
+
+
 async def test_whole_episodes_are_paired_by_their_rewards(write: Any, served: Served) -> None:
     builder = {"_type": "dpo_from_groups", "num_generations": 4}
     path = project(write, served, "dpo", builder, workflow=ASK)
