@@ -83,6 +83,16 @@ async def test_candidates_that_cannot_be_compared_are_explained(write: Any, serv
         await train(path, ("ttc_strategies.sample.n", "1"))
 
 
+async def test_a_run_records_the_absolute_path_of_its_file(
+    write: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative one could name another file in the directory in which the run is read."""
+    path = project(write, served, "sft", {"_type": "insitu_traj_builder", "num_generations": 1}, workflow=ASK)
+    monkeypatch.chdir(path.parent)
+    await train(Path(path.name), ("finetuning.reward_function.name", "score"), ("finetuning.num_epochs", "1"))
+    assert json.loads((path.parent / "run/run.json").read_text())["source"] == str(path)
+
+
 async def test_whole_episodes_are_paired_by_their_rewards(write: Any, served: Served) -> None:
     builder = {"_type": "dpo_from_groups", "num_generations": 4}
     path = project(write, served, "dpo", builder, workflow=ASK)

@@ -341,7 +341,9 @@ class InsituTrainer(UsesBuilder, Trainer):
 
     def _write_run_file(self, num_epochs: int) -> None:
         settings = self._run_settings(num_epochs)
-        about = {"run_id": self.run_id, "insitu": __version__, "source": self._full_config.source}
+        source = Path(self._full_config.source)  # absolute, for commands that read the run in another directory
+        file = str(source.absolute()) if source.is_file() else str(source)
+        about = {"run_id": self.run_id, "insitu": __version__, "source": file}
         builder = self.trajectory_builder
         origin = provenance(self._full_config, builder.stored if isinstance(builder, EpisodesBuilder) else None)
         self.store.write("run.json", {**about, **origin, **settings})
