@@ -125,6 +125,18 @@ def test_the_last_demonstration_may_lack_its_newline(tmp_path: Path) -> None:
         read_demonstrations(tmp_path, "rows")
 
 
+def test_exported_dialogues_are_demonstrations(tmp_path: Path) -> None:
+    """The tools as TRL takes them, and the `weight` of OpenAI's API."""
+    asked, tools = {"role": "user", "content": "hi"}, [{"type": "function", "function": {"name": "look"}}]
+    first, second = ({"role": "assistant", "content": text} for text in ("yo", "yes"))
+    for_trl = {"messages": [asked, first, asked, second], "tools": json.dumps(tools)}
+    for_openai = {"messages": [asked, first | {"weight": 0}, asked, second], "tools": tools}
+    file = tmp_path / "shown.jsonl"
+    file.write_text(f"{json.dumps(for_trl)}\n{json.dumps(for_openai)}\n")
+    rows = read_demonstrations(file, "rows")
+    assert [(row.tools, row.trained_messages) for row in rows] == [(tools, None), (tools, [3])]
+
+
 async def test_demonstrations_are_imitated_before_the_first_epoch(write: Any, served: Served) -> None:
     user, assistant = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
     write([{"messages": [user, assistant]}] * 3, "shown.jsonl")
@@ -144,7 +156,10 @@ async def test_demonstrations_are_imitated_before_the_first_epoch(write: Any, se
         ('{"messages": []}\n', r"shown.jsonl, line 1: messages: List should have at least 2 items"),
         (None, r"'shown.jsonl' does not exist"),
         (f"{SHOWN}\n\n{SHOWN[:-9]}", r"shown.jsonl, line 3 is not JSON"),
-        (f"{SHOWN}\n{SHOWN.replace('assistant', 'user')}\n", r"line 2: messages: no message of the role assistant"),
+        (
+            f"{SHOWN}\n{SHOWN.replace('assistant', 'user')}\n",
+            "line 2: messages: no message of the role assistant",
+        ),
         (SHOWN.replace('"role": "user", ', ""), r"shown.jsonl, line 1: messages.0.role: Field required"),
         (SHOWN.replace('"hi"', "3"), r"shown.jsonl, line 1: messages.0.content.str: Input should be a valid string"),
         (SHOWN.replace(', "content": "yo"', ""), r"line 1: messages.1: .* has neither content nor tool_calls"),

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from insitu.errors import ConfigError, InsituError, JobFailed, RequestRefused, TrajectoryError
@@ -30,14 +30,14 @@ def read_demonstrations(path: Path, key: str) -> list[TrainingRow]:
     for number, line in lines:
         try:
             record = read_line(path, number, line)
-            _Demonstration.model_validate(record)
+            shown = _Demonstration.model_validate(record)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"]))
             raise ConfigError(f"{key}: {path}, line {number}: {where + ': ' if where else ''}{first['msg']}") from None
         except InsituError as error:
             raise ConfigError(f"{key}: {error}") from error
-        rows.append(TrainingRow(messages=record["messages"], tools=record.get("tools")))
+        rows.append(TrainingRow(messages=record["messages"], tools=shown.tools, trained_messages=shown.trained()))
     if not rows:
         raise ConfigError(f"{key}: {path} has no dialogues")
     return rows
@@ -49,6 +49,7 @@ class _Message(BaseModel):
     role: str
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    weight: float | None = None
 
     @model_validator(mode="after")
     def _check_answer(self) -> "_Message":
@@ -61,17 +62,24 @@ class _Demonstration(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     messages: list[_Message] = Field(min_length=2)
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | Json[list[dict[str, Any]]] | None = None
+    """Also as the JSON text that `insitu trajectories export` writes for TRL."""
 
     @field_validator("messages")
     @classmethod
     def _check_roles(cls, messages: list[_Message]) -> list[_Message]:
-        if not any(message.role == "assistant" for message in messages):
+        if not any(message.role == "assistant" and message.weight != 0 for message in messages):
             roles = ", ".join(dict.fromkeys(message.role for message in messages))
             raise PydanticCustomError(
-                "roles", "no message of the role assistant, which is trained; roles: {roles}", {"roles": roles}
+                "roles", "no message of the role assistant to train; roles: {roles}", {"roles": roles}
             )
         return messages
+
+    def trained(self) -> list[int] | None:
+        """Assistant messages without `weight: 0`, by which OpenAI's API marks those that are not trained."""
+        if not any(message.weight == 0 for message in self.messages):
+            return None
+        return [k for k, message in enumerate(self.messages) if message.role == "assistant" and message.weight != 0]
 
 
 async def warm_up(
