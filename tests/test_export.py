@@ -251,6 +251,10 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(run: Path) -> None
         code, err = refused(run, *options, output=output)
         assert code == 2
         assert err.startswith(problem), err
+    before = (run / "episodes.jsonl").read_bytes()
+    code, err = refused(run, "sft", "--force", output=run / "episodes.jsonl")
+    assert (code, (run / "episodes.jsonl").read_bytes()) == (2, before)
+    assert err.startswith(f"error: --output: {run / 'episodes.jsonl'} is a file of a run, which is not replaced")
     code, err = refused(run, "sft", "--min_reward", 2, output=free)
     assert (code, err) == (
         1,

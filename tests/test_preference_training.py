@@ -11,9 +11,10 @@ from rich.console import Console
 from test_preference_builders import file
 from tiny_backend import Served
 
-from insitu.errors import ConfigError
+from insitu.errors import ConfigError, TrajectoryError
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training.runtime import finetuning_main
+from insitu.training.warm_up import read_demonstrations
 
 ASK = {"_type": "preference_ask", "llm": "player"}
 
@@ -62,6 +63,36 @@ async def test_at_most_max_pairs_are_trained(write: Any, served: Served) -> None
         assert line["dropped"]["max_pairs"] == line["num_trajectories"] - 2
 
 
+async def test_an_epoch_whose_candidates_are_alike_trains_nothing_and_the_run_continues(
+    write: Any, served: Served
+) -> None:
+    path = project(write, served, "dpo", {"_type": "dpo_traj_builder", "min_score_diff": 99.0})
+    with pytest.raises(TrajectoryError, match=r"^no epoch trained anything: .* small_difference.*; the scores differ"):
+        await train(path)
+    lines = read_lines(path.parent / "run/training_metrics.jsonl")
+    assert [(line["epoch"], line["num_trajectories"], line["avg_reward"]) for line in lines] == [
+        (1, 0, None),
+        (2, 0, None),
+    ]
+
+
+async def test_candidates_that_cannot_be_compared_are_explained(write: Any, served: Served) -> None:
+    path = project(write, served, "dpo", {"_type": "dpo_traj_builder"})
+    problem = r"^epoch 1: no preference pair can be trained on; dropped: 4 single_candidate; turns have one candidate"
+    with pytest.raises(TrajectoryError, match=problem):
+        await train(path, ("ttc_strategies.sample.n", "1"))
+
+
+async def test_a_run_records_the_absolute_path_of_its_file(
+    write: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative one could name another file in the directory in which the run is read."""
+    path = project(write, served, "sft", {"_type": "insitu_traj_builder", "num_generations": 1}, workflow=ASK)
+    monkeypatch.chdir(path.parent)
+    await train(Path(path.name), ("finetuning.reward_function.name", "score"), ("finetuning.num_epochs", "1"))
+    assert json.loads((path.parent / "run/run.json").read_text())["source"] == str(path)
+
+
 async def test_whole_episodes_are_paired_by_their_rewards(write: Any, served: Served) -> None:
     builder = {"_type": "dpo_from_groups", "num_generations": 4}
     path = project(write, served, "dpo", builder, workflow=ASK)
@@ -84,6 +115,28 @@ async def test_episodes_are_trained_without_pairs(
         assert line["loss"] > 0
 
 
+SHOWN = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}'
+
+
+def test_the_last_demonstration_may_lack_its_newline(tmp_path: Path) -> None:
+    (tmp_path / "shown.jsonl").write_text(f"{SHOWN}\n\n{SHOWN}")
+    assert len(read_demonstrations(tmp_path / "shown.jsonl", "rows")) == 2
+    with pytest.raises(ConfigError, match=r"^rows: .* cannot be read: Is a directory"):
+        read_demonstrations(tmp_path, "rows")
+
+
+def test_exported_dialogues_are_demonstrations(tmp_path: Path) -> None:
+    """The tools as TRL takes them, and the `weight` of OpenAI's API."""
+    asked, tools = {"role": "user", "content": "hi"}, [{"type": "function", "function": {"name": "look"}}]
+    first, second = ({"role": "assistant", "content": text} for text in ("yo", "yes"))
+    for_trl = {"messages": [asked, first, asked, second], "tools": json.dumps(tools)}
+    for_openai = {"messages": [asked, first | {"weight": 0}, asked, second], "tools": tools}
+    file = tmp_path / "shown.jsonl"
+    file.write_text(f"{json.dumps(for_trl)}\n{json.dumps(for_openai)}\n")
+    rows = read_demonstrations(file, "rows")
+    assert [(row.tools, row.trained_messages) for row in rows] == [(tools, None), (tools, [3])]
+
+
 async def test_demonstrations_are_imitated_before_the_first_epoch(write: Any, served: Served) -> None:
     user, assistant = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
     write([{"messages": [user, assistant]}] * 3, "shown.jsonl")
@@ -102,6 +155,14 @@ async def test_demonstrations_are_imitated_before_the_first_epoch(write: Any, se
         ("[]\n", r"shown.jsonl, line 1"),
         ('{"messages": []}\n', r"shown.jsonl, line 1: messages: List should have at least 2 items"),
         (None, r"'shown.jsonl' does not exist"),
+        (f"{SHOWN}\n\n{SHOWN[:-9]}", r"shown.jsonl, line 3 is not JSON"),
+        (
+            f"{SHOWN}\n{SHOWN.replace('assistant', 'user')}\n",
+            "line 2: messages: no message of the role assistant",
+        ),
+        (SHOWN.replace('"role": "user", ', ""), r"shown.jsonl, line 1: messages.0.role: Field required"),
+        (SHOWN.replace('"hi"', "3"), r"shown.jsonl, line 1: messages.0.content.str: Input should be a valid string"),
+        (SHOWN.replace(', "content": "yo"', ""), r"line 1: messages.1: .* has neither content nor tool_calls"),
     ],
 )
 async def test_demonstrations_that_cannot_be_read(write: Any, served: Served, rows: str | None, problem: str) -> None:
@@ -109,6 +170,13 @@ async def test_demonstrations_that_cannot_be_read(write: Any, served: Served, ro
         write(rows, "shown.jsonl")
     path = project(write, served, "grpo", {"_type": "insitu_traj_builder"}, workflow=ASK)
     with pytest.raises(ConfigError, match=rf"^trainers\.t\.sft\.rows: .*{problem}"):
+        await train(path, ("trainers.t.sft.rows", "shown.jsonl"), ("finetuning.reward_function.name", "score"))
+
+
+async def test_a_demonstration_that_is_too_long_is_named(write: Any, served: Served) -> None:
+    write(SHOWN + "\n" + SHOWN.replace("yo", "yo " * 5000), "shown.jsonl")
+    path = project(write, served, "grpo", {"_type": "insitu_traj_builder"}, workflow=ASK)
+    with pytest.raises(TrajectoryError, match=r"the warm-up on shown\.jsonl was refused: .*row 2: .* tokens"):
         await train(path, ("trainers.t.sft.rows", "shown.jsonl"), ("finetuning.reward_function.name", "score"))
 
 

@@ -164,6 +164,14 @@ def test_candidates_of_one_prompt_have_calls_of_their_own() -> None:
     assert {c.call for c in candidates} == {0, 1}
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])  # in which they are reported: as sampled, by score
+def test_a_part_of_several_completions_belongs_to_the_one_in_its_place(order: tuple[int, ...]) -> None:
+    parts = ["1", "3", "2"]
+    steps = [end(turn_id="t", candidate_index=k, output=parts[k], score=k) for k in order]
+    candidates, _ = read(steps, [call(k, f"1, 2 or 3? {part}") for k, part in enumerate(parts)])
+    assert [c.call for c in candidates] == [*order]
+
+
 def test_only_targeted_calls_have_candidates() -> None:
     steps = [end(output="one", score=1.0), end(output="two", score=0.0), end(output="nobody", score=0.0)]
     calls = [call(0, "one"), call(1, "two", function="opponent")]

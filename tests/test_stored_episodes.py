@@ -1,6 +1,7 @@
 """Trajectory builders that read the episodes of an earlier run instead of running the workflow."""
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ async def test_another_score_is_the_reward(write: Any, served: Served, tmp_path:
         ({"run": "."}, "is not a run directory: episodes.jsonl is missing"),
         ({"run": "evaluation"}, "is the directory of an evaluation, which records answers but no model calls"),
         ({"run": "empty"}, "has no complete group yet"),
+        ({"run": "newer"}, "newer/episodes.jsonl has format 99; supported: 1"),
         ({"run": "first", "epochs": [3]}, "has no complete group of epoch 3; available: 1, 2"),
         ({"run": "first", "reward": "taste"}, "has no scores of 'taste'; available: score"),
     ],
@@ -132,6 +134,8 @@ async def test_a_run_that_cannot_be_read_is_one_sentence(
     await collected(project(write, served, BUILDERS[2]), "first", tmp_path / "first")
     write("[]", "evaluation/workflow_output.json")
     write('{"format":1}\n', "empty/episodes.jsonl")
+    shutil.copytree(tmp_path / "first", tmp_path / "newer")
+    write('{"format":99}\n', "newer/episodes.jsonl")
     path = project(write, served, {"_type": "insitu_traj_builder", "episodes_from": stored})
     async with Builder(load_config(path)) as builder:
         with pytest.raises(ConfigError, match=r"^trajectory_builders\.pairs\.episodes_from: ") as raised:

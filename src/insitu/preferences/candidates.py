@@ -88,11 +88,21 @@ def _reported_candidates(steps: Iterable[IntermediateStep], step_name: str) -> l
 
 
 def _match(reported: Sequence[_Reported], calls: Sequence[ModelCall]) -> dict[int, int]:
-    """Index in `reported` -> position of its call. No call is given to two candidates."""
+    """Index in `reported` -> position of its call. No call is given to two candidates.
+
+    A part such as a number may be in several completions of a turn. From its last candidate back, each gets the latest
+    call that fits, so that candidates in the order in which they were sampled get their own calls.
+    """
+    first: dict[str, int] = {}
+    for index, (_, candidate) in enumerate(reported):
+        first.setdefault(candidate.turn_id, index)
+    place = [(first[c.turn_id], c.candidate_index, index) for index, (_, c) in enumerate(reported)]
+    backwards = sorted(range(len(reported)), key=place.__getitem__, reverse=True)
     texts = {k: _text(call.message).strip() for k, call in enumerate(calls) if call.message is not None}
     found: dict[int, int] = {}
     for whole in (True, False):  # first those that repeat a completion, then those that are a part of one
-        for index, (step, candidate) in enumerate(reported):
+        for index in backwards:
+            step, candidate = reported[index]
             response = candidate.response.strip()
             if index in found or not (response or whole):
                 continue

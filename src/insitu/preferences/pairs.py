@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from insitu.schemas.episodes import CandidateStep, DropReason, PreferencePair
 
+ALIKE = frozenset({DropReason.EQUAL_SCORES, DropReason.IDENTICAL_RESPONSES, DropReason.SMALL_DIFFERENCE})
+"""Reasons for which candidates are no pair although they could be compared: nothing has failed."""
+
 
 class PairOptions(NamedTuple):
     """Which pairs of a turn are kept.

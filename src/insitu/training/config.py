@@ -16,7 +16,7 @@ class WarmUpConfig(BaseModel):
 
     rows: Path
     """A file of JSON lines, each a dialogue: `{"messages": [...]}` as in OpenAI's API, with `tools` if it has some. The
-    assistant's messages are trained."""
+    assistant's messages are trained, without those that have `weight: 0`."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the dialogues."""
     learning_rate: float | None = Field(default=None, ge=0)

@@ -28,6 +28,7 @@ from insitu.schemas.episodes import DropReason, Episode, Outcome, PreferencePair
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.config import SFTTrainerConfig
 from insitu.training.report import counts
+from insitu.training.store import RUN_FILES
 from insitu.training.table import write_table
 from insitu.trajectories.dialogues import (
     Dialogue,
@@ -43,7 +44,7 @@ from insitu.trajectories.preferences import (
     documented_pair,
     episode_candidate,
 )
-from insitu.trajectories.stored import StoredRun
+from insitu.trajectories.stored import RESCORES, StoredRun
 
 Records = Iterator[dict[str, Any]]
 Group = list[tuple[Episode, Trajectory]]
@@ -75,6 +76,9 @@ ALLOWED = {
 }
 """The formats, and the options that each takes."""
 
+_RECORDED = frozenset((*RUN_FILES, "calls.jsonl", "groups.jsonl", "advantages.jsonl", "pairs.jsonl", RESCORES))
+"""Files of a run that `--force` does not replace: an export could not be repeated without them."""
+
 
 @dataclass
 class ExportSummary:
@@ -99,6 +103,8 @@ def export(
     if target.is_dir() or (target.exists() and not overwrite):
         hint = "" if target.is_dir() else " already; --force replaces it"
         raise ConfigError(f"--output: {target} {'is a folder' if target.is_dir() else 'exists'}{hint}")
+    if target.exists() and target.name in _RECORDED and (target.parent / "episodes.jsonl").is_file():
+        raise ConfigError(f"--output: {target} is a file of a run, which is not replaced; choose another name")
     if not target.parent.is_dir():
         raise ConfigError(f"--output: the folder {target.parent} does not exist")
     exporter = Exporter(run, options)

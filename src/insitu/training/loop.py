@@ -20,6 +20,7 @@ from insitu.builder import Builder, name_being_built
 from insitu.errors import ConfigError, InsituError, JobFailed, TrajectoryError
 from insitu.evaluation.shared_run import UsesBuilder, builder_of_run
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
+from insitu.preferences.pairs import ALIKE
 from insitu.registry import register_trainer
 from insitu.schemas.episodes import Episode, TrainingRow
 from insitu.schemas.finetuning import (
@@ -32,7 +33,14 @@ from insitu.schemas.finetuning import (
 )
 from insitu.training.checks import EPISODES, PAIRS, TrainingNeeds, check_components, check_sampled, new_version
 from insitu.training.config import InsituTrainerConfig, WarmUpConfig
-from insitu.training.metrics import JOB_METRICS, EpochResult, collected_metrics, likely_causes, without_variance
+from insitu.training.metrics import (
+    JOB_METRICS,
+    EpochResult,
+    collected_metrics,
+    likely_causes,
+    why_no_pairs,
+    without_variance,
+)
 from insitu.training.plot import RewardPlot
 from insitu.training.report import Report, counts
 from insitu.training.store import RunStore, open_store, provenance, read_curriculum_state
@@ -213,7 +221,8 @@ class InsituTrainer(UsesBuilder, Trainer):
         result = replace(result, trained=trained, dropped=collection.dropped)
         self.results[epoch] = result.with_seconds("collect", time.perf_counter() - started)
         if not any(collection.trajectories):
-            self._causes = likely_causes(without_variance(everything, collection.drop_reasons))
+            alike = without_variance(everything, collection.drop_reasons)
+            self._causes = why_no_pairs(collection.dropped) if self.needs.pairs else likely_causes(alike)
             nothing = f"epoch {epoch}: nothing to train on; every group was dropped"
             self.report.note("; ".join([nothing, *self._causes]))
             return None
@@ -247,11 +256,13 @@ class InsituTrainer(UsesBuilder, Trainer):
             self.report.note(f"epoch {epoch}: {warning}")
         for error, count in errors.most_common(3):
             self.report.note(f"epoch {epoch}: {count} x {error}")
-        if not any(collection.trajectories):
-            first = errors.most_common(1)
+        alike = self.needs.pairs and self.trains_every_epoch and not ALIKE.isdisjoint(collection.dropped)
+        if not any(collection.trajectories) and not alike:
+            first = [f"most often {error}" for error, _ in errors.most_common(1)]
+            causes = first or (why_no_pairs(collection.dropped) if self.needs.pairs else [])
             raise TrajectoryError(
-                f"epoch {epoch}: no episode can be trained on; dropped: {counts(collection.dropped)}"
-                + (f"; most often {first[0][0]}" if first else "")
+                f"epoch {epoch}: no {'preference pair' if self.needs.pairs else 'episode'} can be trained on; dropped: "
+                + "; ".join([counts(collection.dropped), *causes])
                 + f" (all of them: {self.store.folder / 'episodes.jsonl'})"
             )
         groups = [[recover_calls(t) for t in group] for group in collection.trajectories]
@@ -330,7 +341,9 @@ class InsituTrainer(UsesBuilder, Trainer):
 
     def _write_run_file(self, num_epochs: int) -> None:
         settings = self._run_settings(num_epochs)
-        about = {"run_id": self.run_id, "insitu": __version__, "source": self._full_config.source}
+        source = Path(self._full_config.source)  # absolute, for commands that read the run in another directory
+        file = str(source.absolute()) if source.is_file() else str(source)
+        about = {"run_id": self.run_id, "insitu": __version__, "source": file}
         builder = self.trajectory_builder
         origin = provenance(self._full_config, builder.stored if isinstance(builder, EpisodesBuilder) else None)
         self.store.write("run.json", {**about, **origin, **settings})

@@ -1,4 +1,4 @@
-"""The numbers of one epoch: a line of `training_metrics.jsonl`, and the likely causes of groups without variance."""
+"""The numbers of one epoch: a line of `training_metrics.jsonl`, and the likely causes if it trains nothing."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +21,21 @@ JOB_METRICS = frozenset(
 
 _MOSTLY = 0.5
 """Share of the answers from which their length counts as a cause."""
+
+_NO_PAIRS: dict[str, str] = {
+    DropReason.UNSCORED_CANDIDATE: "the candidates have no score, or one that is NaN or infinite: check what the "
+    "workflow reports",
+    DropReason.UNTARGETED_CANDIDATE: "no trained call has sampled the candidates: a candidate's output must be what a "
+    "trained model answered in finetuning.target_functions, or a part of it",
+    DropReason.SINGLE_CANDIDATE: "turns have one candidate with a score: report several with the same turn_id, or "
+    "collect more episodes of a row",
+    DropReason.EQUAL_SCORES: "the scores of each turn or row are equal: use a finer score, or more varied candidates",
+    DropReason.IDENTICAL_RESPONSES: "the candidates of each turn or row have the same text: raise the temperature",
+    DropReason.SMALL_DIFFERENCE: "the scores differ by less than the smallest difference of the trajectory builder",
+    DropReason.DIFFERENT_PROMPTS: "the candidates of each turn answer different prompts: give them the same turn_id "
+    "only if the model was shown the same messages",
+}
+"""What each reason means if it is the most frequent one of an epoch without preference pairs."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +78,9 @@ def collected_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     answers = [call for group in groups for call in trained_calls(group)]
     lengths = [len(call.token_ids) for call in answers if call.token_ids is not None]
     return {
-        "avg_reward": sum(rewards) / len(rewards),
-        "min_reward": min(rewards),
-        "max_reward": max(rewards),
+        "avg_reward": sum(rewards) / len(rewards) if rewards else None,
+        "min_reward": min(rewards, default=None),
+        "max_reward": max(rewards, default=None),
         "reward_std": fmean(deviations) if deviations else None,
         "frac_reward_zero_std": fmean(d == 0 for d in deviations) if deviations else None,
         "scores": _scores(groups),
@@ -135,6 +150,12 @@ def likely_causes(groups: Sequence[Group]) -> list[str]:
             "too easy or too hard, or the score too coarse"
         )
     return causes
+
+
+def why_no_pairs(dropped: Mapping[str, int]) -> list[str]:
+    """What is most often the reason that candidates are no preference pair; empty if it is none of theirs."""
+    known = [reason for reason in dropped if reason in _NO_PAIRS]
+    return [_NO_PAIRS[max(known, key=dropped.__getitem__)]] if known else []
 
 
 def _share(count: int, total: int, what: str) -> str:

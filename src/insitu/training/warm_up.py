@@ -4,10 +4,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from insitu.errors import ConfigError, InsituError, JobFailed
-from insitu.files import read_line, whole_lines
+from insitu.errors import ConfigError, InsituError, JobFailed, RequestRefused, TrajectoryError
+from insitu.files import read_line
 from insitu.interfaces import TrainerAdapter
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.finetuning import TrainingStatusEnum
@@ -16,40 +17,84 @@ from insitu.training.config import WarmUpConfig
 
 
 def read_demonstrations(path: Path, key: str) -> list[TrainingRow]:
-    """The dialogues of a file of JSON lines. Raises ConfigError naming `key`, the file and the line."""
+    """The dialogues of a file of JSON lines. Raises ConfigError naming `key`, the file and the line.
+
+    The last line may end without a newline, unlike in the files of a run: editors and scripts often leave it out.
+    """
     rows = []
-    for number, line in whole_lines(path):
+    try:
+        with path.open("rb") as file:
+            lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from error
+    for number, line in lines:
         try:
             record = read_line(path, number, line)
-            rows.append(_Demonstration.model_validate(record).row())
+            shown = _Demonstration.model_validate(record)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"]))
             raise ConfigError(f"{key}: {path}, line {number}: {where + ': ' if where else ''}{first['msg']}") from None
         except InsituError as error:
             raise ConfigError(f"{key}: {error}") from error
+        rows.append(TrainingRow(messages=record["messages"], tools=shown.tools, trained_messages=shown.trained()))
     if not rows:
         raise ConfigError(f"{key}: {path} has no dialogues")
     return rows
 
 
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    weight: float | None = None
+
+    @model_validator(mode="after")
+    def _check_answer(self) -> "_Message":
+        if self.role == "assistant" and self.content is None and not self.tool_calls:
+            raise PydanticCustomError("empty", "the assistant's message has neither content nor tool_calls")
+        return self
+
+
 class _Demonstration(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
-    messages: list[dict[str, Any]] = Field(min_length=2)
-    tools: list[dict[str, Any]] | None = None
+    messages: list[_Message] = Field(min_length=2)
+    tools: list[dict[str, Any]] | Json[list[dict[str, Any]]] | None = None
+    """Also as the JSON text that `insitu trajectories export` writes for TRL."""
 
-    def row(self) -> TrainingRow:
-        return TrainingRow(**self.model_dump(exclude_none=True))
+    @field_validator("messages")
+    @classmethod
+    def _check_roles(cls, messages: list[_Message]) -> list[_Message]:
+        if not any(message.role == "assistant" and message.weight != 0 for message in messages):
+            roles = ", ".join(dict.fromkeys(message.role for message in messages))
+            raise PydanticCustomError(
+                "roles", "no message of the role assistant to train; roles: {roles}", {"roles": roles}
+            )
+        return messages
+
+    def trained(self) -> list[int] | None:
+        """Assistant messages without `weight: 0`, by which OpenAI's API marks those that are not trained."""
+        if not any(message.weight == 0 for message in self.messages):
+            return None
+        return [k for k, message in enumerate(self.messages) if message.role == "assistant" and message.weight != 0]
 
 
 async def warm_up(
     adapter: TrainerAdapter, rows: list[TrainingRow], config: WarmUpConfig, run_id: str
 ) -> dict[str, Any]:
-    """Trains on the dialogues and returns the job's metrics, version and checkpoint. Raises JobFailed."""
+    """Trains on the dialogues and returns the job's metrics, version and checkpoint.
+
+    Raises JobFailed, or TrajectoryError for dialogues that cannot be trained.
+    """
     started = time.perf_counter()
     before = await adapter.policy_endpoint()
-    ref = await adapter.submit_rows(rows, run_id, "sft", config.overrides())
+    try:
+        ref = await adapter.submit_rows(rows, run_id, "sft", config.overrides())
+    except RequestRefused as error:  # names the row: a dialogue that is too long, or that the chat template refuses
+        raise TrajectoryError(f"the warm-up on {config.rows} was refused: {error}") from error
     status = await adapter.wait_until_complete(ref)
     if status.status is not TrainingStatusEnum.COMPLETED:
         raise JobFailed(f"the warm-up ended as {status.status.value}: {status.message or 'no reason given'}")

@@ -176,7 +176,10 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         trajectories = [t for row_id in order if (t := collection.groups[row_id].trajectories)]
         rewards = [t.reward for group in trajectories for t in group]
         if not trajectories:  # a plugin's trainer may ignore an empty collection
-            logger.warning("run %s: no episode can be trained on; the first error: %s", run_id, collection.first_error)
+            what = "preference pair" if self.makes_pairs else "episode"
+            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
+            why = f"the first error: {collection.first_error}" if collection.first_error else f"dropped: {reasons}"
+            logger.warning("run %s: no %s can be trained on; %s", run_id, what, why)
         return TrajectoryCollection(
             trajectories=trajectories,
             run_id=run_id,

@@ -79,7 +79,7 @@ class RunFolder:
     def _check_format(self, name: str, header: Mapping[str, Any]) -> None:
         if header != {"format": FORMAT_VERSION}:
             version = header.get("format", "unknown")
-            raise InsituError(f"{self.folder / name} has format {version}; supported: {FORMAT_VERSION}")
+            raise ConfigError(f"{self._where}/{name} has format {version}; supported: {FORMAT_VERSION}")
 
     def rescores(self, evaluator: str | None = None, episode: str | None = None) -> dict[tuple[str, str], Any]:
         """The latest scores of `insitu trajectories rescore`, by episode and evaluator."""
@@ -116,6 +116,8 @@ class StoredRun(RunFolder):
     ) -> None:
         super().__init__(folder, key)
         self.reward = reward
+        for name in ("episodes.jsonl", "calls.jsonl"):
+            self.records(name)  # raises for another format, before a trainer starts anything
         complete = sorted({group["epoch"] for group in self.records("groups.jsonl")})
         if not complete:
             raise ConfigError(f"{self._where} has no complete group yet")
