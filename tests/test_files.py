@@ -16,8 +16,6 @@ from factories import disk_space, power_failures
 
 from insitu.errors import ConfigError, InsituError
 from insitu.files import (
-    LOCK_FILE,
-    FolderLock,
     LineFile,
     delete_drafts,
     delete_folder,
@@ -28,6 +26,7 @@ from insitu.files import (
     writable_folder,
     write_file,
 )
+from insitu.folder_lock import LOCK_FILE, FolderLock
 
 
 @contextmanager
@@ -145,13 +144,13 @@ def test_a_torn_last_line_is_skipped_by_readers_and_removed_by_the_writer(
     assert [read_line(path, *line) for line in whole_lines(path)] == [{"a": 1}, {"a": 2}]
     assert f"{path}: skipped an incomplete last line" in caplog.text
     with closing(LineFile(path)) as file:
-        assert not file.empty
+        assert file.size > 0
         file.append(b'{"a": 4}\n')
     assert f"{path}: removed an incomplete last line ({len(torn)} bytes)" in caplog.text
     assert path.read_bytes() == b'{"a": 1}\n{"a": 2}\n{"a": 4}\n'
     path.write_bytes(torn)
     with closing(LineFile(path)) as file:
-        assert file.empty
+        assert file.size == 0
 
 
 @pytest.mark.parametrize("line", [b"nonsense\n", b"[1]\n", b"[" * 100_000 + b"\n", b"\xff\n"])
@@ -188,7 +187,7 @@ def test_the_folder_of_a_killed_process_is_free(tmp_path: Path) -> None:
     code = """if True:
         import os, sys
         from pathlib import Path
-        from insitu.files import FolderLock
+        from insitu.folder_lock import FolderLock
         lock = FolderLock(Path(sys.argv[1]), "output_dir")
         print("locked", flush=True)
         sys.stdin.read()"""

@@ -21,6 +21,7 @@ PROTOCOLS = PACKAGE / "backend" / "protocols"
 ORDER = [
     "errors",
     "files",
+    "folder_lock",
     "schemas",
     "algorithms",
     "advantages",
@@ -56,7 +57,18 @@ INTEGRATIONS = {
     "frameworks/*": None,
 }
 BACKEND_MAY = {
-    *("errors", "files", "schemas", "algorithms", "advantages", "http_format", "http_access", "http_limits", "backend"),
+    *(
+        "errors",
+        "files",
+        "folder_lock",
+        "schemas",
+        "algorithms",
+        "advantages",
+        "http_format",
+        "http_access",
+        "http_limits",
+        "backend",
+    ),
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]

@@ -10,7 +10,7 @@ import pytest
 from factories import read_lines
 from test_inspection import Run, episode, failed, show
 
-from insitu.files import FolderLock
+from insitu.folder_lock import FolderLock
 from insitu.training.store import dataset_record
 
 FILE: dict[str, Any] = {

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from insitu.errors import ConfigError, InsituError
-from insitu.files import FolderLock
+from insitu.folder_lock import FolderLock
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.store import RUN_FILES, RunStore, set_aside

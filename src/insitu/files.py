@@ -1,29 +1,24 @@
-"""Durable files: synced replacement, appended lines, tolerant reading, and folders that one process owns.
+"""Durable files: synced replacement, appended lines, tolerant reading.
 
 write_file, new_folder    complete or absent at any time, even after a power failure
 new_file                  the same for a file of lines that is written bit by bit
 LineFile, whole_lines     appended lines; a last line torn by a crash is reported and dropped
-FolderLock                one process per folder, on one machine or on several that share it
 
 All files and folders have ordinary permissions, those that the umask leaves.
 """
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
 import shutil
-import socket
 import stat
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
@@ -31,10 +26,8 @@ from insitu.errors import ConfigError, InsituError
 
 logger = logging.getLogger(__name__)
 
-LOCK_FILE = ".lock"
-_OWNER_SECONDS = 1.0
-"""Time for a process that has just locked a folder to write who it is."""
-_NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
+NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
+"""Errors of file systems without fsync or locks."""
 
 
 def cannot_write(path: Path, error: OSError) -> InsituError:
@@ -160,7 +153,7 @@ def _sync(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:  # pipes and devices, folders on some file systems
+        if error.errno not in NOT_SUPPORTED:  # pipes and devices, folders on some file systems
             raise
 
 
@@ -184,8 +177,22 @@ class LineFile:
             raise cannot_write(path, error) from error
 
     @property
-    def empty(self) -> bool:
-        return self._size == 0
+    def size(self) -> int:
+        """In bytes."""
+        return self._size
+
+    def truncate(self, size: int) -> None:
+        """Removes what was appended after the file had `size` bytes. Raises InsituError if it is shorter."""
+        if size > self._size:
+            raise InsituError(f"{self._path} has {self._size} bytes, but {size} were written: the file is damaged")
+        if size == self._size:
+            return
+        try:
+            os.ftruncate(self._descriptor, size)
+            _sync(self._descriptor)
+        except OSError as error:
+            raise cannot_write(self._path, error) from error
+        self._size = size
 
     def append(self, lines: bytes) -> None:
         """Appends all of the lines, or none. Raises InsituError."""
@@ -271,129 +278,3 @@ def load_json(data: bytes) -> Any:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
         return json.loads(data)
-
-
-class _Owner(NamedTuple):
-    """The process that wrote a lock file."""
-
-    pid: int
-    host: str
-    since: str
-
-    @property
-    def here(self) -> bool:
-        return self.host == socket.gethostname()
-
-    @property
-    def ended(self) -> bool:
-        """Known for processes of this machine only."""
-        if not self.here:
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:  # a process of another user
-            pass
-        return False
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} (since {self.since})"
-
-
-class FolderLock:
-    """Exclusive use of a folder, until `release` or the end of the process.
-
-    The lock is the kernel's (flock) on a file in the folder that names process and host, so it also holds between
-    machines that share a network file system with locks. On a file system without locks the file alone counts: a
-    process of another machine that was killed must be cleared by hand, and the message says so. Raises ConfigError
-    naming `key` if another process, or this one, has the folder for longer than `wait` seconds.
-    """
-
-    def __init__(self, folder: Path, key: str, wait: float = 0.0) -> None:
-        self._path = folder.resolve() / LOCK_FILE
-        self._key = key
-        deadline = time.monotonic() + wait
-        while (descriptor := self._try()) is None:
-            if time.monotonic() >= deadline:
-                owner = self._read_owner() or "another process"
-                raise ConfigError(
-                    f"{key}: {folder} is in use by {owner}; wait until it has ended or use another folder"
-                )
-            time.sleep(0.05)
-        self._descriptor: int | None = descriptor
-        owner = _Owner(os.getpid(), socket.gethostname(), datetime.now(UTC).isoformat(timespec="seconds"))
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(owner._asdict()).encode() + b"\n", 0)
-
-    def release(self) -> None:
-        """The folder may have been renamed since, and its path may be another process's by now."""
-        if self._descriptor is None:
-            return
-        descriptor, self._descriptor = self._descriptor, None
-        with contextlib.suppress(OSError):  # the kernel unlocks it anyway
-            os.ftruncate(descriptor, 0)
-            if _is_open_at(descriptor, self._path):
-                self._path.unlink()
-        os.close(descriptor)
-
-    def __enter__(self) -> "FolderLock":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.release()
-
-    def _try(self) -> int | None:
-        """The descriptor of the locked file; None if another process has it."""
-        try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise ConfigError(f"{self._key}: cannot write to {self._path}: {error.strerror}") from error
-        locked = False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = _is_open_at(descriptor, self._path)  # its last owner may have deleted it meanwhile
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            if error.errno not in _NOT_SUPPORTED:
-                raise ConfigError(f"{self._key}: cannot lock {self._path}: {error.strerror}") from error
-            locked = self._take_without_lock()
-        finally:
-            if not locked:
-                os.close(descriptor)
-        return descriptor if locked else None
-
-    def _take_without_lock(self) -> bool:
-        """Whether the folder is free, according to the file."""
-        owner = _parse_owner(self._path)
-        if owner is None or owner.ended:
-            return True
-        if not owner.here:
-            raise ConfigError(
-                f"{self._key}: {self._path.parent} is in use by {owner}, and its file system has no locks that "
-                f"would show whether that process still runs; if it does not, delete {self._path}"
-            )
-        return False
-
-    def _read_owner(self) -> _Owner | None:
-        """Waits for a process that has just locked the folder: until then the file may name the one before."""
-        deadline = time.monotonic() + _OWNER_SECONDS
-        while ((owner := _parse_owner(self._path)) is None or owner.ended) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return owner
-
-
-def _parse_owner(path: Path) -> _Owner | None:
-    try:
-        return _Owner(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _is_open_at(descriptor: int, path: Path) -> bool:
-    """Whether a descriptor is of the file that is at this path now."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False

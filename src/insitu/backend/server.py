@@ -31,7 +31,8 @@ from insitu.backend.protocols import Services, protocol_routes
 from insitu.backend.training.jobs import TrainingQueue
 from insitu.backend.training.learner import Learner, Learners
 from insitu.errors import BackendError
-from insitu.files import FolderLock, writable_folder
+from insitu.files import writable_folder
+from insitu.folder_lock import FolderLock
 from insitu.http_format import http_url
 from insitu.http_limits import IDLE_SECONDS
 from insitu.schemas.training_jobs import LoRASettings

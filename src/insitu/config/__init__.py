@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 _STRICT = ConfigDict(extra="ignore", use_attribute_docstrings=True, arbitrary_types_allowed=True)
 _COMPONENT_SECTIONS = tuple(kind for kind in reg.KINDS if not kind.section.startswith("eval."))
 _SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
-_SECRET = re.compile(r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$", re.IGNORECASE)
+SECRET_KEY = re.compile(r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$", re.IGNORECASE)
+"""Names of keys whose values are not shown."""
 
 
 class GeneralConfig(BaseModel):
@@ -312,7 +313,7 @@ class _Validator:
         for taken, variable in self.from_environment.items():
             if f"{key}.".startswith(f"{taken}."):  # pydantic appends the member of a union to the key
                 return f"{key}: {message} (the value of ${{{variable}}})"
-        if secret or _SECRET.search(key) or isinstance(error["input"], dict | list):
+        if secret or SECRET_KEY.search(key) or isinstance(error["input"], dict | list):
             return f"{key}: {message}"
         return f"{key}: {message} (got {error['input']!r:.200})"
 

@@ -32,6 +32,11 @@ class EpisodeKey(NamedTuple):
     generation: int
     attempt: int = 0
 
+    @property
+    def member(self) -> tuple[str, int]:
+        """The row and the generation: its place in the epoch, whatever the attempt."""
+        return self.row_id, self.generation
+
     def text(self) -> str:
         return f"{self.run_id}/{self.epoch}/{self.row_id}/{self.generation}/{self.attempt}"
 

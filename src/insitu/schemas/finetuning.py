@@ -108,6 +108,10 @@ class FinetuneRunConfig(BaseModel):
     validation_dataset: str | Path | None = None
     validation_interval: int = Field(default=5, ge=1)
     validation_config_file: str | Path | None = None
+    resume: bool | Path = False
+    """Continue the run in `finetuning.output_dir`, or in this folder; without one there, start a run."""
+    force: bool = False
+    """Continue although settings have changed that make earlier and later epochs incomparable."""
 
 
 class ValidationConfig(BaseModel):

@@ -17,12 +17,12 @@ from insitu.advantages.credit import Credit, credit_by_function, credited_calls
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, GroupRelativeEstimator, estimate_epoch
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
 from insitu.builder import Builder, name_being_built
+from insitu.config.resolved import resolved_config
 from insitu.errors import ConfigError, InsituError, JobFailed, TrajectoryError
 from insitu.evaluation.shared_run import UsesBuilder, builder_of_run
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
-from insitu.preferences.pairs import ALIKE
 from insitu.registry import register_trainer
-from insitu.schemas.episodes import Episode, TrainingRow
+from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     PolicyEndpoint,
@@ -33,6 +33,7 @@ from insitu.schemas.finetuning import (
 )
 from insitu.training.checks import EPISODES, PAIRS, TrainingNeeds, check_components, check_sampled, new_version
 from insitu.training.config import InsituTrainerConfig, WarmUpConfig
+from insitu.training.epoch_collection import EpochCollector
 from insitu.training.metrics import (
     JOB_METRICS,
     EpochResult,
@@ -43,12 +44,12 @@ from insitu.training.metrics import (
 )
 from insitu.training.plot import RewardPlot
 from insitu.training.report import Report, counts
-from insitu.training.store import RunStore, open_store, provenance, read_curriculum_state
-from insitu.training.traffic import Leftovers, PolicyTraffic
+from insitu.training.resume import ResumableRun
+from insitu.training.store import RunStore, provenance, read_curriculum_state
+from insitu.training.traffic import Leftovers
 from insitu.training.validation import Validation
 from insitu.training.warm_up import read_demonstrations, warm_up
-from insitu.trajectories.builder import EpisodesBuilder, GroupRecord
-from insitu.trajectories.recovery import recover_calls
+from insitu.trajectories.builder import EpisodesBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class InsituTrainer(UsesBuilder, Trainer):
     needs = TrainingNeeds()
     computes_advantages = True
     """Whether this trainer computes the advantages, rather than the adapter's backend."""
+    resumable = True
+    """Whether `--resume` continues a run in the epoch in which its process ended."""
 
     def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
         super().__init__(trainer_config, **kwargs)
@@ -71,10 +74,10 @@ class InsituTrainer(UsesBuilder, Trainer):
         self.reward_history: list[dict[str, Any]] = []
         self.results: dict[int, EpochResult] = {}
         self.validation: Validation | None = None
-        self._store: RunStore | None = None
         self._plot: RewardPlot | None = None
         self._causes: list[str] = []
         """Why the latest epoch that trained nothing had no variance."""
+        self._durable = ResumableRun(self.run_id)
         self._resumed_curriculum = self._read_curriculum()
         self._demonstrations = self._read_demonstrations()
 
@@ -100,23 +103,38 @@ class InsituTrainer(UsesBuilder, Trainer):
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
-        self._store, moved = await asyncio.to_thread(self._open_store, folder)
-        if moved is not None:
-            self.report.note(f"moved the earlier run in {folder} to {moved}")
+        for note in await asyncio.to_thread(self._open_run, folder):
+            self.report.note(note)
+        if self._durable.continues:
+            self.run_id, self.reward_history = self._durable.progress.run_id, [*self._durable.progress.rewards]
         self._plot = RewardPlot(folder / "reward_plot.png")
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
         fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
-        self._curriculum_state = dict(self._resumed_curriculum or fresh)
-        if self._resumed_curriculum is not None:
+        self._curriculum_state = dict(self._durable.progress.curriculum or self._resumed_curriculum or fresh)
+        if self._resumed_curriculum is not None and not self._durable.continues:
             last_epoch, path = self._resumed_curriculum["epoch"], self.config.curriculum_state
             self.report.note(f"the curriculum continues after epoch {last_epoch} of {path}")
         if run_config.validation is not None:
             self.validation = Validation(run_config, self._builder, self.trainer_adapter, self.report, self.store)
+        if self._durable.continues:
+            await self._verify_resumed()
 
-    def _open_store(self, folder: Path) -> tuple[RunStore, Path | None]:
-        return open_store(folder, self._full_config)
+    def _open_run(self, folder: Path) -> list[str]:
+        """Returns what to report."""
+        return self._durable.open(folder, self._full_config, self._origin()["dataset"])
+
+    async def _verify_resumed(self) -> None:
+        progress, builder = self._durable.progress, self.trajectory_builder
+        warms_up = self.config.sft is not None
+        self._durable.check_served(await self._served_version(), builder.episodes_per_epoch, warms_up=warms_up)
+        if self.validation is not None:
+            await asyncio.to_thread(self.validation.restore, progress.epoch, progress.jobs)
+
+    async def _served_version(self) -> int | None:
+        endpoint = await self.trainer_adapter.policy_endpoint()
+        return endpoint.version if endpoint is not None else None
 
     @cached_property
     def report(self) -> Report:
@@ -124,9 +142,7 @@ class InsituTrainer(UsesBuilder, Trainer):
 
     @property
     def store(self) -> RunStore:
-        if self._store is None:
-            raise InsituError("the trainer has not been initialized")
-        return self._store
+        return self._durable.store
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Returns the job status of each epoch that trained.
@@ -134,37 +150,61 @@ class InsituTrainer(UsesBuilder, Trainer):
         Raises if an epoch collects no trainable episode, a job fails or leaves the weights unchanged, no epoch trained,
         or a validation failed.
         """
-        self._write_run_file(num_epochs)
-        await self._rehearse()
-        statuses: list[TrainingJobStatus] = []
-        self.report.begin_run(num_epochs)
+        if not self._durable.continues:
+            self._write_run_file(num_epochs)
+            before = self._resumed_curriculum["epoch"] if self._resumed_curriculum is not None else 0
+            version = await self._served_version()
+            await self._durable.commit(run_id=self.run_id, epochs_before=before, policy_version=version)
+            await self._rehearse()
+        try:
+            statuses = await self._run_epochs(num_epochs)
+            await self._conclude(statuses)
+        except BaseException as error:  # recorded, then re-raised
+            self._durable.end("failed" if isinstance(error, Exception) else "interrupted", error)
+            raise
+        self._durable.end("completed")
+        return statuses
+
+    async def _run_epochs(self, num_epochs: int) -> list[TrainingJobStatus]:
+        progress = self._durable.progress
+        statuses = [*progress.jobs]
+        self.report.begin_run(num_epochs, progress.epoch)
         if self.validation is not None:
             await self.validation.run(0)
-        if self.config.sft is not None:
+        if self.config.sft is not None and not progress.warmed_up:
             await self._warm_up(self.config.sft)
-        for epoch in range(1, num_epochs + 1):
+        for epoch in range(progress.epoch + 1, num_epochs + 1):
             try:
                 status = await self._complete_epoch(epoch, num_epochs)
             except BaseException:  # reported, then re-raised
                 self.report.end_run()
                 self.report.note(
-                    f"epoch {epoch}/{num_epochs} did not complete; results so far are in {self.store.folder}/"
+                    f"epoch {epoch}/{num_epochs} did not complete; results so far are in {self.store.folder}/ (the "
+                    "same command with --resume continues the run)"
                 )
                 raise
             if status is not None:
                 statuses.append(status)
+            await self._durable.commit(
+                epoch=epoch,
+                policy_version=self.results[epoch].policy_version,
+                curriculum=CurriculumState(**self._curriculum_state),
+                rewards=[*self.reward_history],
+                jobs=[*statuses],
+            )
         self.report.end_run()
-        await self._conclude(statuses)
         return statuses
 
     async def _warm_up(self, config: WarmUpConfig) -> None:
         self.report.begin(f"warm-up on {len(self._demonstrations)} dialogues", None)
         try:
-            result = await warm_up(self.trainer_adapter, self._demonstrations, config, self.run_id)
+            version = self._durable.progress.policy_version
+            result = await warm_up(self.trainer_adapter, self._demonstrations, config, self.run_id, version)
         finally:
             self.report.end()
         self._demonstrations = []
         self.store.write("warm_up.json", result)
+        await self._durable.commit(warmed_up=True, policy_version=result["policy_version"])
         loss, seconds = result["loss"], result["seconds"]
         self.report.note(f"warm-up: {result['rows']} dialogues  loss {loss:.4g}  {seconds:.1f} s")
 
@@ -196,6 +236,8 @@ class InsituTrainer(UsesBuilder, Trainer):
         """Collects the epoch's groups and submits what can be trained; None if nothing can."""
         started = time.perf_counter()
         endpoint = await self.trainer_adapter.policy_endpoint()
+        if endpoint is not None and epoch == self._durable.next_epoch:  # an earlier process may have trained this epoch
+            endpoint = replace(endpoint, version=self._durable.progress.policy_version)
         collection, leftovers = await self._collect(epoch, run_id, endpoint)
         trajectories = [t for group in collection.trajectories for t in group]
         result = self.results[epoch] = EpochResult(
@@ -231,55 +273,18 @@ class InsituTrainer(UsesBuilder, Trainer):
     async def _collect(
         self, epoch: int, run_id: str, served: PolicyEndpoint | None
     ) -> tuple[TrajectoryCollection, Leftovers]:
-        errors: Counter[str] = Counter()
-        traffic = PolicyTraffic(self._builder, served)
-
-        def on_episode(episode: Episode) -> None:
-            self.report.advance()
-            traffic.add(episode)
-
-        def on_group(record: GroupRecord) -> None:
-            self.store.append_group(record, epoch)
-            errors.update(f"{e.reason}: {e.error}" for e in record.episodes if e.error is not None)
-
-        self.report.begin(f"epoch {epoch}: collecting", self.trajectory_builder.episodes_per_epoch)
-        try:
-            await traffic.start()
-            vocab_size = served.vocab_size if served is not None else None
-            meta = {"epoch": epoch, "on_episode": on_episode, "on_group": on_group, "vocab_size": vocab_size}
-            await self.trajectory_builder.start_run(run_id, meta)
-            collection = await self.trajectory_builder.finalize(run_id, meta)
-        finally:
-            self.report.end()
-        leftovers, warning = await traffic.finish()
-        if warning is not None:
-            self.report.note(f"epoch {epoch}: {warning}")
-        for error, count in errors.most_common(3):
-            self.report.note(f"epoch {epoch}: {count} x {error}")
-        alike = self.needs.pairs and self.trains_every_epoch and not ALIKE.isdisjoint(collection.dropped)
-        if not any(collection.trajectories) and not alike:
-            first = [f"most often {error}" for error, _ in errors.most_common(1)]
-            causes = first or (why_no_pairs(collection.dropped) if self.needs.pairs else [])
-            raise TrajectoryError(
-                f"epoch {epoch}: no {'preference pair' if self.needs.pairs else 'episode'} can be trained on; dropped: "
-                + "; ".join([counts(collection.dropped), *causes])
-                + f" (all of them: {self.store.folder / 'episodes.jsonl'})"
-            )
-        groups = [[recover_calls(t) for t in group] for group in collection.trajectories]
-        for number, group in enumerate(groups):
-            for k, trajectory in enumerate(group):
-                if trajectory.id is None:  # a plugin's builder may leave ids unset
-                    group[k] = trajectory.model_copy(update={"id": f"{run_id}/{epoch}/group {number}/{k}"})
-        return collection.model_copy(update={"epoch": epoch, "trajectories": groups}), leftovers
+        may_be_empty = self.needs.pairs and self.trains_every_epoch
+        collector = EpochCollector(
+            *(self.trajectory_builder, self._builder, self.store, self.report),
+            *(self.needs.pairs, may_be_empty, self.resumable),
+        )
+        return await collector.collect(epoch, run_id, served, self._durable.finished(epoch))
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
-        earlier = self._resumed_curriculum["epoch"] if self._resumed_curriculum is not None else 0
-        seed = self._full_config.general.seed
-        return apply_curriculum(
-            trajectory_collection, self.curriculum_config, self._curriculum_state, earlier + epoch, seed
-        )
+        number, seed = self._durable.progress.epochs_before + epoch, self._full_config.general.seed
+        return apply_curriculum(trajectory_collection, self.curriculum_config, self._curriculum_state, number, seed)
 
     async def _wait(self, epoch: int, ref: TrainingJobRef) -> TrainingJobStatus:
         """Waits for the epoch's job, and verifies that the backend serves a new version of the weights."""
@@ -335,8 +340,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         self.report.end_run()
         if self._plot is not None:  # also after a failed or interrupted run
             await self._plot.finish(self.reward_history, self._validations)
-        if self._store is not None:
-            self._store.close()
+        self._durable.close()
         self._full_config.moved.clear()
 
     def _write_run_file(self, num_epochs: int) -> None:
@@ -344,10 +348,14 @@ class InsituTrainer(UsesBuilder, Trainer):
         source = Path(self._full_config.source)  # absolute, for commands that read the run in another directory
         file = str(source.absolute()) if source.is_file() else str(source)
         about = {"run_id": self.run_id, "insitu": __version__, "source": file}
-        builder = self.trajectory_builder
-        origin = provenance(self._full_config, builder.stored if isinstance(builder, EpisodesBuilder) else None)
-        self.store.write("run.json", {**about, **origin, **settings})
+        config = resolved_config(self._full_config)
+        self.store.write("run.json", {**about, **self._origin(), **settings, "config": config})
+        self.store.record_event("started", insitu=__version__)
         self.report.header(self.run_id, settings)
+
+    def _origin(self) -> dict[str, Any]:
+        builder = self.trajectory_builder
+        return provenance(self._full_config, builder.stored if isinstance(builder, EpisodesBuilder) else None)
 
     def _run_settings(self, num_epochs: int) -> dict[str, Any]:
         settings = {

@@ -42,6 +42,7 @@ class Report:
         self._task: TaskID | None = None
         self._run: TaskID | None = None
         self._run_started = 0.0
+        self._completed_before = 0
         self._line: asyncio.TimerHandle | None = None
         """Of the next line about the phase in progress."""
 
@@ -53,11 +54,11 @@ class Report:
     def note(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def begin_run(self, epochs: int) -> None:
-        """Starts the bar and the clock of a run."""
-        self._run_started = time.monotonic()
+    def begin_run(self, epochs: int, completed: int = 0) -> None:
+        """Starts the bar and the clock of a run, of which `completed` epochs are complete already."""
+        self._run_started, self._completed_before = time.monotonic(), completed
         self._progress.start()
-        self._run = self._progress.add_task("run", total=epochs)
+        self._run = self._progress.add_task("run", total=epochs, completed=completed)
 
     def end_run(self) -> None:
         self.end()
@@ -98,10 +99,10 @@ class Report:
         self._schedule_line()
 
     def time_left(self, epoch: int, last: int) -> str | None:
-        """How long the remaining epochs take if they take as long as those so far."""
+        """How long the remaining epochs take if they take as long as those of this process."""
         if self._run is None or epoch >= last:
             return None
-        seconds = (time.monotonic() - self._run_started) / epoch * (last - epoch)
+        seconds = (time.monotonic() - self._run_started) / (epoch - self._completed_before) * (last - epoch)
         return f"{seconds:.0f} s left" if seconds < 100 else f"{seconds / 60:.0f} min left"
 
     def validation(self, record: Mapping[str, Any]) -> None:

@@ -8,14 +8,17 @@ advantages.jsonl         a line per scored episode: the advantages of its calls,
 rescores.jsonl           a line per score given later, by `insitu trajectories rescore`
 training_metrics.jsonl   a line per epoch
 reward_history.json      validation_history.json   curriculum_state.json   best.json   reward_plot.png
+progress.json            the point from which the run can continue; journal.jsonl: what it has collected since
+events.jsonl             when the run was started, continued and ended
 backend/                 the embedded backend's log and checkpoints
 
-The first line of episodes, calls, groups, advantages and rescores names the format: {"format": 1}.
+The first line of files of lines names the format, {"format": 1}, except that of training_metrics.jsonl.
 """
 
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,8 @@ from insitu.config import Config
 from insitu.errors import ConfigError, InsituError
 from insitu.evaluation.datasets import dataset_file
 from insitu.evaluation.run import dump_json, write_json
-from insitu.files import LOCK_FILE, FolderLock, LineFile, writable_folder
+from insitu.files import LineFile, writable_folder
+from insitu.folder_lock import LOCK_FILE, FolderLock
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.finetuning import Trajectory
 from insitu.trajectories.builder import GroupRecord
@@ -40,9 +44,11 @@ logger = logging.getLogger(__name__)
 OUTPUT_DIR = "finetuning.output_dir"
 RUN_FILES = ("run.json", "episodes.jsonl", "training_metrics.jsonl", "reward_history.json", "validation_history.json")
 BACKEND_FOLDER = "backend"
+_OF_EPOCHS = ("episodes.jsonl", "calls.jsonl", "groups.jsonl", "advantages.jsonl", "training_metrics.jsonl")
+"""Files of lines whose last epoch is written again by a run that continues."""
 _DOCUMENTED = ("training_metrics.jsonl", "data_collection_progress.jsonl")
 """Files with a line per epoch or collection, and nothing else."""
-_BACKEND_SECONDS = 60.0
+ORPHAN_SECONDS = 60.0
 """Time for the backend of a run that was killed to notice that and to end."""
 
 
@@ -56,7 +62,7 @@ def set_aside(folder: Path) -> Path | None:
         return None
     with FolderLock(folder, OUTPUT_DIR):
         if (folder / BACKEND_FOLDER / LOCK_FILE).exists():
-            FolderLock(folder / BACKEND_FOLDER, OUTPUT_DIR, wait=_BACKEND_SECONDS).release()
+            FolderLock(folder / BACKEND_FOLDER, OUTPUT_DIR, wait=ORPHAN_SECONDS).release()
         if not any((folder / name).exists() for name in RUN_FILES):
             return None
         if Path.cwd().is_relative_to(folder):
@@ -109,12 +115,33 @@ class RunStore:
 
     def append(self, name: str, records: Iterable[Any]) -> None:
         """Appends whole lines to a file, after a first line with the format's version."""
-        file = self._files.get(name)
-        if file is None:
-            file = self._files[name] = LineFile(self._path / name)
-            if file.empty and name not in _DOCUMENTED:
-                file.append(_line({"format": FORMAT_VERSION}))
+        file = self._open(name)
+        if file.size == 0 and name not in _DOCUMENTED:
+            file.append(_line({"format": FORMAT_VERSION}))
         file.append(b"".join(map(_line, records)))
+
+    def _open(self, name: str) -> LineFile:
+        if name not in self._files:
+            self._files[name] = LineFile(self._path / name)
+        return self._files[name]
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the files with lines of each epoch."""
+        return {name: self._files[name].size for name in _OF_EPOCHS if name in self._files}
+
+    def cut_to(self, sizes: Mapping[str, int]) -> None:
+        """Removes the lines that were written after the files had these sizes. Raises InsituError if one is shorter."""
+        for name in _OF_EPOCHS:
+            if name in sizes or (self._path / name).exists():
+                self._open(name).truncate(sizes.get(name, 0))
+
+    def clear(self, name: str) -> None:
+        """Removes all lines of a file."""
+        if name in self._files or (self._path / name).exists():
+            self._open(name).truncate(0)
+
+    def record_event(self, event: str, **details: Any) -> None:
+        self.append("events.jsonl", [{"time": datetime.now(UTC).isoformat(), "event": event, **details}])
 
     def sync(self) -> None:
         """Makes all lines appended so far survive a power failure."""

@@ -3,14 +3,16 @@
 import asyncio
 import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from insitu.builder import Builder
 from insitu.errors import ConfigError, InsituError
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.validation import held_out_config, validate
+from insitu.files import load_json
 from insitu.interfaces import TrainerAdapter
-from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
+from insitu.schemas.finetuning import FinetuneConfig, TrainingJobStatus, ValidationConfig
 from insitu.training.report import Report
 from insitu.training.store import RunStore
 
@@ -41,8 +43,28 @@ class Validation:
         held_out = held_out_config(self._builder.config)
         return len(load_dataset(held_out, self.config.dataset)) * self.config.reps
 
+    def restore(self, last_epoch: int, jobs: Iterable[TrainingJobStatus]) -> None:
+        """Reads what an earlier process has recorded, which ended in the epoch after `last_epoch`; `jobs` are its."""
+        for metadata in (job.metadata or {} for job in jobs):
+            self.checkpoints[metadata.get("policy_version")] = metadata.get("checkpoint")
+        path = self._store.folder / "validation_history.json"
+        recorded = load_json(path.read_bytes()) if path.is_file() else []
+        for record in recorded:
+            if record["epoch"] > last_epoch + ("error" not in record):
+                continue
+            if "error" not in record:
+                record["ci95"] = [math.nan if bound is None else bound for bound in record["ci95"]]
+            self.history.append(record)
+            self._note_best(record)
+
     async def run(self, epoch: int) -> dict[str, Any]:
-        """Validates (epoch 0: before the first step). The record of a failure has `error` and no reward."""
+        """Validates (epoch 0: before the first step). The record of a failure has `error` and no reward.
+
+        An epoch is validated once, also if the run was continued in between.
+        """
+        known = next((record for record in self.history if record["epoch"] == epoch), None)
+        if known is not None:
+            return known
         started = time.perf_counter()
         endpoint = await self._adapter.policy_endpoint()
         version = endpoint.version if endpoint is not None else None
@@ -60,12 +82,18 @@ class Validation:
         record = {"epoch": epoch, "policy_version": version, **record, "seconds": time.perf_counter() - started}
         self.history.append(record)
         self._report.validation(record)
-        if "error" not in record and (self.best is None or record["avg_reward"] > self.best["avg_reward"]):
-            self.best = record
+        if self._note_best(record):
             checkpoint = self._store.relative(self.checkpoints.get(version))
             self._store.write("best.json", {**record, "checkpoint": checkpoint})
         self._store.write("validation_history.json", [{k: _json(v) for k, v in r.items()} for r in self.history])
         return record
+
+    def _note_best(self, record: dict[str, Any]) -> bool:
+        """Whether it is the best so far."""
+        if "error" in record or (self.best is not None and record["avg_reward"] <= self.best["avg_reward"]):
+            return False
+        self.best = record
+        return True
 
 
 def _json(value: Any) -> Any:

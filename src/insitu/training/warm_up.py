@@ -83,14 +83,14 @@ class _Demonstration(BaseModel):
 
 
 async def warm_up(
-    adapter: TrainerAdapter, rows: list[TrainingRow], config: WarmUpConfig, run_id: str
+    adapter: TrainerAdapter, rows: list[TrainingRow], config: WarmUpConfig, run_id: str, before: int | None
 ) -> dict[str, Any]:
     """Trains on the dialogues and returns the job's metrics, version and checkpoint.
 
-    Raises JobFailed, or TrajectoryError for dialogues that cannot be trained.
+    `before` is the policy version that the run started with. Raises JobFailed, or TrajectoryError for dialogues that
+    cannot be trained.
     """
     started = time.perf_counter()
-    before = await adapter.policy_endpoint()
     try:
         ref = await adapter.submit_rows(rows, run_id, "sft", config.overrides())
     except RequestRefused as error:  # names the row: a dialogue that is too long, or that the chat template refuses
@@ -98,7 +98,7 @@ async def warm_up(
     status = await adapter.wait_until_complete(ref)
     if status.status is not TrainingStatusEnum.COMPLETED:
         raise JobFailed(f"the warm-up ended as {status.status.value}: {status.message or 'no reason given'}")
-    version = new_version(0, before.version if before is not None else None, await adapter.policy_endpoint())
+    version = new_version(0, before, await adapter.policy_endpoint())
     metadata = status.metadata or {}
     kept = {key: metadata.get(key) for key in ("loss", "entropy", "tokens", "rows", "steps", "checkpoint")}
     return {**kept, "policy_version": version, "seconds": time.perf_counter() - started}

@@ -81,6 +81,7 @@ class _Collection:
     on_episode: Callable[[Episode], None]
     on_group: Callable[[GroupRecord], None]
     vocab_size: int | None = None
+    finished: list[Episode] = field(default_factory=list)
     groups: dict[str, GroupRecord] = field(default_factory=dict)
     first_error: str | None = None
     task: asyncio.Task[None] | None = None
@@ -89,9 +90,9 @@ class _Collection:
 class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
     """Runs the workflow `num_generations` times on each row and groups the episodes by row.
 
-    `start_run(run_id, meta)` reads from `meta`: `epoch` (default: the next one; the first is 1), `vocab_size`, and the
-    callbacks `on_episode(episode)` and `on_group(record)`. Failed and unscored episodes are counted by reason and not
-    returned.
+    `start_run(run_id, meta)` reads from `meta`: `epoch` (default: the next one; the first is 1), `vocab_size`,
+    `finished` (episodes of this epoch that an earlier process has run), and the callbacks `on_episode(episode)` and
+    `on_group(record)`. Failed and unscored episodes are counted by reason and not returned.
     """
 
     needs_token_ids = True
@@ -155,7 +156,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         ignore: Callable[[Any], None] = lambda _: None  # noqa: E731
         self._last_epoch = meta.get("epoch", self._last_epoch + 1)
         callbacks = meta.get("on_episode") or ignore, meta.get("on_group") or ignore
-        collection = _Collection(self._last_epoch, *callbacks, meta.get("vocab_size"))
+        collection = _Collection(self._last_epoch, *callbacks, meta.get("vocab_size"), meta.get("finished") or [])
         self._runs[run_id] = collection
         collection.task = asyncio.create_task(self._collect(run_id, collection), name=f"collect {run_id}")
 
@@ -259,6 +260,9 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
             for row in self.rows_of_epoch(collection.epoch)
             for generation in range(self.config.num_generations)
         ]
+        finished = {episode.key.member: episode for episode in collection.finished}
+        earlier = [episode for _, key in tasks if (episode := finished.get(key.member)) is not None]
+        tasks = [(row, key) for row, key in tasks if key.member not in finished]
 
         async def finish(row: EvalInputItem, episode: Episode) -> None:
             self._check_vocabulary(episode, collection.vocab_size)
@@ -266,17 +270,20 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
 
         service, limit = self.run_config.run_configuration, self._full_config.max_concurrency
         collecting = collect(self._builder, tasks, options, service, finish, current_run(), limit)
-        async with aclosing(collecting) as episodes:
-            await self._gather(episodes, collection)
-
-    async def _gather(self, episodes: AsyncIterator[Episode], collection: _Collection) -> None:
         waiting: dict[str, list[Episode]] = {}
-        async for episode in episodes:  # each has an outcome, or `collect` raises: every group becomes complete
-            collection.on_episode(episode)
-            group = waiting.setdefault(episode.key.row_id, [])
-            group.append(episode)
-            if len(group) == self.config.num_generations:
-                self._complete(waiting.pop(episode.key.row_id), collection)
+        for episode in earlier:
+            self._add(episode, waiting, collection)
+        async with aclosing(collecting) as episodes:
+            async for episode in episodes:  # each has an outcome, or `collect` raises: every group becomes complete
+                self._add(episode, waiting, collection)
+
+    def _add(self, episode: Episode, waiting: dict[str, list[Episode]], collection: _Collection) -> None:
+        """Passes a finished episode on, and its group if it is the last of it."""
+        collection.on_episode(episode)
+        group = waiting.setdefault(episode.key.row_id, [])
+        group.append(episode)
+        if len(group) == self.config.num_generations:
+            self._complete(waiting.pop(episode.key.row_id), collection)
 
     async def _read_stored(self, stored: StoredRun, run_id: str, collection: _Collection) -> None:
         """Passes on the recorded groups of an epoch."""

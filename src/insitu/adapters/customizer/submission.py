@@ -1,6 +1,5 @@
 """What a Customizer run needs to continue after its process was killed: its pairs, and the state of its job."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,19 +44,6 @@ def unfinished(folder: Path) -> Submission | None:
         problem = error.errors(include_url=False)[0]["msg"]
         raise ConfigError(f"{OUTPUT_DIR}: {path} is not the state of a submission: {problem}") from None
     return submission if submission.phase != "ended" else None
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The keys of nested settings whose values differ, and the two values."""
-    then, new = _leaves(before), _leaves(now)
-    return {key: (then.get(key), new.get(key)) for key in {**then, **new} if then.get(key) != new.get(key)}
-
-
-def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in settings.items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return leaves
 
 
 def pair_records(collection: TrajectoryCollection) -> list[dict[str, Any]]:

@@ -20,13 +20,13 @@ from insitu.adapters.customizer.submission import (
     PAIRS,
     SUBMISSION,
     Submission,
-    differences,
     pair_records,
     read_pairs,
     unfinished,
 )
 from insitu.adapters.customizer.trainer_adapter import NeMoCustomizerTrainerAdapter
 from insitu.builder import Builder
+from insitu.config.resolved import differences
 from insitu.errors import ConfigError, InsituError, JobFailed, TrajectoryError, describe_error
 from insitu.files import load_json
 from insitu.interfaces import TrainerAdapter, TrajectoryBuilder
@@ -43,7 +43,7 @@ from insitu.training.config import InsituTrainerConfig
 from insitu.training.loop import InsituTrainer
 from insitu.training.metrics import collected_metrics
 from insitu.training.report import counts
-from insitu.training.store import OUTPUT_DIR, RunStore, open_store
+from insitu.training.store import OUTPUT_DIR, RunStore
 
 _ENDED_BADLY = (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED)
 
@@ -54,6 +54,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
     needs = TrainingNeeds("dpo", pairs=True, groups=False)
     computes_advantages = False
     trains_every_epoch = False
+    resumable = False  # it always continues an unfinished run
 
     def __init__(
         self, trainer_config: NeMoCustomizerTrainerConfig, builder: Builder | None = None, **kwargs: Any
@@ -97,8 +98,11 @@ class NeMoCustomizerTrainer(InsituTrainer):
         if self._submission is not None:
             await self._take_over(self._submission, Path(run_config.output_dir))
 
-    def _open_store(self, folder: Path) -> tuple[RunStore, Path | None]:
-        return (RunStore(folder), None) if self._submission is not None else open_store(folder, self._full_config)
+    def _open_run(self, folder: Path) -> list[str]:
+        if self._submission is None:
+            return self._durable.open_new(folder, self._full_config)
+        self._durable.attach(RunStore(folder))
+        return []
 
     async def _take_over(self, submission: Submission, folder: Path) -> None:
         """Goes on with an unfinished run if it can be; otherwise moves it aside."""
@@ -147,8 +151,8 @@ class NeMoCustomizerTrainer(InsituTrainer):
         self._record(submission, phase="ended", status=job.status if job is not None else None)
         self.store.close()
         self._submission = None
-        self._store, moved = await asyncio.to_thread(open_store, folder, self._full_config)
-        self.report.note(f"moved the earlier run in {folder} to {moved}")
+        for note in await asyncio.to_thread(self._durable.open_new, folder, self._full_config):
+            self.report.note(note)
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Returns the status of the one job: its last, or its first with `wait_for_completion: false`.

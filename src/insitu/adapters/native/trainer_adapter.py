@@ -18,7 +18,8 @@ from insitu.advantages.estimator import training_rows
 from insitu.builder import Builder, builder_at_work
 from insitu.connection import Connection, is_transient, retry_after
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
-from insitu.files import FolderLock
+from insitu.files import read_object, writable_folder, write_file
+from insitu.folder_lock import FolderLock
 from insitu.http_format import error_message, event_data
 from insitu.interfaces import TrainerAdapter
 from insitu.registry import register_trainer_adapter
@@ -33,7 +34,7 @@ from insitu.schemas.finetuning import (
 )
 from insitu.schemas.training_jobs import JobState, LossSettings, TrainingSettings
 from insitu.training.checkpoints import NAMES, find_checkpoint
-from insitu.training.store import BACKEND_FOLDER, OUTPUT_DIR, move_aside
+from insitu.training.store import BACKEND_FOLDER, ORPHAN_SECONDS, OUTPUT_DIR, move_aside
 from insitu.trajectories.recovery import recover_collection
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ BACKEND = "insitu"
 _WATCH_SECONDS = 5.0
 """Interval of the health checks while the backend is in use."""
 _RECONNECT_DELAY = 0.25
+_STARTED = "started_from.json"
+"""In the backend's folder: the model that its training started from, since names such as `latest` change meaning."""
 _FINAL_STATUSES = ("completed", "failed", "canceled")
 
 
@@ -80,9 +83,9 @@ class InsituTrainerAdapter(TrainerAdapter):
         await super().initialize(run_config)
         if self.config.model is not None and self._process is None:
             folder = Path(run_config.output_dir) / BACKEND_FOLDER
-            await asyncio.to_thread(self._set_aside, folder)
+            model = await asyncio.to_thread(self._starting_model, folder, self.config.model)
             options = {key: str(getattr(self.config, key)) for key in ("name", "device", "dtype")}
-            options |= {"model": self._resolve_model(self.config.model), "port": "0", "output_dir": str(folder)}
+            options |= {"model": model, "port": "0", "output_dir": str(folder)}
             arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
             self._process = BackendProcess(arguments, folder / "backend.log")
             self._base_url = await self._process.start(self.config.startup_timeout)
@@ -123,8 +126,21 @@ class InsituTrainerAdapter(TrainerAdapter):
             raise ConfigError(f"{key}: the best weights of {model} are those it started from; name that model")
         return str(folder)
 
+    def _starting_model(self, folder: Path, model: str) -> str:
+        """The model that training starts from; that of an earlier process if the run continues.
+
+        A new run moves the checkpoints of an earlier one aside; the built-in trainers have moved the whole run already.
+        """
+        asked, record = self.run_config.run_configuration, folder / _STARTED
+        if asked is not None and asked.resume and record.is_file():
+            FolderLock(folder, OUTPUT_DIR, wait=ORPHAN_SECONDS).release()
+            return str(read_object(record)["model"])
+        self._set_aside(folder)
+        resolved = self._resolve_model(model)
+        write_file(writable_folder(folder, OUTPUT_DIR) / _STARTED, orjson.dumps({"model": resolved}) + b"\n")
+        return resolved
+
     def _set_aside(self, folder: Path) -> None:
-        """Moves the checkpoints of an earlier run aside; the built-in trainers have moved the whole run already."""
         if (folder / "checkpoints").exists():
             FolderLock(folder, OUTPUT_DIR).release()
             self._full_config.moved[folder.resolve()] = moved = move_aside(folder.resolve(), OUTPUT_DIR)

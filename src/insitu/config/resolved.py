@@ -1,0 +1,59 @@
+"""A checked file as plain values without its secrets, and how two of them differ."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from insitu.config import SECRET_KEY, Config
+from insitu.config.keys import is_set_by_run
+
+_HIDDEN = "**********"
+_PASSWORD_IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+
+
+def resolved_config(config: Config) -> dict[str, Any]:
+    """Every key with its value, given or default, by section. Secrets are hidden."""
+    values: dict[str, Any] = {
+        "general": _plain(config.general),
+        "eval": {"general": _plain(config.eval)},
+        "finetuning": _plain(config.finetuning),
+    }
+    for (section, name), block in config.blocks.items():
+        place = values
+        for part in section.split("."):
+            place = place.setdefault(part, {})
+        place[name] = {"_type": block.type, **_plain(block)}
+    return _without_secrets(values)
+
+
+def _plain(model: BaseModel) -> dict[str, Any]:
+    not_keys = {name for name, field in type(model).model_fields.items() if is_set_by_run(name, field)}
+    return model.model_dump(
+        mode="json", exclude=not_keys | {"type", "run_configuration"}, serialize_as_any=True, fallback=str
+    )
+
+
+def _without_secrets(value: Any, key: str = "") -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_secrets(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(item) for item in value]
+    if not isinstance(value, str) or not value:
+        return value
+    return _HIDDEN if SECRET_KEY.search(key) else _PASSWORD_IN_URL.sub(_HIDDEN, value)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys of nested settings whose values differ, with both values; None where one has no such key."""
+    then, new = dict(_leaves(before)), dict(_leaves(now))
+    return {key: (then.get(key), new.get(key)) for key in {**then, **new} if then.get(key) != new.get(key)}
+
+
+def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
