@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -412,6 +413,16 @@ def test_it_stops_when_asked_to_even_while_it_streams(tmp_path, name):
             stream.readline()
             process.send_signal(getattr(signal, name))
             assert process.wait(HANGS) == 0
+
+
+def test_it_ends_when_nobody_reads_its_address(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [forked_python(), "-m", "insitu", "backend", "--port", "0", "--model", save_tiny_model(tmp_path)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=HANGS, check=False)
+    os.close(writer)
+    assert done.returncode == 1
+    assert done.stderr.endswith("insitu backend: cannot print the address: Broken pipe\n")
 
 
 def test_it_ends_when_its_parent_has_been_killed(tmp_path):

@@ -44,7 +44,8 @@ from insitu.plugin_api import (
 )
 from insitu.schemas.episodes import ModelCall
 from insitu.toolkit.parsers.base_parser import parse_to_openai_messages
-from insitu.trajectories.builder import EpisodesBuilder, EpisodesBuilderConfig
+from insitu.trajectories.builder import EpisodesBuilder
+from insitu.trajectories.config import EpisodesBuilderConfig
 from insitu.trajectories.conversations import call_logprobs, main_conversation
 from insitu.trajectories.recovery import recover_calls, recover_collection
 

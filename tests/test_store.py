@@ -125,11 +125,11 @@ def test_a_run_is_moved_only_after_its_backend_has_ended(tmp_path: Path, monkeyp
     backend = tmp_path / "run/backend"
     backend.mkdir(parents=True)
     (tmp_path / "run/run.json").write_text("{}")
-    monkeypatch.setattr("insitu.training.store._BACKEND_SECONDS", 0.1)
+    monkeypatch.setattr("insitu.training.store.ORPHAN_SECONDS", 0.1)
     lock = FolderLock(backend, "--output_dir")
     with pytest.raises(ConfigError, match=f"run/backend is in use by process {os.getpid()}"):
         set_aside(tmp_path / "run")
-    monkeypatch.setattr("insitu.training.store._BACKEND_SECONDS", 60.0)
+    monkeypatch.setattr("insitu.training.store.ORPHAN_SECONDS", 60.0)
     ending = threading.Timer(0.2, lock.release)
     ending.start()
     assert set_aside(tmp_path / "run") == tmp_path / "run.1"

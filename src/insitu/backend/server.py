@@ -176,8 +176,13 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self.started:
+        if not self.started:
+            return
+        try:
             self._on_started()
+        except OSError as error:  # a listening server would keep the event loop from closing
+            await self.shutdown(sockets)
+            raise BackendError(f"cannot print the address: {error.strerror}") from error
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

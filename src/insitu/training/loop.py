@@ -22,7 +22,6 @@ from insitu.errors import ConfigError, InsituError, JobFailed, TrajectoryError
 from insitu.evaluation.shared_run import UsesBuilder, builder_of_run
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.registry import register_trainer
-from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     PolicyEndpoint,
@@ -32,7 +31,7 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.training.checks import EPISODES, PAIRS, TrainingNeeds, check_components, check_sampled, new_version
-from insitu.training.config import InsituTrainerConfig, WarmUpConfig
+from insitu.training.config import InsituTrainerConfig
 from insitu.training.epoch_collection import EpochCollector
 from insitu.training.metrics import (
     JOB_METRICS,
@@ -48,7 +47,7 @@ from insitu.training.resume import ResumableRun
 from insitu.training.store import RunStore, provenance, read_curriculum_state
 from insitu.training.traffic import Leftovers
 from insitu.training.validation import Validation
-from insitu.training.warm_up import read_demonstrations, warm_up
+from insitu.training.warm_up import WarmUp, read_demonstrations
 from insitu.trajectories.builder import EpisodesBuilder
 
 logger = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         """Why the latest epoch that trained nothing had no variance."""
         self._durable = ResumableRun(self.run_id)
         self._resumed_curriculum = self._read_curriculum()
-        self._demonstrations = self._read_demonstrations()
+        self._warm_up = self._read_warm_up()
 
     def _read_curriculum(self) -> dict[str, Any] | None:
         """Reads `curriculum_state`. The constructor does so because `initialize` may move the folder with the file."""
@@ -91,11 +90,11 @@ class InsituTrainer(UsesBuilder, Trainer):
             raise ConfigError(f"{key} has no effect: curriculum_learning.enabled is false")
         return read_curriculum_state(self._full_config.find_path(path, key), key)
 
-    def _read_demonstrations(self) -> list[TrainingRow]:
+    def _read_warm_up(self) -> WarmUp | None:
         if self.config.sft is None:
-            return []
+            return None
         key = f"trainers.{name_being_built()}.sft.rows"
-        return read_demonstrations(self._full_config.find_path(self.config.sft.rows, key), key)
+        return WarmUp(self.config.sft, read_demonstrations(self._full_config.find_path(self.config.sft.rows, key), key))
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
@@ -126,9 +125,8 @@ class InsituTrainer(UsesBuilder, Trainer):
         return self._durable.open(folder, self._full_config, self._origin()["dataset"])
 
     async def _verify_resumed(self) -> None:
-        progress, builder = self._durable.progress, self.trajectory_builder
-        warms_up = self.config.sft is not None
-        self._durable.check_served(await self._served_version(), builder.episodes_per_epoch, warms_up=warms_up)
+        progress, planned = self._durable.progress, self.trajectory_builder.episodes_per_epoch
+        self._durable.check_served(await self._served_version(), planned, warms_up=self._warm_up is not None)
         if self.validation is not None:
             await asyncio.to_thread(self.validation.restore, progress.epoch, progress.jobs)
 
@@ -171,8 +169,10 @@ class InsituTrainer(UsesBuilder, Trainer):
         self.report.begin_run(num_epochs, progress.epoch)
         if self.validation is not None:
             await self.validation.run(0)
-        if self.config.sft is not None and not progress.warmed_up:
-            await self._warm_up(self.config.sft)
+        if self._warm_up is not None and not progress.warmed_up:
+            result = await self._warm_up.run(self.trainer_adapter, self.run_id, progress.policy_version, self.report)
+            self.store.write("warm_up.json", result)
+            await self._durable.commit(warmed_up=True, policy_version=result["policy_version"])
         for epoch in range(progress.epoch + 1, num_epochs + 1):
             try:
                 status = await self._complete_epoch(epoch, num_epochs)
@@ -194,19 +194,6 @@ class InsituTrainer(UsesBuilder, Trainer):
             )
         self.report.end_run()
         return statuses
-
-    async def _warm_up(self, config: WarmUpConfig) -> None:
-        self.report.begin(f"warm-up on {len(self._demonstrations)} dialogues", None)
-        try:
-            version = self._durable.progress.policy_version
-            result = await warm_up(self.trainer_adapter, self._demonstrations, config, self.run_id, version)
-        finally:
-            self.report.end()
-        self._demonstrations = []
-        self.store.write("warm_up.json", result)
-        await self._durable.commit(warmed_up=True, policy_version=result["policy_version"])
-        loss, seconds = result["loss"], result["seconds"]
-        self.report.note(f"warm-up: {result['rows']} dialogues  loss {loss:.4g}  {seconds:.1f} s")
 
     async def _rehearse(self) -> None:
         self.report.begin("playing one row before the first epoch", None)
@@ -236,7 +223,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         """Collects the epoch's groups and submits what can be trained; None if nothing can."""
         started = time.perf_counter()
         endpoint = await self.trainer_adapter.policy_endpoint()
-        if endpoint is not None and epoch == self._durable.next_epoch:  # an earlier process may have trained this epoch
+        if endpoint is not None and self._durable.finished(epoch):  # an earlier process may even have trained the epoch
             endpoint = replace(endpoint, version=self._durable.progress.policy_version)
         collection, leftovers = await self._collect(epoch, run_id, endpoint)
         trajectories = [t for group in collection.trajectories for t in group]

@@ -14,6 +14,7 @@ from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.finetuning import TrainingStatusEnum
 from insitu.training.checks import new_version
 from insitu.training.config import WarmUpConfig
+from insitu.training.report import Report
 
 
 def read_demonstrations(path: Path, key: str) -> list[TrainingRow]:
@@ -82,23 +83,36 @@ class _Demonstration(BaseModel):
         return [k for k, message in enumerate(self.messages) if message.role == "assistant" and message.weight != 0]
 
 
-async def warm_up(
-    adapter: TrainerAdapter, rows: list[TrainingRow], config: WarmUpConfig, run_id: str, before: int | None
-) -> dict[str, Any]:
-    """Trains on the dialogues and returns the job's metrics, version and checkpoint.
+class WarmUp:
+    """The job on demonstrations that a trainer's `sft` asks for."""
 
-    `before` is the policy version that the run started with. Raises JobFailed, or TrajectoryError for dialogues that
-    cannot be trained.
-    """
-    started = time.perf_counter()
-    try:
-        ref = await adapter.submit_rows(rows, run_id, "sft", config.overrides())
-    except RequestRefused as error:  # names the row: a dialogue that is too long, or that the chat template refuses
-        raise TrajectoryError(f"the warm-up on {config.rows} was refused: {error}") from error
-    status = await adapter.wait_until_complete(ref)
-    if status.status is not TrainingStatusEnum.COMPLETED:
-        raise JobFailed(f"the warm-up ended as {status.status.value}: {status.message or 'no reason given'}")
-    version = new_version(0, before, await adapter.policy_endpoint())
-    metadata = status.metadata or {}
-    kept = {key: metadata.get(key) for key in ("loss", "entropy", "tokens", "rows", "steps", "checkpoint")}
-    return {**kept, "policy_version": version, "seconds": time.perf_counter() - started}
+    def __init__(self, config: WarmUpConfig, rows: list[TrainingRow]) -> None:
+        self._config = config
+        self._rows = rows
+
+    async def run(self, adapter: TrainerAdapter, run_id: str, before: int | None, report: Report) -> dict[str, Any]:
+        """Returns the job's metrics, version and checkpoint; `before` is the policy version that the run started with.
+
+        Raises JobFailed, or TrajectoryError for dialogues that cannot be trained.
+        """
+        report.begin(f"warm-up on {len(self._rows)} dialogues", None)
+        try:
+            result = await self._train(adapter, run_id, before)
+        finally:
+            report.end()
+        report.note(f"warm-up: {result['rows']} dialogues  loss {result['loss']:.4g}  {result['seconds']:.1f} s")
+        return result
+
+    async def _train(self, adapter: TrainerAdapter, run_id: str, before: int | None) -> dict[str, Any]:
+        started = time.perf_counter()
+        try:
+            ref = await adapter.submit_rows(self._rows, run_id, "sft", self._config.overrides())
+        except RequestRefused as error:  # names the row: a dialogue that is too long, or that the chat template refuses
+            raise TrajectoryError(f"the warm-up on {self._config.rows} was refused: {error}") from error
+        status = await adapter.wait_until_complete(ref)
+        if status.status is not TrainingStatusEnum.COMPLETED:
+            raise JobFailed(f"the warm-up ended as {status.status.value}: {status.message or 'no reason given'}")
+        version = new_version(0, before, await adapter.policy_endpoint())
+        metadata = status.metadata or {}
+        kept = {key: metadata.get(key) for key in ("loss", "entropy", "tokens", "rows", "steps", "checkpoint")}
+        return {**kept, "policy_version": version, "seconds": time.perf_counter() - started}

@@ -8,8 +8,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from pydantic import Field
-
 from insitu.advantages.targeting import credited_function, targeted_calls, why_untargeted
 from insitu.builder import Builder
 from insitu.errors import CaptureError, ConfigError, PluginError, TrajectoryError
@@ -26,11 +24,11 @@ from insitu.schemas.finetuning import (
     FinetuneConfig,
     RewardFunctionConfig,
     Trajectory,
-    TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
+from insitu.trajectories.config import CollectingBuilderConfig, EpisodesBuilderConfig
 from insitu.trajectories.conversations import as_trajectory
-from insitu.trajectories.stored import StoredEpisodesConfig, StoredRun, open_stored
+from insitu.trajectories.stored import StoredRun, open_stored
 
 logger = logging.getLogger(__name__)
 
@@ -42,26 +40,6 @@ _PENALIZED = (
 )
 """Failures of the workflow and of its evaluator: these get `reward_function.on_failure` if it is a number."""
 _REHEARSED_ROWS = 3
-
-
-class CollectingBuilderConfig(TrajectoryBuilderConfig):
-    """What all builders that run episodes themselves have in common."""
-
-    num_generations: int = Field(default=1, ge=1)
-    """Episodes per row and epoch (the group size)."""
-    rows_per_epoch: int | None = Field(default=None, ge=1)
-    """Rows per epoch, taken in a seeded order over the dataset; none: all rows. A curriculum can only include rows it
-    has seen: a row first seen between two expansions waits for the next."""
-    episodes_from: StoredEpisodesConfig | None = None
-    """Train on the recorded episodes of an earlier run instead of running the workflow: a run directory, or a block.
-    The groups are used as they were recorded, whatever `num_generations` and `rows_per_epoch` say."""
-
-
-class EpisodesBuilderConfig(CollectingBuilderConfig, name="insitu_traj_builder"):
-    """Runs several episodes per row, grouped by row."""
-
-    num_generations: int = Field(default=8, ge=1)
-    """Episodes per row and epoch (the group size)."""
 
 
 class GroupRecord(NamedTuple):
@@ -82,6 +60,7 @@ class _Collection:
     on_group: Callable[[GroupRecord], None]
     vocab_size: int | None = None
     finished: list[Episode] = field(default_factory=list)
+    waiting: dict[str, list[Episode]] = field(default_factory=dict)
     groups: dict[str, GroupRecord] = field(default_factory=dict)
     first_error: str | None = None
     task: asyncio.Task[None] | None = None
@@ -255,14 +234,15 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
             await self._read_stored(self.stored, run_id, collection)
             return
         evaluators, options = await self._evaluators_and_options()
+        for episode in collection.finished:
+            self._add(episode, collection)
+        finished = {episode.key.member for episode in collection.finished}
         tasks = [
             (row, EpisodeKey(run_id, collection.epoch, str(row.id), generation))
             for row in self.rows_of_epoch(collection.epoch)
             for generation in range(self.config.num_generations)
+            if (str(row.id), generation) not in finished
         ]
-        finished = {episode.key.member: episode for episode in collection.finished}
-        earlier = [episode for _, key in tasks if (episode := finished.get(key.member)) is not None]
-        tasks = [(row, key) for row, key in tasks if key.member not in finished]
 
         async def finish(row: EvalInputItem, episode: Episode) -> None:
             self._check_vocabulary(episode, collection.vocab_size)
@@ -270,20 +250,17 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
 
         service, limit = self.run_config.run_configuration, self._full_config.max_concurrency
         collecting = collect(self._builder, tasks, options, service, finish, current_run(), limit)
-        waiting: dict[str, list[Episode]] = {}
-        for episode in earlier:
-            self._add(episode, waiting, collection)
         async with aclosing(collecting) as episodes:
             async for episode in episodes:  # each has an outcome, or `collect` raises: every group becomes complete
-                self._add(episode, waiting, collection)
+                self._add(episode, collection)
 
-    def _add(self, episode: Episode, waiting: dict[str, list[Episode]], collection: _Collection) -> None:
+    def _add(self, episode: Episode, collection: _Collection) -> None:
         """Passes a finished episode on, and its group if it is the last of it."""
         collection.on_episode(episode)
-        group = waiting.setdefault(episode.key.row_id, [])
+        group = collection.waiting.setdefault(episode.key.row_id, [])
         group.append(episode)
         if len(group) == self.config.num_generations:
-            self._complete(waiting.pop(episode.key.row_id), collection)
+            self._complete(collection.waiting.pop(episode.key.row_id), collection)
 
     async def _read_stored(self, stored: StoredRun, run_id: str, collection: _Collection) -> None:
         """Passes on the recorded groups of an epoch."""

@@ -14,7 +14,8 @@ from insitu.registry import register_trajectory_builder
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, ModelCall, Outcome, PreferencePair
 from insitu.schemas.finetuning import DPOItem, OpenAIMessage, Trajectory, message_text
 from insitu.schemas.steps import IntermediateStepType
-from insitu.trajectories.builder import CollectingBuilderConfig, EpisodesBuilder
+from insitu.trajectories.builder import EpisodesBuilder
+from insitu.trajectories.config import CollectingBuilderConfig
 from insitu.trajectories.conversations import conversations
 
 
