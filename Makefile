@@ -10,7 +10,7 @@ help:
 	@echo "make quickstart   install into .venv and train the tic-tac-toe player (about 3 minutes)"
 	@echo "make example-dpo  train the same player on preferences instead (about 3 minutes)"
 	@echo "make test         install what the tests need and run them"
-	@echo "make test-chaos   50 runs of 200 episodes through a proxy that breaks connections (about 15 minutes)"
+	@echo "make test-chaos   broken connections in 50 runs of 200 episodes, and more than 100 kills (about 40 minutes)"
 	@echo "make test-hostile  10,000 generated requests to each server, instead of a few hundred (about 15 minutes)"
 	@echo "make test-art     tests the ART plugin with the official clients, each in its own environment, against the backend;"
 	@echo "                  with CHAOS_SEEDS=N also N runs of 200 episodes of each through a proxy that breaks connections"
@@ -52,7 +52,7 @@ test: $(VENV)/.installed-dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
 test-chaos: $(VENV)/.installed-dev
-	CHAOS_SEEDS=50 $(BIN)/python -m pytest -s tests/test_chaos.py
+	CHAOS_SEEDS=50 KILL_SEEDS=15 $(BIN)/python -m pytest -s tests/test_chaos.py tests/test_resume.py
 
 test-hostile: $(VENV)/.installed-dev
 	INSITU_HOSTILE_REQUESTS=10000 $(BIN)/python -m pytest -s tests/test_hostile_requests.py

@@ -89,6 +89,9 @@ class TrainerAdapter(ABC):
     computes_advantages = False
     """True if the backend computes advantages from rewards and ignores any sent with the trajectories."""
 
+    can_resume = False
+    """Whether `initialize` continues with the weights of an earlier process if the run is resumed."""
+
     def __init__(self, adapter_config: TrainerAdapterConfig) -> None:
         self.adapter_config = adapter_config
         self.run_config: FinetuneConfig = None  # type: ignore[assignment]  # documented: None before initialize
@@ -155,6 +158,8 @@ class TrainerAdapter(ABC):
 class Trainer(ABC):
     """Drives a trajectory builder and a trainer adapter through the epochs of a run."""
 
+    can_resume = False
+    """Whether it continues a run with `--resume`."""
     trains_every_epoch = True
     """Whether each epoch is a training job, rather than the whole run."""
     waits_for_jobs = True

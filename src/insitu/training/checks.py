@@ -1,10 +1,16 @@
 """Checks that components fit together, that the weights sampled are those trained, and that training moves them."""
 
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from insitu.errors import BackendError, ConfigError, PluginError, TrajectoryError
+from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
-from insitu.schemas.finetuning import PolicyEndpoint, TrajectoryCollection
+from insitu.preferences.pairs import ALIKE
+from insitu.schemas.finetuning import PolicyEndpoint, TrainingJobStatus, TrajectoryCollection
+from insitu.training.metrics import why_no_pairs
+from insitu.training.report import counts
 from insitu.trajectories.builder import EpisodesBuilder
 
 EPISODES, PAIRS = "episodes", "preference pairs"
@@ -91,3 +97,46 @@ def new_version(epoch: int, before: int | None, served: PolicyEndpoint | None) -
             "epoch would sample from the old weights"
         )
     return version
+
+
+def check_collected(
+    epoch: int,
+    collection: TrajectoryCollection,
+    errors: Counter[str],
+    needs: TrainingNeeds,
+    folder: Path,
+    *,
+    may_be_alike: bool,
+) -> None:
+    """Raises TrajectoryError if nothing that was collected can be trained; `errors` are those of its episodes.
+
+    `may_be_alike`: pairs without a difference are no failure.
+    """
+    if any(collection.trajectories) or (may_be_alike and not ALIKE.isdisjoint(collection.dropped)):
+        return
+    first = [f"most often {error}" for error, _ in errors.most_common(1)]
+    causes = first or (why_no_pairs(collection.dropped) if needs.pairs else [])
+    raise TrajectoryError(
+        f"epoch {epoch}: no {'preference pair' if needs.pairs else 'episode'} can be trained on; dropped: "
+        + "; ".join([counts(collection.dropped), *causes])
+        + f" (all of them: {folder / 'episodes.jsonl'})"
+    )
+
+
+def check_results(
+    statuses: Sequence[TrainingJobStatus],
+    validations: Sequence[Mapping[str, Any]],
+    dropped: Mapping[str, int],
+    causes: Sequence[str],
+    folder: Path,
+) -> None:
+    """Raises TrajectoryError if no epoch trained, InsituError if a validation failed."""
+    if not statuses:
+        raise TrajectoryError(
+            f"no epoch trained anything: every group was dropped: {counts(dropped)} "
+            f"(per epoch: {folder / 'training_metrics.jsonl'})" + "".join(f"; {cause}" for cause in causes)
+        )
+    if failed := [v for v in validations if "error" in v]:
+        raise InsituError(
+            f"{len(failed)} validation(s) failed; the first, at epoch {failed[0]['epoch']}: {failed[0]['error']}"
+        )

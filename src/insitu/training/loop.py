@@ -16,12 +16,13 @@ from insitu import __version__
 from insitu.advantages.credit import Credit, credit_by_function, credited_calls
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, GroupRelativeEstimator, estimate_epoch
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
-from insitu.builder import Builder, name_being_built
+from insitu.builder import Builder
 from insitu.config.resolved import resolved_config
-from insitu.errors import ConfigError, InsituError, JobFailed, TrajectoryError
+from insitu.errors import JobFailed
 from insitu.evaluation.shared_run import UsesBuilder, builder_of_run
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.registry import register_trainer
+from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     PolicyEndpoint,
@@ -30,9 +31,17 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.training.checks import EPISODES, PAIRS, TrainingNeeds, check_components, check_sampled, new_version
+from insitu.training.checks import (
+    EPISODES,
+    PAIRS,
+    TrainingNeeds,
+    check_collected,
+    check_components,
+    check_results,
+    check_sampled,
+    new_version,
+)
 from insitu.training.config import InsituTrainerConfig
-from insitu.training.epoch_collection import EpochCollector
 from insitu.training.metrics import (
     JOB_METRICS,
     EpochResult,
@@ -42,13 +51,15 @@ from insitu.training.metrics import (
     without_variance,
 )
 from insitu.training.plot import RewardPlot
-from insitu.training.report import Report, counts
+from insitu.training.progress import JOURNAL, journal_record
+from insitu.training.report import Report
 from insitu.training.resume import ResumableRun
-from insitu.training.store import RunStore, provenance, read_curriculum_state
-from insitu.training.traffic import Leftovers
+from insitu.training.store import RunStore, provenance, read_curriculum
+from insitu.training.traffic import Leftovers, PolicyTraffic
 from insitu.training.validation import Validation
-from insitu.training.warm_up import WarmUp, read_demonstrations
-from insitu.trajectories.builder import EpisodesBuilder
+from insitu.training.warm_up import read_warm_up
+from insitu.trajectories.builder import EpisodesBuilder, GroupRecord
+from insitu.trajectories.recovery import with_recovered_calls
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +73,9 @@ class InsituTrainer(UsesBuilder, Trainer):
     needs = TrainingNeeds()
     computes_advantages = True
     """Whether this trainer computes the advantages, rather than the adapter's backend."""
-    resumable = True
-    """Whether `--resume` continues a run in the epoch in which its process ended."""
+    can_resume = True
+    journals_episodes = True
+    """Whether finished episodes are recorded before their group is, for a resumed run."""
 
     def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
         super().__init__(trainer_config, **kwargs)
@@ -77,24 +89,9 @@ class InsituTrainer(UsesBuilder, Trainer):
         self._causes: list[str] = []
         """Why the latest epoch that trained nothing had no variance."""
         self._durable = ResumableRun(self.run_id)
-        self._resumed_curriculum = self._read_curriculum()
-        self._warm_up = self._read_warm_up()
-
-    def _read_curriculum(self) -> dict[str, Any] | None:
-        """Reads `curriculum_state`. The constructor does so because `initialize` may move the folder with the file."""
-        path = self.config.curriculum_state
-        if path is None:
-            return None
-        key = f"trainers.{name_being_built()}.curriculum_state"
-        if not self._full_config.finetuning.curriculum_learning.enabled:
-            raise ConfigError(f"{key} has no effect: curriculum_learning.enabled is false")
-        return read_curriculum_state(self._full_config.find_path(path, key), key)
-
-    def _read_warm_up(self) -> WarmUp | None:
-        if self.config.sft is None:
-            return None
-        key = f"trainers.{name_being_built()}.sft.rows"
-        return WarmUp(self.config.sft, read_demonstrations(self._full_config.find_path(self.config.sft.rows, key), key))
+        # read now: `initialize` may move the folder with the files
+        self._resumed_curriculum = read_curriculum(self._full_config, trainer_config.curriculum_state)
+        self._warm_up = read_warm_up(self._full_config, trainer_config.sft)
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
@@ -117,18 +114,15 @@ class InsituTrainer(UsesBuilder, Trainer):
             self.report.note(f"the curriculum continues after epoch {last_epoch} of {path}")
         if run_config.validation is not None:
             self.validation = Validation(run_config, self._builder, self.trainer_adapter, self.report, self.store)
+            if self._durable.continues:
+                await asyncio.to_thread(self.validation.restore, self._durable.progress)
         if self._durable.continues:
-            await self._verify_resumed()
+            planned, warms_up = self.trajectory_builder.episodes_per_epoch, self._warm_up is not None
+            self._durable.check_served(await self._served_version(), planned, warms_up=warms_up)
 
     def _open_run(self, folder: Path) -> list[str]:
         """Returns what to report."""
         return self._durable.open(folder, self._full_config, self._origin()["dataset"])
-
-    async def _verify_resumed(self) -> None:
-        progress, planned = self._durable.progress, self.trajectory_builder.episodes_per_epoch
-        self._durable.check_served(await self._served_version(), planned, warms_up=self._warm_up is not None)
-        if self.validation is not None:
-            await asyncio.to_thread(self.validation.restore, progress.epoch, progress.jobs)
 
     async def _served_version(self) -> int | None:
         endpoint = await self.trainer_adapter.policy_endpoint()
@@ -198,11 +192,10 @@ class InsituTrainer(UsesBuilder, Trainer):
     async def _rehearse(self) -> None:
         self.report.begin("playing one row before the first epoch", None)
         try:
-            problem = await self.trajectory_builder.rehearse(self.run_id)
+            if (problem := await self.trajectory_builder.rehearse(self.run_id)) is not None:
+                self.report.note(problem)
         finally:
             self.report.end()
-        if problem is not None:
-            self.report.note(problem)
 
     async def _complete_epoch(self, epoch: int, num_epochs: int) -> TrainingJobStatus | None:
         """Runs, records and reports one epoch, with its validation if due."""
@@ -260,12 +253,38 @@ class InsituTrainer(UsesBuilder, Trainer):
     async def _collect(
         self, epoch: int, run_id: str, served: PolicyEndpoint | None
     ) -> tuple[TrajectoryCollection, Leftovers]:
-        may_be_empty = self.needs.pairs and self.trains_every_epoch
-        collector = EpochCollector(
-            *(self.trajectory_builder, self._builder, self.store, self.report),
-            *(self.needs.pairs, may_be_empty, self.resumable),
-        )
-        return await collector.collect(epoch, run_id, served, self._durable.finished(epoch))
+        errors: Counter[str] = Counter()
+        traffic, finished = PolicyTraffic(self._builder, served), self._durable.finished(epoch)
+        journaled = {episode.key for episode in finished}
+
+        def on_episode(episode: Episode) -> None:
+            self.report.advance()
+            traffic.add(episode)
+            if self.journals_episodes and episode.key not in journaled:
+                self.store.append(JOURNAL, [journal_record(episode)])
+
+        def on_group(record: GroupRecord) -> None:
+            self.store.append_group(record, epoch)
+            errors.update(f"{e.reason}: {e.error}" for e in record.episodes if e.error is not None)
+
+        self.report.begin(f"epoch {epoch}: collecting", self.trajectory_builder.episodes_per_epoch)
+        try:
+            await traffic.start()
+            vocab_size = served.vocab_size if served is not None else None
+            callbacks = {"on_episode": on_episode, "on_group": on_group}
+            meta = {"epoch": epoch, "vocab_size": vocab_size, "finished": finished, **callbacks}
+            await self.trajectory_builder.start_run(run_id, meta)
+            collection = await self.trajectory_builder.finalize(run_id, meta)
+        finally:
+            self.report.end()
+        leftovers, warning = await traffic.finish()
+        if warning is not None:
+            self.report.note(f"epoch {epoch}: {warning}")
+        for error, count in errors.most_common(3):
+            self.report.note(f"epoch {epoch}: {count} x {error}")
+        may_be_alike = self.needs.pairs and self.trains_every_epoch
+        check_collected(epoch, collection, errors, self.needs, self.store.folder, may_be_alike=may_be_alike)
+        return with_recovered_calls(collection, run_id, epoch), leftovers
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
@@ -368,25 +387,13 @@ class InsituTrainer(UsesBuilder, Trainer):
         return GroupRelativeEstimator(config.advantages, Credit(config.credit, config.discount, targets))
 
     async def _conclude(self, statuses: list[TrainingJobStatus]) -> None:
-        """Draws the plot and prints the summary.
-
-        Raises TrajectoryError if no epoch trained, InsituError if a validation failed.
-        """
+        """Draws the plot and prints the summary. Raises InsituError if no epoch trained, or a validation failed."""
         history = self._validations
         if self._plot is not None:
             await self._plot.finish(self.reward_history, history)
         self.report.summary(history, self.validation.best if self.validation else None, self.store.folder)
-        if not statuses:
-            dropped = sum((Counter(result.dropped) for result in self.results.values()), Counter[str]())
-            raise TrajectoryError(
-                f"no epoch trained anything: every group was dropped: {counts(dropped)} "
-                f"(per epoch: {self.store.folder / 'training_metrics.jsonl'})" + "".join(f"; {c}" for c in self._causes)
-            )
-        failed = [v for v in history if "error" in v]
-        if failed:
-            raise InsituError(
-                f"{len(failed)} validation(s) failed; the first, at epoch {failed[0]['epoch']}: {failed[0]['error']}"
-            )
+        dropped = sum((Counter(result.dropped) for result in self.results.values()), Counter[str]())
+        check_results(statuses, history, dropped, self._causes, self.store.folder)
 
 
 @register_trainer(config_type=InsituTrainerConfig)

@@ -134,7 +134,14 @@ async def _components(config: Config, builder: Builder) -> tuple[Trainer, Any]:
     finetuning = config.finetuning
     trajectory_builder = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
     adapter = await builder.get_trainer_adapter(str(finetuning.trainer_adapter))
-    return await builder.get_trainer(str(finetuning.trainer), trajectory_builder, adapter), adapter
+    trainer = await builder.get_trainer(str(finetuning.trainer), trajectory_builder, adapter)
+    asked = finetuning.run_configuration
+    if asked is not None and asked.resume:
+        names = {f"trainers.{finetuning.trainer}": trainer, f"trainer_adapters.{finetuning.trainer_adapter}": adapter}
+        for name, component in names.items():
+            if not getattr(component, "can_resume", False):
+                raise ConfigError(f"--resume: {name} ({type(component).__name__}) cannot continue a run")
+    return trainer, adapter
 
 
 @asynccontextmanager

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from insitu.advantages.credit import CallAdvantages
 from insitu.algorithms.curriculum import CurriculumState
+from insitu.builder import name_being_built
 from insitu.config import Config
 from insitu.errors import ConfigError, InsituError
 from insitu.evaluation.datasets import dataset_file
@@ -214,6 +215,16 @@ def provenance(config: Config, stored: StoredRun | None) -> dict[str, Any]:
         "targets": {"functions": finetuning.target_functions, "model": model, "llms": llms},
         "episodes_from": stored and {"run": str(stored.folder), "epochs": [*stored.epochs], "reward": stored.reward},
     }
+
+
+def read_curriculum(config: Config, path: Path | None) -> dict[str, Any] | None:
+    """The state of the run whose curriculum the trainer that is being built continues, if any. Raises ConfigError."""
+    if path is None:
+        return None
+    key = f"trainers.{name_being_built()}.curriculum_state"
+    if not config.finetuning.curriculum_learning.enabled:
+        raise ConfigError(f"{key} has no effect: curriculum_learning.enabled is false")
+    return read_curriculum_state(config.find_path(path, key), key)
 
 
 def read_curriculum_state(path: Path, key: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from insitu.builder import Builder
@@ -12,7 +11,8 @@ from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.validation import held_out_config, validate
 from insitu.files import load_json
 from insitu.interfaces import TrainerAdapter
-from insitu.schemas.finetuning import FinetuneConfig, TrainingJobStatus, ValidationConfig
+from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
+from insitu.training.progress import RunProgress
 from insitu.training.report import Report
 from insitu.training.store import RunStore
 
@@ -43,14 +43,14 @@ class Validation:
         held_out = held_out_config(self._builder.config)
         return len(load_dataset(held_out, self.config.dataset)) * self.config.reps
 
-    def restore(self, last_epoch: int, jobs: Iterable[TrainingJobStatus]) -> None:
-        """Reads what an earlier process has recorded, which ended in the epoch after `last_epoch`; `jobs` are its."""
-        for metadata in (job.metadata or {} for job in jobs):
+    def restore(self, progress: RunProgress) -> None:
+        """Reads what an earlier process has recorded."""
+        for metadata in (job.metadata or {} for job in progress.jobs):
             self.checkpoints[metadata.get("policy_version")] = metadata.get("checkpoint")
         path = self._store.folder / "validation_history.json"
         recorded = load_json(path.read_bytes()) if path.is_file() else []
         for record in recorded:
-            if record["epoch"] > last_epoch + ("error" not in record):
+            if record["epoch"] > progress.epoch + ("error" not in record):  # a failure is repeated
                 continue
             if "error" not in record:
                 record["ci95"] = [math.nan if bound is None else bound for bound in record["ci95"]]

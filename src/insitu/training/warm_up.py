@@ -7,6 +7,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from insitu.builder import name_being_built
+from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, JobFailed, RequestRefused, TrajectoryError
 from insitu.files import read_line
 from insitu.interfaces import TrainerAdapter
@@ -116,3 +118,11 @@ class WarmUp:
         metadata = status.metadata or {}
         kept = {key: metadata.get(key) for key in ("loss", "entropy", "tokens", "rows", "steps", "checkpoint")}
         return {**kept, "policy_version": version, "seconds": time.perf_counter() - started}
+
+
+def read_warm_up(config: Config, sft: WarmUpConfig | None) -> WarmUp | None:
+    """The warm-up of the trainer that is being built, if it has one. Raises ConfigError."""
+    if sft is None:
+        return None
+    key = f"trainers.{name_being_built()}.sft.rows"
+    return WarmUp(sft, read_demonstrations(config.find_path(sft.rows, key), key))

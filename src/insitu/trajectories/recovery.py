@@ -116,6 +116,16 @@ def recover_collection(collection: TrajectoryCollection) -> TrajectoryCollection
     return collection.model_copy(update={"trajectories": groups})
 
 
+def with_recovered_calls(collection: TrajectoryCollection, run_id: str, epoch: int) -> TrajectoryCollection:
+    """The collection of an epoch with the calls of its trajectories, and with an id for each."""
+    groups = [[recover_calls(t) for t in group] for group in collection.trajectories]
+    for number, group in enumerate(groups):
+        for k, trajectory in enumerate(group):
+            if trajectory.id is None:  # a plugin's builder may leave ids unset
+                group[k] = trajectory.model_copy(update={"id": f"{run_id}/{epoch}/group {number}/{k}"})
+    return collection.model_copy(update={"epoch": epoch, "trajectories": groups})
+
+
 def untrainable_reason(trajectory: Trajectory) -> str:
     """Why a trajectory without calls cannot be trained on its sampled tokens."""
     items = _dialogue(trajectory)

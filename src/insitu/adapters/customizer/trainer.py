@@ -54,7 +54,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
     needs = TrainingNeeds("dpo", pairs=True, groups=False)
     computes_advantages = False
     trains_every_epoch = False
-    resumable = False  # it always continues an unfinished run
+    journals_episodes = False  # it continues with complete collections, always
 
     def __init__(
         self, trainer_config: NeMoCustomizerTrainerConfig, builder: Builder | None = None, **kwargs: Any

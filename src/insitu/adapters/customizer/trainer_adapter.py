@@ -52,6 +52,8 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
     Needs the packages of the extra `customizer`. If the run is interrupted, the job is canceled at the service.
     """
 
+    can_resume = True
+
     def __init__(self, adapter_config: NeMoCustomizerTrainerAdapterConfig, builder: Builder | None = None) -> None:
         super().__init__(adapter_config)
         self.adapter_config: NeMoCustomizerTrainerAdapterConfig = adapter_config

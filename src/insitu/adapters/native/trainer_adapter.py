@@ -66,6 +66,8 @@ class _Models(BaseModel):
 class InsituTrainerAdapter(TrainerAdapter):
     """Submits training rows to an `insitu backend` and tracks its jobs."""
 
+    can_resume = True
+
     def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder | None = None) -> None:
         super().__init__(adapter_config)
         self.config = adapter_config
