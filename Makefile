@@ -12,7 +12,7 @@ help:
 	@echo "make test         install what the tests need and run them"
 	@echo "make test-chaos   50 runs of 200 episodes through a proxy that breaks connections (about 15 minutes)"
 	@echo "make test-hostile  10,000 generated requests to each server, instead of a few hundred (about 15 minutes), and"
-	@echo "                  10,000 by schemathesis from the backend's OpenAPI document (about 5 minutes)"
+	@echo "                  10,000 by schemathesis from the backend's OpenAPI document (about 10 minutes)"
 	@echo "make test-art     tests the ART plugin with the official clients, each in its own environment, against the backend;"
 	@echo "                  with CHAOS_SEEDS=N also N runs of 200 episodes of each through a proxy that breaks connections"
 	@echo "make test-customizer  tests the NeMo Customizer plugin with the official clients, each in its own environment"

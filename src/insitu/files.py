@@ -5,8 +5,7 @@ new_file                  the same for a file of lines that is written bit by bi
 LineFile, whole_lines     appended lines; a last line torn by a crash is reported and dropped
 FolderLock                one process per folder, on one machine or on several that share it
 
-All files and folders have ordinary permissions, those that the umask leaves. No file or line that `write_file` or
-`LineFile` writes holds a secret of this process (see `redaction`).
+All have ordinary permissions, those that the umask leaves; `write_file` and `LineFile` leave secrets out (`redaction`).
 """
 
 import contextlib
@@ -34,20 +33,9 @@ from insitu.redaction import redact_bytes
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
-MAX_NAME_BYTES = 200
-"""Length of a name that becomes a file's or folder's; file systems allow 255 bytes."""
 _OWNER_SECONDS = 1.0
 """Time for a process that has just locked a folder to write who it is."""
 _NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
-
-
-def file_name_problem(name: str) -> str | None:
-    """Why a name cannot be part of a file's name, in words that follow the name; None if it can."""
-    if not name or name in (".", "..") or any(character in "/\\\0" for character in name):
-        return "cannot be the name of a file; allowed: text without / and \\"
-    if len(name.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
-        return f"is too long for the name of a file; allowed: {MAX_NAME_BYTES} bytes"
-    return None
 
 
 def cannot_write(path: Path, error: OSError) -> InsituError:
@@ -202,8 +190,7 @@ class LineFile:
 
     def append(self, lines: bytes) -> None:
         """Appends all of the lines, or none. Raises InsituError."""
-        lines = redact_bytes(lines)
-        rest = memoryview(lines)
+        rest = memoryview(lines := redact_bytes(lines))
         self._unsynced = True
         try:
             while rest:

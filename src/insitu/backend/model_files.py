@@ -7,8 +7,9 @@ differ between releases, so a local folder is checked before they read it. For t
 from pathlib import Path
 from typing import Any
 
+from insitu.algorithms.file_names import file_name_problem
 from insitu.errors import BackendError
-from insitu.files import file_name_problem, read_object
+from insitu.files import read_object
 
 NO_CODE = {"trust_remote_code": False}
 """For configurations and tokenizers. Without it, transformers asks on the terminal whether to run a folder's code."""

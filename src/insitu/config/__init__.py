@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu import registry as reg
 from insitu.advantages.targeting import matching_llms
+from insitu.algorithms.file_names import file_name_problem
 from insitu.config.keys import holds_secret, is_set_by_run, references, secret_values, unknown_keys
 from insitu.config.yaml_loader import expand, override, parse_yaml, type_name
 from insitu.errors import ConfigError, PluginError
-from insitu.files import file_name_problem
 from insitu.redaction import remember_environment, remember_secret, remember_settings
 from insitu.registry import Kind, not_found, registry
 from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, TypedBaseModel

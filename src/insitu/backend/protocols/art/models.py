@@ -14,13 +14,14 @@ from statistics import fmean, pstdev
 from typing import Any
 from urllib.parse import quote
 
+from insitu.algorithms.file_names import MAX_NAME_BYTES
 from insitu.backend.inference.engine import ServedModel, WeightVersion
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.settings import parse_plan
 from insitu.backend.protocols.art.trajectories import ArtGroup, ArtModel, optional, optional_dict
 from insitu.backend.training.learner import Learner
 from insitu.errors import InsituError, RequestRefused
-from insitu.files import MAX_NAME_BYTES, LineFile, read_line, whole_lines
+from insitu.files import LineFile, read_line, whole_lines
 
 ARTIFACT = "wandb-artifact:///"
 """Prefix of `entity/project/name` in the serverless protocol."""
