@@ -20,6 +20,7 @@ import torch
 import yaml
 from factories import digits_project, write_rows
 from processes import HANGS, forked_python
+from pydantic import SecretStr
 from safetensors.torch import load_file
 from test_art_protocol import groups
 from test_gateway import gateway_to
@@ -27,14 +28,18 @@ from test_gateway import model as gateway_model
 from tiny_backend import Served
 from tiny_models import save_tiny_model
 
+from insitu.backend import BackendOptions
 from insitu.backend.model import load_model
 from insitu.config import load_config
 from insitu.config.yaml_loader import _Loader
 from insitu.errors import BackendError, ConfigError, RequestRefused
+from insitu.evaluation.remote import ServedPolicy
 from insitu.evaluation.service import WorkflowService
 from insitu.http_access import AccessPolicy
-from insitu.redaction import is_secret_variable, redact, redact_bytes, remember_settings
+from insitu.redaction import is_secret_variable, redact, redact_bytes, remember_environment, remember_settings
+from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.workflow.context import EpisodeScope
+from insitu.workflow.llms import Endpoint, OpenAIConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -130,6 +135,18 @@ async def test_the_gateway_looks_keys_up_by_their_hash(server: Any) -> None:
             for key in (endpoint.key[:-1], f"{endpoint.key}x", endpoint.key.lower(), "%ff", "%00"):
                 answer = await client.get(f"{gateway.address}/e/{key}/v1/models")
                 assert (answer.status_code, answer.json()["error"]["code"]) == (401, "unknown_episode")
+
+
+def test_no_key_is_in_what_debuggers_and_logs_show_of_an_object() -> None:
+    shown = [
+        AccessPolicy("a-secret"),
+        BackendOptions(model="m", token="a-secret"),
+        PolicyEndpoint("http://h/v1", "m", "a-secret"),
+        Endpoint("m", "http://h/v1", "a-secret"),
+        ServedPolicy(base_url="http://h/v1", model="m", api_key="a-secret"),
+        OpenAIConfig(model_name="m", api_key=SecretStr("a-secret")),
+    ]
+    assert "a-secret" not in repr(shown)
 
 
 # no pickles, no code
@@ -472,9 +489,19 @@ def test_what_counts_as_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
             "short": {"password": "secret"},
         }
     )
-    shown = "policy-7b identifier <|im_end|> secret Bearer https://u:"
+    remember_environment({"HOST_KEY_CHECKING": "disabled", "KEY_FILE": "/etc/keyfile", "HF_TOKEN": "hf_from_env"})
+    remember_environment({"https_proxy": "http://me:proxy-password@proxy"})
+    shown = "disabled /etc/keyfile policy-7b identifier <|im_end|> secret Bearer https://u:"
     assert redact(shown) == shown
-    for secret in ("header-token", "pass%2Fword", "pass/word", "hf_listed", "in-the-query", 'quoted"key\\'):
+    for secret in (
+        "header-token",
+        "pass%2Fword",
+        "pass/word",
+        "hf_listed",
+        "in-the-query",
+        "hf_from_env",
+        'quoted"key\\',
+    ):
         assert redact(f"<{secret}>") == "<***>"
         assert redact_bytes(json.dumps([secret]).encode()) == b'["***"]'
     for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "api_key", "AUTH_COOKIE"):

@@ -11,7 +11,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -30,7 +30,7 @@ class AccessPolicy:
     IP addresses and `localhost` need not be listed in `hosts`. `variable` is the environment variable of the token.
     """
 
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     hosts: frozenset[str] = frozenset()
     variable: str = ""
 

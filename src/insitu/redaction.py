@@ -14,6 +14,7 @@ from urllib.parse import quote, unquote
 MIN_LENGTH = 8
 """Shorter values are kept: they may be ordinary words, such as `none` and `default`."""
 MASK = "***"
+_SHORTEST_ALPHABETIC = 16
 
 _VARIABLE = re.compile(
     r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|_PWD$|(?:^|_)(?:TOKENS?|KEYS?|PAT|AUTH|COOKIES?)(?:_|$)", re.IGNORECASE
@@ -59,9 +60,10 @@ def _url_secrets(text: str) -> Iterator[str]:
 
 
 def remember_environment(variables: Mapping[str, str]) -> None:
-    """Remembers the secrets among environment variables; those that hold a path only name one."""
+    """Remembers the secrets among environment variables, but neither paths nor words, as in `KEY_CHECKING=disabled`."""
     for name, value in variables.items():
-        if _VARIABLE.search(name) and not value.startswith("/"):
+        is_word = value.isalpha() and len(value) < _SHORTEST_ALPHABETIC
+        if _VARIABLE.search(name) and not is_word and not value.startswith("/"):
             remember_secret(value)
         remember_url(value)
 

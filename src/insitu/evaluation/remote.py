@@ -24,7 +24,7 @@ from dataclasses import fields
 from typing import Any
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from insitu.connection import CONNECT_TIMEOUT, Retry, is_transient, retry_after
@@ -61,7 +61,7 @@ class ServedPolicy(BaseModel):
 
     base_url: str
     model: str
-    api_key: str = "none"
+    api_key: str = Field(default="none", repr=False)
     renamed: bool = False
 
     @classmethod
