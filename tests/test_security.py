@@ -500,6 +500,7 @@ def test_what_counts_as_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         "hf_listed",
         "in-the-query",
         "hf_from_env",
+        "proxy-password",
         'quoted"key\\',
     ):
         assert redact(f"<{secret}>") == "<***>"
