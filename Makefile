@@ -11,7 +11,8 @@ help:
 	@echo "make example-dpo  train the same player on preferences instead (about 3 minutes)"
 	@echo "make test         install what the tests need and run them"
 	@echo "make test-chaos   broken connections in 50 runs of 200 episodes, and more than 100 kills (about 40 minutes)"
-	@echo "make test-hostile  10,000 generated requests to each server, instead of a few hundred (about 15 minutes)"
+	@echo "make test-hostile  10,000 generated requests to each server, instead of a few hundred (about 15 minutes), and"
+	@echo "                  10,000 by schemathesis from the backend's OpenAPI document (about 10 minutes)"
 	@echo "make test-art     tests the ART plugin with the official clients, each in its own environment, against the backend;"
 	@echo "                  with CHAOS_SEEDS=N also N runs of 200 episodes of each through a proxy that breaks connections"
 	@echo "make test-customizer  tests the NeMo Customizer plugin with the official clients, each in its own environment"
@@ -54,8 +55,15 @@ test: $(VENV)/.installed-dev
 test-chaos: $(VENV)/.installed-dev
 	CHAOS_SEEDS=50 KILL_SEEDS=15 $(BIN)/python -m pytest -s tests/test_chaos.py tests/test_resume.py
 
-test-hostile: $(VENV)/.installed-dev
+# schemathesis generates from the OpenAPI document of a backend in our environment.
+.venv-schemathesis/.installed: | $(BIN)/python
+	$(BIN)/python -m venv .venv-schemathesis
+	.venv-schemathesis/bin/python -m pip install --quiet --disable-pip-version-check schemathesis==4.32.5
+	@touch $@
+
+test-hostile: $(VENV)/.installed-dev .venv-schemathesis/.installed
 	INSITU_HOSTILE_REQUESTS=10000 $(BIN)/python -m pytest -s tests/test_hostile_requests.py
+	INSITU_FUZZ_REQUESTS=10000 $(BIN)/python -m pytest -s tests_fuzz -o pythonpath=tests
 
 # An environment for each release of the client; wandb is what its serverless backend cannot do without.
 ART_RELEASES := 0.5.4 0.5.18
@@ -123,5 +131,5 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) .venv-art .venv-customizer .venv-frameworks .venv-preferences examples/javascript/node_modules runs \
+	rm -rf $(VENV) .venv-art .venv-customizer .venv-frameworks .venv-preferences .venv-schemathesis examples/javascript/node_modules runs \
 		.pytest_cache .mypy_cache .ruff_cache

@@ -36,7 +36,8 @@ One YAML file describes the agent, its evaluation, and its training. These rules
 - **Paths**: files that are read (datasets, models, checkpoints) are looked up relative to the working directory, then
   to the folder of the YAML file; a warning says so if both have a file of that name. Paths that are written
   (`output_dir`) are relative to the working directory.
-- **Secrets**: values of keys whose names suggest an API key, a token or a password are never printed.
+- **Secrets**: values of keys whose names suggest an API key, a token or a password are never printed or written, nor
+  are secrets of the environment and passwords in URLs: `***` replaces them, from 8 characters on.
 
 | section | contents |
 |---|---|

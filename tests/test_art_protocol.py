@@ -293,7 +293,7 @@ async def test_failures_can_be_read(loaded, tmp_path):
         ("/_delete_checkpoints?benchmark_smoothing=2", MODEL, 422, "in (0, 1], got '2'"),
         ("/_experimental_push_to_s3", {"model": MODEL}, 400, "the checkpoints of insitu/games/agent are in"),
         ("/v1/preview/training-jobs", {"model_id": "x", "trajectory_groups": []}, 404, "no such model: 'x'"),
-        ("/v1/preview/sft-training-jobs", {}, 501, "not supported"),
+        ("/v1/preview/sft-training-jobs", {}, 400, "not supported"),
     ],
 )  # fmt: skip
 async def test_what_cannot_be_served_is_refused_in_both_shapes(loaded, tmp_path, path, body, status, named):

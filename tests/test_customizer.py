@@ -425,6 +425,7 @@ async def test_a_dataset_of_another_run_is_not_overwritten(tmp_path: Path, nemo:
         ),
         ({"adapter": {"entity_host": "nemo.test"}}, "entity_host.*'nemo.test'; it must begin with http:// or https://"),
         ({"adapter": {"namespace": "a/b"}}, "namespace"),
+        ({"adapter": {"dataset_name": "../x"}}, "dataset_name"),
         ({"adapter": {"max_consecutive_status_failures": 11}}, "max_consecutive_status_failures"),
         (
             {"finetuning": {"curriculum_learning": {"enabled": True}}},

@@ -20,6 +20,7 @@ PACKAGE = ROOT / "src" / "insitu"
 PROTOCOLS = PACKAGE / "backend" / "protocols"
 ORDER = [
     "errors",
+    "redaction",
     "files",
     "folder_lock",
     "schemas",
@@ -57,18 +58,8 @@ INTEGRATIONS = {
     "frameworks/*": None,
 }
 BACKEND_MAY = {
-    *(
-        "errors",
-        "files",
-        "folder_lock",
-        "schemas",
-        "algorithms",
-        "advantages",
-        "http_format",
-        "http_access",
-        "http_limits",
-        "backend",
-    ),
+    *("errors", "redaction", "files", "folder_lock", "schemas", "algorithms", "advantages", "http_format"),
+    *("http_access", "http_limits", "backend"),
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]

@@ -4,7 +4,7 @@ write_file, new_folder    complete or absent at any time, even after a power fai
 new_file                  the same for a file of lines that is written bit by bit
 LineFile, whole_lines     appended lines; a last line torn by a crash is reported and dropped
 
-All files and folders have ordinary permissions, those that the umask leaves.
+All have ordinary permissions, those that the umask leaves; `write_file` and `LineFile` leave secrets out (`redaction`).
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from typing import Any
 import orjson
 
 from insitu.errors import ConfigError, InsituError
+from insitu.redaction import redact_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def write_file(path: Path, content: bytes) -> Path:
     draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with draft.open("wb") as file:
-            file.write(content)
+            file.write(redact_bytes(content))
             file.flush()
             _sync(file.fileno())
         draft.replace(path)
@@ -196,7 +197,7 @@ class LineFile:
 
     def append(self, lines: bytes) -> None:
         """Appends all of the lines, or none. Raises InsituError."""
-        rest = memoryview(lines)
+        rest = memoryview(lines := redact_bytes(lines))
         self._unsynced = True
         try:
             while rest:

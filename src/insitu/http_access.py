@@ -11,11 +11,12 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 from urllib.parse import urlsplit
 
 from insitu.errors import ConfigError, RequestRefused
+from insitu.redaction import remember_secret
 
 JSON_TYPES = ("application/json", "application/x-ndjson", "application/jsonl")
 """Content types of request bodies. Pages cannot send them to other servers without a preflight request."""
@@ -29,7 +30,7 @@ class AccessPolicy:
     IP addresses and `localhost` need not be listed in `hosts`. `variable` is the environment variable of the token.
     """
 
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     hosts: frozenset[str] = frozenset()
     variable: str = ""
 
@@ -55,6 +56,7 @@ class AccessPolicy:
                 f"--host is {host!r}, which other machines can connect to: set --token (or {variable}), or give "
                 "--insecure_no_auth to serve everyone who can"
             )
+        remember_secret(token)
         machine = socket.gethostname()
         names = {host, machine, machine.partition(".")[0], *allowed_hosts}
         return cls(token, frozenset(name.lower().rstrip(".") for name in names), variable)
@@ -85,7 +87,7 @@ class AccessPolicy:
         """The scheme that carries the right token: `bearer`, or `basic` with the token as password."""
         assert self.token is not None
         scheme, _, credentials = authorization.partition(" ")
-        scheme, given = scheme.lower(), credentials.encode()
+        scheme, given = scheme.lower(), credentials.encode(errors="surrogateescape")  # as aiohttp decodes headers
         if scheme == "basic":
             try:
                 given = base64.b64decode(given, validate=True).partition(b":")[2]

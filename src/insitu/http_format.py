@@ -5,11 +5,13 @@ data: {"choices": [{"index": 0, "delta": {"content": "Hi"}}]}                   
 {"token_ids": [7], "logprobs": {"content": [{"token": "token_id:7", "logprob": -0.1}]}}  tokens of a choice
 """
 
+import base64
 import gc
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import orjson
 
@@ -29,6 +31,18 @@ def url_host(host: str) -> str:
 
 def http_url(host: str, port: int) -> str:
     return f"http://{url_host(host)}:{port}"
+
+
+def split_userinfo(url: str) -> tuple[str, str | None]:
+    """A URL without `user:password@`, which aiohttp refuses beside an Authorization header, and `user:password`."""
+    parts = urlsplit(url)
+    userinfo, found, host = parts.netloc.rpartition("@")
+    return (parts._replace(netloc=host).geturl(), unquote(userinfo)) if found else (url, None)
+
+
+def authorization(userinfo: str | None, key: str) -> str:
+    """The header for a server: the credentials of its URL, or else its key."""
+    return f"Bearer {key}" if userinfo is None else f"Basic {base64.b64encode(userinfo.encode()).decode()}"
 
 
 def format_event(data: bytes, event: str | None = None) -> bytes:

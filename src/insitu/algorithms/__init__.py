@@ -1,1 +1,1 @@
-"""Pure functions without I/O or torch: the curriculum, and statistics."""
+"""Pure functions without I/O or torch: the curriculum, statistics, and names of files."""

@@ -5,10 +5,10 @@ protocols/   the HTTP interfaces, one package each: openai, native (training job
 inference/   sampling: from token ids to completions
 training/    training: from rows to new weights
 compute      the thread that touches the weights, shared by inference and training
-model        loads Hugging Face causal language models
+model        loads Hugging Face causal language models; model_files checks their files first
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from insitu.http_access import AccessPolicy
@@ -35,7 +35,7 @@ class BackendOptions:
     device: str = "auto"
     dtype: str = "auto"
     output_dir: Path | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     insecure_no_auth: bool = False
     allowed_host: tuple[str, ...] = ()
     max_length: int | None = None

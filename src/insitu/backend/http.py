@@ -17,6 +17,7 @@ from insitu.errors import BackendUnavailable, InsituError, RequestRefused
 from insitu.http_access import AccessPolicy
 from insitu.http_format import error_body
 from insitu.http_limits import BODY_SECONDS
+from insitu.redaction import redact
 
 RETRY_AFTER = "5"
 """Seconds after which a client may repeat a request that a full queue refused."""
@@ -36,7 +37,7 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSON:
-    return JSON(error_body(message, status, param, code), status_code=status, headers=headers)
+    return JSON(error_body(redact(message), status, param, code), status_code=status, headers=headers)
 
 
 def refused_response(error: RequestRefused) -> JSON:
@@ -144,7 +145,7 @@ class ErrorBody(BaseModel):
 class ApiRoute(Route):
     """One method of one path. `request` lists the line types of a JSON Lines body; `events` is the model of each event.
 
-    `public` routes need no token.
+    `query` names its query parameters. `public` routes need no token.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class ApiRoute(Route):
         response: type[BaseModel] | None = None,
         events: type[BaseModel] | None = None,
         headers: Sequence[str] = (),
+        query: Sequence[str] = (),
         public: bool = False,
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
@@ -169,6 +171,7 @@ class ApiRoute(Route):
         self.response = response
         self.events = events
         self.headers = headers
+        self.query = query
         self.public = public
 
     @property
@@ -182,6 +185,7 @@ class ApiRoute(Route):
         parameters: list[dict[str, Any]]
         parameters = [{"name": name, "in": "path", "required": True, "schema": text} for name in path_params]
         parameters += [{"name": name, "in": "header", "schema": text} for name in self.headers]
+        parameters += [{"name": name, "in": "query", "schema": text} for name in self.query]
         content = {}
         if self.response is not None:
             content["application/json"] = {"schema": _ref(self.response)}

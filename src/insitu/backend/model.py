@@ -12,6 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from insitu.backend.model_files import (
+    NO_CODE,
+    SAFE_OPTIONS,
+    check_adapter,
+    check_templates,
+    check_weights,
+    code_problem,
+)
 from insitu.errors import BackendError
 
 if TYPE_CHECKING:
@@ -97,7 +105,9 @@ def _base_and_adapter(source: str) -> tuple[str, bool]:
             raise BackendError(f"{source} holds neither config.json nor adapter_config.json, but {found}")
         return source, False
     with wrap_errors(f"{folder / 'adapter_config.json'} cannot be read"):
-        base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        config = json.loads((folder / "adapter_config.json").read_text())
+        check_adapter(folder, config)
+        base = config.get("base_model_name_or_path")
     if not base:
         raise BackendError(f"{folder / 'adapter_config.json'} names no base model (base_model_name_or_path)")
     relative = folder / base
@@ -109,7 +119,7 @@ def _config(base: str) -> "PreTrainedConfig":
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     with wrap_errors(f"no model could be read from {base}"):
-        config = AutoConfig.from_pretrained(base)
+        config = AutoConfig.from_pretrained(base, **NO_CODE)
     if getattr(config, "is_encoder_decoder", False) or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise BackendError(
             f"{base} is a {config.model_type} model; only decoder-only causal language models are served"
@@ -121,7 +131,8 @@ def _tokenizer(source: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     with wrap_errors(f"no tokenizer could be read from {source}"):
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, **NO_CODE)
+    check_templates(source, tokenizer.chat_template)
     if not tokenizer.chat_template:
         raise BackendError(
             f"the tokenizer of {source} has no chat template; add chat_template.jinja (or the key chat_template in "
@@ -148,7 +159,9 @@ def complete_model(model_class: Any, folder: str | Path, dtype: torch.dtype, att
     """Raises BackendError if tensors are missing, which transformers would fill with random numbers."""
     from transformers.utils import logging as transformers_logging
 
-    options = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
+    options = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True, **SAFE_OPTIONS}
+    if Path(folder).is_dir():
+        check_weights(Path(folder))
     transformers_logging.disable_progress_bar()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report of the tensors would hide the messages below
@@ -204,4 +217,4 @@ def wrap_errors(message: str) -> Iterator[None]:
     except BackendError:
         raise
     except Exception as error:  # third-party loaders raise anything on files they cannot read
-        raise BackendError(f"{message}: {error}") from error
+        raise BackendError(f"{message}: {code_problem(error) or error}") from error

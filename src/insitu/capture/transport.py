@@ -19,7 +19,7 @@ from yarl import URL
 
 from insitu.capture.recorder import Exchange, Recorder
 from insitu.errors import BackendUnavailable
-from insitu.http_format import error_body
+from insitu.http_format import error_body, split_userinfo
 
 _KEEP_ALIVE_SECONDS = 4.0  # less than uvicorn's 5: the client must be the one to close an idle connection
 _REWRITTEN = frozenset((b"content-length", b"content-encoding", b"transfer-encoding"))
@@ -212,9 +212,10 @@ async def _send(session: aiohttp.ClientSession, request: Any, content: bytes) ->
     )
     headers["Accept-Encoding"] = "gzip, deflate"  # what aiohttp can always decompress
     limits = request.extensions.get("timeout") or {}
+    url = split_userinfo(str(request.url))[0]  # the client's library has made a header of `user:password@`
     return await session.request(
         request.method,
-        URL(str(request.url), encoded=True),
+        URL(url, encoded=True),
         headers=headers,
         data=content or None,
         allow_redirects=False,

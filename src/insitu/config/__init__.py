@@ -3,6 +3,7 @@
 import importlib
 import logging
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -15,9 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu import registry as reg
 from insitu.advantages.targeting import matching_llms
-from insitu.config.keys import holds_secret, is_set_by_run, references, unknown_keys
+from insitu.algorithms.file_names import file_name_problem
+from insitu.config.keys import holds_secret, is_set_by_run, references, secret_values, unknown_keys
 from insitu.config.yaml_loader import expand, override, parse_yaml, type_name
 from insitu.errors import ConfigError, PluginError
+from insitu.redaction import remember_environment, remember_secret, remember_settings
 from insitu.registry import Kind, not_found, registry
 from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, TypedBaseModel
 from insitu.schemas.finetuning import FinetuneConfig, TrainerAdapterConfig
@@ -27,8 +30,7 @@ logger = logging.getLogger(__name__)
 _STRICT = ConfigDict(extra="ignore", use_attribute_docstrings=True, arbitrary_types_allowed=True)
 _COMPONENT_SECTIONS = tuple(kind for kind in reg.KINDS if not kind.section.startswith("eval."))
 _SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
-SECRET_KEY = re.compile(r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$", re.IGNORECASE)
-"""Names of keys whose values are not shown."""
+_SECRET = re.compile(r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$", re.IGNORECASE)
 
 
 class GeneralConfig(BaseModel):
@@ -157,6 +159,11 @@ class Config:
         return path
 
 
+def _evaluator_name_problem(name: str) -> str | None:
+    """Why `<name>_output.json` cannot be the file of an evaluator's scores."""
+    return "is the name of another file: workflow_output.json" if name == "workflow" else file_name_problem(name)
+
+
 @lru_cache
 def _warn_once(message: str) -> None:
     """A path is looked up several times in a run."""
@@ -201,6 +208,8 @@ class _Validator:
 
     def run(self, data: dict[str, Any]) -> Config:
         data = expand(data, self.problems, self.from_environment)
+        remember_environment({name: os.environ.get(name, "") for name in self.from_environment.values()})
+        remember_settings(data)
         self._fail_if_any()
         config = Config(folder=self.path.resolve().parent, source=str(self.path))
         for key in data:
@@ -253,6 +262,10 @@ class _Validator:
         checked = self._component(kind, block, where)
         if checked is not None:
             config.blocks[kind.section, str(name)] = checked
+            for secret in secret_values(checked):
+                remember_secret(secret)
+        if kind is reg.EVALUATOR and (problem := _evaluator_name_problem(str(name))) is not None:
+            self.problems.append(f"eval.evaluators: {str(name)!r:.80} {problem}")
 
     def _mapping_of(self, node: Any, where: str, allowed: tuple[str, ...] | None = None) -> dict[str, Any]:
         if node is None:
@@ -313,7 +326,7 @@ class _Validator:
         for taken, variable in self.from_environment.items():
             if f"{key}.".startswith(f"{taken}."):  # pydantic appends the member of a union to the key
                 return f"{key}: {message} (the value of ${{{variable}}})"
-        if secret or SECRET_KEY.search(key) or isinstance(error["input"], dict | list):
+        if secret or _SECRET.search(key) or isinstance(error["input"], dict | list):
             return f"{key}: {message}"
         return f"{key}: {message} (got {error['input']!r:.200})"
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import AliasChoices, AliasPath, BaseModel
+from pydantic import AliasChoices, AliasPath, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from insitu.registry import not_found
@@ -82,6 +82,18 @@ def _models_in(annotation: Any) -> set[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return {annotation}
     return {m for a in get_args(annotation) for m in _models_in(a)}
+
+
+def secret_values(node: Any) -> Iterator[str]:
+    """The values of all secrets inside a validated block."""
+    if isinstance(node, SecretStr):
+        yield node.get_secret_value()
+    elif isinstance(node, BaseModel):
+        for name in type(node).model_fields:
+            yield from secret_values(getattr(node, name))
+    elif isinstance(node, dict | list | tuple | set):
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from secret_values(value)
 
 
 def references(node: Any, where: str) -> Iterator[tuple[str, ComponentRef]]:

@@ -1,16 +1,13 @@
 """A checked file as plain values without its secrets, and how two of them differ."""
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
-from insitu.config import SECRET_KEY, Config
+from insitu.config import Config
 from insitu.config.keys import is_set_by_run
-
-_HIDDEN = "**********"
-_PASSWORD_IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+from insitu.redaction import MASK, is_secret_key, redact
 
 
 def resolved_config(config: Config) -> dict[str, Any]:
@@ -42,7 +39,7 @@ def _without_secrets(value: Any, key: str = "") -> Any:
         return [_without_secrets(item) for item in value]
     if not isinstance(value, str) or not value:
         return value
-    return _HIDDEN if SECRET_KEY.search(key) else _PASSWORD_IN_URL.sub(_HIDDEN, value)
+    return MASK if is_secret_key(key) else redact(value)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -24,12 +24,14 @@ from dataclasses import fields
 from typing import Any
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from insitu.connection import CONNECT_TIMEOUT, Retry, is_transient, retry_after
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, EpisodeTimeout, RequestRefused
 from insitu.evaluation.episodes import AttemptResult, EpisodeOptions, fail
+from insitu.http_format import split_userinfo
+from insitu.redaction import remember_secret
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
@@ -59,7 +61,7 @@ class ServedPolicy(BaseModel):
 
     base_url: str
     model: str
-    api_key: str = "none"
+    api_key: str = Field(default="none", repr=False)
     renamed: bool = False
 
     @classmethod
@@ -160,15 +162,18 @@ class RemoteWorkflow:
     """A workflow service. `timeout` in seconds per attempt; `policy` replaces the service's llms of `_type: policy`."""
 
     def __init__(self, url: str, timeout: float) -> None:
-        self.url = url.rstrip("/").removesuffix(EPISODES).removesuffix(GENERATE).rstrip("/")
+        address, userinfo = split_userinfo(url)
+        self._password = (userinfo or "").partition(":")[2]
+        self.url = address.rstrip("/").removesuffix(EPISODES).removesuffix(GENERATE).rstrip("/")
         self.policy: PolicyEndpoint | None = None
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"endpoint is {url!r}; it must begin with http:// or https://")
+            raise ConfigError(f"endpoint is {address!r}; it must begin with http:// or https://")
+        remember_secret(self._password)
 
     async def __aenter__(self) -> "RemoteWorkflow":
-        token = os.environ.get(TOKEN_VARIABLE)
+        token = self._password or os.environ.get(TOKEN_VARIABLE)
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),

@@ -41,6 +41,7 @@ from insitu.gateway.listener import read_body, server_runner
 from insitu.http_access import AccessPolicy, is_loopback_address
 from insitu.http_format import error_body, http_url
 from insitu.http_limits import parse_body, parse_json
+from insitu.redaction import redact_bytes
 from insitu.registry import LLM
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason, Episode, Outcome
@@ -347,11 +348,11 @@ async def _write_end(
 
 
 def _line(**content: Any) -> bytes:
-    return encode(content) + b"\n"
+    return redact_bytes(encode(content)) + b"\n"
 
 
 def _json(content: Any, status: int = 200) -> web.Response:
-    return web.Response(body=encode(content), status=status, content_type="application/json")
+    return web.Response(body=redact_bytes(encode(content)), status=status, content_type="application/json")
 
 
 def _error(message: str, status: int, param: str | None = None, code: str | None = None) -> web.Response:

@@ -5,7 +5,6 @@ Separate from `agents`, so that `kill_programs` can be imported without the gate
 
 import asyncio
 import os
-import re
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -13,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from insitu.errors import EpisodeTimeout, WorkflowError
+from insitu.redaction import is_secret_variable
 
 GRACE_SECONDS = 2.0
 """Seconds between SIGTERM and SIGKILL, and then for the remaining output."""
 _KEPT_STDERR_BYTES = 2000
 """How much of the end of a program's standard error is kept."""
-_SECRET_NAME = re.compile(
-    r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|_PWD$|(?:^|_)(?:TOKENS?|KEYS?|PAT|AUTH|COOKIES?)(?:_|$)", re.IGNORECASE
-)
-_PASSWORD_IN_URL = re.compile(r"://[^/\s]*:[^/\s]+@")
 _running_groups: set[int] = set()
 """The process groups of running programs."""
 
@@ -29,16 +25,15 @@ _running_groups: set[int] = set()
 def inherited_environment(passed: Iterable[str] = ()) -> dict[str, str]:
     """This process's variables for a program that is not trusted: without secrets, except those in `passed`.
 
-    A variable counts as secret by its name (`INSITU_BACKEND_TOKEN`, `HF_TOKEN`, `AWS_SECRET_ACCESS_KEY`), or if its
-    value is a URL with a password. Proxies are passed, because programs cannot reach the network without them.
+    A variable is a secret by its name (`INSITU_BACKEND_TOKEN`, `HF_TOKEN`, `AWS_SECRET_ACCESS_KEY`), or if its value is
+    a URL with a password. Proxies are passed, because programs cannot reach the network without them.
     """
     passed = frozenset(passed)
     return {name: value for name, value in os.environ.items() if name in passed or not _is_secret(name, value)}
 
 
 def _is_secret(name: str, value: str) -> bool:
-    is_proxy = name.lower().endswith("_proxy")
-    return bool(_SECRET_NAME.search(name)) or (not is_proxy and bool(_PASSWORD_IN_URL.search(value)))
+    return is_secret_variable(name, "" if name.lower().endswith("_proxy") else value)
 
 
 class Program(asyncio.SubprocessProtocol):

@@ -8,6 +8,7 @@ A request in the agent's dialect becomes a completion request for the model's se
 back; the recorder in between is the one of the in-process transport.
 """
 
+import hashlib
 import logging
 import secrets
 import weakref
@@ -31,8 +32,9 @@ from insitu.gateway import proxy
 from insitu.gateway.dialects import DIALECTS, ChatTranslation, Dialect, MessagesTranslation, Translation
 from insitu.gateway.listener import read_body, server_runner
 from insitu.gateway.proxy import MAX_BODY, Route
-from insitu.http_format import MALFORMED, http_url
+from insitu.http_format import MALFORMED, authorization, http_url, split_userinfo
 from insitu.http_limits import parse_body
+from insitu.redaction import redact_bytes
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import ModelClient
 
@@ -141,8 +143,8 @@ class Gateway:
         self._default = llms[0]
         self._upstream = upstream
         self._bind = bind or GatewayConfig()
-        self._endpoints: dict[str, EpisodeEndpoint] = {}
-        self._ended: OrderedDict[str, tuple[str, weakref.ref[CallLedger]]] = OrderedDict()
+        self._endpoints: dict[bytes, EpisodeEndpoint] = {}  # by the hash of the key, as `_ended`
+        self._ended: OrderedDict[bytes, tuple[str, weakref.ref[CallLedger]]] = OrderedDict()
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
         self.address = ""
@@ -185,12 +187,13 @@ class Gateway:
         ledger = scope.ledger
         site = current_call_site.get()._replace(ledger=ledger, is_explicit=True)
         endpoint = EpisodeEndpoint(secrets.token_urlsafe(18), self.address, site, ledger)
-        self._endpoints[endpoint.key] = endpoint
+        hashed = _hashed(endpoint.key)
+        self._endpoints[hashed] = endpoint
         try:
             yield endpoint
         finally:
-            del self._endpoints[endpoint.key]
-            self._ended[endpoint.key] = ledger.name, weakref.ref(ledger)
+            del self._endpoints[hashed]
+            self._ended[hashed] = ledger.name, weakref.ref(ledger)
             if len(self._ended) > _REMEMBERED_KEYS:
                 self._ended.popitem(last=False)
 
@@ -232,13 +235,14 @@ class Gateway:
 
     def _find_endpoint(self, key: str) -> EpisodeEndpoint:
         """Raises RequestRefused if the episode of `key` has ended, or is unknown."""
-        endpoint = self._endpoints.get(key)
+        hashed = _hashed(key)
+        endpoint = self._endpoints.get(hashed)
         if endpoint is not None and not endpoint.ledger.closed:
             return endpoint
-        if endpoint is None and key not in self._ended:
+        if endpoint is None and hashed not in self._ended:
             self.unknown_keys += 1
             raise RequestRefused("this address belongs to no running episode", status=401, code="unknown_episode")
-        name, ledger = self._ended[key] if endpoint is None else (endpoint.ledger.name, weakref.ref(endpoint.ledger))
+        name, ledger = self._ended[hashed] if endpoint is None else (endpoint.ledger.name, weakref.ref(endpoint.ledger))
         level = logging.INFO if self.late_calls else logging.WARNING  # there may be many
         logger.log(level, "refused a request of %s, which has ended: is an agent still running?", name)
         self.late_calls += 1
@@ -257,8 +261,10 @@ class Gateway:
         if exchange is None:
             key, kind = ("messages", "a list") if translation.route == CHAT else ("prompt", "text or token ids")
             raise RequestRefused(f"{key} is missing, or is not {kind}", param=key)
-        url = f"{str(llm.client.base_url).rstrip('/')}/{translation.route}"
-        headers: Any = {"Content-Type": "application/json", "Authorization": f"Bearer {llm.client.api_key}"}
+        base_url, userinfo = split_userinfo(str(llm.client.base_url))
+        url = f"{base_url.rstrip('/')}/{translation.route}"
+        headers: Any = {"Content-Type": "application/json"}
+        headers["Authorization"] = authorization(userinfo, llm.client.api_key)
         timeout = _timeout(llm.config.timeout)
         content = proxy.payload(exchange.content)
         assert self._session is not None
@@ -292,14 +298,20 @@ class Gateway:
             api_key = key.get_secret_value() if key else "none"
             timeout = _timeout(None)
         query = request.rel_url.raw_query_string
+        base_url, userinfo = split_userinfo(base_url)
         url = URL(f"{base_url.rstrip('/')}/{route.raw}" + (f"?{query}" if query else ""), encoded=True)
         headers = proxy.forwarded_headers(request.headers)
-        headers.update({"Authorization": f"Bearer {api_key}", "x-api-key": api_key})
+        headers.update({"Authorization": authorization(userinfo, api_key), "x-api-key": api_key})
         assert self._session is not None
         async with self._session.request(
             request.method, url, data=proxy.payload(body), headers=headers, allow_redirects=False, timeout=timeout
         ) as answer:
             return await proxy.forward(request, answer)
+
+
+def _hashed(key: str) -> bytes:
+    """What a key is looked up by: how long a look-up of the key itself takes may tell how much of a guess is right."""
+    return hashlib.sha256(key.encode(errors="replace")).digest()
 
 
 def _timeout(read_timeout: float | None) -> aiohttp.ClientTimeout:
@@ -308,4 +320,5 @@ def _timeout(read_timeout: float | None) -> aiohttp.ClientTimeout:
 
 
 def _json(data: dict[str, Any], status: int) -> web.Response:
-    return web.Response(body=orjson.dumps(data), status=status, content_type="application/json")
+    """An error for an agent, which gets no secret."""
+    return web.Response(body=redact_bytes(orjson.dumps(data)), status=status, content_type="application/json")

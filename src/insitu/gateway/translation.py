@@ -15,6 +15,7 @@ from insitu.capture.ledger import CallLedger, current_call_site
 from insitu.capture.transport import recording_transport
 from insitu.errors import RequestRefused
 from insitu.gateway.dialects import DIALECTS, StreamTranslator, Translation
+from insitu.http_format import authorization, split_userinfo
 from insitu.workflow.llms import ModelClient
 
 _STREAM = {"content-type": "text/event-stream"}
@@ -79,10 +80,11 @@ class _TranslatingTransport:
             return self._json(dialect.error(str(error), error.status, error.param, error.code), error.status)
         body = translation.completion_request(self._llm.params, self._llm.model)
         client = self._llm.client
+        base_url, userinfo = split_userinfo(str(client.base_url))
         translated = self.http.Request(
             "POST",
-            f"{str(client.base_url).rstrip('/')}/{translation.route}",
-            headers={"content-type": "application/json", "authorization": f"Bearer {client.api_key}"},
+            f"{base_url.rstrip('/')}/{translation.route}",
+            headers={"content-type": "application/json", "authorization": authorization(userinfo, client.api_key)},
             content=orjson.dumps(body),
             extensions=request.extensions,
         )

@@ -1,7 +1,7 @@
 """The documented data models of finetuning: configuration blocks, trajectories and jobs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -203,7 +203,7 @@ class PolicyEndpoint:
 
     base_url: str
     model: str
-    api_key: str = "none"
+    api_key: str = field(default="none", repr=False)
     version: int | None = None
     current_model: Callable[[], str] | None = None
     base_model: str | None = None

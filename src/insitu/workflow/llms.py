@@ -163,7 +163,7 @@ class Endpoint:
 
     model: str
     base_url: str | None
-    api_key: str | None
+    api_key: str | None = field(repr=False)
     current_model: Callable[[], str] | None = None
     """The name to request, if it changes over time."""
 

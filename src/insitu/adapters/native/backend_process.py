@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from insitu.errors import BackendUnavailable
+from insitu.redaction import remember_secret
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class BackendProcess:
     def __init__(self, cli_arguments: Sequence[str], log_path: Path) -> None:
         self.token = secrets.token_urlsafe()
         """Required with every request, to keep other users of this machine out."""
+        remember_secret(self.token)
         self._cli_arguments = cli_arguments
         self._log_path = log_path
         self._started: tuple[asyncio.SubprocessTransport, _Output] | None = None

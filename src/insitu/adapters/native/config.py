@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
+from insitu.http_format import split_userinfo
 from insitu.schemas.finetuning import TrainerAdapterConfig
 from insitu.schemas.training_jobs import TrainingOptions
 
@@ -16,7 +17,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     `RUN_DIR/best` and `RUN_DIR/latest` are checkpoints of a run, `best` and `latest` of the one in `output_dir`.
     """
     url: str | None = None
-    """URL of a running backend, with http:// or https://."""
+    """URL of a running backend, with http:// or https://; it may hold the token as its password."""
     api_key: SecretStr | None = None
     """Bearer token for the backend at `url`."""
     name: str = "policy"
@@ -40,6 +41,13 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         """The name the model is served under; None if it is not configured (with `url`)."""
         return self.name if self.model is not None or "name" in self.model_fields_set else None
 
+    @property
+    def address_and_token(self) -> tuple[str, str | None]:
+        """`url` without a password, and the bearer token for it."""
+        address, userinfo = split_userinfo(self.url or "")
+        password = userinfo.partition(":")[2] if userinfo is not None else None
+        return address.rstrip("/"), self.api_key.get_secret_value() if self.api_key is not None else password
+
     def starting_from(self, checkpoint: str) -> Self | None:
         return self.model_copy(update={"model": checkpoint}) if self.model is not None else None
 
@@ -51,6 +59,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
             )
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url is {self.url!r}; it must begin with http:// or https://")
+        if self.api_key is not None and split_userinfo(self.url or "")[1] is not None:
+            raise ValueError("url has a user or password and api_key is set; give the token in one of them")
         ignored = ("api_key",) if self.url is None else ("device", "dtype", "startup_timeout")
         if unused := sorted(self.model_fields_set.intersection(ignored)):
             raise ValueError(f"{', '.join(unused)}: allowed with {'url' if self.url is None else 'model'} only")

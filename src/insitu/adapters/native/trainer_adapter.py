@@ -77,7 +77,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         self._submissions = 0
         self._version = 0  # the latest policy version that the backend is known to have had
         self._vocab_size: int | None = None
-        self._base_url = adapter_config.url.rstrip("/") if adapter_config.url else ""
+        self._base_url, self._url_token = adapter_config.address_and_token
         if adapter_config.model is not None:
             self._resolve_model(adapter_config.model)  # raises now if it does not exist
 
@@ -112,7 +112,7 @@ class InsituTrainerAdapter(TrainerAdapter):
     def _token(self) -> str:
         if self._process is not None:
             return self._process.token
-        return self.config.api_key.get_secret_value() if self.config.api_key else "none"  # the header needs a value
+        return self._url_token or "none"  # the header needs a value
 
     def _resolve_model(self, model: str) -> str:
         """The path of a local folder, or `model` unchanged if it could be a Hub repo id."""

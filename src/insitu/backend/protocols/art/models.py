@@ -14,6 +14,7 @@ from statistics import fmean, pstdev
 from typing import Any
 from urllib.parse import quote
 
+from insitu.algorithms.file_names import MAX_NAME_BYTES
 from insitu.backend.inference.engine import ServedModel, WeightVersion
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.settings import parse_plan
@@ -25,8 +26,6 @@ from insitu.files import LineFile, read_line, whole_lines
 ARTIFACT = "wandb-artifact:///"
 """Prefix of `entity/project/name` in the serverless protocol."""
 
-MAX_NAME = 200
-"""Bytes of a name as the name of a folder; file systems allow 255."""
 MAX_MODELS = 1000
 MAX_BASE_NAMES = 64
 """Names of the loaded model that are served; the latest ones."""
@@ -154,12 +153,13 @@ class ArtModels:
     def check(self, model: ArtModel) -> None:
         """Raises RequestRefused if this backend cannot train the model."""
         for key, value in (("entity", model.entity), ("project", model.project), ("name", model.name)):
-            if value in ("", ".", ".."):
-                problem = f"the model's {key} is {value!r}, which is not a folder name"
+            if value in ("", ".", "..") or not value.isprintable():  # it is also a line of logs
+                problem = f"the model's {key} is {value!r:.80}, which is not a folder name"
                 raise RequestRefused(problem, status=422, param=key)
-            if len(_folder_name(value)) > MAX_NAME:
+            if len(_folder_name(value)) > MAX_NAME_BYTES:
                 problem = (
-                    f"the model's {key} is {value!r:.40}..., too long for a folder name; allowed: {MAX_NAME} bytes"
+                    f"the model's {key} is {value!r:.40}..., too long for a folder name; allowed: {MAX_NAME_BYTES} "
+                    "bytes"
                 )
                 raise RequestRefused(problem, status=422, param=key)
         base = optional(optional_dict(model.config, "init_args"), "model_name", str) or model.base_model
@@ -171,6 +171,8 @@ class ArtModels:
         for other in self._models.values():
             if other.model.name == model.name and other.model.key != model.key:
                 raise _name_taken(model, f"{other.model.key} is served under it")
+            if other.model.key == model.key and other.model.identity != model.identity:
+                raise _name_taken(model, f"entity, project and name of another model are {other.model.identity}")
             if other.model.name == base:
                 raise RequestRefused(
                     f"base_model is {base!r}, but {other.model.key} is served under that name; {self._name!r} is the "

@@ -31,7 +31,7 @@ def json_endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         try:
             result = await handler(request)
         except RequestRefused as error:
-            logger.warning("%s %s refused: %s", request.method, request.url.path, error)
+            logger.warning("%s %r refused: %s", request.method, request.url.path, error)
             return error_response(str(error), error.status, error.param, error.code)
         except BackendError as error:
             return error_response(str(error), 503 if isinstance(error, BackendUnavailable) else 500)

@@ -9,11 +9,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from insitu.backend.http import ApiRoute
 from insitu.backend.protocols import Services
+from insitu.backend.protocols.art.documents import (
+    ArtKeepRequest,
+    ArtLogRequest,
+    ArtModelBody,
+    ArtModelRequest,
+    ArtTrainRequest,
+    ServerlessLogRequest,
+    ServerlessStepsRequest,
+    ServerlessTrainRequest,
+)
 from insitu.backend.protocols.art.jobs import ArtJob, ArtJobs, TrainRequest
 from insitu.backend.protocols.art.models import ArtModels, RegisteredModel
 from insitu.backend.protocols.art.responses import TRAJECTORIES, MetricsStream, Uploads, json_endpoint, read_json
@@ -22,6 +33,14 @@ from insitu.errors import RequestRefused
 
 SERVERLESS_PREFIX = "/v1/preview"
 """Path prefix of the serverless endpoints; clients are configured with a base_url ending in `/v1`."""
+
+
+_UNSUPPORTED = (
+    "/_experimental_pull_from_s3",
+    "/_experimental_push_to_s3",
+    "/_experimental_fork_checkpoint",
+    "/_experimental_deploy",
+)
 
 
 def art_run_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads, services: Services) -> list[ApiRoute]:
@@ -40,8 +59,12 @@ def art_run_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads, services:
     def get(path: str, handler: Any, summary: str, *, public: bool = False) -> ApiRoute:
         return ApiRoute("GET", path, json_endpoint(handler), summary, public=public)
 
-    def post(path: str, handler: Any, summary: str, headers: tuple[str, ...] = ()) -> ApiRoute:
-        return ApiRoute("POST", path, json_endpoint(handler), f"ART: {summary}", headers=headers)
+    def post(path: str, handler: Any, summary: str, body: type[BaseModel] | None, **options: Any) -> ApiRoute:
+        request = [body] if body is not None else []
+        return ApiRoute("POST", path, json_endpoint(handler), f"ART: {summary}", request=request, **options)
+
+    def unsupported(path: str) -> ApiRoute:
+        return post(path, endpoints.unsupported, "not supported", ArtModelRequest)
 
     return [
         get("/healthcheck", endpoints.health, "ART: health check", public=True),
@@ -51,18 +74,32 @@ def art_run_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads, services:
             metrics,
             "Running, waiting and finished completions, under vLLM's metric names",
         ),
-        post("/close", endpoints.close, "close a client's session; the server keeps running"),
-        post("/register", endpoints.register, "check that a model can be trained here"),
-        post("/_get_step", endpoints.step, "a model's latest step"),
-        post("/_prepare_backend_for_training", endpoints.prepare, "base URL and API key for sampling"),
-        post("/_train_model", endpoints.train, "train; streams metrics per gradient step", ("Idempotency-Key",)),
-        post("/_log", endpoints.log, "log trajectories; stores their mean metrics for the model's current step"),
-        post("/_delete_checkpoints", endpoints.delete_checkpoints, "delete all but the latest and best checkpoints"),
-        post("/_delete_checkpoint_files", endpoints.delete_checkpoint_files, "delete all but the latest and listed"),
-        post("/_experimental_pull_from_s3", endpoints.unsupported, "not supported"),
-        post("/_experimental_push_to_s3", endpoints.unsupported, "not supported"),
-        post("/_experimental_fork_checkpoint", endpoints.unsupported, "not supported"),
-        post("/_experimental_deploy", endpoints.unsupported, "not supported"),
+        post("/close", endpoints.close, "close a client's session; the server keeps running", None),
+        post("/register", endpoints.register, "check that a model can be trained here", ArtModelBody),
+        post("/_get_step", endpoints.step, "a model's latest step", ArtModelBody),
+        post("/_prepare_backend_for_training", endpoints.prepare, "URL and API key for sampling", ArtModelRequest),
+        post(
+            "/_train_model",
+            endpoints.train,
+            "train; streams metrics per gradient step",
+            ArtTrainRequest,
+            headers=("Idempotency-Key",),
+        ),
+        post("/_log", endpoints.log, "log trajectories; stores their mean metrics for the current step", ArtLogRequest),
+        post(
+            "/_delete_checkpoints",
+            endpoints.delete_checkpoints,
+            "delete all but the latest and best checkpoints",
+            ArtModelBody,
+            query=("benchmark", "benchmark_smoothing"),
+        ),
+        post(
+            "/_delete_checkpoint_files",
+            endpoints.delete_checkpoint_files,
+            "delete all but the latest and listed",
+            ArtKeepRequest,
+        ),
+        *map(unsupported, _UNSUPPORTED),
         get("/art/jobs", endpoints.list_jobs, "Recent training requests from ART clients, including refused ones"),
         get("/art/jobs/{id}", endpoints.get_job, "One training request"),
     ]
@@ -71,18 +108,22 @@ def art_run_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads, services:
 def serverless_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads) -> list[ApiRoute]:
     endpoints = _ServerlessEndpoints(models, jobs, uploads)
 
-    def route(method: str, path: str, handler: Any, summary: str, headers: tuple[str, ...] = ()) -> ApiRoute:
-        summary = f"ART serverless: {summary}"
-        return ApiRoute(method, SERVERLESS_PREFIX + path, json_endpoint(handler), summary, headers=headers)
+    def route(
+        method: str, path: str, handler: Any, summary: str, body: type[BaseModel] | None = None, **options: Any
+    ) -> ApiRoute:
+        path, summary, request = SERVERLESS_PREFIX + path, f"ART serverless: {summary}", [body] if body else []
+        return ApiRoute(method, path, json_endpoint(handler), summary, request=request, **options)
 
+    one, steps, pages = "/models/{id}", "/models/{id}/checkpoints", ("after", "limit")
+    keys, train = ("Idempotency-Key",), ServerlessTrainRequest
     return [
-        route("POST", "/models", endpoints.create, "create a model, or return the existing one"),
-        route("DELETE", "/models/{id}", endpoints.delete, "delete a model"),
-        route("GET", "/models/{id}/checkpoints", endpoints.checkpoints, "a model's checkpoints with their metrics"),
-        route("DELETE", "/models/{id}/checkpoints", endpoints.delete_checkpoints, "delete checkpoints by step"),
-        route("POST", "/models/{id}/log", endpoints.log, "log trajectories (same as /_log)"),
-        route("POST", "/training-jobs", endpoints.train, "train", ("Idempotency-Key",)),
-        route("GET", "/training-jobs/{id}/events", endpoints.events, "a job's events so far"),
+        route("POST", "/models", endpoints.create, "create a model, or return the existing one", ArtModelBody),
+        route("DELETE", one, endpoints.delete, "delete a model"),
+        route("GET", steps, endpoints.checkpoints, "a model's checkpoints with metrics", query=("order", *pages)),
+        route("DELETE", steps, endpoints.delete_checkpoints, "delete checkpoints by step", ServerlessStepsRequest),
+        route("POST", f"{one}/log", endpoints.log, "log trajectories (same as /_log)", ServerlessLogRequest),
+        route("POST", "/training-jobs", endpoints.train, "train", train, headers=keys),
+        route("GET", "/training-jobs/{id}/events", endpoints.events, "a job's events so far", query=pages),
         route("POST", "/sft-training-jobs", endpoints.train_sft, "not supported"),
     ]
 
@@ -267,7 +308,7 @@ class _ServerlessEndpoints(_Endpoints):
 
     async def train_sft(self, request: Request) -> None:
         problem = "supervised training is not supported here: its data would be stored at W&B"
-        raise RequestRefused(problem, status=501, code="unsupported")
+        raise RequestRefused(problem, code="unsupported")
 
     def _get_model(self, request: Request) -> RegisteredModel:
         return self._models.get(request.path_params["id"])

@@ -33,7 +33,12 @@ class ArtModel:
 
     @property
     def key(self) -> str:
-        return f"{self.entity}/{self.project}/{self.name}"
+        """Not unique if names contain slashes."""
+        return "/".join(self.identity)
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        return self.entity, self.project, self.name
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,526 @@
+"""The promises of docs/guides/threat-model.md that no other file tests: keys, pickles, model folders, paths, secrets.
+
+`test_the_threat_model_names_its_tests` holds the page to its tests, here and in other files.
+"""
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import httpx
+import processes
+import pytest
+import torch
+import yaml
+from factories import digits_project, write_rows
+from processes import HANGS, forked_python
+from pydantic import SecretStr
+from safetensors.torch import load_file
+from test_art_protocol import groups
+from test_gateway import gateway_to
+from test_gateway import model as gateway_model
+from tiny_backend import Served
+from tiny_models import save_tiny_model
+
+from insitu.backend import BackendOptions
+from insitu.backend.model import load_model
+from insitu.config import load_config
+from insitu.config.yaml_loader import _Loader
+from insitu.errors import BackendError, ConfigError, RequestRefused
+from insitu.evaluation.remote import ServedPolicy
+from insitu.evaluation.service import WorkflowService
+from insitu.http_access import AccessPolicy
+from insitu.redaction import is_secret_variable, redact, redact_bytes, remember_environment, remember_settings
+from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.workflow.context import EpisodeScope
+from insitu.workflow.llms import Endpoint, OpenAIConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+
+# keys
+
+
+class Watched(str):
+    """A token that may not be compared as text, which takes longer the more of it is right."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("compared with ==")
+
+    __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = startswith = __eq__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("scheme", ["Bearer {}", "Basic {}"])
+def test_a_token_is_compared_in_constant_time(scheme: str) -> None:
+    policy = AccessPolicy(Watched("secret-token"), variable="X")
+    right = {"Bearer {}": "secret-token", "Basic {}": "YW55OnNlY3JldC10b2tlbg=="}[scheme]
+    policy.check({"authorization": scheme.format(right)})
+    for wrong in ("", right[:-1], f"{right}x", "secret-tokem", "\xff", "\udcff"):
+        with pytest.raises(RequestRefused, match="missing or wrong"):
+            policy.check({"authorization": scheme.format(wrong)})
+
+
+def nodes(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """The syntax of a source, each node with its place for messages."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        yield node, f"{path.relative_to(ROOT)}, line {getattr(node, 'lineno', 0)}"
+
+
+def test_nothing_that_is_called_a_token_is_compared_as_text() -> None:
+    secret = re.compile(r"(^|_)(token|secret|password|api_key|authorization|credentials)$")
+    for path in SOURCES:
+        for node, place in nodes(path):
+            if isinstance(node, ast.Compare) and any(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops):
+                sides = [node.left, *node.comparators]
+                names = [getattr(side, "attr", getattr(side, "id", "")) for side in sides]
+                assert not any(map(secret.search, names)), f"{place}: {ast.unparse(node)}"
+
+
+def wrong_headers(token: str) -> Iterator[dict[str, Any]]:
+    yield {}
+    for value in (f"Bearer {token}x", "Bearer", "Bearer -", f"Basic {token}", token, "Bearer \xff", "Basic \xff"):
+        yield {"Authorization": value.encode("latin-1")}
+
+
+def test_every_route_of_the_backend_needs_the_token(served: Served) -> None:
+    """Also those of plugins to come: all that its OpenAPI document lists."""
+    with httpx.Client(base_url=served.address, timeout=HANGS) as client:
+        paths = client.get("/openapi.json", headers={"Authorization": f"Bearer {served.token}"}).json()["paths"]
+        assert {"/v1/chat/completions", "/v1/train/jobs", "/_train_model", "/v1/preview/models"} <= paths.keys()
+        for path, methods in paths.items():
+            if path in ("/health", "/healthcheck"):
+                continue
+            for method in methods:
+                for headers in wrong_headers(served.token):
+                    answer = client.request(method, path.replace("{", "").replace("}", ""), headers=headers)
+                    assert answer.status_code == 401, (method, path, headers)
+
+
+async def test_every_route_of_the_workflow_service_needs_the_token(write: Any) -> None:
+    config = load_config(write({"workflow": {"_type": "command", "command": ["true"], "llm": "m"}, "llms": LLMS}))
+    access = AccessPolicy.of("127.0.0.1", "service-token", variable="X")
+    service = WorkflowService(config, lambda _: nullcontext(), access)  # type: ignore[arg-type,return-value]
+    async with service.listening("127.0.0.1", 0) as address, httpx.AsyncClient(base_url=address) as client:
+        for method, path in (("GET", "/v1/episodes"), ("POST", "/v1/episodes"), ("POST", "/generate"), ("GET", "/x")):
+            for headers in wrong_headers("service-token"):
+                answer = await client.request(method, path, headers=headers)
+                assert answer.status_code == 401, (method, path, headers)
+
+
+def test_the_backend_of_a_run_has_a_token(harmless: Path, tmp_path: Path) -> None:
+    """Other users of the machine can connect to it. They can also read its command line, but not its environment."""
+    digits_project(tmp_path, model=str(harmless / "model"))
+    write_rows(tmp_path, [{"say": "hi", "hang": True}])
+    with processes.start("-v", "finetune", "config.yml", folder=tmp_path) as run:
+        run.wait_until(lambda: re.search(r"backend process (\d+) at (\S+)\n", run.errors))
+        _, pid, address = re.findall(r"(backend process) (\d+) at (\S+)\n", run.errors)[0]
+        assert [httpx.get(address + path).status_code for path in ("/health", "/v1/models")] == [200, 401]
+        assert "token" not in Path(f"/proc/{pid}/cmdline").read_text()
+
+
+async def test_the_gateway_looks_keys_up_by_their_hash(server: Any) -> None:
+    async with gateway_to(gateway_model(server)) as gateway, httpx.AsyncClient() as client:
+        with EpisodeScope() as scope, gateway.endpoint(scope) as endpoint:
+            tables = [table for table in vars(gateway).values() if isinstance(table, dict)]
+            assert not any(endpoint.key in table for table in tables)
+            for key in (endpoint.key[:-1], f"{endpoint.key}x", endpoint.key.lower(), "%ff", "%00"):
+                answer = await client.get(f"{gateway.address}/e/{key}/v1/models")
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "unknown_episode")
+
+
+def test_no_key_is_in_what_debuggers_and_logs_show_of_an_object() -> None:
+    shown = [
+        AccessPolicy("a-secret"),
+        BackendOptions(model="m", token="a-secret"),
+        PolicyEndpoint("http://h/v1", "m", "a-secret"),
+        Endpoint("m", "http://h/v1", "a-secret"),
+        ServedPolicy(base_url="http://h/v1", model="m", api_key="a-secret"),
+        OpenAIConfig(model_name="m", api_key=SecretStr("a-secret")),
+    ]
+    assert "a-secret" not in repr(shown)
+
+
+# no pickles, no code
+
+LLMS = {"m": {"_type": "openai", "model_name": "m", "base_url": "http://127.0.0.1:9/v1"}}
+PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "jsonpickle"}
+CODE = {"eval", "exec", "compile", "__import__"}
+
+
+def test_no_source_reads_pickles_or_runs_text() -> None:
+    for path in SOURCES:
+        for node, place in nodes(path):
+            match node:
+                case ast.Import(names=names):
+                    assert not {name.name.partition(".")[0] for name in names} & PICKLING, place
+                case ast.ImportFrom(module=str(module)):
+                    assert module.partition(".")[0] not in PICKLING, place
+                case ast.Call(func=func, keywords=keywords):
+                    called = ast.unparse(func)
+                    keys = {each.arg: ast.unparse(each.value) for each in keywords}
+                    assert called not in ("torch.load", "np.load", "numpy.load", "os.system", "os.popen"), place
+                    assert keys.get("shell") != "True", place
+                    assert not {"allow_pickle", "weights_only"} & keys.keys(), place
+                    assert called != "yaml.load" or ast.unparse(node.args[1]) == "_Loader", place
+                    # conversion.py: annotations of a plugin's functions, which are its own source
+                    assert called not in CODE or path.name == "conversion.py", place
+        assert "trust_remote_code" not in path.read_text() or path.name == "model_files.py", path
+
+
+def test_the_yaml_loader_makes_plain_values_only() -> None:
+    assert issubclass(_Loader, yaml.SafeLoader)
+    with pytest.raises(yaml.YAMLError, match="could not determine a constructor"):
+        yaml.load("!!python/object/apply:os.getcwd []", _Loader)
+
+
+class Trap:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._file,)
+
+
+@pytest.fixture(scope="module")
+def harmless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and adapters for it in `adapter`."""
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_model(folder / "model")
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    settings = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "base_model_name_or_path": "../model"}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def set_in(file: Path, **keys: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
+def pickle_instead(folder: Path, trap: Path, name: str = "pytorch_model.bin") -> None:
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    torch.save({"weights": Trap(trap)}, folder / name)
+
+
+def harmless_pickle(folder: Path, trap: Path) -> None:
+    """One that libraries would read: it has tensors only."""
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def index_of(part: str) -> Any:
+    def spoil(folder: Path, trap: Path) -> None:
+        pickle_instead(folder, trap, "part.bin")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"w": part}}))
+
+    return spoil
+
+
+def chosen_file(folder: Path, trap: Path) -> None:
+    set_in(folder / "config.json", transformers_weights="adapter_model.bin")
+    torch.save({"weights": Trap(trap)}, folder / "adapter_model.bin")
+
+
+def code_beside(folder: Path, trap: Path, **keys: Any) -> None:
+    (folder / "evil.py").write_text(f"import pathlib\npathlib.Path({str(trap)!r}).touch()\nclass Evil: pass\n")
+    set_in(folder / "config.json", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}, **keys)
+
+
+def tokenizer_code(folder: Path, trap: Path) -> None:
+    code_beside(folder, trap)
+    file = folder / "tokenizer_config.json"
+    set_in(file, auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, tokenizer_class="Evil")
+
+
+def template_names(folder: Path, trap: Path) -> None:
+    templates = [{"name": name, "template": "x"} for name in ("default", f"../../../../../../..{trap}")]
+    (folder / "chat_template.jinja").unlink()
+    set_in(folder / "tokenizer_config.json", chat_template=templates)
+
+
+def adapter_with(**keys: Any) -> Any:
+    def spoil(folder: Path, trap: Path) -> None:
+        torch.save({"weights": Trap(trap)}, folder / "adapter_model.bin")
+        set_in(folder / "adapter_config.json", **keys)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoil", "said"),
+    [
+        ("model", pickle_instead, "has pytorch_model.bin but no model.safetensors: pickled weights are not read"),
+        ("model", harmless_pickle, "has pytorch_model.bin but no model.safetensors: pickled weights are not read"),
+        ("model", index_of("part.bin"), "names 'part.bin'; allowed: .safetensors files in the same folder"),
+        ("model", index_of("../x.safetensors"), "names '../x.safetensors'; allowed: .safetensors files in the same"),
+        ("model", chosen_file, "names 'adapter_model.bin'; allowed: .safetensors files"),
+        ("model", lambda f, t: code_beside(f, t, model_type="novel"), "needs Python code of its repository"),
+        ("model", tokenizer_code, "needs Python code of its repository (auto_map), which is never run"),
+        ("model", template_names, "has a chat template whose name '../.."),
+        ("adapter", adapter_with(), "has adapter_model.bin but no adapter_model.safetensors: pickled weights are not"),
+        ("adapter", adapter_with(megatron_config={"a": 1}, megatron_core="evil"), "megatron_config is set, for which"),
+        (
+            "adapter",
+            adapter_with(peft_type="PROMPT_TUNING", tokenizer_kwargs={"trust_remote_code": True}),
+            "peft_type is 'PROMPT_TUNING'; allowed: 'LORA'",
+        ),
+    ],
+)
+def test_model_folders_that_could_run_code_are_refused(
+    harmless: Path, tmp_path: Path, kind: str, spoil: Any, said: str
+) -> None:
+    folder, trap = tmp_path / "models" / kind, tmp_path / "trap"
+    shutil.copytree(harmless, tmp_path / "models")
+    spoil(folder, trap)
+    with pytest.raises(BackendError) as raised:
+        load_model(str(folder), "cpu")
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("spoil", [code_beside, pickle_instead], ids=["code", "pickle"])
+def test_code_and_pickles_beside_a_model_are_ignored(harmless: Path, tmp_path: Path, spoil: Any) -> None:
+    folder = Path(shutil.copytree(harmless / "model", tmp_path / "model"))
+    spoil(folder, tmp_path / "trap")
+    shutil.copy(harmless / "model/model.safetensors", folder)
+    load_model(str(folder), "cpu")
+    assert not (tmp_path / "trap").exists()
+
+
+def test_the_backend_does_not_ask_whether_to_run_code(harmless: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(harmless / "model", tmp_path / "model"))
+    code_beside(folder, tmp_path / "trap", model_type="novel")
+    command = [forked_python(), "-m", "insitu", "backend", "--model", folder, "--port", "0"]
+    done = subprocess.run(command, input="y\n" * 9, capture_output=True, text=True, timeout=HANGS, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "needs Python code of its repository" in done.stderr
+    assert "[y/N]" not in done.stdout + done.stderr
+    assert not (tmp_path / "trap").exists()
+
+
+# paths
+
+HOSTILE_NAMES = [
+    *("..", ".", "", "/", "../..", "../../../../tmp/x", "/etc/passwd", "a/../../b", "..%2f..%2fx", "\0", "a\0b", "~"),
+    *("x" * 300, "\u00e9" * 100, "\\..\\x", "C:\\x", ".hidden", "-rf", "a\nb", "\ud83d", "{0}", "$HOME", "con"),
+]
+
+
+def test_names_of_art_models_stay_in_their_folder(harmless: Path, tmp_path: Path) -> None:
+    """Each name as entity, project and name; what is written and deleted is below the output folder."""
+    outside = tmp_path / "victim.txt"
+    outside.write_text("kept")
+    options = {"model": harmless / "model", "port": 0, "output_dir": tmp_path / "out", "threads": 1}
+    arguments = [part for key, value in options.items() for part in (f"--{key}", value)]
+    headers = {"Content-Type": "application/json"}
+    statuses = set()
+    with processes.serving("backend", *arguments, folder=tmp_path) as (_, address):
+        with httpx.Client(base_url=address, timeout=HANGS, headers=headers) as client:
+            for name in HOSTILE_NAMES:
+                for key in ("entity", "project", "name"):
+                    model = {"name": "n", "project": "p", "entity": "e", "base_model": "model"} | {key: name}
+                    log = json.dumps({"model": model, "trajectory_groups": groups()[:1], "split": name})
+                    answer = client.post("/_log", content=log)
+                    statuses.add(answer.status_code)
+                    assert answer.status_code < 500, (key, name, answer.text)
+                    made = client.post("/v1/preview/models", content=json.dumps(model))
+                    if made.status_code == 200:
+                        client.delete(f"/v1/preview/models/{made.json()['id']}")
+                client.get(f"/v1/train/jobs/{'%2e%2e%2f' * 3}x")
+                client.post("/v1/chat/completions", content=json.dumps({"model": f"policy@{name}", "messages": []}))
+    assert statuses == {200, 400, 422}
+    assert outside.read_text() == "kept"
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "victim.txt"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} <= {".lock", "art"}
+    assert all(len(path.relative_to(tmp_path / "out/art").parts) <= 4 for path in (tmp_path / "out/art").rglob("*"))
+
+
+def test_names_with_slashes_are_not_those_of_another_model(harmless: Path, tmp_path: Path) -> None:
+    """`a/b`, `c` and `a`, `b/c` were the same model for the server, in two folders."""
+    options = ["--model", harmless / "model", "--port", 0, "--output_dir", tmp_path, "--threads", 1]
+    with processes.serving("backend", *options) as (_, address):
+        model = {"name": "n", "base_model": "model"}
+        bodies = [model | {"entity": e, "project": p} for e, p in (("a/b", "c"), ("a", "b/c"))]
+        answers = [httpx.post(f"{address}/v1/preview/models", json=body, timeout=HANGS) for body in bodies]
+    assert [answer.status_code for answer in answers] == [200, 409]
+    assert "('a/b', 'c', 'n')" in answers[1].json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["../score", "/tmp/score", "a/b", "..", "a\0b", "x" * 250, "a\\b", "workflow"])
+def test_an_evaluator_whose_file_would_be_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    digits_project(tmp_path)
+    config = yaml.safe_load((tmp_path / "config.yml").read_text())
+    config["eval"]["evaluators"][name] = {"_type": "digits"}
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ConfigError) as raised:
+        load_config(tmp_path / "config.yml")
+    assert f"eval.evaluators: {name!r:.80}" in str(raised.value)
+
+
+# secrets
+
+VALUES = {
+    name: f"sk-{name.lower()}-7f3a'9c/e21@b"
+    for name in ("BACKEND", "JUDGE", "JUDGE_URL", "SEARCH", "LOGIN", "UNRELATED", "UPSTREAM", "SERVE")
+}
+"""Recognisable, and quoted in JSON, in Python and in URLs."""
+
+
+def leaks(text: bytes | str) -> list[str]:
+    """The names of secrets in a text, in any form."""
+    data = text.encode(errors="replace") if isinstance(text, str) else text
+    return [name for name in VALUES if f"sk-{name.lower()}-7f3a".encode() in data]
+
+
+def check_no_leaks(folder: Path, out: str, err: str) -> None:
+    for stream in (out, err):
+        assert not leaks(stream), next(line for line in stream.splitlines() if leaks(line))
+    inputs = {folder / name for name in ("config.yml", "rows.jsonl")}
+    for path in set(folder.rglob("*")) - inputs:
+        if path.is_file() and path.suffix not in (".safetensors", ".py"):
+            assert not leaks(path.read_bytes()), path
+
+
+def leaky_project(folder: Path, address: str, **adapter: Any) -> None:
+    """A run whose secrets come from the environment by `${NAME}`, in each kind of key and in URLs."""
+    digits_project(folder, plugin="leaky_plugin", **adapter)
+    (folder / "leaky_plugin.py").write_text((ROOT / "tests/leaky_plugin.py").read_text())
+    file = folder / "config.yml"
+    config = yaml.safe_load(file.read_text())
+    host = address.partition("://")[2]
+    config["general"]["plugins"].append("digits_plugin")
+    config["llms"]["judge"] = {"_type": "openai", "model_name": "policy", "api_key": "${JUDGE}", "max_retries": 0}
+    config["llms"]["judge"] |= {"base_url": f"http://any:${{QUOTED_URL}}@{host}/v1", "max_tokens": 2}
+    login = {"password": "${LOGIN}"}
+    config["workflow"] = {"_type": "leaky", "llm": "player", "judge": "judge", "login": login}
+    config["workflow"]["search_api_key"] = "${SEARCH}"
+    config["finetuning"]["num_epochs"] = 1
+    file.write_text(yaml.safe_dump(config))
+    write_rows(folder, [{"say": "hi"}, {"say": "fail"}])
+
+
+def variables(**more: str) -> dict[str, str]:
+    return VALUES | {"UNRELATED_TOKEN": VALUES["UNRELATED"], "PYTHONWARNINGS": "error"} | more
+
+
+@pytest.mark.parametrize("how", ["api_key", "url", "wrong", "gone"])
+def test_no_secret_is_printed_logged_or_written(harmless: Path, tmp_path: Path, how: str) -> None:
+    """A run with a workflow that leaks them all, at the level of logs that shows everything; also one that fails."""
+    token = httpx.URL(f"http://any:{VALUES['BACKEND'].replace('/', '%2F').replace('@', '%40')}@h").userinfo.decode()
+    backend = {"BACKEND_URL_TOKEN": token.partition(":")[2], "INSITU_BACKEND_TOKEN": VALUES["BACKEND"]}
+    given = variables(QUOTED_URL=backend["BACKEND_URL_TOKEN"])
+    options = ("--model", harmless / "model", "--port", 0, "--threads", 1)
+    with processes.serving("backend", *options, **backend) as (_, address):
+        host = address.partition("://")[2]
+        adapter = {
+            "api_key": {"url": address, "api_key": "${BACKEND}"},
+            "url": {"url": f"http://any:${{QUOTED_URL}}@{host}"},
+            "wrong": {"url": address, "api_key": "${SEARCH}"},
+            "gone": {"url": "http://any:${QUOTED_URL}@127.0.0.1:9"},
+        }[how]
+        leaky_project(tmp_path, address, **adapter)
+        arguments = ("-vv", "finetune", "--config_file", "config.yml")
+        done = processes.run(*arguments, folder=tmp_path, **given)
+    assert done.returncode == (0 if how in ("api_key", "url") else 1), done.stderr[-3000:]
+    check_no_leaks(tmp_path, done.stdout, done.stderr)
+    if done.returncode == 0:
+        episodes = (tmp_path / "run/episodes.jsonl").read_text()
+        assert re.search(r"no access with \[.{1,3}\*\*\*.{1,6}http://any:\*\*\*@127", episodes), episodes
+        assert "asking with [" in done.stdout
+
+
+def test_no_secret_leaves_the_gateway_or_a_service(tmp_path: Path) -> None:
+    """A program whose model's server is gone, in a run and behind `insitu serve`."""
+    quoted = VALUES["UPSTREAM"].replace("/", "%2F").replace("@", "%40")
+    gone = "http://any:${QUOTED_URL}@127.0.0.1:9/v1"
+    ask = "curl -s -H content-type:application/json $OPENAI_BASE_URL/chat/completions"
+    config = {
+        "llms": {"m": {"_type": "openai", "model_name": "m", "base_url": gone, "api_key": "${JUDGE}"}},
+        "workflow": {
+            "_type": "command",
+            "command": ["sh", "-c", f"{ask} -d @- >&2; echo $SEARCH_API_KEY >&2; exit 1"],
+            "stdin": "input",
+            "llm": "m",
+            "env": {"SEARCH_API_KEY": "${SEARCH}"},
+            "elsewhere": {"base_url": gone, "api_key": "${LOGIN}"},
+        },
+    }
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(config))
+    given = variables(QUOTED_URL=quoted, INSITU_SERVE_TOKEN=VALUES["SERVE"])
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
+    for model in ("m", "other"):
+        arguments = ("-vv", "run", "config.yml", "--input", body.replace('"m"', f'"{model}"'))
+        done = processes.run(*arguments, folder=tmp_path, **given)
+        assert done.returncode == 1
+        assert "ended with exit code 1" in done.stderr
+        check_no_leaks(tmp_path, done.stdout, done.stderr)
+    with processes.start("-vv", "serve", "config.yml", "--port", 0, folder=tmp_path, **given) as process:
+        address = process.stdout.readline().split()[-1]
+        headers = {"Authorization": f"Bearer {VALUES['SERVE']}"}
+        answer = httpx.post(f"{address}/generate", json={"input": body}, headers=headers, timeout=HANGS)
+        assert answer.status_code == 502
+        assert "***" in answer.text
+        process.terminate()
+        out, err = process.communicate(HANGS)
+    check_no_leaks(tmp_path, out + answer.text, err)
+
+
+def test_what_counts_as_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("insitu.redaction._texts", ())
+    monkeypatch.setattr("insitu.redaction._bytes", ())
+    remember_settings(
+        {
+            "llms": {"a": {"api_key": 'quoted"key\\', "model_name": "policy-7b"}},
+            "workflow": {"headers": {"Authorization": "Bearer header-token"}, "url": "https://u:pass%2Fword@h/?a=b"},
+            "list": [{"hf_token": "hf_listed"}, {"url": "https://h/?x=1&api_key=in-the-query&y=2"}],
+            "dataset": {"id_key": "identifier", "stop_token": "<|im_end|>"},
+            "short": {"password": "secret"},
+        }
+    )
+    remember_environment({"HOST_KEY_CHECKING": "disabled", "KEY_FILE": "/etc/keyfile", "HF_TOKEN": "hf_from_env"})
+    remember_environment({"https_proxy": "http://me:proxy-password@proxy"})
+    shown = "disabled /etc/keyfile policy-7b identifier <|im_end|> secret Bearer https://u:"
+    assert redact(shown) == shown
+    for secret in (
+        "header-token",
+        "pass%2Fword",
+        "pass/word",
+        "hf_listed",
+        "in-the-query",
+        "hf_from_env",
+        "proxy-password",
+        'quoted"key\\',
+    ):
+        assert redact(f"<{secret}>") == "<***>"
+        assert redact_bytes(json.dumps([secret]).encode()) == b'["***"]'
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "api_key", "AUTH_COOKIE"):
+        assert is_secret_variable(name, "x")
+    for name in ("PATH", "MONKEY", "TOKENIZERS_PARALLELISM", "KEYBOARD", "PWD"):
+        assert not is_secret_variable(name, "x")
+
+
+# the page
+
+
+def test_the_threat_model_names_its_tests() -> None:
+    """Every promise of the page has a test, and each of these tests exists."""
+    page = (ROOT / "docs/guides/threat-model.md").read_text()
+    rows = re.findall(r"^\| (?!promise|---)(.+?) \| (.+?) \|$", page.partition("## What is promised")[2], re.M)
+    assert len(rows) > 15
+    for promise, tests in rows:
+        named = re.findall(r"`(tests\w*/\w+\.py)::(\w+)`", tests)
+        assert named, promise
+        for file, test in named:
+            assert re.search(rf"^(async )?def {test}\(", (ROOT / file).read_text(), re.M), (file, test)
