@@ -524,3 +524,11 @@ def test_the_threat_model_names_its_tests() -> None:
         assert named, promise
         for file, test in named:
             assert re.search(rf"^(async )?def {test}\(", (ROOT / file).read_text(), re.M), (file, test)
+
+
+def test_a_number_is_not_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a part of a logprob in a file, which would no longer be JSON."""
+    monkeypatch.setattr("insitu.redaction._texts", ())
+    monkeypatch.setattr("insitu.redaction._bytes", ())
+    remember_environment({"RELEASE_KEY": "20261122", "OTHER_KEY": "2026-11-22x"})
+    assert redact('{"logprob": -0.20261122, "at": "2026-11-22x"}') == '{"logprob": -0.20261122, "at": "***"}'
