@@ -347,8 +347,34 @@ def test_an_epoch_that_trained_is_recorded_even_if_its_validation_is_interrupted
     assert [v["epoch"] for v in json.loads((project / "run/validation_history.json").read_text())] == [0]
 
 
+NO_RESTART = ("-o", "trainer_adapters.backend.max_restarts", "0")
+
+
+def test_a_backend_that_is_killed_is_started_again(project: Path) -> None:
+    """The results are those of a backend that was never killed."""
+    write_rows(project, [{"say": f"Row {i}", "mark": "asked"} for i in range(6)])
+    asked, metrics = project / "asked", project / "run/training_metrics.jsonl"
+    epochs = ("-o", "finetuning.num_epochs", "4")
+    code, _, err = run_project(project, *epochs)
+    assert code == 0, err
+    asked.unlink()
+    with start_project(project, *epochs, "-o", "eval.general.max_concurrency", "2") as process:
+        process.wait_until(lambda: asked.exists() and asked.stat().st_size > 3)
+        backend_of(process).kill()
+        process.wait_until(lambda: process.errors.count("starting it again") == 1)
+        process.wait_until(metrics.exists)
+        backend_of(process).kill()
+        out, err = process.communicate(HANGS)
+        assert process.wait() == 0, out + err
+    assert "the backend process exited with code -9 (SIGKILL); the end of its log (run/backend/backend.log)" in err
+    assert "starting it again (2 of 3)" in err
+    changing = ("run_id", "timestamp", "seconds")
+    first, again = (read_lines(project / f"{run}/training_metrics.jsonl") for run in ("run.1", "run"))
+    assert [without(m, *changing) for m in again] == [without(m, *changing) for m in first]
+
+
 def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
-    with start_project(project, "-o", "finetuning.num_epochs", "500") as process:
+    with start_project(project, "-o", "finetuning.num_epochs", "500", *NO_RESTART) as process:
         backend = backend_of(process)
         process.wait_until((project / "run/training_metrics.jsonl").exists)
         backend.kill()
@@ -363,7 +389,8 @@ def test_a_backend_killed_while_episodes_run_ends_the_command_with_its_exit_code
     project: Path, command: str
 ) -> None:
     write_rows(project, [{"say": "a", "hang": True, "mark": "asked"}, {"say": "b"}])  # row 1 is rehearsed
-    with start_project(project, "-o", "eval.general.episode_timeout", "null", command=command) as process:
+    options = ("-o", "eval.general.episode_timeout", "null", *NO_RESTART)
+    with start_project(project, *options, command=command) as process:
         backend = backend_of(process)
         process.wait_until((project / "asked").exists)
         backend.kill()

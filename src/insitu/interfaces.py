@@ -108,9 +108,10 @@ class TrainerAdapter(ABC):
         """The settings of a training job, shown in the header of the run."""
         return {}
 
-    async def wait_until_reachable(self) -> bool:
-        """Waits while the backend does not respond; returns whether it had to.
+    async def wait_until_reachable(self, since: float) -> bool:
+        """Waits while the backend does not respond; returns whether it had to, or the backend was restarted `since`.
 
+        `since` is a time of `time.monotonic()`.
         Raises BackendUnavailable if the backend does not come back. The default returns False immediately.
         """
         return False

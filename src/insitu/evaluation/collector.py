@@ -5,6 +5,7 @@ Training and evaluation both collect here, whether the workflow runs in this pro
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
@@ -61,9 +62,10 @@ async def collect(
     async def run_task(attempt: Attempt, task: Task) -> Episode:
         row, key = task
         async with _episode_slot(run):
+            started = time.monotonic()
             episode = await run_episode(attempt, row, key, options)
-            while run is not None and episode.reason is DropReason.BACKEND_ERROR and await run.wait_for_policy():
-                key = key._replace(attempt=episode.key.attempt + 1)
+            while run is not None and episode.reason is DropReason.BACKEND_ERROR and await run.wait_for_policy(started):
+                started, key = time.monotonic(), key.replayed(episode.key.attempt)
                 episode = await run_episode(attempt, row, key, options)
         await finish(row, episode)
         return episode

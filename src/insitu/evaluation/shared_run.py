@@ -32,7 +32,7 @@ class GenerationCounter:
         return first
 
 
-async def _nothing_to_wait_for() -> bool:
+async def _nothing_to_wait_for(since: float) -> bool:
     return False
 
 
@@ -41,9 +41,10 @@ class RunState:
     """A finetuning run as its evaluations see it, whether the trainer or a plugin starts them.
 
     `episode_slots` limits the episodes in flight. `validations` counts held-out evaluations; `failed_validations`
-    describes those without a score. `wait_for_policy` waits while the server of the model under training does not
-    respond and returns whether it had to: an outage may last longer than the agent's client retries, and must not use
-    up the epoch's episodes. It raises BackendUnavailable if the server does not come back.
+    describes those without a score. `wait_for_policy(since)` waits while the server of the model under training does
+    not respond; it returns whether it had to, or the server was restarted since that `time.monotonic()`. An outage may
+    last longer than the agent's client retries, and must not use up the epoch's episodes. It raises BackendUnavailable
+    if the server does not come back.
     """
 
     builder: Builder
@@ -52,7 +53,7 @@ class RunState:
     generations: GenerationCounter = field(default_factory=GenerationCounter)
     validations: int = 0
     failed_validations: list[str] = field(default_factory=list)
-    wait_for_policy: Callable[[], Awaitable[bool]] = _nothing_to_wait_for
+    wait_for_policy: Callable[[float], Awaitable[bool]] = _nothing_to_wait_for
 
 
 _current: ContextVar[RunState | None] = ContextVar("insitu_run", default=None)

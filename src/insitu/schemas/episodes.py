@@ -23,7 +23,8 @@ FORMAT_VERSION = 1
 class EpisodeKey(NamedTuple):
     """Identifies one episode: an execution of the workflow on a dataset row.
 
-    `generation` is its index in the group, `attempt` counts retries from 0.
+    `generation` is its index in the group, `attempt` counts retries from 0. `replays` of them repeat an attempt that an
+    outage of the model's server has ended, with the same seed.
     """
 
     run_id: str
@@ -31,18 +32,24 @@ class EpisodeKey(NamedTuple):
     row_id: str
     generation: int
     attempt: int = 0
+    replays: int = 0
 
     @property
     def member(self) -> tuple[str, int]:
         """The row and the generation: its place in the epoch, whatever the attempt."""
         return self.row_id, self.generation
 
+    def replayed(self, last_attempt: int) -> "EpisodeKey":
+        """This attempt again, as a new one after `last_attempt`."""
+        following = last_attempt + 1
+        return self._replace(attempt=following, replays=self.replays + following - self.attempt)
+
     def text(self) -> str:
         return f"{self.run_id}/{self.epoch}/{self.row_id}/{self.generation}/{self.attempt}"
 
     def seed(self, run_seed: int) -> int:
         """A 63-bit seed derived from the configured seed and this key without its random run id."""
-        text = f"{run_seed}|episode|{self.epoch}|{self.row_id}|{self.generation}|{self.attempt}"
+        text = f"{run_seed}|episode|{self.epoch}|{self.row_id}|{self.generation}|{self.attempt - self.replays}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

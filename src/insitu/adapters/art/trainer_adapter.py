@@ -132,7 +132,7 @@ class ARTTrainerAdapter(TrainerAdapter):
             logger.warning("%s", problem)
         return problem is None
 
-    async def wait_until_reachable(self) -> bool:
+    async def wait_until_reachable(self, since: float) -> bool:
         if await self._remote.health_problem() is None:
             return False
         await self._remote.check_health()  # retried for up to `retry_timeout`

@@ -52,12 +52,19 @@ class BackendProcess:
         remember_secret(self.token)
         self._cli_arguments = cli_arguments
         self._log_path = log_path
+        self._port = 0
         self._started: tuple[asyncio.SubprocessTransport, _Output] | None = None
 
     async def start(self, startup_timeout: float) -> str:
-        """Returns the URL once the backend is ready. Raises BackendUnavailable with the end of its log otherwise."""
+        """Returns the URL once the backend is ready. Raises BackendUnavailable with the end of its log otherwise.
+
+        A process that has ended can be started again, at the same URL.
+        """
         await asyncio.to_thread(self._log_path.parent.mkdir, parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "insitu", "backend", *self._cli_arguments, "--parent_pid", str(os.getpid())]
+        if self._started is not None:
+            self._started[0].close()
+        command = [sys.executable, "-m", "insitu", "backend", *self._cli_arguments, "--port", str(self._port)]
+        command += ["--parent_pid", str(os.getpid())]
         with self._log_path.open("ab") as log:
             # a new session, so that Ctrl-C reaches only this process, which then stops the child
             self._started = await asyncio.get_running_loop().subprocess_exec(
@@ -85,6 +92,7 @@ class BackendProcess:
             await self.stop()
             raise
         logger.info("backend process %d at %s", transport.get_pid(), url)
+        self._port = int(url.rpartition(":")[2])
         return url
 
     async def exits_within(self, seconds: float) -> bool:

@@ -28,6 +28,9 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     """Dtype of the weights. auto: float32 on CPU, the checkpoint's dtype elsewhere."""
     startup_timeout: float = Field(default=300.0, gt=0)
     """Seconds to wait for the backend to load its model."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How often a backend that the adapter started is started again, from its last checkpoint, after its process has
+    ended."""
     read_timeout: float = Field(default=60.0, gt=0)
     """Seconds without data from the backend after which a request has failed. During training the backend sends a
     heartbeat every 15 seconds."""
@@ -61,7 +64,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
             raise ValueError(f"url is {self.url!r}; it must begin with http:// or https://")
         if self.api_key is not None and split_userinfo(self.url or "")[1] is not None:
             raise ValueError("url has a user or password and api_key is set; give the token in one of them")
-        ignored = ("api_key",) if self.url is None else ("device", "dtype", "startup_timeout")
+        ignored = ("api_key",) if self.url is None else ("device", "dtype", "startup_timeout", "max_restarts")
         if unused := sorted(self.model_fields_set.intersection(ignored)):
             raise ValueError(f"{', '.join(unused)}: allowed with {'url' if self.url is None else 'model'} only")
         return self

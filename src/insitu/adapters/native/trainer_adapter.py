@@ -3,6 +3,8 @@
 import asyncio
 import gzip
 import logging
+import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -45,6 +47,8 @@ BACKEND = "insitu"
 _WATCH_SECONDS = 5.0
 """Interval of the health checks while the backend is in use."""
 _RECONNECT_DELAY = 0.25
+_SUBMISSIONS = 3
+"""How often one job is submitted if restarts of the backend lose it."""
 _STARTED = "started_from.json"
 """In the backend's folder: the model that its training started from, since names such as `latest` change meaning."""
 _FINAL_STATUSES = ("completed", "failed", "canceled")
@@ -75,6 +79,11 @@ class InsituTrainerAdapter(TrainerAdapter):
         self._process: BackendProcess | None = None
         self._connection: Connection | None = None
         self._submissions = 0
+        self._job: tuple[str, bytes] | None = None
+        """Key and body of the latest job."""
+        self._watching = False
+        self._restarts = 0
+        self._restarted_at = -math.inf
         self._version = 0  # the latest policy version that the backend is known to have had
         self._vocab_size: int | None = None
         self._base_url, self._url_token = adapter_config.address_and_token
@@ -87,7 +96,7 @@ class InsituTrainerAdapter(TrainerAdapter):
             folder = Path(run_config.output_dir) / BACKEND_FOLDER
             model = await asyncio.to_thread(self._starting_model, folder, self.config.model)
             options = {key: str(getattr(self.config, key)) for key in ("name", "device", "dtype")}
-            options |= {"model": model, "port": "0", "output_dir": str(folder)}
+            options |= {"model": model, "output_dir": str(folder)}
             arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
             self._process = BackendProcess(arguments, folder / "backend.log")
             self._base_url = await self._process.start(self.config.startup_timeout)
@@ -97,7 +106,7 @@ class InsituTrainerAdapter(TrainerAdapter):
                 {"Authorization": f"Bearer {self._token()}"},
                 self.config.read_timeout,
                 self.config.retry_timeout,
-                self._process.exit_report if self._process is not None else lambda: None,
+                self._exit_report,
             )
         try:
             await self._served_version()
@@ -108,6 +117,12 @@ class InsituTrainerAdapter(TrainerAdapter):
             problem = f"name is {self.config.name!r}, but {self._base_url} serves {served!r}"
             raise ConfigError(f"trainer_adapters: {problem}; set name to {served!r} or omit it")
         self._connection.verified = True
+
+    def _exit_report(self) -> str | None:
+        """How the backend's process has ended for good."""
+        if self._process is None or (self._watching and self._restarts < self.config.max_restarts):
+            return None
+        return self._process.exit_report()
 
     def _token(self) -> str:
         if self._process is not None:
@@ -183,13 +198,26 @@ class InsituTrainerAdapter(TrainerAdapter):
         return version
 
     async def watch(self) -> None:
-        interval = min(_WATCH_SECONDS, self.config.read_timeout)
-        while True:
-            if self._process is None:
-                await asyncio.sleep(interval)
-            elif await self._process.exits_within(interval):
-                raise BackendUnavailable(str(self._process.exit_report()))
-            await self._served_version()
+        interval, self._watching = min(_WATCH_SECONDS, self.config.read_timeout), True
+        try:
+            while True:
+                if self._process is None:
+                    await asyncio.sleep(interval)
+                elif await self._process.exits_within(interval):
+                    await self._restart(self._process)
+                await self._served_version()
+        finally:
+            self._watching = False
+
+    async def _restart(self, process: BackendProcess) -> None:
+        """Starts the backend again, from its last checkpoint. Raises BackendUnavailable after `max_restarts`."""
+        report = str(process.exit_report())
+        if self._restarts >= self.config.max_restarts:
+            raise BackendUnavailable(report)
+        self._restarts += 1
+        logger.warning("%s\nstarting it again (%d of %d)", report, self._restarts, self.config.max_restarts)
+        await process.start(self.config.startup_timeout)
+        self._restarted_at = time.monotonic()
 
     def training_settings(self) -> dict[str, Any]:
         return self.config.training.effective()
@@ -219,13 +247,13 @@ class InsituTrainerAdapter(TrainerAdapter):
             return False
         return True
 
-    async def wait_until_reachable(self) -> bool:
+    async def wait_until_reachable(self, since: float) -> bool:
         try:
             await self._request("GET", "/health", _Health.model_validate_json, retried=False)
         except BackendUnavailable:
             await self._served_version()  # retried for up to `retry_timeout`
             return True
-        return False
+        return self._restarted_at > since
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Submits the rows of all trajectories as one job, idempotent per run and epoch.
@@ -254,11 +282,24 @@ class InsituTrainerAdapter(TrainerAdapter):
         self, rows: Sequence[TrainingRow], settings: TrainingSettings, run_id: str, key: str, epoch: int | None
     ) -> TrainingJobRef:
         header = {"settings": settings.effective(), "num_rows": len(rows)}
-        body = await asyncio.to_thread(_gzip_job, header, rows)
-        headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
-        job = await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
+        self._job = key, await asyncio.to_thread(_gzip_job, header, rows)
+        job = await self._post_job(*self._job)
         metadata = {"job_id": job.id, "key": key, "epoch": epoch}
         return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata=metadata)
+
+    async def _post_job(self, key: str, body: bytes) -> JobState:
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
+        return await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
+
+    async def _submitted_again(self, ref: TrainingJobRef, error: JobFailed) -> TrainingJobRef:
+        """Submits a job again that the backend has lost; it still has the weights from before the job, or after it."""
+        metadata = ref.metadata or {}
+        if self._job is None or self._job[0] != metadata["key"]:
+            raise error
+        await self._served_version()
+        job = await self._post_job(*self._job)
+        logger.warning("submitted %s again: %s", metadata["key"], error)
+        return ref.model_copy(update={"metadata": metadata | {"job_id": job.id}})
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         try:
@@ -270,8 +311,11 @@ class InsituTrainerAdapter(TrainerAdapter):
         return self._job_status(ref, state)
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
-        """Follows the job's event stream. If the stream breaks, asks for the job's state and opens another one."""
-        delay = _RECONNECT_DELAY
+        """Follows the job's event stream. If the stream breaks, asks for the job's state and opens another one.
+
+        A backend that was restarted may have lost the job, which is then submitted again.
+        """
+        delay, submissions = _RECONNECT_DELAY, 1
         while True:
             try:
                 async with aclosing(self._events(ref)) as states:
@@ -280,7 +324,16 @@ class InsituTrainerAdapter(TrainerAdapter):
                             return self._job_status(ref, state)
             except BackendUnavailable as error:
                 logger.info("lost the event stream of %s: %s", self._job_path(ref), error)
-            current = await self.status(ref)
+            except RequestRefused as error:
+                if error.code != "job_not_found":
+                    raise
+            try:
+                current = await self.status(ref)
+            except JobFailed as error:
+                if (submissions := submissions + 1) > _SUBMISSIONS:
+                    raise
+                ref = await self._submitted_again(ref, error)
+                continue
             if current.status.value in _FINAL_STATUSES:
                 return current
             await asyncio.sleep(min(delay, poll_interval))
