@@ -261,7 +261,9 @@ async def read(body: bytes, encoding: str = "", piece: int = 1000, tokenizer=TOK
         for start in range(0, len(body), piece):
             yield body[start : start + piece]
 
-    return await read_job(chunks(), encoding, Limits(**({"vocab_size": 320, "max_length": 256} | limits)), tokenizer)
+    allowed = Limits(**({"vocab_size": 320, "max_length": 256} | limits))
+    header, rows = await read_job(chunks(), encoding, allowed, tokenizer)
+    return header.settings, rows
 
 
 @pytest.mark.parametrize(

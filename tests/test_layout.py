@@ -22,6 +22,7 @@ ORDER = [
     "errors",
     "files",
     "schemas",
+    "checkpoint_files",
     "algorithms",
     "advantages",
     "preferences",
@@ -56,7 +57,8 @@ INTEGRATIONS = {
     "frameworks/*": None,
 }
 BACKEND_MAY = {
-    *("errors", "files", "schemas", "algorithms", "advantages", "http_format", "http_access", "http_limits", "backend"),
+    *("errors", "files", "schemas", "checkpoint_files", "algorithms", "advantages"),
+    *("http_format", "http_access", "http_limits", "backend"),
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]

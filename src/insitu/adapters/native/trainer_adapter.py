@@ -31,7 +31,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.schemas.training_jobs import JobState, LossSettings, TrainingSettings
+from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
 from insitu.training.checkpoints import NAMES, find_checkpoint
 from insitu.training.store import BACKEND_FOLDER, OUTPUT_DIR, move_aside
 from insitu.trajectories.recovery import recover_collection
@@ -70,6 +70,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         self._process: BackendProcess | None = None
         self._connection: Connection | None = None
         self._submissions = 0
+        self._first_version = 0  # that of a backend at a url when the run began; earlier ones belong to earlier runs
         self._version = 0  # the latest policy version that the backend is known to have had
         self._vocab_size: int | None = None
         self._base_url = adapter_config.url.rstrip("/") if adapter_config.url else ""
@@ -103,6 +104,7 @@ class InsituTrainerAdapter(TrainerAdapter):
             problem = f"name is {self.config.name!r}, but {self._base_url} serves {served!r}"
             raise ConfigError(f"trainer_adapters: {problem}; set name to {served!r} or omit it")
         self._connection.verified = True
+        self._first_version = 0 if self._process is not None else self._version
 
     def _token(self) -> str:
         if self._process is not None:
@@ -235,12 +237,18 @@ class InsituTrainerAdapter(TrainerAdapter):
     async def _submit(
         self, rows: Sequence[TrainingRow], settings: TrainingSettings, run_id: str, key: str, epoch: int | None
     ) -> TrainingJobRef:
-        header = {"settings": settings.effective(), "num_rows": len(rows)}
+        header = {"settings": settings.effective(), "num_rows": len(rows), "keep": self._keep().model_dump()}
         body = await asyncio.to_thread(_gzip_job, header, rows)
         headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
         job = await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
         metadata = {"job_id": job.id, "key": key, "epoch": epoch}
         return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata=metadata)
+
+    def _keep(self) -> Retention:
+        """The policy for the next version; a resumed run needs the two before it."""
+        keep, best = self.config.keep, self.best_version
+        versions = [self._version, self._version - 1, *([best] if keep.best and best is not None else [])]
+        return Retention(last=keep.last, every=keep.every, versions=versions, after=self._first_version)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         try:
