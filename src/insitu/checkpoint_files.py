@@ -10,6 +10,7 @@ trained.
 """
 
 import hashlib
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -96,21 +97,42 @@ def check_optimizer_file(folder: Path, *, required: bool) -> None:
         _check(path, listed[OPTIMIZER_FILE])
 
 
+def copy_model(folder: Path, target: Path) -> None:
+    """Copies the checkpoint's model without the state of its training. Raises BackendError if a file is damaged.
+
+    The copies are checked, so that a checkpoint that is deleted meanwhile is reported and not half copied.
+    """
+    listed = _listed(folder)
+    for name in {*listed, *(path.name for path in folder.iterdir())} - {*STATE_FILES}:
+        try:
+            shutil.copyfile(folder / name, target / name)
+        except FileNotFoundError:
+            raise _missing(folder / name) from None
+        if name in listed:
+            _check(target / name, listed[name], folder / name)
+
+
 def _listed(folder: Path) -> dict[str, str]:
     record = read_record(folder)
     return (record.sha256 or {}) if record is not None else {}
 
 
-def _check(path: Path, sha256: str) -> None:
+def _missing(path: Path) -> BackendError:
+    return BackendError(f"{path} is missing, but {RECORD_FILE} lists it; use another checkpoint")
+
+
+def _check(path: Path, sha256: str, original: Path | None = None) -> None:
+    """`original` is the file that the message names, if `path` is its copy."""
     try:
         damaged = _digest(path) != sha256
     except FileNotFoundError:
-        raise BackendError(f"{path} is missing, but {RECORD_FILE} lists it; use another checkpoint") from None
+        raise _missing(path) from None
     except OSError as error:
         raise BackendError(f"{path} cannot be read: {error.strerror}") from error
     if damaged:
         raise BackendError(
-            f"{path} is damaged: its SHA-256 is not that in {RECORD_FILE}; restore the file or use another checkpoint"
+            f"{original or path} is damaged: its SHA-256 is not that in {RECORD_FILE}; restore the file or use another "
+            "checkpoint"
         )
 
 

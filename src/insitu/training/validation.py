@@ -11,10 +11,9 @@ from insitu.evaluation.datasets import dataset_file, load_dataset
 from insitu.evaluation.validation import held_out_config, validate
 from insitu.interfaces import TrainerAdapter
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
+from insitu.training.held_out import HISTORY_FILE, SCORES_FILE, RowScores
 from insitu.training.report import Report
 from insitu.training.store import RunStore, dataset_record
-
-SCORES_FILE = "validation_scores.jsonl"
 
 
 class Validation:
@@ -82,7 +81,7 @@ class Validation:
             self.best = record
             checkpoint = self._store.relative(self.checkpoints.get(version))
             self._store.write("best.json", {**record, "checkpoint": checkpoint})
-        self._store.write("validation_history.json", [{k: _json(v) for k, v in r.items()} for r in self.history])
+        self._store.write(HISTORY_FILE, [{k: _json(v) for k, v in r.items()} for r in self.history])
         return record
 
     def _write_scores(self, epoch: int, version: int | None, dataset: str, scores: dict[str, list[float]]) -> None:
@@ -98,16 +97,6 @@ class _HeldOut(NamedTuple):
 
     episodes: int
     sha256: str
-
-
-class RowScores(NamedTuple):
-    """A line of `validation_scores.jsonl`: the scores of one version by row id, one per repetition."""
-
-    epoch: int
-    policy_version: int | None
-    evaluator: str
-    dataset: str
-    scores: dict[str, list[float]]
 
 
 def _json(value: Any) -> Any:
