@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 _READY_LINE = re.compile(rb"insitu backend ready at (http://\S+)\s")
 
+_OWN_PREFIX = "insitu backend: "
+
 
 class _Output(asyncio.SubprocessProtocol):
     """Finds the URL in the process's standard output, and notices the end of the process."""
@@ -73,8 +75,8 @@ class BackendProcess:
                 url = await output.url
             if url is None:
                 code = transport.get_returncode()
-                problem = f"insitu backend exited with code {code} before it was ready; {self._log_tail()}"
-                raise BackendUnavailable(problem)
+                problem = f"insitu backend exited with code {code} before it was ready"
+                raise BackendUnavailable(f"{problem}{self._own_reason() or f'; {self._log_tail()}'}")
         except TimeoutError:
             await self.stop()
             problem = f"insitu backend was not ready after {startup_timeout:g} s; {self._log_tail()}"
@@ -101,11 +103,19 @@ class BackendProcess:
         name = f" ({signal.Signals(-code).name})" if code < 0 else ""
         return f"the backend process exited with code {code}{name}; {self._log_tail()}"
 
-    def _log_tail(self) -> str:
+    def _own_reason(self) -> str | None:
+        """The sentence with which a backend that cannot start ends its log; None if it ended otherwise."""
+        last = next(reversed(self._log_lines()), "")
+        return f": {last.removeprefix(_OWN_PREFIX)} (log: {self._log_path})" if last.startswith(_OWN_PREFIX) else None
+
+    def _log_lines(self) -> list[str]:
         try:
-            lines = self._log_path.read_text(errors="replace").strip().splitlines()[-8:]
+            return self._log_path.read_text(errors="replace").strip().splitlines()
         except OSError:
-            lines = []
+            return []
+
+    def _log_tail(self) -> str:
+        lines = self._log_lines()[-8:]
         return f"the end of its log ({self._log_path}):\n  " + "\n  ".join(lines or ["(empty)"])
 
     async def stop(self) -> None:
