@@ -1,6 +1,7 @@
 """`insitu promote`: what replaces what, by which evidence, and back again."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,21 @@ def test_a_better_version_replaces_the_one_in_use_and_can_be_rolled_back(
     assert sorted(path.name for path in versions.iterdir()) == ["000001", "000003"], "what was rolled back is deleted"
     assert promote("--rollback", agent)[0] == 0
     assert torch.equal(token(agent), first)
+
+
+def test_a_promotion_that_was_killed_leaves_nothing_behind(middling: Path, strong: Path, tmp_path: Path) -> None:
+    """While it wrote the version, or before it switched the link."""
+    agent, versions = tmp_path / "agent", tmp_path / "agent.versions"
+    agent.mkdir()  # an empty folder may be there
+    assert promote(middling, agent)[0] == 0
+    shutil.copytree(versions / "000001", versions / "000002")
+    (versions / ".000003.draft").mkdir()
+    (tmp_path / ".agent.draft").symlink_to("agent.versions/000002")
+    code, text = promote(strong, agent, "--confidence", "0.9")
+    assert code == 0, text
+    assert agent.readlink() == Path("agent.versions/000003")
+    assert sorted(path.name for path in versions.iterdir()) == ["000001", "000003"]
+    assert not (tmp_path / ".agent.draft").is_symlink()
 
 
 def test_a_version_that_is_not_significantly_better_is_not_promoted(tmp_path: Path) -> None:

@@ -27,13 +27,14 @@ class Destination:
     """A destination with its versions. Raises ConfigError if something else is at its path."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute().parent.resolve() / path.name
-        self.versions = self.path.with_name(f"{path.name}.versions")
-        if self.path.is_symlink():
-            if self.path.parent.joinpath(os.readlink(self.path)).parent != self.versions:
-                raise ConfigError(f"DESTINATION: {path} is a link that insitu promote did not make; name another path")
-        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        absolute = path.absolute()
+        self.path = absolute.parent.resolve() / absolute.name  # the last part is not resolved: it is a link
+        linked = self.path.is_symlink()
+        if not linked and self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise ConfigError(f"DESTINATION: {path} was not made by insitu promote; move it, or name another path")
+        self.versions = self.path.with_name(f"{absolute.name}.versions")
+        if linked and self.path.parent.joinpath(os.readlink(self.path)).parent != self.versions:
+            raise ConfigError(f"DESTINATION: {path} is a link that insitu promote did not make; name another path")
 
     @property
     def current(self) -> Path | None:
@@ -95,7 +96,7 @@ def promote(run: Path, path: Path, confidence: float = 0.95, name: str | None = 
         number = int(numbered[-1].name) + 1 if numbered else 1
         version = destination.versions / f"{number:06d}"
         record = dump_json(_record(source, candidate, promotion))
-        export_model(source, version, merge=merge, name=path.name, extra={PROMOTION_FILE: record})
+        export_model(source, version, merge=merge, name=destination.path.name, extra={PROMOTION_FILE: record})
         destination.switch(version)
         for old in numbered:
             if old != previous:
