@@ -109,11 +109,27 @@ class TrainingQueue:
         self._jobs: dict[str, TrainingJob] = {}
         self._by_idempotency_key: dict[str, TrainingJob] = {}
         self._lock = asyncio.Lock()  # FIFO: jobs run in submission order
-        for trained in learner.earlier_jobs[-KEPT_JOBS:]:
-            job = TrainingJob(trained.job.key, learner, trained.job.id)
-            job.state = job.state.model_copy(update=_completed(trained))
-            job.history = [job.state]
+        for state in self._earlier_jobs():
+            job = TrainingJob(state.key, learner, state.id)
+            job.state, job.history = state, [state]
             self._add(job)
+
+    def _earlier_jobs(self) -> list[JobState]:
+        """The latest jobs of earlier processes: from their checkpoints, or from their records if these were deleted."""
+        states = [
+            JobState(id=trained.job.id, key=trained.job.key, **_completed(trained))
+            for trained in self._learner.earlier_jobs
+        ]
+        for path in self._folder.glob("job-*.json"):
+            try:
+                state = JobState.model_validate_json(path.read_bytes())
+            except (OSError, ValueError) as error:
+                logger.warning("%s cannot be read: %s", path, error)
+                continue
+            deleted = self._learner.deleted_folder(state.policy_version)
+            if deleted is not None and state.checkpoint == os.path.relpath(deleted, self._folder.parent):
+                states.append(state.model_copy(update={"checkpoint": str(deleted)}))
+        return sorted(states, key=lambda state: state.policy_version or 0)[-KEPT_JOBS:]
 
     def find_by_idempotency_key(self, idempotency_key: str | None) -> TrainingJob | None:
         """The job with this key; None if there is none, or it failed or was canceled (the key may then be reused)."""

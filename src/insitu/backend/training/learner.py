@@ -94,6 +94,14 @@ class Learner:
         """Versions that can be served, oldest first; 0 is always one of them."""
         return [0, *self._checkpoints]
 
+    def deleted_folder(self, version: int | None) -> Path | None:
+        """Where the checkpoint of a version was before it was deleted; None if it was not."""
+        known = version is not None and 0 < version <= self.version and version not in self._checkpoints
+        return self._folder_of(version) if known and version is not None else None
+
+    def _folder_of(self, version: int) -> Path:
+        return self._folder / f"step_{self._origin.step + version:06d}"
+
     def resume(self) -> None:
         """Continues from the checkpoints that earlier processes made of the loaded model, if there are any.
 
@@ -280,11 +288,11 @@ class Learner:
         return load_model(self._origin.started_from, str(self.loaded.device), dtype).module
 
     def _save_checkpoint(self, state: TrainState, served: nn.Module, job: JobRecord) -> Path:
-        step = self._origin.step + self.version + 1
-        target = self._folder / f"step_{step:06d}"
+        version = self.version + 1
+        target = self._folder_of(version)
         record = TrainingRecord(
-            step=step,
-            version=self.version + 1,
+            step=self._origin.step + version,
+            version=version,
             started_from=self._origin.started_from,
             lora=state.policy.lora,
             job=job,
