@@ -161,3 +161,54 @@ def digits_project(
     (folder / "config.yml").write_text(yaml.safe_dump(config, sort_keys=False))
     (folder / "digits_plugin.py").write_text((ROOT / "tests/digits_plugin.py").read_text())
     return folder
+
+
+def recorded_run(folder: Path, *scores: list[float], lora: bool = False, dataset: str = "d" * 64) -> Path:
+    """A run that has trained a tiny model: `scores` are those of the held-out rows, before training and after each job.
+
+    The files that the control plane writes are made up, as far as later commands read them.
+    """
+    import numpy as np
+    from tiny_models import save_tiny_model
+
+    from insitu.algorithms.statistics import mean_ci95
+    from insitu.backend.model import load_model
+    from insitu.backend.training.batches import Row
+    from insitu.backend.training.learner import Learner
+    from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
+
+    loaded = load_model(str(save_tiny_model(folder.parent / f"{folder.name}-base")), "cpu")
+    learner = Learner(loaded, folder / "backend", lora=LoRASettings(rank=4, alpha=32) if lora else None)
+    row = Row(np.array([1, 5, 7, 2], np.int32), np.array([2, 3]), np.full(2, -1.0, np.float32), np.ones(2, np.float32))
+    history: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = [{"format": 1}]
+    for version, of_rows in enumerate(scores):
+        if version:
+            for _ in learner.run(TrainingSettings(learning_rate=0.01), [row]):
+                pass
+        mean, *ci95, number = mean_ci95(of_rows)
+        record = {"epoch": version, "policy_version": version, "avg_reward": mean, "ci95": ci95}
+        history.append(record | {"num_examples": number, "dropped": {}, "seconds": 0.1})
+        by_row = {str(i): [score] for i, score in enumerate(of_rows)}
+        line = {"epoch": version, "policy_version": version, "evaluator": "score", "dataset": dataset}
+        lines.append(line | {"scores": by_row})
+    best = max(history, key=lambda each: each["avg_reward"])
+    version = best["policy_version"]
+    settings = {
+        "run_id": f"insitu_run_{folder.name}",
+        "insitu": "0.1.0",
+        "source": str(folder.parent / "agent.yml"),
+        "dataset": {"file": str(folder.parent / "rows.jsonl"), "sha256": "e" * 64},
+        "epochs": len(scores) - 1,
+        "seed": 3,
+        "training": {"method": "grpo", "learning_rate": 0.01},
+    }
+    checkpoint = f"backend/checkpoints/step_{version:06d}" if version else None
+    for name, data in (
+        ("run.json", settings),
+        ("validation_history.json", history),
+        ("best.json", best | {"checkpoint": checkpoint}),
+    ):
+        (folder / name).write_text(json.dumps(data))
+    (folder / "validation_scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder

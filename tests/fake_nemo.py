@@ -1,8 +1,8 @@
 """The NeMo services on two local ports: `with FakeNeMo() as nemo: nemo.entity_host, nemo.datastore_host`.
 
 One port has Entity Store, Customizer and Deployment Management, the other the Data Store with the upload API of Hugging
-Face (LFS for files of `lfs_bytes` and more). Written from the requests and the models of the SDKs. What a test asks for
-in addition:
+Face (LFS for files of `lfs_bytes` and more), which takes models too, as the Hub does. Written from the requests and the
+models of the SDKs. What a test asks for in addition:
 
     nemo.fail("jobs", 500, times=2)          answer the next two requests whose path has this in it with a status
     nemo.fail("POST .*/jobs$", lost=True)    carry a request out, then close the connection
@@ -52,6 +52,7 @@ class Fault:
 class Repository:
     files: dict[str, bytes] = field(default_factory=dict)
     commits: list[str] = field(default_factory=list)
+    visibility: str | None = None
 
 
 class FakeNeMo:
@@ -308,7 +309,7 @@ class FakeNeMo:
     # Data Store
 
     def _datastore_routes(self) -> list[web.RouteDef]:
-        repository = "/v1/hf/api/datasets/{namespace}/{name}"
+        repository, models = "/v1/hf/api/datasets/{namespace}/{name}", "/v1/hf/api/models/{namespace}/{name}"
         return [
             web.post("/v1/datastore/namespaces", self._create_store_namespace),
             web.get("/v1/datastore/namespaces/{id}", self._store_namespace),
@@ -317,6 +318,12 @@ class FakeNeMo:
             web.post(f"{repository}/commit/{{revision}}", self._commit),
             web.get(f"{repository}/revision/{{revision}}", self._revision),
             web.post("/v1/hf/datasets/{namespace}/{name}.git/info/lfs/objects/batch", self._lfs_batch),
+            # Of the Hugging Face Hub only: repositories of models
+            web.post("/v1/hf/api/validate-yaml", self._validate_yaml),
+            web.post(f"{models}/preupload/{{revision}}", self._preupload),
+            web.post(f"{models}/commit/{{revision}}", self._commit),
+            web.get(f"{models}/revision/{{revision}}", self._revision),
+            web.post("/v1/hf/{namespace}/{name}.git/info/lfs/objects/batch", self._lfs_batch),
             web.put("/v1/hf/lfs/{oid}", self._lfs_upload),
         ]
 
@@ -334,6 +341,11 @@ class FakeNeMo:
 
     async def _create_repository(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if body.get("type", "model") == "model":
+            name = f"{body['organization']}/{body['name']}"
+            known = name in self.repositories
+            self.repositories.setdefault(name, Repository()).visibility = body.get("visibility")
+            return web.json_response({"url": f"{self.datastore_host}/v1/hf/{name}"}, status=409 if known else 200)
         if body["type"] != "dataset" or body["organization"] not in self.namespaces["datastore"]:
             return _refused(403, f"no namespace {body['organization']}")
         name = f"{body['organization']}/{body['name']}"
@@ -341,6 +353,11 @@ class FakeNeMo:
             return _refused(409, f"dataset {name} already exists")
         self.repositories[name] = Repository()
         return web.json_response({"url": f"{self.datastore_host}/v1/hf/datasets/{name}"})
+
+    async def _validate_yaml(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["repoType"] == "model"
+        return web.json_response({"warnings": [], "errors": []})
 
     def _repository(self, request: web.Request) -> Repository:
         return self.repositories["{namespace}/{name}".format(**request.match_info)]

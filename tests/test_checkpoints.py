@@ -1,6 +1,7 @@
 """What `--checkpoint` and `model` may name: folders, runs, and their best and latest weights; also after a move."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,18 @@ def test_paths_of_the_file_follow_a_run_that_was_moved_aside(config: Config) -> 
         ("runs/remote/latest", "checkpoints holds no checkpoints; a backend at a url keeps its own elsewhere"),
         ("runs/remote/best", "best.json names /srv/gpu/step_000009, which does not exist here"),
         ("runs/damaged/best", "best.json is not JSON"),
+        (
+            "runs/agent/backend/checkpoints/step_000004",
+            "agent/backend/checkpoints/step_000004 was deleted or never made; checkpoints there: step_000001, "
+            "step_000002, step_000003 (the key `keep` of the trainer adapter says which are kept)",
+        ),
+        ("runs/unkept/best", "runs/unkept/backend/checkpoints/step_000002 was deleted or never made; "),
     ],
 )
 def test_what_is_not_there_is_named(config: Config, name: str, says: str) -> None:
     make_run(Path("runs/remote"), steps=0, best="/srv/gpu/step_000009")
     (make_run(Path("runs/damaged")) / "best.json").write_text('{"avg')
+    shutil.rmtree(make_run(Path("runs/unkept")) / "backend/checkpoints/step_000002")
     with pytest.raises(InsituError) as caught:
         find_checkpoint(config, name, "--checkpoint")
     assert says in str(caught.value)

@@ -31,6 +31,7 @@ from typing import Any
 import click
 import pytest
 import yaml
+from factories import recorded_run
 from fake_nemo import FakeNeMo
 from processes import HANGS, forked_python, install_forked_command, serving
 
@@ -46,6 +47,8 @@ EXAMPLE = Path("examples/tic_tac_toe")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / EXAMPLE / "README.md"]
 GUIDES = {"docs/guides/train-your-agent.md": ("desk", "desk_graph"), "docs/guides/external-agents.md": ("program",)}
 """The pages that are run as printed, and the runs whose score must rise."""
+RECORDED = "docs/guides/export.md"
+"""The page about runs that have ended; its commands get runs of a tiny model."""
 RISE = (0.8, 0.85)
 """The highest held-out score before training and the lowest one after it, as the guides promise: two of three answers
 are right, then nine of ten."""
@@ -87,6 +90,8 @@ class Desk:
     as_printed: bool
     seen: set[str]
     """Commands that a page has run already: starting one costs seconds."""
+    recorded: bool
+    """Whether the page begins with runs that have trained already."""
     exported: Path = field(init=False)
     programs: Path = field(init=False)
 
@@ -100,6 +105,9 @@ class Desk:
         activate.parent.mkdir(parents=True)
         activate.write_text(f"export PATH={self.programs}:{Path(sys.executable).parent}:$PATH\n")
         (self.folder / "runs").mkdir()
+        if self.recorded:
+            recorded_run(self.folder / "runs/agent", [0.0] * 20, [1.0] * 10 + [0.0] * 10, lora=True)
+            recorded_run(self.folder / "runs/next", [0.0] * 20, [1.0] * 20)
         shutil.copytree(ROOT / "examples/help_desk", self.folder / "examples/help_desk")
         shutil.copytree(ROOT / EXAMPLE, self.folder / EXAMPLE, ignore=shutil.ignore_patterns("__pycache__"))
         for rows in (self.folder / EXAMPLE).glob("*.jsonl"):
@@ -204,7 +212,10 @@ def nemo() -> Iterator[FakeNeMo]:
 def desks(backend: str, service: str, nemo: FakeNeMo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Desk]:
     seen: set[str] = set()
     names = [name_of(page) for page in PAGES]
-    return {name: Desk(tmp_path_factory.mktemp("page"), backend, service, nemo, name in GUIDES, seen) for name in names}
+    return {
+        name: Desk(tmp_path_factory.mktemp("page"), backend, service, nemo, name in GUIDES, seen, name == RECORDED)
+        for name in names
+    }
 
 
 @pytest.fixture
@@ -390,7 +401,7 @@ def test_the_page_of_frameworks_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "name",
     [
-        *("finetune", "eval", "run", "validate", "serve", "backend"),
+        *("finetune", "eval", "run", "validate", "export", "promote", "serve", "backend"),
         *("trajectories show", "trajectories export", "trajectories rescore"),
     ],
 )

@@ -157,6 +157,21 @@ async def test_a_key_is_known_after_a_restart(loaded, tmp_path):
         assert (await backend.events(other["id"]))[-1]["policy_version"] == 2
 
 
+async def test_a_key_is_known_after_its_checkpoint_was_deleted(loaded, tmp_path):
+    async with serving(loaded, tmp_path) as backend:
+        finals = []
+        for number in (1, 2):
+            _, state = await backend.post(lines([row()]), Idempotency_Key=f"run/{number}")
+            finals.append((await backend.events(state["id"]))[-1])
+        backend.learner.delete_checkpoint(1)
+        assert await backend.post(lines([row()]), Idempotency_Key="run/1") == (200, finals[0])
+    (tmp_path / "jobs/job-torn.json").write_text("{")
+    async with serving(loaded, tmp_path) as backend:
+        for number in (1, 2):
+            assert await backend.post(lines([row()]), Idempotency_Key=f"run/{number}") == (200, finals[number - 1])
+        assert (backend.learner.versions, backend.published) == ([0, 2], [])
+
+
 async def test_settings_are_checked_before_there_are_rows(loaded, tmp_path):
     check = "/v1/train/check"
     async with serving(loaded, tmp_path) as backend:
@@ -261,7 +276,9 @@ async def read(body: bytes, encoding: str = "", piece: int = 1000, tokenizer=TOK
         for start in range(0, len(body), piece):
             yield body[start : start + piece]
 
-    return await read_job(chunks(), encoding, Limits(**({"vocab_size": 320, "max_length": 256} | limits)), tokenizer)
+    allowed = Limits(**({"vocab_size": 320, "max_length": 256} | limits))
+    header, rows = await read_job(chunks(), encoding, allowed, tokenizer)
+    return header.settings, rows
 
 
 @pytest.mark.parametrize(

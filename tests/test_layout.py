@@ -24,6 +24,7 @@ ORDER = [
     "files",
     "folder_lock",
     "schemas",
+    "checkpoint_files",
     "algorithms",
     "advantages",
     "preferences",
@@ -58,8 +59,8 @@ INTEGRATIONS = {
     "frameworks/*": None,
 }
 BACKEND_MAY = {
-    *("errors", "redaction", "files", "folder_lock", "schemas", "algorithms", "advantages", "http_format"),
-    *("http_access", "http_limits", "backend"),
+    *("errors", "redaction", "files", "folder_lock", "schemas", "checkpoint_files", "algorithms", "advantages"),
+    *("http_format", "http_access", "http_limits", "backend"),
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]

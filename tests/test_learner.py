@@ -19,6 +19,7 @@ from insitu.backend.training.batches import Packer, Row, collate, optimizer_step
 from insitu.backend.training.learner import Learner, Learners
 from insitu.backend.training.logprobs import LogprobComputer
 from insitu.backend.training.optimizer_loop import learning_rate
+from insitu.checkpoint_files import read_record, write_record
 from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
@@ -470,12 +471,80 @@ def test_a_full_disk_fails_the_job_and_keeps_the_weights(llama, tmp_path):
 
 
 def damage(folder: Path, change) -> Path:
-    """Changes the tensors of a model or an adapter."""
+    """Changes the tensors of a model or an adapter, as if they had been saved like this."""
     (path,) = (folder / name for name in ("model.safetensors", "adapter_model.safetensors") if (folder / name).exists())
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, {"format": "pt"})
+    if (record := read_record(folder)) is not None:
+        write_record(folder, record)
     return folder
+
+
+def flip_a_bit(path: Path) -> None:
+    """In the middle of a file, where a weight is: every library still reads it."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(("harm", "says"), [(flip_a_bit, "damaged"), (Path.unlink, "missing")])
+@pytest.mark.parametrize(
+    ("lora", "name"),
+    [
+        (None, "model.safetensors"),
+        (None, "config.json"),
+        (None, "tokenizer.json"),
+        (LORA, "adapter_model.safetensors"),
+        (LORA, "adapter_config.json"),
+    ],
+)
+def test_a_checkpoint_that_changed_on_the_disk_is_not_loaded(llama, tmp_path, lora, name, says, harm):
+    """To be served or trained, by the process that made it or by another one."""
+    learner = Learner(llama, tmp_path)
+    first, second = (train(learner, make_rows(llama.module), lora=lora)[0].checkpoint for _ in range(2))
+    for folder in (first, second):
+        harm(folder / name)
+    problem = rf"{name} is {says}"
+    with pytest.raises(BackendError, match=problem):
+        load_model(str(second), "cpu")
+    with pytest.raises(BackendError, match=problem):
+        learner.load_version(1)
+    again = Learners(llama, tmp_path).default
+    with pytest.raises(BackendError, match=problem):
+        again.load_version(again.version)
+    learner._state = None
+    with pytest.raises(BackendError, match=problem):
+        train(learner, make_rows(llama.module), lora=lora)
+    assert learner.version == 2
+
+
+@pytest.mark.parametrize(("harm", "says"), [(flip_a_bit, "damaged"), (Path.unlink, "missing")])
+def test_training_does_not_continue_from_a_damaged_optimizer(llama, tmp_path, caplog, harm, says):
+    """The weights can still be served, and training can begin anew with them."""
+    learner = Learner(llama, tmp_path / "a")
+    checkpoint = train(learner, make_rows(llama.module))[0].checkpoint
+    harm(checkpoint / "optimizer.safetensors")
+    again = Learners(llama, tmp_path / "a").default
+    again.load_version(1)
+    with pytest.raises(RequestRefused, match=rf"optimizer.safetensors is {says}"):
+        again.verify(TrainingSettings())
+    with pytest.raises(BackendError, match=rf"optimizer.safetensors is {says}"):
+        train(again, make_rows(llama.module))
+    (checkpoint / "optimizer.safetensors").unlink(missing_ok=True)
+    train(Learner(load_model(str(checkpoint), "cpu"), tmp_path / "b"), make_rows(llama.module))
+    assert "step_000001 has no optimizer state: AdamW starts with new moments" in caplog.text
+
+
+def test_checkpoints_of_earlier_releases_have_no_digests(llama, tmp_path):
+    learner = Learner(llama, tmp_path)
+    result, _ = train(learner, make_rows(llama.module))
+    path = result.checkpoint / "training.json"
+    record = json.loads(path.read_text())
+    assert {*record.pop("sha256"), "training.json"} == {each.name for each in result.checkpoint.iterdir()}
+    path.write_text(json.dumps(record))
+    flip_a_bit(result.checkpoint / "tokenizer_config.json")
+    assert same(weights(Learners(llama, tmp_path).default.load_version(1)), weights(result.module))
 
 
 def some(tensors) -> str:
@@ -536,7 +605,7 @@ def test_jobs_that_would_fail_are_known_before_they_have_rows(llama, tmp_path):
         Learners(load_model(str(full.checkpoint), "cpu"), tmp_path / "d", LoRASettings(**LORA))
     optimizer = full.checkpoint / "optimizer.safetensors"
     optimizer.write_bytes(optimizer.read_bytes()[:-100])
-    assert "optimizer.safetensors cannot be read" in refusal(resumed)
+    assert "optimizer.safetensors is damaged" in refusal(resumed)
     optimizer.unlink()
     base.rename(tmp_path / "moved")
     resumed = Learner(load_model(str(full.checkpoint), "cpu"), tmp_path / "e")

@@ -88,6 +88,8 @@ class TrainerAdapter(ABC):
 
     computes_advantages = False
     """True if the backend computes advantages from rewards and ignores any sent with the trajectories."""
+    best_version: int | None = None
+    """The version with the best validation score so far, set by the trainer; its checkpoint must not be deleted."""
 
     can_resume = False
     """Whether `initialize` continues with the weights of an earlier process if the run is resumed."""

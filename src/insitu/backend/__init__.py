@@ -10,8 +10,12 @@ model        loads Hugging Face causal language models; model_files checks their
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from insitu.http_access import AccessPolicy
+
+if TYPE_CHECKING:
+    from insitu.schemas.training_jobs import Retention
 
 TOKEN_VARIABLE = "INSITU_BACKEND_TOKEN"
 """The environment variable with the bearer token."""
@@ -26,6 +30,7 @@ class BackendOptions:
     checkpoints (None: a temporary folder). `max_length`, `max_batch` and `threads` default to values that suit the
     model. `log_samples` is a file that gets a JSON line per completion. The process stops when `parent_pid` ends. With
     `lora_rank`, jobs without a `lora` block train adapters of that rank instead of all weights.
+    `keep_last` and `keep_every` say which checkpoints are kept after jobs that do not.
     """
 
     model: str
@@ -44,6 +49,15 @@ class BackendOptions:
     log_samples: Path | None = None
     lora_rank: int | None = None
     parent_pid: int | None = None
+    keep_last: int = 3
+    keep_every: int | None = None
+
+    @property
+    def keep(self) -> "Retention":
+        """The retention policy of jobs that name none."""
+        from insitu.schemas.training_jobs import Retention  # not at import: pydantic would slow `--help` down
+
+        return Retention(last=self.keep_last, every=self.keep_every)
 
     def access(self) -> AccessPolicy:
         """Raises ConfigError if the options would leave the server open to other machines, or the token is empty."""

@@ -20,6 +20,7 @@ from insitu.backend.model_files import (
     check_weights,
     code_problem,
 )
+from insitu.checkpoint_files import check_model
 from insitu.errors import BackendError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def load_model(source: str, device: str = "auto", dtype: str = "auto") -> Loaded
     missing or damaged, is not a decoder-only language model, or has no chat template.
     """
     torch_device = _device(device)
+    check_model(Path(source))
     base, adapter = _base_and_adapter(source)
     base = str(Path(base).resolve()) if Path(base).exists() else base  # stored in adapter checkpoints
     config = _config(base)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -30,6 +31,7 @@ from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.protocols import Services, protocol_routes
 from insitu.backend.training.jobs import TrainingQueue
 from insitu.backend.training.learner import Learner, Learners
+from insitu.backend.training.retention import apply_retention
 from insitu.errors import BackendError
 from insitu.files import writable_folder
 from insitu.folder_lock import FolderLock
@@ -101,7 +103,8 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
         threads=options.threads,
     )
     engine = Engine(loaded, compute, learners.load_version, limits)
-    jobs = TrainingQueue(learners.default, compute, engine.publish, output_dir)
+    retention = functools.partial(apply_retention, engine)
+    jobs = TrainingQueue(learners.default, compute, engine.publish, output_dir, retention)
     models = ModelRegistry(PolicyModels(options.name, lambda: learners.default.versions))
     services = Services(options, loaded, compute, engine, learners, jobs, models, output_dir)
 

@@ -54,6 +54,8 @@ def serve(backend_options: BackendOptions) -> int:
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads for sampling.")
 @click.option("--lora_rank", type=click.IntRange(min=1), help="LoRA rank (default: train all weights).")
 @click.option("--log_samples", type=click.Path(path_type=Path), help="Append a JSON line per completion.")
+@click.option("--keep_last", type=click.IntRange(min=1), default=3, help="Checkpoints to keep, the latest ones.")
+@click.option("--keep_every", type=click.IntRange(min=1), help="Also keep every Nth checkpoint; 1 keeps all.")
 @click.option("--parent_pid", type=int, help="Exit when this process has exited.")
 def command(**values: Any) -> None:
     """Serve and train a model: inference and training jobs on one port."""

@@ -31,17 +31,22 @@ async def validate(
     epoch: int,
     builder: Builder | None = None,
     on_episode: Callable[[Episode], None] | None = None,
+    on_scores: Callable[[dict[str, list[float]]], None] | None = None,
 ) -> dict[str, Any]:
     """Scores the held-out dataset in the run of `builder`, or in the current finetuning run.
 
-    Returns a record of `validation_history.json`, with `error` and no reward if nothing could be scored.
+    Returns a record of `validation_history.json`, with `error` and no reward if nothing could be scored. `on_scores`
+    gets the valid scores of each row.
     """
     with nullcontext() if builder is None else share(builder):
         request = validation_request(run_config)
         evaluation = evaluation_runs.EvaluationRun(request)
         evaluation.on_episode = on_episode
         output = await evaluation.run_and_evaluate()
-    return validation_metrics(output, run_config, epoch)
+    record = validation_metrics(output, run_config, epoch)
+    if on_scores is not None and run_config.reward_function is not None:
+        on_scores(scores_by_row(dict(output.evaluation_results)[run_config.reward_function.name]))
+    return record
 
 
 def validation_request(run_config: FinetuneConfig) -> EvaluationRunConfig:

@@ -21,6 +21,37 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 _SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+class Retention(BaseModel):
+    """The checkpoints that a backend keeps once a job has completed; it deletes the others.
+
+    The latest version and those that a running request samples from are always kept.
+    """
+
+    model_config = _SETTINGS
+
+    last: int = Field(default=3, ge=1)
+    """Number of latest versions to keep."""
+    every: int | None = Field(default=None, ge=1)
+    """Also keep the versions that are multiples of this."""
+    versions: list[int] = Field(default_factory=list)
+    """Further versions to keep."""
+    after: int = 0
+    """Versions up to this one are not touched."""
+
+
+class KeepConfig(BaseModel):
+    """The checkpoints of a run to keep; the others are deleted after each training job."""
+
+    model_config = _SETTINGS
+
+    last: int = Field(default=3, ge=1)
+    """Number of latest versions to keep. The latest two are always kept."""
+    best: bool = True
+    """Also keep the version with the best validation score so far."""
+    every: int | None = Field(default=None, ge=1)
+    """Also keep the versions that are multiples of this, such as 10, 20, 30; 1 keeps all."""
+
+
 class KLSettings(BaseModel):
     """Penalty on the KL divergence from the starting weights."""
 

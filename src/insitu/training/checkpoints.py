@@ -6,6 +6,7 @@ RUN_DIR                         its best, or its latest if it was never validate
 FOLDER                          any folder of weights
 """
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from insitu.files import read_object
 from insitu.training.store import BACKEND_FOLDER, OUTPUT_DIR, RUN_FILES
 
 NAMES = ("best", "latest")
+_STEP = re.compile(r"step_\d+")
 
 
 class Checkpoint(NamedTuple):
@@ -35,12 +37,49 @@ def find_checkpoint(config: Config, name: str | Path, key: str) -> Checkpoint:
     try:
         folder = config.find_path(path, key)
     except ConfigError:
-        if path.name not in NAMES or not _is_run(run := config.find_path(path.parent, key)):
-            raise
-        return _of_run(run, path.name, key)
+        if path.name in NAMES and _is_run(run := config.find_path(path.parent, key)):
+            return _of_run(run, path.name, key)
+        if _STEP.fullmatch(path.name):
+            _check_kept(config.find_path(path.parent, key) / path.name, key)
+        raise
     if _is_model(folder) or not _is_run(folder):
         return Checkpoint(folder)
     return _of_run(folder, "best" if (folder / "best.json").exists() else "latest", key)
+
+
+def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:
+    """The folder of a run's `best`, `latest` or `step_N`; None: its best, or its latest if it was never validated.
+
+    Raises ConfigError naming `key` if there is none.
+    """
+    if not _is_run(run):
+        raise ConfigError(f"RUN_DIR: {run} holds no run of insitu finetune")
+    if name is not None and _STEP.fullmatch(name):
+        folder: Path | None = run / BACKEND_FOLDER / "checkpoints" / name
+        assert folder is not None
+        _check_kept(folder, key)
+    elif name is None or name in NAMES:
+        folder, note = _of_run(run, name or ("best" if (run / "best.json").exists() else "latest"), key)
+        if folder is None:
+            raise ConfigError(f"{key}: the checkpoint is {note}: there are no trained weights to write")
+    else:
+        raise ConfigError(f"{key}: {name!r} is not a checkpoint; allowed: {', '.join(NAMES)}, step_N")
+    return folder
+
+
+def _check_kept(folder: Path, key: str) -> None:
+    """Raises ConfigError if a checkpoint does not exist where others do."""
+    kept = [path.name for path in _steps(folder.parent)]
+    if folder.name not in kept:
+        raise ConfigError(
+            f"{key}: {folder} was deleted or never made; checkpoints there: {', '.join(kept) or 'none'} (the key "
+            "`keep` of the trainer adapter says which are kept)"
+        )
+
+
+def _steps(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first."""
+    return sorted(folder.glob("step_*"), key=lambda path: (len(path.name), path.name))
 
 
 def _is_model(folder: Path) -> bool:
@@ -54,7 +93,7 @@ def _is_run(folder: Path) -> bool:
 def _of_run(run: Path, name: str, key: str) -> Checkpoint:
     saved = run / BACKEND_FOLDER / "checkpoints"
     if name == "latest":
-        folders = sorted(saved.glob("step_*"), key=lambda folder: (len(folder.name), folder.name))
+        folders = _steps(saved)
         if not folders:
             raise ConfigError(f"{key}: {saved} holds no checkpoints; a backend at a url keeps its own elsewhere")
         return Checkpoint(folders[-1], f"the latest of {run}")
@@ -68,5 +107,7 @@ def _of_run(run: Path, name: str, key: str) -> Checkpoint:
     folder = saved / Path(checkpoint).name  # earlier releases wrote paths that a move made wrong
     folder = folder if folder.is_dir() else run / checkpoint
     if not folder.is_dir():
+        if saved.is_dir():
+            _check_kept(folder, f"{key}: {run / 'best.json'}")
         raise ConfigError(f"{key}: {run / 'best.json'} names {checkpoint}, which does not exist here")
     return Checkpoint(folder, note)

@@ -3,22 +3,23 @@
 import asyncio
 import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from insitu.builder import Builder
 from insitu.errors import ConfigError, InsituError
-from insitu.evaluation.datasets import load_dataset
+from insitu.evaluation.datasets import dataset_file, load_dataset
 from insitu.evaluation.validation import held_out_config, validate
 from insitu.files import load_json
 from insitu.interfaces import TrainerAdapter
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
+from insitu.training.held_out import HISTORY_FILE, SCORES_FILE, RowScores
 from insitu.training.progress import RunProgress
 from insitu.training.report import Report
-from insitu.training.store import RunStore
+from insitu.training.store import RunStore, dataset_record
 
 
 class Validation:
-    """Validates with the run's components and writes `validation_history.json` and `best.json`.
+    """Validates with the run's components; writes `validation_history.json`, `best.json`, `validation_scores.jsonl`.
 
     `checkpoints` maps policy versions to checkpoint folders.
     """
@@ -29,19 +30,30 @@ class Validation:
         assert run_config.validation is not None
         self.config: ValidationConfig = run_config.validation
         self.history: list[dict[str, Any]] = []
-        self.best: dict[str, Any] | None = None
+        self._best: dict[str, Any] | None = None
         self.checkpoints: dict[int | None, str | None] = {}
         self._run_config = run_config
         self._builder = builder
         self._adapter = adapter
         self._report = report
         self._store = store
-        self._episodes: int | None = None
-        """The number of episodes of each validation, once it is known."""
+        self._rows: _HeldOut | None = None
 
-    def _count_episodes(self) -> int:
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The record of the highest score so far."""
+        return self._best
+
+    @best.setter
+    def best(self, record: dict[str, Any] | None) -> None:
+        self._best = record
+        self._adapter.best_version = record["policy_version"] if record is not None else None
+
+    def _read_rows(self) -> "_HeldOut":
         held_out = held_out_config(self._builder.config)
-        return len(load_dataset(held_out, self.config.dataset)) * self.config.reps
+        rows = load_dataset(held_out, self.config.dataset)
+        file = dataset_record(dataset_file(held_out, self.config.dataset)[0])
+        return _HeldOut(len(rows) * self.config.reps, file["sha256"])
 
     def restore(self, progress: RunProgress) -> None:
         """Reads what an earlier process has recorded."""
@@ -68,11 +80,14 @@ class Validation:
         started = time.perf_counter()
         endpoint = await self._adapter.policy_endpoint()
         version = endpoint.version if endpoint is not None else None
-        if self._episodes is None:
-            self._episodes = await asyncio.to_thread(self._count_episodes)
-        self._report.begin(f"epoch {epoch}: validating", self._episodes)
+        if self._rows is None:
+            self._rows = await asyncio.to_thread(self._read_rows)
+        self._report.begin(f"epoch {epoch}: validating", self._rows.episodes)
+        scores: dict[str, list[float]] = {}
         try:
-            record = await validate(self._run_config, epoch, self._builder, lambda _: self._report.advance())
+            record = await validate(
+                self._run_config, epoch, self._builder, lambda _: self._report.advance(), scores.update
+            )
         except ConfigError:
             raise
         except InsituError as error:
@@ -82,10 +97,12 @@ class Validation:
         record = {"epoch": epoch, "policy_version": version, **record, "seconds": time.perf_counter() - started}
         self.history.append(record)
         self._report.validation(record)
+        if scores:
+            self._write_scores(epoch, version, self._rows.sha256, scores)
         if self._note_best(record):
             checkpoint = self._store.relative(self.checkpoints.get(version))
             self._store.write("best.json", {**record, "checkpoint": checkpoint})
-        self._store.write("validation_history.json", [{k: _json(v) for k, v in r.items()} for r in self.history])
+        self._store.write(HISTORY_FILE, [{k: _json(v) for k, v in r.items()} for r in self.history])
         return record
 
     def _note_best(self, record: dict[str, Any]) -> bool:
@@ -94,6 +111,20 @@ class Validation:
             return False
         self.best = record
         return True
+
+    def _write_scores(self, epoch: int, version: int | None, dataset: str, scores: dict[str, list[float]]) -> None:
+        """The scores of each row, for tests that pair the rows of two versions."""
+        reward = self._run_config.reward_function
+        line = RowScores(epoch, version, reward.name if reward is not None else "", dataset, scores)
+        self._store.append(SCORES_FILE, [line._asdict()])
+        self._store.sync()
+
+
+class _HeldOut(NamedTuple):
+    """The number of episodes of a validation, and the digest of the file with its rows."""
+
+    episodes: int
+    sha256: str
 
 
 def _json(value: Any) -> Any:

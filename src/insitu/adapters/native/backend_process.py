@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+import math
 import os
 import re
 import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from insitu.redaction import remember_secret
 logger = logging.getLogger(__name__)
 
 _READY_LINE = re.compile(rb"insitu backend ready at (http://\S+)\s")
+
+_OWN_PREFIX = "insitu backend: "
 
 
 class _Output(asyncio.SubprocessProtocol):
@@ -43,16 +47,23 @@ class _Output(asyncio.SubprocessProtocol):
 class BackendProcess:
     """An `insitu backend` child process that logs to `log_path`.
 
-    It exits when this process ends, even if this process is killed with SIGKILL.
+    It exits when this process ends, even if this process is killed with SIGKILL. `keep_running` starts it again up to
+    `max_restarts` times.
     """
 
-    def __init__(self, cli_arguments: Sequence[str], log_path: Path) -> None:
+    def __init__(self, cli_arguments: Sequence[str], log_path: Path, max_restarts: int = 0) -> None:
         self.token = secrets.token_urlsafe()
         """Required with every request, to keep other users of this machine out."""
         remember_secret(self.token)
         self._cli_arguments = cli_arguments
         self._log_path = log_path
         self._port = 0
+        self._startup_timeout = 0.0
+        self._max_restarts = max_restarts
+        self._restarts = 0
+        self.restarted_at = -math.inf
+        """When it was last ready after a restart, by `time.monotonic()`."""
+        self._kept_running = False
         self._started: tuple[asyncio.SubprocessTransport, _Output] | None = None
 
     async def start(self, startup_timeout: float) -> str:
@@ -82,8 +93,8 @@ class BackendProcess:
                 url = await output.url
             if url is None:
                 code = transport.get_returncode()
-                problem = f"insitu backend exited with code {code} before it was ready; {self._log_tail()}"
-                raise BackendUnavailable(problem)
+                problem = f"insitu backend exited with code {code} before it was ready"
+                raise BackendUnavailable(f"{problem}{self._own_reason() or f'; {self._log_tail()}'}")
         except TimeoutError:
             await self.stop()
             problem = f"insitu backend was not ready after {startup_timeout:g} s; {self._log_tail()}"
@@ -92,10 +103,34 @@ class BackendProcess:
             await self.stop()
             raise
         logger.info("backend process %d at %s", transport.get_pid(), url)
-        self._port = int(url.rpartition(":")[2])
+        self._port, self._startup_timeout = int(url.rpartition(":")[2]), startup_timeout
         return url
 
-    async def exits_within(self, seconds: float) -> bool:
+    async def keep_running(self, seconds: float) -> None:
+        """Watches the process for `seconds`; if it ends, starts it again, to continue from its last checkpoint.
+
+        Raises BackendUnavailable with the end of its log if it has been restarted `max_restarts` times.
+        """
+        self._kept_running = True
+        try:
+            if not await self._exits_within(seconds):
+                return
+            report = str(self.exit_report())
+            if self._restarts >= self._max_restarts:
+                raise BackendUnavailable(report)
+            self._restarts += 1
+            logger.warning("%s\nstarting it again (%d of %d)", report, self._restarts, self._max_restarts)
+            await self.start(self._startup_timeout)
+            self.restarted_at = time.monotonic()
+        except BaseException:  # re-raised
+            self._kept_running = False
+            raise
+
+    def final_report(self) -> str | None:
+        """That of `exit_report`, unless the process will be started again."""
+        return None if self._kept_running and self._restarts < self._max_restarts else self.exit_report()
+
+    async def _exits_within(self, seconds: float) -> bool:
         """Waits up to `seconds` for the process to exit on its own."""
         assert self._started is not None
         try:
@@ -111,11 +146,19 @@ class BackendProcess:
         name = f" ({signal.Signals(-code).name})" if code < 0 else ""
         return f"the backend process exited with code {code}{name}; {self._log_tail()}"
 
-    def _log_tail(self) -> str:
+    def _own_reason(self) -> str | None:
+        """The sentence with which a backend that cannot start ends its log; None if it ended otherwise."""
+        last = next(reversed(self._log_lines()), "")
+        return f": {last.removeprefix(_OWN_PREFIX)} (log: {self._log_path})" if last.startswith(_OWN_PREFIX) else None
+
+    def _log_lines(self) -> list[str]:
         try:
-            lines = self._log_path.read_text(errors="replace").strip().splitlines()[-8:]
+            return self._log_path.read_text(errors="replace").strip().splitlines()
         except OSError:
-            lines = []
+            return []
+
+    def _log_tail(self) -> str:
+        lines = self._log_lines()[-8:]
         return f"the end of its log ({self._log_path}):\n  " + "\n  ".join(lines or ["(empty)"])
 
     async def stop(self) -> None:

@@ -6,7 +6,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from insitu.http_format import split_userinfo
 from insitu.schemas.finetuning import TrainerAdapterConfig
-from insitu.schemas.training_jobs import TrainingOptions
+from insitu.schemas.training_jobs import KeepConfig, TrainingOptions
 
 
 class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
@@ -38,6 +38,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     """Seconds for which a request is retried while the backend does not respond, is overloaded (429) or fails (5xx)."""
     training: TrainingOptions = Field(default_factory=TrainingOptions)
     """Options sent with each training job."""
+    keep: KeepConfig = Field(default_factory=KeepConfig)
+    """Checkpoints to keep; the others are deleted as the run goes on. Those of earlier runs are not touched."""
 
     @property
     def served_name(self) -> str | None:

@@ -1,28 +1,25 @@
 """The trainer adapter for `insitu backend`."""
 
 import asyncio
-import gzip
 import logging
-import math
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
-import aiohttp
 import orjson
 from pydantic import BaseModel, Field
 
 from insitu.adapters.native.backend_process import BackendProcess
 from insitu.adapters.native.config import InsituAdapterConfig
+from insitu.adapters.native.job_requests import error_from_response, gzip_job
 from insitu.advantages.estimator import training_rows
 from insitu.builder import Builder, builder_at_work
-from insitu.connection import Connection, is_transient, retry_after
+from insitu.connection import Connection
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
 from insitu.files import read_object, writable_folder, write_file
 from insitu.folder_lock import FolderLock
-from insitu.http_format import error_message, event_data
+from insitu.http_format import event_data
 from insitu.interfaces import TrainerAdapter
 from insitu.registry import register_trainer_adapter
 from insitu.schemas.episodes import TrainingRow
@@ -34,7 +31,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.schemas.training_jobs import JobState, LossSettings, TrainingSettings
+from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
 from insitu.training.checkpoints import NAMES, find_checkpoint
 from insitu.training.store import BACKEND_FOLDER, ORPHAN_SECONDS, OUTPUT_DIR, move_aside
 from insitu.trajectories.recovery import recover_collection
@@ -81,9 +78,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         self._submissions = 0
         self._job: tuple[str, bytes] | None = None
         """Key and body of the latest job."""
-        self._watching = False
-        self._restarts = 0
-        self._restarted_at = -math.inf
+        self._first_version = 0  # that of a backend at a url when the run began; earlier ones belong to earlier runs
         self._version = 0  # the latest policy version that the backend is known to have had
         self._vocab_size: int | None = None
         self._base_url, self._url_token = adapter_config.address_and_token
@@ -98,7 +93,7 @@ class InsituTrainerAdapter(TrainerAdapter):
             options = {key: str(getattr(self.config, key)) for key in ("name", "device", "dtype")}
             options |= {"model": model, "output_dir": str(folder)}
             arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
-            self._process = BackendProcess(arguments, folder / "backend.log")
+            self._process = BackendProcess(arguments, folder / "backend.log", self.config.max_restarts)
             self._base_url = await self._process.start(self.config.startup_timeout)
         if self._connection is None:
             self._connection = Connection(
@@ -106,7 +101,7 @@ class InsituTrainerAdapter(TrainerAdapter):
                 {"Authorization": f"Bearer {self._token()}"},
                 self.config.read_timeout,
                 self.config.retry_timeout,
-                self._exit_report,
+                self._process.final_report if self._process is not None else lambda: None,
             )
         try:
             await self._served_version()
@@ -117,12 +112,7 @@ class InsituTrainerAdapter(TrainerAdapter):
             problem = f"name is {self.config.name!r}, but {self._base_url} serves {served!r}"
             raise ConfigError(f"trainer_adapters: {problem}; set name to {served!r} or omit it")
         self._connection.verified = True
-
-    def _exit_report(self) -> str | None:
-        """How the backend's process has ended for good."""
-        if self._process is None or (self._watching and self._restarts < self.config.max_restarts):
-            return None
-        return self._process.exit_report()
+        self._first_version = 0 if self._process is not None else self._version
 
     def _token(self) -> str:
         if self._process is not None:
@@ -198,26 +188,19 @@ class InsituTrainerAdapter(TrainerAdapter):
         return version
 
     async def watch(self) -> None:
-        interval, self._watching = min(_WATCH_SECONDS, self.config.read_timeout), True
-        try:
-            while True:
-                if self._process is None:
-                    await asyncio.sleep(interval)
-                elif await self._process.exits_within(interval):
-                    await self._restart(self._process)
-                await self._served_version()
-        finally:
-            self._watching = False
-
-    async def _restart(self, process: BackendProcess) -> None:
-        """Starts the backend again, from its last checkpoint. Raises BackendUnavailable after `max_restarts`."""
-        report = str(process.exit_report())
-        if self._restarts >= self.config.max_restarts:
-            raise BackendUnavailable(report)
-        self._restarts += 1
-        logger.warning("%s\nstarting it again (%d of %d)", report, self._restarts, self.config.max_restarts)
-        await process.start(self.config.startup_timeout)
-        self._restarted_at = time.monotonic()
+        interval = min(_WATCH_SECONDS, self.config.read_timeout)
+        while self._process is None:
+            await asyncio.sleep(interval)
+            await self._served_version()
+        while True:
+            check = asyncio.create_task(self._served_version())  # waits for a process that has to be started again
+            try:
+                while not check.done():
+                    await self._process.keep_running(interval)
+                await check
+            finally:
+                check.cancel()
+                await asyncio.gather(check, return_exceptions=True)
 
     def training_settings(self) -> dict[str, Any]:
         return self.config.training.effective()
@@ -253,7 +236,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         except BackendUnavailable:
             await self._served_version()  # retried for up to `retry_timeout`
             return True
-        return self._restarted_at > since
+        return self._process is not None and self._process.restarted_at > since
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Submits the rows of all trajectories as one job, idempotent per run and epoch.
@@ -281,8 +264,8 @@ class InsituTrainerAdapter(TrainerAdapter):
     async def _submit(
         self, rows: Sequence[TrainingRow], settings: TrainingSettings, run_id: str, key: str, epoch: int | None
     ) -> TrainingJobRef:
-        header = {"settings": settings.effective(), "num_rows": len(rows)}
-        self._job = key, await asyncio.to_thread(_gzip_job, header, rows)
+        header = {"settings": settings.effective(), "num_rows": len(rows), "keep": self._keep().model_dump()}
+        self._job = key, await asyncio.to_thread(gzip_job, header, rows)
         job = await self._post_job(*self._job)
         metadata = {"job_id": job.id, "key": key, "epoch": epoch}
         return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata=metadata)
@@ -300,6 +283,12 @@ class InsituTrainerAdapter(TrainerAdapter):
         job = await self._post_job(*self._job)
         logger.warning("submitted %s again: %s", metadata["key"], error)
         return ref.model_copy(update={"metadata": metadata | {"job_id": job.id}})
+
+    def _keep(self) -> Retention:
+        """The policy for the next version; a resumed run needs the two before it."""
+        keep, best = self.config.keep, self.best_version
+        versions = [self._version, self._version - 1, *([best] if keep.best and best is not None else [])]
+        return Retention(last=keep.last, every=keep.every, versions=versions, after=self._first_version)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         try:
@@ -352,7 +341,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         path, connection = f"{self._job_path(ref)}/events", self._connected()
         async with connection.open("GET", self._base_url + path) as response:
             if response.status != 200:
-                raise _error_from_response(response, await response.read())
+                raise error_from_response(response, await response.read())
             async for line in connection.lines(response):
                 if (data := event_data(line)) is not None:
                     yield connection.parsed(f"GET {path}", data, JobState.model_validate_json)
@@ -379,7 +368,7 @@ class InsituTrainerAdapter(TrainerAdapter):
             async with connection.open(method, self._base_url + path, data, headers) as response:
                 body = await response.read()
                 if response.status >= 400:
-                    raise _error_from_response(response, body)
+                    raise error_from_response(response, body)
             return connection.parsed(where, body, parse)
 
         return await (connection.retry(where, attempt) if retried else attempt())
@@ -394,32 +383,6 @@ class InsituTrainerAdapter(TrainerAdapter):
             message=state.message,
             metadata={"policy_version": state.policy_version, "checkpoint": state.checkpoint, **state.metrics},
         )
-
-
-def _gzip_job(header: dict[str, Any], rows: Sequence[TrainingRow]) -> bytes:
-    """The job as gzipped JSON lines. Compression level 1 pays off even on loopback."""
-    # model_dump() is much slower, and only needed for extra fields
-    records = [header, *(_set_fields(row) if not row.__pydantic_extra__ else row.model_dump() for row in rows)]
-    return gzip.compress(b"\n".join(map(orjson.dumps, records)) + b"\n", compresslevel=1)
-
-
-def _set_fields(row: BaseModel) -> dict[str, Any]:
-    return {key: value for key, value in row.__dict__.items() if key in row.model_fields_set}
-
-
-def _error_from_response(response: aiohttp.ClientResponse, content: bytes) -> BackendError:
-    text = content.decode(errors="replace")
-    try:
-        body = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        body = None
-    error = body.get("error") if isinstance(body, dict) else None
-    fields = error if isinstance(error, dict) else {}
-    message = error_message(body) or text[:500] or "no reason given"
-    message = f"{response.method} {response.url.path}: {message}"
-    if is_transient(response.status):
-        return BackendUnavailable(f"{message} (status {response.status})", retry_after=retry_after(response.headers))
-    return RequestRefused(message, status=response.status, param=fields.get("param"), code=fields.get("code"))
 
 
 @register_trainer_adapter(config_type=InsituAdapterConfig)

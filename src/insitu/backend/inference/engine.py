@@ -124,6 +124,12 @@ class Engine:
         self._latest[policy] = version
         self._drop_idle()
 
+    def versions_in_use(self, policy: str) -> set[int]:
+        """The versions of a policy that unfinished requests sample from. Runs in the compute thread."""
+        running = [w for w, group in self._schedulers.items() if any(scheduler.sequences for scheduler in group)]
+        waiting = [weights for _, weights in tuple(self._inbox)]
+        return {w.version for w in (*running, *waiting) if w.policy == policy and w.version is not None}
+
     def retire(self, weights: WeightVersion) -> None:
         """Stops serving a version (None: the whole policy) that was deleted. Runs in the compute thread."""
         for each in list(self._recent):

@@ -14,9 +14,10 @@ from insitu.backend.compute import ComputeThread
 from insitu.backend.training.batches import Row
 from insitu.backend.training.learner import Learner, TrainedVersion
 from insitu.backend.training.optimizer_loop import Progress
+from insitu.backend.training.retention import ApplyRetention
 from insitu.errors import InsituError, JobFailed, RequestRefused
 from insitu.files import write_file
-from insitu.schemas.training_jobs import JobState, TrainingSettings
+from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -89,24 +90,46 @@ def _completed(trained: TrainedVersion) -> dict[str, Any]:
 class TrainingQueue:
     """The training jobs of this process, and those of earlier ones whose checkpoints `learner` continues.
 
-    `learner` trains jobs submitted without one.
+    `learner` trains jobs submitted without one. `apply_retention` is called after jobs with a retention policy.
     """
 
     def __init__(
-        self, learner: Learner, compute: ComputeThread, publish_weights: PublishWeights, output_dir: Path
+        self,
+        learner: Learner,
+        compute: ComputeThread,
+        publish_weights: PublishWeights,
+        output_dir: Path,
+        apply_retention: ApplyRetention = lambda learner, keep: None,
     ) -> None:
         self._learner = learner
         self._compute = compute
         self._publish_weights = publish_weights
+        self._apply_retention = apply_retention
         self._folder = output_dir / "jobs"
         self._jobs: dict[str, TrainingJob] = {}
         self._by_idempotency_key: dict[str, TrainingJob] = {}
         self._lock = asyncio.Lock()  # FIFO: jobs run in submission order
-        for trained in learner.earlier_jobs[-KEPT_JOBS:]:
-            job = TrainingJob(trained.job.key, learner, trained.job.id)
-            job.state = job.state.model_copy(update=_completed(trained))
-            job.history = [job.state]
+        for state in self._earlier_jobs():
+            job = TrainingJob(state.key, learner, state.id)
+            job.state, job.history = state, [state]
             self._add(job)
+
+    def _earlier_jobs(self) -> list[JobState]:
+        """The latest jobs of earlier processes: from their checkpoints, or from their records if these were deleted."""
+        states = [
+            JobState(id=trained.job.id, key=trained.job.key, **_completed(trained))
+            for trained in self._learner.earlier_jobs
+        ]
+        for path in self._folder.glob("job-*.json"):
+            try:
+                state = JobState.model_validate_json(path.read_bytes())
+            except (OSError, ValueError) as error:
+                logger.warning("%s cannot be read: %s", path, error)
+                continue
+            deleted = self._learner.deleted_folder(state.policy_version)
+            if deleted is not None and state.checkpoint == os.path.relpath(deleted, self._folder.parent):
+                states.append(state.model_copy(update={"checkpoint": str(deleted)}))
+        return sorted(states, key=lambda state: state.policy_version or 0)[-KEPT_JOBS:]
 
     def find_by_idempotency_key(self, idempotency_key: str | None) -> TrainingJob | None:
         """The job with this key; None if there is none, or it failed or was canceled (the key may then be reused)."""
@@ -123,8 +146,12 @@ class TrainingQueue:
         settings: TrainingSettings,
         rows: Sequence[Row],
         learner: Learner | None = None,
+        keep: Retention | None = None,
     ) -> TrainingJob:
-        """Queues the job, or returns the existing job with this idempotency key."""
+        """Queues the job, or returns the existing job with this idempotency key.
+
+        Once it has completed, the checkpoints that `keep` does not keep are deleted; None: all are kept.
+        """
         if job := self.find_by_idempotency_key(idempotency_key):
             return job
         self.check_room()
@@ -133,7 +160,7 @@ class TrainingQueue:
         self._forget_oldest()
         job = TrainingJob(idempotency_key, learner)
         self._add(job)
-        job.task = asyncio.create_task(self._train(job, settings, rows), name=job.state.id)
+        job.task = asyncio.create_task(self._train(job, settings, rows, keep), name=job.state.id)
         return job
 
     def _add(self, job: TrainingJob) -> None:
@@ -178,7 +205,9 @@ class TrainingQueue:
         for job in list(self._jobs.values()):
             await self.cancel(job.state.id)
 
-    async def _train(self, job: TrainingJob, settings: TrainingSettings, rows: Sequence[Row]) -> None:
+    async def _train(
+        self, job: TrainingJob, settings: TrainingSettings, rows: Sequence[Row], keep: Retention | None
+    ) -> None:
         """Runs the job after all earlier ones; leaves it in a final state, which is on disk before it is shown."""
         result: TrainedVersion | None = None
         outcome: dict[str, Any] = {}
@@ -190,6 +219,8 @@ class TrainingQueue:
             assert trained.module is not None
             self._publish_weights(trained.module, trained.version, job.learner.policy_name)
             result = trained
+            if keep is not None:
+                self._apply_retention(job.learner, keep)
 
         def report(event: Progress) -> None:
             metrics = {} if event.metrics is None else {"metrics": event.metrics}

@@ -19,20 +19,23 @@ from insitu.backend.training.batches import Row
 from insitu.backend.training.logprobs import LogprobComputer
 from insitu.backend.training.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers
 from insitu.backend.training.policy import (
-    OPTIMIZER_FILE,
-    JobRecord,
-    TrainingRecord,
     build_policy,
     check_optimizer,
     loaded_adapter,
     read_optimizer,
+    write_training_state,
+)
+from insitu.checkpoint_files import (
+    OPTIMIZER_FILE,
+    JobRecord,
+    TrainingRecord,
+    expired,
     read_record,
     saved_checkpoints,
-    write_training_state,
 )
 from insitu.errors import BackendError, JobFailed, RequestRefused
 from insitu.files import delete_drafts, delete_folder, new_folder
-from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
+from insitu.schemas.training_jobs import LoRASettings, Retention, TrainingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +94,14 @@ class Learner:
         """Versions that can be served, oldest first; 0 is always one of them."""
         return [0, *self._checkpoints]
 
+    def deleted_folder(self, version: int | None) -> Path | None:
+        """Where the checkpoint of a version was before it was deleted; None if it was not."""
+        known = version is not None and 0 < version <= self.version and version not in self._checkpoints
+        return self._folder_of(version) if known and version is not None else None
+
+    def _folder_of(self, version: int) -> Path:
+        return self._folder / f"step_{self._origin.step + version:06d}"
+
     def resume(self) -> None:
         """Continues from the checkpoints that earlier processes made of the loaded model, if there are any.
 
@@ -124,14 +135,24 @@ class Learner:
             )
 
     def delete_checkpoint(self, version: int) -> None:
-        """Raises RequestRefused for the latest version, which training continues from."""
+        """Raises RequestRefused for the latest version, which training continues from, and OSError."""
         if version == self.version:
             raise RequestRefused(
                 f"{version} is the latest step, which training continues from; it cannot be deleted",
                 status=409,
                 code="latest_step",
             )
-        delete_folder(self._checkpoints.pop(version))
+        folder = self._checkpoints[version]
+        try:
+            delete_folder(folder)
+        finally:
+            if not folder.exists():
+                del self._checkpoints[version]
+                logger.info("deleted %s", folder)
+
+    def expired(self, keep: Retention) -> list[int]:
+        """The versions that a retention policy deletes, oldest first."""
+        return expired(self._checkpoints.keys(), keep)
 
     def check(self, settings: TrainingSettings) -> None:
         """Raises RequestRefused if the job's adapters differ from those being trained."""
@@ -156,7 +177,7 @@ class Learner:
                 build_policy(self.loaded, lora, settings.seed)
             if settings.reference == "initial":
                 _ = self._reference
-            check_optimizer(self._checkpoints.get(self.version) or self._origin_folder)
+            self._check_optimizer()
         except BackendError as error:
             raise RequestRefused(str(error), status=409, code="not_trainable") from error
 
@@ -186,8 +207,9 @@ class Learner:
             return self.loaded.module
         if version not in self._checkpoints:
             known = ", ".join(map(str, self.versions))
+            reason = "was deleted" if 0 < version < self.version else "does not exist"
             raise RequestRefused(
-                f"version {version} does not exist; available: {known}",
+                f"version {version} {reason}; available: {known}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -238,13 +260,24 @@ class Learner:
         folder = self._checkpoints.get(self.version)
         if folder is not None:
             policy.load(folder)
+        self._check_optimizer()
         saved = read_optimizer(folder or self._origin_folder)
+        if not saved and self._origin.step + self.version:
+            logger.warning("%s has no optimizer state: AdamW starts with new moments", folder or self._origin_folder)
         policy.overwrite((name, saved[f"weights.{name}"]) for name in policy.trainable if f"weights.{name}" in saved)
         optimizer = _adamw(policy.trainable, self.loaded.device)
         for name, parameter in policy.trainable.items():
             if f"exp_avg.{name}" in saved:
                 optimizer.state[parameter] = {key: saved[f"{key}.{name}"].to(parameter.device) for key in MOMENTS}
         return TrainState(policy, optimizer, self._compute_logprobs, self._workers, lambda: self._reference)
+
+    def _check_optimizer(self) -> None:
+        """Raises BackendError if the next job cannot continue from the optimizer state.
+
+        That of the loaded model may have been deleted; the latest checkpoint always has one.
+        """
+        latest = self._checkpoints.get(self.version)
+        check_optimizer(latest or self._origin_folder, required=latest is not None)
 
     @functools.cached_property
     def _reference(self) -> nn.Module:
@@ -255,11 +288,11 @@ class Learner:
         return load_model(self._origin.started_from, str(self.loaded.device), dtype).module
 
     def _save_checkpoint(self, state: TrainState, served: nn.Module, job: JobRecord) -> Path:
-        step = self._origin.step + self.version + 1
-        target = self._folder / f"step_{step:06d}"
+        version = self.version + 1
+        target = self._folder_of(version)
         record = TrainingRecord(
-            step=step,
-            version=self.version + 1,
+            step=self._origin.step + version,
+            version=version,
             started_from=self._origin.started_from,
             lora=state.policy.lora,
             job=job,

@@ -1,11 +1,7 @@
 """Trainable weights, all of the model's or LoRA adapters over weights shared with the served model; and their files.
 
-A checkpoint folder is a model that `insitu backend --model` loads, plus the state to resume training from it:
-
-checkpoints/step_000012/
-    config.json model.safetensors, or adapter_config.json adapter_model.safetensors; tokenizer and its template
-    optimizer.safetensors    AdamW's moments by parameter name, float32 weights where others are served
-    training.json            TrainingRecord
+A checkpoint folder is a model that `insitu backend --model` loads, plus the state to resume training from it (see
+`checkpoint_files`).
 """
 
 import contextlib
@@ -16,17 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from insitu.backend.model import LoadedModel, complete_model, first_not_finite, quiet_peft, wrap_errors
+from insitu.checkpoint_files import OPTIMIZER_FILE, TrainingRecord, check_model, check_optimizer_file, write_record
 from insitu.errors import BackendError
 from insitu.schemas.training_jobs import LoRASettings
-
-OPTIMIZER_FILE = "optimizer.safetensors"
-RECORD_FILE = "training.json"
 
 
 @dataclass
@@ -82,6 +75,7 @@ class TrainablePolicy:
 
     def load(self, folder: Path) -> None:
         """Loads the weights that `save` wrote. Raises BackendError if they are damaged."""
+        check_model(folder)
         if self.lora is None:
             attention: Any = self.loaded.module.config._attn_implementation  # type: ignore[union-attr]
             with wrap_errors(f"the weights of {folder} could not be read"):
@@ -168,58 +162,15 @@ def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Mod
             raise BackendError(f"lora.target_modules is {lora.target_modules!r}: {error}") from error
 
 
-class JobRecord(BaseModel):
-    """The job that made a checkpoint, so that its key is known to later processes too."""
-
-    id: str
-    key: str | None = None
-    metrics: dict[str, Any] = {}
-
-
-class TrainingRecord(BaseModel):
-    """`step` counts all jobs since the start of training, `version` those of the process that wrote the checkpoint.
-
-    `started_from` is the model that training started from, the reference of the KL penalty. Without `lora` all weights
-    are trained.
-    """
-
-    step: int
-    version: int
-    started_from: str
-    lora: LoRASettings | None = None
-    job: JobRecord | None = None
-
-
-def read_record(source: str | Path) -> TrainingRecord | None:
-    """The record of a checkpoint folder; None for any other source."""
-    path = Path(source) / RECORD_FILE
-    try:
-        return TrainingRecord.model_validate_json(path.read_text()) if path.is_file() else None
-    except ValueError as error:  # pydantic's, and UnicodeDecodeError
-        raise BackendError(f"{path} cannot be read: {error}") from error
-
-
-def saved_checkpoints(folder: Path) -> list[tuple[Path, TrainingRecord]]:
-    """The checkpoints in `folder`, oldest first. Raises BackendError if one has no record."""
-    found = []
-    for path in folder.glob("step_*"):
-        record = read_record(path)
-        if record is None:
-            raise BackendError(
-                f"{path} is not a checkpoint of this backend: it has no {RECORD_FILE}; move it elsewhere"
-            )
-        found.append((path, record))
-    return sorted(found, key=lambda each: each[1].step)
-
-
 def read_optimizer(folder: Path) -> dict[str, Tensor]:
-    """The optimizer state; empty if it was deleted. Raises BackendError if it is damaged."""
+    """The optimizer state; empty if there is none."""
     path = folder / OPTIMIZER_FILE
     return _load_tensors(path) if path.is_file() else {}
 
 
-def check_optimizer(folder: Path) -> None:
-    """Raises BackendError if the optimizer state is damaged, without reading all of it."""
+def check_optimizer(folder: Path, *, required: bool) -> None:
+    """Raises BackendError if the optimizer state is damaged, or is missing and `required`."""
+    check_optimizer_file(folder, required=required)
     path = folder / OPTIMIZER_FILE
     if path.is_file():
         with wrap_errors(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
@@ -232,5 +183,6 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def write_training_state(folder: Path, record: TrainingRecord, optimizer: dict[str, Tensor]) -> None:
+    """Completes a checkpoint whose model has been saved."""
     save_file(optimizer, folder / OPTIMIZER_FILE)
-    (folder / RECORD_FILE).write_text(record.model_dump_json(indent=2) + "\n")
+    write_record(folder, record)

@@ -20,6 +20,7 @@ from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.settings import parse_plan
 from insitu.backend.protocols.art.trajectories import ArtGroup, ArtModel, optional, optional_dict
 from insitu.backend.training.learner import Learner
+from insitu.backend.training.retention import delete_versions
 from insitu.errors import InsituError, RequestRefused
 from insitu.files import LineFile, read_line, whole_lines
 
@@ -220,16 +221,7 @@ class ArtModels:
 
     async def delete_steps(self, registered: RegisteredModel, steps: Iterable[int]) -> list[int]:
         """Deletes checkpoints except the latest and the loaded model (step 0); returns the deleted steps."""
-        learner = registered.learner
-
-        def delete() -> list[int]:  # decides in the compute thread, where no other request deletes meanwhile
-            deleted = sorted(set(steps) & set(learner.versions) - {0, learner.version})
-            for step in deleted:
-                learner.delete_checkpoint(step)
-                self._engine.retire(WeightVersion(step, learner.policy_name))
-            return deleted
-
-        return await self._compute.call(delete)
+        return await self._compute.call(delete_versions, self._engine, registered.learner, steps)
 
     async def delete(self, registered: RegisteredModel) -> None:
         """Deletes the model with all its checkpoints and logs."""

@@ -14,7 +14,7 @@ from insitu.backend.training.jobs import TrainingJob, TrainingQueue
 from insitu.http_format import format_event
 from insitu.http_limits import parse_json
 from insitu.schemas.episodes import TrainingRow
-from insitu.schemas.training_jobs import JobState, TrainingSettings
+from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
 
 BASE = "/v1/train/jobs"
 MAX_SETTINGS_BYTES = 1 << 20
@@ -23,10 +23,14 @@ MAX_SETTINGS_BYTES = 1 << 20
 def routes(services: Services) -> list[ApiRoute]:
     loaded = services.loaded
     limits = Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length)
-    return job_routes(services.jobs, limits, services.engine.tokenizer)
+    return job_routes(services.jobs, limits, services.engine.tokenizer, services.options.keep)
 
 
-def job_routes(jobs: TrainingQueue, limits: Limits, tokenizer: ChatTokenizer) -> list[ApiRoute]:
+def job_routes(
+    jobs: TrainingQueue, limits: Limits, tokenizer: ChatTokenizer, keep: Retention | None = None
+) -> list[ApiRoute]:
+    """`keep` is the retention policy of jobs that name none."""
+
     async def submit(request: Request) -> Response:
         key = request.headers.get("idempotency-key")
         if job := jobs.find_by_idempotency_key(key):
@@ -35,8 +39,8 @@ def job_routes(jobs: TrainingQueue, limits: Limits, tokenizer: ChatTokenizer) ->
         else:
             encoding = request.headers.get("content-encoding", "").lower()
             jobs.check_room()
-            settings, rows = await read_job(body_chunks(request.receive), encoding, limits, tokenizer)
-            job = jobs.submit(key, settings, rows)
+            header, rows = await read_job(body_chunks(request.receive), encoding, limits, tokenizer)
+            job = jobs.submit(key, header.settings, rows, keep=header.keep or keep)
         return _state_response(job)
 
     async def check(request: Request) -> Response:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.protocols.native.rows import RowLimits, RowLine, RowReader, refused
 from insitu.backend.training.batches import Row
-from insitu.schemas.training_jobs import TrainingSettings
+from insitu.schemas.training_jobs import Retention, TrainingSettings
 
 MAX_BYTES = 1 << 30
 """Maximum size of a job, decompressed."""
@@ -38,18 +38,19 @@ class Limits(RowLimits):
 
 
 class JobHeader(BaseModel):
-    """The first line of a job."""
+    """The first line of a job; without `keep` the backend's own retention policy applies."""
 
     model_config = ConfigDict(extra="forbid")
 
     settings: TrainingSettings
     num_rows: int = Field(ge=0, le=MAX_ROWS)
+    keep: Retention | None = None
 
 
 async def read_job(
     chunks: AsyncIterator[bytes], encoding: str, limits: Limits, tokenizer: ChatTokenizer
-) -> tuple[TrainingSettings, list[Row]]:
-    """Returns the settings and the rows with trained tokens. Raises RequestRefused naming line and field."""
+) -> tuple[JobHeader, list[Row]]:
+    """Returns the header and the rows with trained tokens. Raises RequestRefused naming line and field."""
     header: JobHeader | None = None
     reader: RowReader | None = None
     rows: list[Row] = []
@@ -70,7 +71,7 @@ async def read_job(
     reader.check()
     if not rows:
         raise refused(f"none of the {number} rows has a trained token (loss_mask 1)", "loss_mask", "empty_job")
-    return header.settings, rows
+    return header, rows
 
 
 async def _decoded(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) -> AsyncIterator[bytes]:

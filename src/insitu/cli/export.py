@@ -1,0 +1,32 @@
+"""The command `export`."""
+
+from pathlib import Path
+
+import click
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command("export")
+@click.argument("run_dir", type=_PATH)
+@click.argument("out", type=_PATH)
+@click.option("--checkpoint", metavar="NAME", help="best, latest or step_N (default: the best, else the latest).")
+@click.option("--merge", is_flag=True, help="Merge an adapter into its base model.")
+@click.option("--push", metavar="NAME", help="Also upload the folder to this repository of the Hugging Face Hub.")
+def command(run_dir: Path, out: Path, checkpoint: str | None, merge: bool, push: str | None) -> None:
+    """Write a checkpoint of a run as a Hugging Face folder with a model card.
+
+    OUT must not exist, or be empty. The state of the optimizer is left out.
+    """
+    from insitu.training import hub
+    from insitu.training.checkpoints import checkpoint_of_run
+    from insitu.training.model_export import export_model, open_source
+
+    source = open_source(run_dir, checkpoint_of_run(run_dir, checkpoint, "--checkpoint"))
+    if push is not None:
+        hub.check_push(push, source, merge)
+    export_model(source, out, merge=merge, name=push)
+    kind = "adapter" if source.is_adapter and not merge else "model"
+    print(f"exported {source.folder.name} of {run_dir} to {out} ({kind})")
+    if push is not None:
+        print(f"uploaded to {hub.push(out, push)}")
