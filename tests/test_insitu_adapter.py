@@ -430,8 +430,17 @@ async def test_a_backend_that_lost_the_weights_or_the_job_is_noticed(backend: Ba
             await adapter.policy_endpoint()
         ref = await adapter.submit(collection())
         backend.lost_jobs = True
-        with pytest.raises(JobFailed, match=r"was restarted and lost the job: .*no such job: 'j1'"):
+        with pytest.raises(BackendError, match=lost):
             await adapter.wait_until_complete(ref)
+
+
+async def test_a_lost_job_is_submitted_again_but_not_forever(backend: Backend, write: Any) -> None:
+    async with adapter_to(backend, write) as adapter:
+        ref = await adapter.submit(collection())
+        backend.lost_jobs = True
+        with pytest.raises(JobFailed, match=r"was restarted and lost the job: .*no such job: 'j"):
+            await adapter.wait_until_complete(ref)
+        assert backend.asked.count("POST /v1/train/jobs") == 3
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,7 @@ class InsituTrainer(UsesBuilder, Trainer):
     computes_advantages = True
     """Whether this trainer computes the advantages, rather than the adapter's backend."""
     can_resume = True
-    journals_episodes = True
-    """Whether finished episodes are recorded before their group is, for a resumed run."""
+    journals_episodes = True  # finished episodes are recorded before their group is, for a resumed run
 
     def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
         super().__init__(trainer_config, **kwargs)
@@ -86,12 +85,12 @@ class InsituTrainer(UsesBuilder, Trainer):
         self.results: dict[int, EpochResult] = {}
         self.validation: Validation | None = None
         self._plot: RewardPlot | None = None
-        self._causes: list[str] = []
-        """Why the latest epoch that trained nothing had no variance."""
+        self._causes: list[str] = []  # why the latest epoch that trained nothing had no variance
         self._durable = ResumableRun(self.run_id)
         # read now: `initialize` may move the folder with the files
-        self._resumed_curriculum = read_curriculum(self._full_config, trainer_config.curriculum_state)
-        self._warm_up = read_warm_up(self._full_config, trainer_config.sft)
+        state, sft = trainer_config.curriculum_state, trainer_config.sft
+        self._resumed_curriculum = read_curriculum(self._full_config, state) if state is not None else None
+        self._warm_up = read_warm_up(self._full_config, sft) if sft is not None else None
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)

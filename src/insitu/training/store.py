@@ -217,10 +217,8 @@ def provenance(config: Config, stored: StoredRun | None) -> dict[str, Any]:
     }
 
 
-def read_curriculum(config: Config, path: Path | None) -> dict[str, Any] | None:
-    """The state of the run whose curriculum the trainer that is being built continues, if any. Raises ConfigError."""
-    if path is None:
-        return None
+def read_curriculum(config: Config, path: Path) -> dict[str, Any]:
+    """The state of the run whose curriculum the trainer that is being built continues. Raises ConfigError."""
     key = f"trainers.{name_being_built()}.curriculum_state"
     if not config.finetuning.curriculum_learning.enabled:
         raise ConfigError(f"{key} has no effect: curriculum_learning.enabled is false")

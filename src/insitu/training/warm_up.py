@@ -120,9 +120,7 @@ class WarmUp:
         return {**kept, "policy_version": version, "seconds": time.perf_counter() - started}
 
 
-def read_warm_up(config: Config, sft: WarmUpConfig | None) -> WarmUp | None:
-    """The warm-up of the trainer that is being built, if it has one. Raises ConfigError."""
-    if sft is None:
-        return None
+def read_warm_up(config: Config, sft: WarmUpConfig) -> WarmUp:
+    """The warm-up of the trainer that is being built. Raises ConfigError."""
     key = f"trainers.{name_being_built()}.sft.rows"
     return WarmUp(sft, read_demonstrations(config.find_path(sft.rows, key), key))
