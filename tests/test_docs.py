@@ -436,13 +436,20 @@ def keys_in(path: Path) -> set[str]:
     return {key for record in records if "format" not in record for key in record}
 
 
+OPTIONAL = {
+    "calls.jsonl": {"continues"},
+    "episodes.jsonl": {"candidates", "source"},
+    "events.jsonl": {"changes"},
+    "journal.jsonl": {"episode", "calls", "steps", "abandoned_attempts"},
+}
+
+
 def check_files(folder: Path) -> None:
     """The files that a page's commands have left behind have the documented keys."""
     run, evaluation = folder / "runs" / "desk", folder / ".tmp" / "insitu" / "eval"
     present = {path.name for path in run.iterdir()} - {"backend"}
     for name in present - {"reward_plot.png"}:
-        optional = {"calls.jsonl": {"continues"}, "episodes.jsonl": {"candidates", "source"}}.get(name, set())
-        assert keys_in(run / name) | optional == documented_keys(name), name
+        assert keys_in(run / name) | OPTIONAL.get(name, set()) == documented_keys(name), name
     assert "reward_plot.png" in present
     assert keys_in(evaluation / "workflow_output.json") == documented_keys("workflow_output.json")
     scores = json.loads((evaluation / "correct_output.json").read_text())

@@ -22,6 +22,7 @@ _HARMLESS = (
     *("eval.general.max_concurrency", "eval.general.output*", "eval.general.evaluator_timeout"),
     *("*.file_path", "*.api_key", "*.base_url", "*.url", "*.endpoint_timeout", "llms.*.timeout", "llms.*.max_retries"),
     *("trainer_adapters.*.device", "trainer_adapters.*.*_timeout", "trainer_adapters.*.keep*"),
+    *("trainer_adapters.*.max_restarts", "eval.general.stall_*"),
     *("trainer_adapters.*.backend.ip", "trainer_adapters.*.backend.port", "trainer_adapters.*.backend.*_timeout"),
 )
 """Keys whose change leaves the results of a run comparable. A dataset is compared by its content, not its path."""
@@ -94,6 +95,8 @@ class ResumableRun:
         asked = config.finetuning.run_configuration
         progress = find_run(folder, "--resume") if asked is not None and asked.resume else None
         if asked is None or progress is None:
+            if asked is not None and isinstance(asked.resume, Path):
+                raise ConfigError(f"--resume: {folder} holds no run that can continue")
             return self.open_new(folder, config)
         changes = check_same_run(folder, config, dataset, force=asked.force)
         self._store = RunStore(folder)
@@ -122,12 +125,14 @@ class ResumableRun:
     def check_served(self, version: int | None, planned: int | None, *, warms_up: bool) -> None:
         """Raises BackendError unless the backend serves the weights the run had, or those of the job it then trained.
 
-        That job is on the warm-up, or on the `planned` episodes of the next epoch if all of them are finished.
+        That job is on the warm-up, or on the `planned` episodes of the next epoch if all of them are finished. Without
+        a plan (recorded episodes) they are all read before the job is submitted.
         """
         expected = self.progress.policy_version
         if version is None or expected is None or version == expected:
             return
-        submitted = (warms_up and not self.progress.warmed_up) or len(self._finished) == planned
+        finished = len(self._finished)
+        submitted = (warms_up and not self.progress.warmed_up) or (finished and planned in (None, finished))
         if version != expected + 1 or not submitted:
             raise BackendError(
                 f"--resume: the run in {self.store.folder} was at policy version {expected}, but the backend serves "

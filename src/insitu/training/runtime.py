@@ -39,7 +39,7 @@ from insitu.schemas.finetuning import (
 from insitu.training.checkpoints import find_checkpoint
 from insitu.training.event_loop import run_async
 from insitu.training.report import Report
-from insitu.training.resume import find_run
+from insitu.training.store import RUN_FILES
 from insitu.workflow.policy_names import check_model_names
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ async def _prepared(run_config: FinetuneRunConfig) -> Config:
     config = load_config(run_config.config_file, run_config.override)
     check_ready(config)
     if isinstance(run_config.resume, Path):
-        if find_run(run_config.resume, "--resume") is None:
+        if not any((run_config.resume / name).exists() for name in RUN_FILES):
             raise ConfigError(f"--resume: {run_config.resume} holds no run that can continue")
         config.finetuning.output_dir = run_config.resume
     config.finetuning.validation = _validation(config, run_config)
