@@ -76,6 +76,9 @@ def main(address: str, python: str) -> None:
             elif listener in ready:
                 client, _ = listener.accept()
                 request, descriptors = receive(client)
+                if request is None:
+                    client.close()
+                    continue
                 preload()
                 pid = os.fork()
                 if pid == 0:
@@ -85,7 +88,8 @@ def main(address: str, python: str) -> None:
                     os.close(descriptor)
                 running[pid] = client
                 selector.register(client, selectors.EVENT_READ)
-                client.sendall(f"{pid}\n".encode())
+                with contextlib.suppress(OSError):  # it is gone, and then so is what it has started
+                    client.sendall(f"{pid}\n".encode())
             else:
                 for pid, client in running.items():
                     if client in ready and not client.recv(1):
@@ -108,11 +112,15 @@ def preload() -> None:
     gc.freeze()  # what no collection visits stays shared with the commands
 
 
-def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """A program as a line of JSON, with the descriptors of its stdin, stdout and stderr."""
+def receive(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """A program as a line of JSON, with the descriptors of its stdin, stdout and stderr; None if the client is gone."""
     data, descriptors, _, _ = socket.recv_fds(client, 2**20, 3)
     while not data.endswith(b"\n"):
-        data += client.recv(2**20)
+        if not (more := client.recv(2**20)):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return None, []
+        data += more
     return json.loads(data), descriptors
 
 
