@@ -3,6 +3,7 @@
 InsituError
 ├── ConfigError          the command line or the YAML file is wrong; nothing has been started (exit code 2)
 ├── PluginError          a plugin's component broke the interface it implements
+├── Stalled              nothing has completed for `eval.general.stall_timeout`
 ├── WorkflowError        the user's workflow failed on a row
 │   ├── EpisodeTimeout   it took longer than `eval.general.episode_timeout`
 │   ├── InputError       a function got an input that it cannot take
@@ -89,6 +90,10 @@ class ConfigError(InsituError, ValueError):
 
 class PluginError(InsituError):
     """A plugin's component broke the interface it implements."""
+
+
+class Stalled(InsituError):
+    """Nothing has completed for `eval.general.stall_timeout`."""
 
 
 class WorkflowError(InsituError):

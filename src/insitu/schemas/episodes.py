@@ -47,6 +47,10 @@ class EpisodeKey(NamedTuple):
     def text(self) -> str:
         return f"{self.run_id}/{self.epoch}/{self.row_id}/{self.generation}/{self.attempt}"
 
+    def label(self) -> str:
+        """The episode in messages about a run, whatever the attempt."""
+        return f"row {self.row_id!r}, generation {self.generation}" + (f" of epoch {self.epoch}" if self.epoch else "")
+
     def seed(self, run_seed: int) -> int:
         """A 63-bit seed derived from the configured seed and this key without its random run id."""
         text = f"{run_seed}|episode|{self.epoch}|{self.row_id}|{self.generation}|{self.attempt - self.replays}"

@@ -1,0 +1,136 @@
+"""Says what a run is waiting for when nothing completes, and gives up if the file says so.
+
+watchdog = Watchdog.of(config.eval)
+with watchdog.waiting("row 7, generation 2 of epoch 1"):    # in the task of each episode, and for a training job
+    with doing(ledger.activity):                            # what the episode is doing now
+        ...
+await watchdog.watch(everything())                          # logs what is waited for; raises Stalled
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from insitu.config import EvalGeneralConfig
+from insitu.errors import Stalled
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LISTED = 5
+_LONGEST_NAME = 120
+_CHECKS = 4
+"""How often what is watched is looked at within the shortest configured time."""
+
+Activity = Callable[[], str]
+
+
+class _Wait:
+    """Something in progress. The latest of its `activities` says what it is doing, and for how long."""
+
+    def __init__(self, name: str, activity: Activity) -> None:
+        self.activities = [activity]
+        self._name = name
+        self._since = time.monotonic()
+
+    def describe(self) -> str:
+        return f"{self._name[:_LONGEST_NAME]} (started {seconds_since(self._since)} ago; {self.activities[-1]()})"
+
+
+_current: ContextVar[_Wait | None] = ContextVar("insitu_wait", default=None)
+
+
+@contextmanager
+def doing(activity: Activity) -> Iterator[None]:
+    """In the body, the episode that the code belongs to is doing this."""
+    wait = _current.get()
+    if wait is None:
+        yield
+        return
+    wait.activities.append(activity)
+    try:
+        yield
+    finally:
+        wait.activities.remove(activity)  # evaluators run concurrently: it may not be the latest
+
+
+class Watchdog:
+    """What a run waits for. `warning` and `timeout` are seconds without progress; None: no warning, no limit."""
+
+    def __init__(self, warning: float | None, timeout: float | None) -> None:
+        self._warning = warning
+        self._timeout = timeout
+        self._waits: dict[_Wait, None] = {}
+        """In the order of their start."""
+        self._moved_at = self._reported_at = time.monotonic()
+
+    @classmethod
+    def of(cls, config: EvalGeneralConfig) -> "Watchdog":
+        return cls(config.stall_warning, config.stall_timeout)
+
+    @property
+    def interval(self) -> float | None:
+        """Seconds between two checks; None if nothing is to be reported."""
+        limits = [limit for limit in (self._warning, self._timeout) if limit is not None]
+        return min(limits) / _CHECKS if limits else None
+
+    @contextmanager
+    def waiting(self, name: str, activity: Activity) -> Iterator[None]:
+        """What the body does is waited for; its end is progress, however it ends."""
+        wait = _Wait(name, activity)
+        if not self._waits:
+            self.note_progress()
+        self._waits[wait] = None
+        token = _current.set(wait)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+            del self._waits[wait]
+            self.note_progress()
+
+    def note_progress(self) -> None:
+        self._moved_at = time.monotonic()
+
+    async def watch(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work`, and checks meanwhile whether anything completes.
+
+        Logs what is waited for after `warning` seconds, and again after as many. Raises Stalled after `timeout`
+        seconds, and cancels `work`.
+        """
+        task = asyncio.create_task(work, name="watched")
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=self.interval)
+                if not task.done():
+                    self._check()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        return task.result()
+
+    def _check(self) -> None:
+        if not self._waits:
+            return
+        now = time.monotonic()
+        if self._timeout is not None and now - self._moved_at >= self._timeout:
+            raise Stalled(f"{self._report()}; gave up after eval.general.stall_timeout: {self._timeout:g} s")
+        if self._warning is not None and now - max(self._moved_at, self._reported_at) >= self._warning:
+            self._reported_at = now
+            logger.warning("%s", self._report())
+
+    def _report(self) -> str:
+        oldest = "; ".join(wait.describe() for wait in [*self._waits][:_LISTED])
+        more = f"; and {len(self._waits) - _LISTED} more" if len(self._waits) > _LISTED else ""
+        return f"nothing has completed for {seconds_since(self._moved_at)}, waiting for {oldest}{more}"
+
+
+def seconds_since(moment: float) -> str:
+    seconds = time.monotonic() - moment
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
