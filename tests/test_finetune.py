@@ -399,7 +399,14 @@ def test_a_backend_killed_while_episodes_run_ends_the_command_with_its_exit_code
         backend.kill()
         out, err = process.communicate(HANGS)
         assert process.wait() == 1
-    assert "failed: the backend process exited with code -9 (SIGKILL); the end of its log (" in err
+    lost = "the backend process exited with code -9 (SIGKILL); the end of its log ("
+    assert f"failed: {lost}" in err
+    if command == "finetune":
+        progress = json.loads((project / "run/progress.json").read_text())
+        event = read_lines(project / "run/events.jsonl")[-1]
+        assert (progress["status"], event["event"]) == ("failed", "failed")
+        assert progress["error"] == event["error"]
+        assert progress["error"].startswith(f"BackendUnavailable: {lost}")
     assert ("run/backend/" in err) is (command == "finetune")
     assert ("epoch 1/2 did not complete; results so far are in run/" in out) is (command == "finetune")
 

@@ -188,7 +188,7 @@ def test_a_run_that_was_interrupted_continues_with_its_episodes(project: Path) -
         process.communicate(HANGS)
         assert process.wait() == 130
     progress = json.loads((project / "run/progress.json").read_text())
-    assert (progress["status"], progress["epoch"]) == ("interrupted", 0)
+    assert (progress["status"], progress["error"], progress["epoch"]) == ("interrupted", None, 0)
     finished = len(read_lines(project / "run/journal.jsonl")) - 1
     before = played.stat().st_size
     code, out, err = run_project(project, "-o", "finetuning.num_epochs", "1", "--resume")
