@@ -340,10 +340,12 @@ class InsituTrainer(UsesBuilder, Trainer):
 
     async def cleanup(self) -> None:
         self.report.end_run()
-        if self._plot is not None:  # also after a failed or interrupted run
-            await self._plot.finish(self.reward_history, self._validations)
-        self._durable.close()
-        self._full_config.moved.clear()
+        try:
+            if self._plot is not None:  # also after a failed or interrupted run
+                await self._plot.finish(self.reward_history, self._validations)
+        finally:
+            self._durable.close()
+            self._full_config.moved.clear()
 
     def _write_run_file(self, num_epochs: int) -> None:
         settings = self._run_settings(num_epochs)
