@@ -48,7 +48,8 @@ async def ask(config: AskConfig, builder: Builder):
             with open(question["mark"], "a") as marks:  # noqa: ASYNC230 (a byte)
                 marks.write(".")
         if "block" in question:
-            time.sleep(600)  # noqa: ASYNC251 (it is the mistake to be made)
+            while not os.path.exists("released"):  # noqa: ASYNC240
+                time.sleep(0.05)  # noqa: ASYNC251 (it is the mistake to be made)
         if "hang" in question:
             await hang()
         return f"{question.get('score', '')}|{text}"

@@ -81,6 +81,21 @@ def test_a_rehearsal_that_hangs_gives_up(tmp_path: Path) -> None:
     assert re.fullmatch(said, err), err
 
 
+def test_a_run_whose_event_loop_is_blocked_gives_up_and_can_continue(tmp_path: Path) -> None:
+    digits_project(tmp_path)
+    write_rows(tmp_path, [{"say": "a", "block": True}, {"say": "b"}])  # row 1 is rehearsed
+    limits = general(stall_warning=3, stall_timeout=5)
+    code, out, err = run_project(tmp_path, *ONE_EPOCH, *limits)
+    assert code == 1, out + err
+    said = rf"the event loop, and so every episode, has been blocked for {SECONDS} by .*digits_plugin\.py, line \d+"
+    *_, warning, failed = err.splitlines()
+    assert re.search(f"{said}$", warning), warning
+    assert re.fullmatch(f"failed: {said}{GAVE_UP}", failed), failed
+    (tmp_path / "released").touch()
+    code, out, err = run_project(tmp_path, *ONE_EPOCH, *limits, "--resume")
+    assert code == 0, out + err
+
+
 def test_a_validation_that_hangs_gives_up(tmp_path: Path) -> None:
     """Unlike one that fails, after which training continues."""
     digits_project(tmp_path)

@@ -9,14 +9,17 @@ await watchdog.watch(everything())                          # logs what is waite
 
 import asyncio
 import logging
+import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from traceback import walk_stack
 from typing import Any, TypeVar
 
 from insitu.config import EvalGeneralConfig
-from insitu.errors import Stalled
+from insitu.errors import Stalled, users_place
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,9 @@ _CHECKS = 4
 """How often what is watched is looked at within the shortest configured time."""
 
 Activity = Callable[[], str]
+
+end_process: ContextVar[Callable[[str], object] | None] = ContextVar("insitu_end_process", default=None)
+"""Ends this process with a message, if it belongs to a command: nothing else ends a run with a blocked event loop."""
 
 
 class _Wait:
@@ -67,6 +73,8 @@ class Watchdog:
         self._timeout = timeout
         self._waits: dict[_Wait, None] = {}
         """In the order of their start."""
+        self._is_monitored = False
+        self._loop_ran_at = 0.0
         self._moved_at = self._reported_at = time.monotonic()
 
     @classmethod
@@ -105,10 +113,12 @@ class Watchdog:
         """
         task = asyncio.create_task(work, name="watched")
         try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=self.interval)
-                if not task.done():
-                    self._check()
+            with self._monitored_loop():
+                while not task.done():
+                    await asyncio.wait({task}, timeout=self.interval)
+                    self._loop_ran_at = time.monotonic()
+                    if not task.done():
+                        self._check()
         finally:
             if not task.done():
                 task.cancel()
@@ -120,10 +130,46 @@ class Watchdog:
             return
         now = time.monotonic()
         if self._timeout is not None and now - self._moved_at >= self._timeout:
-            raise Stalled(f"{self._report()}; gave up after eval.general.stall_timeout: {self._timeout:g} s")
+            raise Stalled(f"{self._report()}; {self._gave_up}")
         if self._warning is not None and now - max(self._moved_at, self._reported_at) >= self._warning:
             self._reported_at = now
             logger.warning("%s", self._report())
+
+    @contextmanager
+    def _monitored_loop(self) -> Iterator[None]:
+        """Has a thread report a blocked event loop, since nothing in the loop can."""
+        if self._is_monitored or self.interval is None:
+            yield
+            return
+        self._is_monitored, self._loop_ran_at = True, time.monotonic()
+        ended = threading.Event()
+        arguments = (ended, self.interval, threading.get_ident(), end_process.get())
+        threading.Thread(target=self._monitor, args=arguments, name="watchdog", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+            self._is_monitored = False
+
+    def _monitor(
+        self, ended: threading.Event, interval: float, thread: int, give_up: Callable[[str], object] | None
+    ) -> None:
+        """Looks every `interval` seconds whether the event loop of `thread` still runs."""
+        reported_at = 0.0
+        while not ended.wait(interval):
+            now, ran_at = time.monotonic(), self._loop_ran_at
+            frame = sys._current_frames().get(thread)
+            place = users_place((each.f_code.co_filename, line) for each, line in reversed([*walk_stack(frame)]))
+            report = f"the event loop, and so every episode, has been blocked for {seconds_since(ran_at)} by {place}"
+            if self._timeout is not None and now - ran_at >= self._timeout and give_up is not None:
+                give_up(f"{report}; {self._gave_up}")
+            if self._warning is not None and now - max(ran_at, reported_at) >= self._warning:
+                reported_at = now
+                logger.warning("%s", report)
+
+    @property
+    def _gave_up(self) -> str:
+        return f"gave up after eval.general.stall_timeout: {self._timeout:g} s"
 
     def _report(self) -> str:
         oldest = "; ".join(wait.describe() for wait in [*self._waits][:_LISTED])
