@@ -152,7 +152,7 @@ class CallLedger:
         model = "a model" if oldest.llm is None else f"llms.{oldest.llm}"
         host = urlsplit(oldest.server).netloc.rpartition("@")[2] or oldest.server
         more = f", and {len(pending) - 1} later calls" if len(pending) > 1 else ""
-        return f"its call to {model} at {host} has taken {time.monotonic() - oldest.started:.1f} s{more}"
+        return f"its call to {model} at {host} has taken {time.monotonic() - oldest.started:.0f} s{more}"
 
     def sampling_seed(self, pending: PendingCall) -> int:
         """31 bits determined by the episode's seed, the prompt, and how often it has been sent before.

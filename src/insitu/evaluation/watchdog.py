@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LISTED = 5
-_LONGEST_NAME = 120
 _CHECKS = 4
 """How often what is watched is looked at within the shortest configured time."""
 
@@ -45,7 +44,7 @@ class _Wait:
         self._since = time.monotonic()
 
     def describe(self) -> str:
-        return f"{self._name[:_LONGEST_NAME]} (started {seconds_since(self._since)} ago; {self.activities[-1]()})"
+        return f"{self._name} (started {seconds_since(self._since)} ago; {self.activities[-1]()})"
 
 
 _current: ContextVar[_Wait | None] = ContextVar("insitu_wait", default=None)
