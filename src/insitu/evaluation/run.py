@@ -69,7 +69,7 @@ class EvaluationRun:
         self._take_generations()
         async with components(self.config, self._builder) as (loaded, builder):
             rows, watchdog = load_dataset(loaded, self.config.dataset, self._precomputed), watchdog_of(loaded)
-            return await watchdog.watch(self._run(loaded, rows, builder, watchdog))
+            return await watchdog.watch(lambda: self._run(loaded, rows, builder, watchdog))
 
     def _take_generations(self) -> None:
         """Runs before the first await, so that evaluations are numbered in the order they are started."""

@@ -1,10 +1,11 @@
 """Says what a run is waiting for when nothing completes, and gives up if the file says so.
 
 watchdog = Watchdog.of(config.eval)
-with watchdog.waiting("row 7, generation 2 of epoch 1"):    # in the task of each episode, and for a training job
-    with doing(ledger.activity):                            # what the episode is doing now
+await watchdog.watch(collect_everything)    # logs what is waited for; raises Stalled
+
+with watchdog.waiting("row '7', generation 2 of epoch 1", lambda: "waits for a slot"):  # or a training job
+    with doing(ledger.activity):    # what the episode is doing from now on
         ...
-await watchdog.watch(everything())                          # logs what is waited for; raises Stalled
 """
 
 import asyncio
@@ -104,13 +105,13 @@ class Watchdog:
     def note_progress(self) -> None:
         self._moved_at = time.monotonic()
 
-    async def watch(self, work: Coroutine[Any, Any, T]) -> T:
+    async def watch(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Runs `work`, and checks meanwhile whether anything completes.
 
         Logs what is waited for after `warning` seconds, and again after as many. Raises Stalled after `timeout`
         seconds, and cancels `work`.
         """
-        task = asyncio.create_task(work, name="watched")
+        task = asyncio.create_task(work(), name="watched")
         try:
             with self._monitored_loop():
                 while not task.done():

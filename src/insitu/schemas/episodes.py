@@ -49,9 +49,8 @@ class EpisodeKey(NamedTuple):
 
     def label(self) -> str:
         """The episode in messages about a run, whatever the attempt."""
-        return f"row {self.row_id!r:.80}, generation {self.generation}" + (
-            f" of epoch {self.epoch}" if self.epoch else ""
-        )
+        epoch = f" of epoch {self.epoch}" if self.epoch else ""
+        return f"row {self.row_id!r:.80}, generation {self.generation}{epoch}"
 
     def seed(self, run_seed: int) -> int:
         """A 63-bit seed derived from the configured seed and this key without its random run id."""

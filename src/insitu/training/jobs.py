@@ -22,7 +22,7 @@ async def wait_for_job(adapter: Any, ref: TrainingJobRef, config: Config) -> Tra
     try:
         job_id = (ref.metadata or {}).get("job_id", ref.run_id)
         with watchdog.waiting(f"training job {job_id}", progress.activity):
-            return await watchdog.watch(adapter.wait_until_complete(ref))
+            return await watchdog.watch(lambda: adapter.wait_until_complete(ref))
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)

@@ -139,7 +139,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         collection = _Collection(self._last_epoch, *callbacks, meta.get("vocab_size"), meta.get("finished") or [])
         self._runs[run_id] = collection
         watchdog = watchdog_of(self._full_config)
-        collecting = watchdog.watch(self._collect(run_id, collection, watchdog))
+        collecting = watchdog.watch(lambda: self._collect(run_id, collection, watchdog))
         collection.task = asyncio.create_task(collecting, name=f"collect {run_id}")
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
@@ -217,7 +217,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         if self.stored is not None:
             return None
         watchdog = watchdog_of(self._full_config)
-        return await watchdog.watch(self._rehearse(run_id, watchdog))
+        return await watchdog.watch(lambda: self._rehearse(run_id, watchdog))
 
     async def _rehearse(self, run_id: str, watchdog: Watchdog) -> str | None:
         evaluators, options = await self._evaluators_and_options()
