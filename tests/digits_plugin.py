@@ -2,10 +2,12 @@
 
 A row's question says what happens: {"say": text} asks the model, with "stream" for a streamed answer; "earn" is its
 step reward; "raise", "hang" and "block" fail each in its way; "mark" is a file that gets a character for each episode;
-"score" is what the evaluator gives, "nan" and "none" among it.
+"score" is what the evaluator gives, "nan" and "none" among it, or "hang". What hangs ends once the file `released` is
+there.
 """
 
 import asyncio
+import os
 import time
 from typing import Any
 
@@ -14,6 +16,11 @@ from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem, EvaluatorBaseConfig
 from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo
+
+
+async def hang() -> None:
+    while not os.path.exists("released"):  # noqa: ASYNC110, ASYNC240 (another process makes it)
+        await asyncio.sleep(0.05)
 
 
 class AskConfig(FunctionBaseConfig, name="ask"):
@@ -41,9 +48,10 @@ async def ask(config: AskConfig, builder: Builder):
             with open(question["mark"], "a") as marks:  # noqa: ASYNC230 (a byte)
                 marks.write(".")
         if "block" in question:
-            time.sleep(600)  # noqa: ASYNC251 (it is the mistake to be made)
+            while not os.path.exists("released"):  # noqa: ASYNC240
+                time.sleep(0.05)  # noqa: ASYNC251 (it is the mistake to be made)
         if "hang" in question:
-            await asyncio.sleep(600)
+            await hang()
         return f"{question.get('score', '')}|{text}"
 
     yield FunctionInfo.from_fn(answer, description="asks the model")
@@ -56,13 +64,15 @@ class DigitsConfig(EvaluatorBaseConfig, name="digits"):
 @register_evaluator(config_type=DigitsConfig)
 async def digits(config: DigitsConfig, builder: Builder):
     async def evaluate(given: EvalInput) -> EvalOutput:
+        if any(item.output_obj.startswith("hang|") for item in given.eval_input_items):
+            await hang()
         return EvalOutput(eval_output_items=[score(item.id, item.output_obj) for item in given.eval_input_items])
 
     def score(row_id: Any, output: str) -> EvalOutputItem:
         asked, _, text = output.partition("|")
         if asked == "none":
             return EvalOutputItem(id=row_id, score=None)
-        if asked:
+        if asked not in ("", "hang"):
             return EvalOutputItem(id=row_id, score=float(asked))
         found = [int(c) for c in text if c.isdigit()]
         return EvalOutputItem(id=row_id, score=sum(found) / len(found) / 9 if found else 0.0)

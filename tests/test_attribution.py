@@ -15,6 +15,7 @@ from insitu.capture.ledger import CallLedger
 from insitu.config import Config
 from insitu.evaluation.collector import collect
 from insitu.evaluation.episodes import EpisodeOptions
+from insitu.evaluation.watchdog import Watchdog
 from insitu.frameworks import sync_client
 from insitu.plugin_api import Builder, register_function
 from insitu.schemas.components import FunctionBaseConfig
@@ -53,7 +54,7 @@ async def collected(server: FakeOpenAI, agent: Agent, rows: list[str], limit: in
         async def finish(row: EvalInputItem, episode: Episode) -> None:
             pass
 
-        episodes = [e async for e in collect(builder, tasks, options, None, finish, None, limit)]
+        episodes = [e async for e in collect(builder, tasks, options, None, finish, None, limit, Watchdog(None, None))]
         return sorted(episodes, key=lambda e: rows.index(e.key.row_id))
 
 

@@ -93,6 +93,8 @@ async def test_the_server_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch
     assert 59 < slept[1] <= 60
     later = format_datetime(datetime.now(UTC) + timedelta(minutes=5), usegmt=True)
     assert 290 < retry_after({"Retry-After": later}) <= 300
+    clock = {"Date": "Tue, 01 Jan 2030 00:00:00 GMT", "Retry-After": "Tue, 01 Jan 2030 00:00:07 GMT"}
+    assert retry_after(clock) == 7  # whatever our own clock says
     assert [retry_after({"Retry-After": t}) for t in ("2", "0.5", "-1", "soon", "nan", "")] == [2, 0.5, 0, 0, 0, 0]
     assert retry_after({}) == 0
     assert [is_transient(s) for s in (408, 425, 429, 500, 503, 529)] == [True] * 6

@@ -209,6 +209,15 @@ def test_an_episode_that_hangs_is_timed_out(project: Path) -> None:
     assert read_lines(project / "run/training_metrics.jsonl")[0]["dropped"]["timeout"] == 4
 
 
+def test_an_evaluator_that_hangs_costs_its_episodes(project: Path) -> None:
+    write_rows(project, [{"say": "a", "score": "hang"}, {"say": "b"}])  # row 1 is rehearsed
+    code, _, err = run_project(project, "-o", "finetuning.num_epochs", "1", "-o", "eval.general.evaluator_timeout", "5")
+    assert code == 0, err
+    assert read_lines(project / "run/training_metrics.jsonl")[0]["dropped"]["evaluator_error"] == 4
+    message = "evaluator score took longer than eval.general.evaluator_timeout allows: 5 s"
+    assert [e["error"] for e in read_lines(project / "run/episodes.jsonl")[1:] if e["row_id"] == "0"] == [message] * 4
+
+
 def test_a_dead_backend_is_named(project: Path) -> None:
     digits_project(project, url="http://127.0.0.1:9")
     code, _, err = run_project(project)
@@ -399,7 +408,14 @@ def test_a_backend_killed_while_episodes_run_ends_the_command_with_its_exit_code
         backend.kill()
         out, err = process.communicate(HANGS)
         assert process.wait() == 1
-    assert "failed: the backend process exited with code -9 (SIGKILL); the end of its log (" in err
+    lost = "the backend process exited with code -9 (SIGKILL); the end of its log ("
+    assert f"failed: {lost}" in err
+    if command == "finetune":
+        progress = json.loads((project / "run/progress.json").read_text())
+        event = read_lines(project / "run/events.jsonl")[-1]
+        assert (progress["status"], event["event"]) == ("failed", "failed")
+        assert progress["error"] == event["error"]
+        assert progress["error"].startswith(f"BackendUnavailable: {lost}")
     assert ("run/backend/" in err) is (command == "finetune")
     assert ("epoch 1/2 did not complete; results so far are in run/" in out) is (command == "finetune")
 

@@ -5,8 +5,10 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from factories import digits_project, read_lines, write_rows
-from processes import HANGS, Process, run_project, start_project, wait_until
+from processes import HANGS, Process, forked_python, run_project, start_project, wait_until
 
 SEEDS = range(int(os.environ.get("KILL_SEEDS", "1")))
 KILLS = 3
@@ -91,8 +93,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(
     uninterrupted: tuple[Any, ...], tmp_path: Path, seed: int
 ) -> None:
     project, options, expected, seconds = uninterrupted
-    for name in ("config.yml", "digits_plugin.py", "rows.jsonl", "validation.jsonl"):
-        shutil.copy(project / name, tmp_path)
+    copy_project(project, tmp_path)
     dice, kills = random.Random(seed), list[str]()
     while len(kills) < KILLS:
         with start_project(tmp_path, *options, "--resume") as process:
@@ -116,6 +117,98 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(
     assert len(set(keys)) == len(keys) > 0, (seed, kills, "a job was trained twice")
     events = [e["event"] for e in read_lines(tmp_path / "run/events.jsonl")[1:]]
     print(f"seed {seed}: killed {', '.join(kills)}; events: {', '.join(events)}")
+
+
+def copy_project(project: Path, folder: Path) -> None:
+    for name in ("config.yml", "digits_plugin.py", "rows.jsonl", "validation.jsonl"):
+        shutil.copy(project / name, folder)
+
+
+only_grpo = pytest.mark.parametrize("uninterrupted", ["grpo"], indirect=True)
+
+
+def check_resumed(project: Path, options: Any, expected: Outcome) -> None:
+    """Continues the run, which must end as if nothing had happened."""
+    code, out, err = run_project(project, *options, "--resume")
+    assert code == 0, out + err
+    ended = outcome(project / "run")
+    for name, value in expected._asdict().items():
+        assert getattr(ended, name) == value, name
+
+
+@only_grpo
+@pytest.mark.parametrize(
+    ("number", "patient"),
+    [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGINT, False)],
+    ids=["Ctrl-C", "SIGTERM", "Ctrl-C twice"],
+)
+def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(
+    uninterrupted: tuple[Any, ...], tmp_path: Path, number: signal.Signals, patient: bool
+) -> None:
+    project, options, expected, _ = uninterrupted
+    copy_project(project, tmp_path)
+    metrics = tmp_path / "run/training_metrics.jsonl"
+    with start_project(tmp_path, *options) as process:
+        process.wait_until(metrics.exists)
+        process.send_signal(number)
+        while not patient and process.poll() is None:
+            process.send_signal(number)
+            time.sleep(0.01)
+        _, err = process.communicate(HANGS)
+        assert (process.wait(), err.strip()) == (130, "interrupted")
+    progress = json.loads((tmp_path / "run/progress.json").read_text())
+    assert progress["status"] == "interrupted" if patient else progress["status"] in ("running", "interrupted")
+    check_resumed(tmp_path, options, expected)
+
+
+FOLDERS = {"run": "run", "backend": "run/backend"}
+
+
+@only_grpo
+@pytest.mark.parametrize("full", FOLDERS)
+def test_a_run_whose_disk_was_full_continues_when_there_is_room(
+    uninterrupted: tuple[Any, ...], tmp_path: Path, full: str
+) -> None:
+    project, options, expected, _ = uninterrupted
+    copy_project(project, tmp_path)
+    metrics = tmp_path / "run/training_metrics.jsonl"
+    with start_project(tmp_path, *options) as process:
+        process.wait_until(metrics.exists)
+        owner = json.loads((tmp_path / FOLDERS[full] / ".lock").read_text())
+        resource.prlimit(owner["pid"], resource.RLIMIT_FSIZE, (1, 1))  # no file can grow any more
+        _, err = process.communicate(HANGS)
+        assert process.wait() == 1
+    assert re.search(r"^failed: .* cannot be written: .*File too large", err, re.MULTILINE), err
+    assert "Traceback" not in err
+    for name in ("episodes.jsonl", "calls.jsonl", "journal.jsonl"):
+        assert (tmp_path / "run" / name).read_bytes()[-1:] in (b"", b"\n")
+    check_resumed(tmp_path, options, expected)
+
+
+JUMPING_CLOCK = """if True:
+    import itertools, sys, time
+    from insitu.cli import main
+    jumps, real = itertools.cycle((0, 1e9, -1e9)), time.time
+    time.time = lambda: real() + next(jumps)
+    sys.executable = sys.argv.pop(1)
+    main()"""
+
+
+@only_grpo
+def test_a_clock_that_jumps_changes_nothing(uninterrupted: tuple[Any, ...], tmp_path: Path) -> None:
+    project, options, expected, _ = uninterrupted
+    copy_project(project, tmp_path)
+    code, python = tmp_path / "clock.py", tmp_path / "python"
+    code.write_text(JUMPING_CLOCK)
+    python.write_text(f'#!/bin/sh\nshift 2\nexec {forked_python()} -c "$(cat {code})" {python} "$@"\n')
+    python.chmod(0o755)  # the backend gets the same clock
+    limit = ("-o", "llms.player.timeout", "300")
+    arguments = [python, "-m", "insitu", "finetune", "--config_file", "config.yml", *options, *limit]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert outcome(tmp_path / "run") == expected
+    calls = read_lines(tmp_path / "run/calls.jsonl")[1:]
+    assert all(0 <= call["ended"] - call["started"] < HANGS for call in calls)
 
 
 def kill(process: Process, which: str) -> str | None:
@@ -190,7 +283,7 @@ def test_a_run_that_was_interrupted_continues_with_its_episodes(project: Path) -
         process.communicate(HANGS)
         assert process.wait() == 130
     progress = json.loads((project / "run/progress.json").read_text())
-    assert (progress["status"], progress["epoch"]) == ("interrupted", 0)
+    assert (progress["status"], progress["error"], progress["epoch"]) == ("interrupted", None, 0)
     finished = len(read_lines(project / "run/journal.jsonl")) - 1
     before = played.stat().st_size
     code, out, err = run_project(project, "-o", "finetuning.num_epochs", "1", "--resume")

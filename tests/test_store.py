@@ -1,5 +1,6 @@
 """A run's directory: nothing is overwritten, lines are whole, calls come back as they were."""
 
+import asyncio
 import os
 import threading
 from collections import Counter
@@ -16,6 +17,7 @@ from insitu.errors import ConfigError, InsituError
 from insitu.folder_lock import FolderLock
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
+from insitu.training.plot import RewardPlot
 from insitu.training.store import RUN_FILES, RunStore, set_aside
 from insitu.trajectories.builder import GroupRecord
 from insitu.trajectories.records import call_records, episode_record, restore_calls, restore_episode
@@ -95,6 +97,16 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
         store.write("best.json", {"epoch": "2" * 10_000})
     assert orjson.loads((tmp_path / "best.json").read_bytes()) == {"epoch": 1}
     store.close()
+
+
+def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    plot = RewardPlot(tmp_path / "reward_plot.png")
+    rewards = [{"epoch": 1, "avg_reward": 0.5}]
+    with disk_space(100), pytest.raises(InsituError, match=r"reward_plot\.png cannot be written: File too large"):
+        asyncio.run(plot.finish(rewards, []))
+    assert not [*tmp_path.iterdir()]
+    asyncio.run(plot.finish(rewards, []))
+    assert (tmp_path / "reward_plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_is_written_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

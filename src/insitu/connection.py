@@ -51,13 +51,17 @@ def is_transient(status: int) -> bool:
 
 
 def retry_after(headers: Mapping[str, str]) -> float:
-    """The seconds in a `Retry-After` header, which holds seconds or a date; 0 if there is none."""
+    """The seconds in a `Retry-After` header, which holds seconds or a date; 0 if there is none.
+
+    A date is compared with the server's own clock, the `Date` header, if it sends one.
+    """
     text = headers.get("Retry-After", "")
     try:
         seconds = float(text)
     except ValueError:
         try:
-            seconds = (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
+            now = parsedate_to_datetime(headers["Date"]) if "Date" in headers else datetime.now(UTC)
+            seconds = (parsedate_to_datetime(text) - now).total_seconds()
         except (TypeError, ValueError):
             return 0.0
     return max(0.0, seconds) if math.isfinite(seconds) else 0.0

@@ -3,6 +3,7 @@
 InsituError
 ├── ConfigError          the command line or the YAML file is wrong; nothing has been started (exit code 2)
 ├── PluginError          a plugin's component broke the interface it implements
+├── Stalled              nothing has completed for `eval.general.stall_timeout`
 ├── WorkflowError        the user's workflow failed on a row
 │   ├── EpisodeTimeout   it took longer than `eval.general.episode_timeout`
 │   ├── InputError       a function got an input that it cannot take
@@ -16,6 +17,7 @@ InsituError
 
 import os
 import re
+from collections.abc import Iterable
 from traceback import walk_tb
 
 _LIBRARY = f"{os.sep}lib{os.sep}python"
@@ -35,14 +37,20 @@ def describe_error(error: BaseException) -> str:
     A user frame is in neither insitu nor a library. Without any, the frames of the first installed package that
     insitu called count as the user's.
     """
-    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    place = users_place((frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__))
+    return format_error(error) + (f" ({place})" if place else "")
+
+
+def users_place(stack: Iterable[tuple[str, int]]) -> str:
+    """File and line of the innermost frame of a stack that is the user's (see `describe_error`)."""
+    frames = [*stack]
     foreign = [frame for frame in frames if not frame[0].startswith(_OURS)]
     user = [frame for frame in foreign if _LIBRARY not in frame[0]]
     installed = [(found[1], frame) for frame in foreign if (found := _PACKAGES.search(frame[0]))]
     if not user:
         user = [frame for package, frame in installed if package == installed[0][0]]
     last = (user or foreign or frames)[-1:]
-    return format_error(error) + "".join(f" ({file}, line {line})" for file, line in last)
+    return "".join(f"{file}, line {line}" for file, line in last)
 
 
 def format_error(error: BaseException) -> str:
@@ -89,6 +97,10 @@ class ConfigError(InsituError, ValueError):
 
 class PluginError(InsituError):
     """A plugin's component broke the interface it implements."""
+
+
+class Stalled(InsituError):
+    """Nothing has completed for `eval.general.stall_timeout`."""
 
 
 class WorkflowError(InsituError):

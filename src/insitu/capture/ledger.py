@@ -4,11 +4,13 @@ import asyncio
 import hashlib
 import heapq
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall
@@ -77,6 +79,10 @@ class PendingCall(NamedTuple):
     indices: range
     prompt_digest: bytes
     repetition: int
+    server: str
+    llm: str | None
+    started: float
+    """By `time.monotonic()`."""
 
 
 class CallLedger:
@@ -115,6 +121,7 @@ class CallLedger:
         self._on_call = on_call
         self._next_index = 0
         self._repetitions: defaultdict[bytes, IdPool] = defaultdict(IdPool)  # by prompt digest
+        self._pending: dict[PendingCall, None] = {}  # in the order of their start
         self._callers: set[asyncio.Task[Any]] = set()
         self._lock = threading.Lock()
 
@@ -122,13 +129,30 @@ class CallLedger:
         """Whether calls to this key of `llms` are trained."""
         return self.training if isinstance(self.training, bool) else llm in self.training
 
-    def begin_call(self, prompt_key: bytes, choices: int, server: str) -> PendingCall:
+    def begin_call(self, prompt_key: bytes, choices: int, server: str, llm: str | None = None) -> PendingCall:
         """Reserves an index for each choice of a request; `prompt_key` is equal for equal prompts."""
         digest = hashlib.blake2b(prompt_key, digest_size=16).digest()
         with self._lock:
             self.requested[server] += choices
             start, self._next_index = self._next_index, self._next_index + choices
-            return PendingCall(range(start, self._next_index), digest, self._repetitions[digest].acquire())
+            repetition = self._repetitions[digest].acquire()
+            indices = range(start, self._next_index)
+            pending = PendingCall(indices, digest, repetition, server, llm, time.monotonic())
+            self._pending[pending] = None
+            return pending
+
+    def activity(self) -> str:
+        """The oldest request in flight and its age, for people who wait for the episode."""
+        with self._lock:
+            pending, failed = [*self._pending], dict(self.failed_attempts)
+        if not pending:
+            failures = ", ".join(f"{count} x {reason}" for reason, count in failed.items())
+            return f"no model call in flight: its own code or a tool{failures and f'; failed calls: {failures}'}"
+        oldest = pending[0]
+        model = "a model" if oldest.llm is None else f"llms.{oldest.llm}"
+        host = urlsplit(oldest.server).netloc.rpartition("@")[2] or oldest.server
+        more = f", and {len(pending) - 1} later calls" if len(pending) > 1 else ""
+        return f"its call to {model} at {host} has taken {time.monotonic() - oldest.started:.0f} s{more}"
 
     def sampling_seed(self, pending: PendingCall) -> int:
         """31 bits determined by the episode's seed, the prompt, and how often it has been sent before.
@@ -138,9 +162,15 @@ class CallLedger:
         text = f"{self._seed}|{pending.repetition}|".encode() + pending.prompt_digest
         return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
 
+    def end_call(self, pending: PendingCall) -> None:
+        """The request is no longer in flight."""
+        with self._lock:
+            self._pending.pop(pending, None)
+
     def abandon(self, pending: PendingCall, reason: str, *, by_server: bool) -> None:
         """Counts a failed request. If the client retries it, that is the same call, with the same seed."""
         with self._lock:
+            self._pending.pop(pending, None)
             self.failed_attempts[reason] += 1
             self.server_failure = reason if by_server else None
             self._repetitions[pending.prompt_digest].release(pending.repetition)

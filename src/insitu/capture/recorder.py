@@ -143,7 +143,7 @@ class Exchange:
             # text completions may request `logprobs: 0`: those of the sampled tokens only
             logprobs=not logprobs and (request.route == CHAT or logprobs is None or logprobs is False),
         )
-        self._call = ledger.begin_call(request.prompt_key, request.num_choices, recorder.server)
+        self._call = ledger.begin_call(request.prompt_key, request.num_choices, recorder.server, recorder.llm)
         if "max_tokens" in recorder.forced_params:
             body.pop("max_completion_tokens", None)  # the newer name of the same limit
         body.update(recorder.forced_params)
@@ -237,6 +237,7 @@ class Exchange:
     def _record(self, response: dict[str, Any], headers: Mapping[str, str], error: str | None = None) -> None:
         calls = [] if self._ledger.closed else list(self._calls(response, headers, error))
         self._pending = False
+        self._ledger.end_call(self._call)
         for call in calls:
             if self._is_trained and error is None:
                 self._check(call)
@@ -246,6 +247,7 @@ class Exchange:
     def _calls(self, response: dict[str, Any], headers: Mapping[str, str], error: str | None) -> Iterator[ModelCall]:
         version = str(response.get("policy_version", headers.get("x-policy-version")))  # "None" if absent
         sampling = {name: value for name, value in self._body.items() if name not in _NON_SAMPLING_FIELDS}
+        ended = self._started_at + time.monotonic() - self._call.started  # the clock may have been set meanwhile
         for position, (index, choice) in enumerate(zip(self._call.indices, response["choices"], strict=False)):
             messages, choice_number = self._request.prompt_for_choice(choice.get("index", position))
             yield ModelCall(
@@ -264,7 +266,7 @@ class Exchange:
                 policy_version=int(version) if version.isdecimal() else None,
                 functions=self._site.invocation.names,
                 started=self._started_at,
-                ended=time.time(),
+                ended=ended,
                 usage=response.get("usage"),
                 error=error,
             )

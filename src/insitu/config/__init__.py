@@ -71,6 +71,11 @@ class EvalGeneralConfig(BaseModel):
     evaluator_timeout: float | None = Field(default=600.0, gt=0)
     """Time limit for scoring, in seconds per episode. An evaluator that gets many episodes together has that much time
     for each `max_concurrency` of them; none: no limit."""
+    stall_warning: float | None = Field(default=300.0, gt=0)
+    """Seconds after which a run in which no episode completes, and no training job makes progress, says what it is
+    waiting for; it is repeated as often. None: never."""
+    stall_timeout: float | None = Field(default=None, gt=0)
+    """Seconds after which such a run ends with exit code 1; none: it waits for ever."""
     dataset: Any = None
     """The dataset: a block whose `_type` is the file's format."""
 

@@ -27,6 +27,7 @@ from insitu.errors import InsituError, WorkflowError
 from insitu.evaluation.episodes import Attempt, EpisodeOptions, in_process, run_episode
 from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.shared_run import RunState
+from insitu.evaluation.watchdog import Watchdog, doing
 from insitu.registry import FUNCTION, LLM
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
@@ -52,22 +53,24 @@ async def collect(
     finish: Finish,
     run: RunState | None,
     limit: int,
+    watchdog: Watchdog,
 ) -> AsyncGenerator[Episode, None]:
     """Runs an episode for each task and yields it after `finish(row, episode)`, in the order of completion.
 
     At most `limit` episodes are in flight, and no more than `run` has slots. `service` names the `endpoint` of a
-    workflow service, if any. Close the generator (`aclosing`) to cancel what is in flight.
+    workflow service, if any. `watchdog` knows what is in flight. Close the generator (`aclosing`) to cancel that.
     """
 
     async def run_task(attempt: Attempt, task: Task) -> Episode:
         row, key = task
-        async with _episode_slot(run):
-            started = time.monotonic()
-            episode = await run_episode(attempt, row, key, options)
-            while run is not None and episode.reason is DropReason.BACKEND_ERROR and await run.wait_for_policy(started):
-                started, key = time.monotonic(), key.replayed(episode.key.attempt)
+        with watchdog.waiting(key.label(), lambda: "all max_concurrency slots are taken"):
+            async with _episode_slot(run):
+                started = time.monotonic()
                 episode = await run_episode(attempt, row, key, options)
-        await finish(row, episode)
+                while run is not None and await _server_was_down(episode, run, started):
+                    started, key = time.monotonic(), key.replayed(episode.key.attempt)
+                    episode = await run_episode(attempt, row, key, options)
+            await finish(row, episode)
         return episode
 
     trained = options.training if isinstance(options.training, frozenset) else ()
@@ -96,6 +99,14 @@ def stray_completions(builder: Builder) -> Counter[str]:
     """Completions requested outside every episode so far, by key of `llms`."""
     recorders = {llm.name: llm.recorder for llm in builder.built(LLM) if isinstance(llm, ModelClient)}
     return Counter({name: recorder.stray_completions for name, recorder in recorders.items()})
+
+
+async def _server_was_down(episode: Episode, run: RunState, started: float) -> bool:
+    """Whether an outage of the model's server, which has ended by now, may have made the episode fail."""
+    if episode.reason is not DropReason.BACKEND_ERROR:
+        return False
+    with doing(lambda: "its model's server does not respond"):
+        return await run.wait_for_policy(started)
 
 
 def _episode_slot(run: RunState | None) -> AbstractAsyncContextManager[object]:

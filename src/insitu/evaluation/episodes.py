@@ -30,6 +30,7 @@ from insitu.errors import (
     exception_chain,
     format_error,
 )
+from insitu.evaluation.watchdog import doing
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
@@ -189,7 +190,7 @@ async def _attempt(
     episode = Episode(key, Outcome.OK, calls=scope.calls, steps=scope.steps, requested=ledger.requested)
     transient = False
     started = time.perf_counter()
-    with scope.activate():
+    with scope.activate(), doing(ledger.activity):
         ran = await isolated(lambda: workflow.ainvoke(item.input_obj), options.timeout)
     error = ran.error
     if ran.timed_out:

@@ -1,6 +1,7 @@
 """Base class for evaluators, and scoring that reports failures as errors instead of as a score of 0."""
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from statistics import fmean
@@ -8,6 +9,7 @@ from statistics import fmean
 from insitu.capture.ledger import OUTSIDE, SCORING, current_call_site
 from insitu.errors import describe_error
 from insitu.evaluation.episodes import isolated
+from insitu.evaluation.watchdog import doing, seconds_since
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
 from insitu.schemas.finetuning import MAX_REWARD
@@ -55,7 +57,9 @@ async def score(
             current_call_site.set(SCORING)
         return await evaluator.evaluate_fn(EvalInput(eval_input_items=list(items)))
 
-    ran = await isolated(evaluate, limit)
+    started = time.monotonic()
+    with doing(lambda: f"its evaluator {name} has run for {seconds_since(started)}"):
+        ran = await isolated(evaluate, limit)
     if ran.timed_out:
         return _failed(f"evaluator {name} took longer than eval.general.evaluator_timeout allows: {limit:g} s", items)
     if ran.error is not None:

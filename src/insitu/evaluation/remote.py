@@ -22,6 +22,7 @@ from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import fields
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -30,6 +31,7 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 from insitu.connection import CONNECT_TIMEOUT, Retry, is_transient, retry_after
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, EpisodeTimeout, RequestRefused
 from insitu.evaluation.episodes import AttemptResult, EpisodeOptions, fail
+from insitu.evaluation.watchdog import doing, seconds_since
 from insitu.http_format import split_userinfo
 from insitu.redaction import remember_secret
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
@@ -228,6 +230,10 @@ class RemoteWorkflow:
         heard = started = time.monotonic()
         limit = asyncio.timeout(self._timeout)
         transient = True
+
+        def activity() -> str:
+            return f"the workflow service at {urlsplit(self.url).netloc} has sent nothing for {seconds_since(heard)}"
+
         try:
             request = {
                 "input": item.input_obj,
@@ -237,10 +243,11 @@ class RemoteWorkflow:
                 "policy": ServedPolicy.of(self.policy) if self.policy else None,
             }
             async with limit, aclosing(self._lines(encode(request))) as lines:
-                async for line in lines:
-                    heard = time.monotonic()
-                    if line and (end := _take(episode, decode(line))) is not None:
-                        return AttemptResult(episode, end.transient)
+                with doing(activity):
+                    async for line in lines:
+                        heard = time.monotonic()
+                        if line and (end := _take(episode, decode(line))) is not None:
+                            return AttemptResult(episode, end.transient)
             raise BackendUnavailable(f"the workflow service at {self.url} ended the stream before the episode")
         except (aiohttp.ClientError, OSError, BackendUnavailable) as error:  # TimeoutError is an OSError
             service = f"the workflow service at {self.url}"

@@ -19,7 +19,8 @@ from insitu.evaluation.collector import collect
 from insitu.evaluation.datasets import FileDatasetConfig, dataset_config, load_dataset
 from insitu.evaluation.episodes import EpisodeOptions, ResultPath
 from insitu.evaluation.evaluators import score
-from insitu.evaluation.shared_run import GenerationCounter, components, current_run, is_held_out
+from insitu.evaluation.shared_run import GenerationCounter, components, current_run, is_held_out, watchdog_of
+from insitu.evaluation.watchdog import Watchdog
 from insitu.files import writable_folder, write_file
 from insitu.registry import EVALUATOR
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey
@@ -67,7 +68,8 @@ class EvaluationRun:
         """Runs and scores every row; a row that fails becomes an item with `error`."""
         self._take_generations()
         async with components(self.config, self._builder) as (loaded, builder):
-            return await self._run(loaded, load_dataset(loaded, self.config.dataset, self._precomputed), builder)
+            rows, watchdog = load_dataset(loaded, self.config.dataset, self._precomputed), watchdog_of(loaded)
+            return await watchdog.watch(lambda: self._run(loaded, rows, builder, watchdog))
 
     def _take_generations(self) -> None:
         """Runs before the first await, so that evaluations are numbered in the order they are started."""
@@ -79,7 +81,9 @@ class EvaluationRun:
         elif run is not None:
             run.validations += 1
 
-    async def _run(self, loaded: Config, rows: list[EvalInputItem], builder: Builder) -> EvaluationRunOutput:
+    async def _run(
+        self, loaded: Config, rows: list[EvalInputItem], builder: Builder, watchdog: Watchdog
+    ) -> EvaluationRunOutput:
         names = loaded.names(EVALUATOR)
         if not names:
             raise ConfigError(f"{loaded.source} has no evaluators: nothing would be scored")
@@ -96,16 +100,19 @@ class EvaluationRun:
         if self.config.skip_workflow:
             _mark_missing(missing, dataset_config(loaded).structure.generated_answer_key)
         elif missing:
-            await self._collect(loaded, builder, missing)
+            await self._collect(loaded, builder, missing, watchdog)
         done = [item for item in items if item.error is None]
         limit = loaded.eval.scoring_limit(len(done))
-        results = [(name, await score(info, name, done, limit)) for name, info in evaluators.items()]
+        results = []
+        for name, info in evaluators.items():
+            with watchdog.waiting(f"the scores of {len(done)} answers", lambda: "they are complete"):
+                results.append((name, await score(info, name, done, limit)))
         output = EvaluationRunOutput(eval_input=EvalInput(eval_input_items=items), evaluation_results=results)
         if self.config.write_output:
             await asyncio.to_thread(write_files, output, folder, dataset_config(loaded))
         return output
 
-    async def _collect(self, loaded: Config, builder: Builder, items: list[EvalInputItem]) -> None:
+    async def _collect(self, loaded: Config, builder: Builder, items: list[EvalInputItem], watchdog: Watchdog) -> None:
         """Runs the workflow on `items` and fills them in."""
         trained = loaded.trained_llms() if self._training else frozenset()
         targets = loaded.finetuning.target_functions
@@ -117,7 +124,9 @@ class EvaluationRun:
             item.error, item.reason = episode.error, episode.reason
 
         tasks = [(i, EpisodeKey("eval", epoch, str(i.id), self._first_generation + i.rep)) for i in items]
-        collecting = collect(builder, tasks, options, self.config, fill_in, current_run(), loaded.max_concurrency)
+        collecting = collect(
+            builder, tasks, options, self.config, fill_in, current_run(), loaded.max_concurrency, watchdog
+        )
         async with aclosing(collecting) as episodes:
             async for episode in episodes:
                 if self.on_episode is not None:

@@ -16,6 +16,7 @@ from typing import Any
 from insitu.builder import Builder, builder_at_work
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
+from insitu.evaluation.watchdog import Watchdog
 from insitu.schemas.evaluation import EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
 
@@ -41,7 +42,8 @@ class RunState:
     """A finetuning run as its evaluations see it, whether the trainer or a plugin starts them.
 
     `episode_slots` limits the episodes in flight. `validations` counts held-out evaluations; `failed_validations`
-    describes those without a score. `wait_for_policy(since)` waits while the server of the model under training does
+    describes those without a score. `lost` is why the run is being cancelled: its backend is lost.
+    `wait_for_policy(since)` waits while the server of the model under training does
     not respond; it returns whether it had to, or the server was restarted since that `time.monotonic()`. An outage may
     last longer than the agent's client retries, and must not use up the epoch's episodes. It raises BackendUnavailable
     if the server does not come back.
@@ -50,9 +52,11 @@ class RunState:
     builder: Builder
     loop: asyncio.AbstractEventLoop
     episode_slots: asyncio.Semaphore
+    watchdog: Watchdog
     generations: GenerationCounter = field(default_factory=GenerationCounter)
     validations: int = 0
     failed_validations: list[str] = field(default_factory=list)
+    lost: BaseException | None = None
     wait_for_policy: Callable[[float], Awaitable[bool]] = _nothing_to_wait_for
 
 
@@ -103,7 +107,8 @@ def share(builder: Builder) -> Iterator[RunState]:
     if run is not None and run.builder is builder:
         yield run
         return
-    run = RunState(builder, asyncio.get_running_loop(), asyncio.Semaphore(builder.config.max_concurrency))
+    slots, watchdog = asyncio.Semaphore(builder.config.max_concurrency), Watchdog.of(builder.config.eval)
+    run = RunState(builder, asyncio.get_running_loop(), slots, watchdog)
     token = _current.set(run)
     try:
         yield run
@@ -142,6 +147,12 @@ def _is_for(request: EvaluationRunConfig, config: Config) -> bool:
         and _same_file(request.config_file, run.config_file)
         and tuple(request.override) in ((), tuple(run.override))
     )
+
+
+def watchdog_of(config: Config) -> Watchdog:
+    """That of the current finetuning run, or a new one."""
+    run = current_run()
+    return run.watchdog if run is not None else Watchdog.of(config.eval)
 
 
 def is_held_out(dataset: str | Path | None, config: Config) -> bool:

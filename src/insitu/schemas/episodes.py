@@ -47,6 +47,11 @@ class EpisodeKey(NamedTuple):
     def text(self) -> str:
         return f"{self.run_id}/{self.epoch}/{self.row_id}/{self.generation}/{self.attempt}"
 
+    def label(self) -> str:
+        """The episode in messages about a run, whatever the attempt."""
+        epoch = f" of epoch {self.epoch}" if self.epoch else ""
+        return f"row {self.row_id!r:.80}, generation {self.generation}{epoch}"
+
     def seed(self, run_seed: int) -> int:
         """A 63-bit seed derived from the configured seed and this key without its random run id."""
         text = f"{run_seed}|episode|{self.epoch}|{self.row_id}|{self.generation}|{self.attempt - self.replays}"

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from insitu.errors import InsituError, describe_error
+from insitu.evaluation.watchdog import end_process
 from insitu.gateway.programs import kill_programs
 
 logger = logging.getLogger(__name__)
@@ -35,12 +36,15 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine, on uvloop if it is installed (half the client-side cost of a request).
 
     Blocking agents run in threads, one per episode in flight. Ctrl-C and SIGTERM cancel it, and KeyboardInterrupt is
-    raised after cleanup. A second signal, or cleanup that takes longer than `STOP_SECONDS`, ends the process.
+    raised after cleanup. A second signal, cleanup that takes longer than `STOP_SECONDS`, or an agent that blocks the
+    loop for `eval.general.stall_timeout` ends the process.
     """
     loop = _new_loop()
     executor = ThreadPoolExecutor(_MOST_THREADS, _THREAD_NAME)
     loop.set_default_executor(executor)
-    task = loop.create_task(main)
+    context = copy_context()
+    context.run(end_process.set, lambda reason: _end_process(f"failed: {reason}", 1))
+    task = loop.create_task(main, context=context)
     with _stop_on_signals(lambda: loop.call_soon_threadsafe(task.cancel)) as stopping:
         try:
             return _run(loop, task)
@@ -85,17 +89,12 @@ def _stop_on_signals(stop: Callable[[], object]) -> Iterator[threading.Event]:
         yield stopping
         return
 
-    def end_process() -> None:
-        os.write(sys.stderr.fileno(), b"interrupted\n")
-        kill_programs()
-        os._exit(130)  # the backend process notices that its parent is gone
-
-    watchdog = threading.Timer(STOP_SECONDS, end_process)
+    watchdog = threading.Timer(STOP_SECONDS, _end_process, ("interrupted", 130))
     watchdog.daemon = True
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if stopping.is_set():
-            end_process()
+            _end_process("interrupted", 130)
         stopping.set()
         watchdog.start()
         stop()
@@ -107,6 +106,13 @@ def _stop_on_signals(stop: Callable[[], object]) -> Iterator[threading.Event]:
         watchdog.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_process(message: str, code: int) -> None:
+    """Ends the process without cleanup, which a blocked event loop prevents."""
+    os.write(sys.stderr.fileno(), f"{message}\n".encode(errors="replace"))
+    kill_programs()
+    os._exit(code)  # the backend process notices that its parent is gone
 
 
 def _run(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[T]") -> T:

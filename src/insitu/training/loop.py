@@ -42,6 +42,7 @@ from insitu.training.checks import (
     new_version,
 )
 from insitu.training.config import InsituTrainerConfig
+from insitu.training.jobs import wait_for_job
 from insitu.training.metrics import (
     JOB_METRICS,
     EpochResult,
@@ -147,13 +148,9 @@ class InsituTrainer(UsesBuilder, Trainer):
             version = await self._served_version()
             await self._durable.commit(run_id=self.run_id, epochs_before=before, policy_version=version)
             await self._rehearse()
-        try:
+        with self._durable.recorded_end():
             statuses = await self._run_epochs(num_epochs)
             await self._conclude(statuses)
-        except BaseException as error:  # recorded, then re-raised
-            self._durable.end("failed" if isinstance(error, Exception) else "interrupted", error)
-            raise
-        self._durable.end("completed")
         return statuses
 
     async def _run_epochs(self, num_epochs: int) -> list[TrainingJobStatus]:
@@ -296,7 +293,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         started = time.perf_counter()
         self.report.begin(f"epoch {epoch}: training", None)
         try:
-            status = await self.trainer_adapter.wait_until_complete(ref)
+            status = await wait_for_job(self.trainer_adapter, ref, self._full_config)
         finally:
             self.report.end()
         metadata = status.metadata or {}
@@ -343,10 +340,12 @@ class InsituTrainer(UsesBuilder, Trainer):
 
     async def cleanup(self) -> None:
         self.report.end_run()
-        if self._plot is not None:  # also after a failed or interrupted run
-            await self._plot.finish(self.reward_history, self._validations)
-        self._durable.close()
-        self._full_config.moved.clear()
+        try:
+            if self._plot is not None:  # also after a failed or interrupted run
+                await self._plot.finish(self.reward_history, self._validations)
+        finally:
+            self._durable.close()
+            self._full_config.moved.clear()
 
     def _write_run_file(self, num_epochs: int) -> None:
         settings = self._run_settings(num_epochs)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from insitu.files import cannot_write
+
 Records = Sequence[Mapping[str, Any]]
 
 _SHARE_OF_TIME = 0.02
@@ -26,7 +28,7 @@ class RewardPlot:
             await self.finish(rewards, validations)
 
     async def finish(self, rewards: Records, validations: Records) -> None:
-        """Draws the plot if there is anything new."""
+        """Draws the plot if there is anything new. Raises InsituError if it cannot be written."""
         given = (len(rewards), len(validations))
         if given == self._drawn:
             return
@@ -55,5 +57,9 @@ def _draw(path: Path, rewards: Records, validations: Records) -> None:
     if trained or scored:
         axes.legend(loc="lower right")
     temporary = path.with_name(f".{path.name}")
-    FigureCanvasAgg(figure).print_figure(str(temporary), format="png", dpi=110)
-    temporary.replace(path)
+    try:
+        FigureCanvasAgg(figure).print_figure(str(temporary), format="png", dpi=110)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise cannot_write(path, error) from error

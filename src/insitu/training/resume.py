@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from insitu.config import Config
 from insitu.config.resolved import differences, resolved_config
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
+from insitu.evaluation.shared_run import current_run
 from insitu.files import read_object
 from insitu.schemas.episodes import Episode
 from insitu.training.progress import JOURNAL, PROGRESS, RunProgress, RunStatus, read_journal, read_progress
@@ -19,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _HARMLESS = (
     *("finetuning.num_epochs", "finetuning.output_dir", "finetuning.validation.interval"),
-    *("eval.general.max_concurrency", "eval.general.output*", "eval.general.evaluator_timeout"),
+    *("eval.general.max_concurrency", "eval.general.output*", "eval.general.evaluator_timeout", "eval.general.stall_*"),
     *("*.file_path", "*.api_key", "*.base_url", "*.url", "*.endpoint_timeout", "llms.*.timeout", "llms.*.max_retries"),
     *("trainer_adapters.*.device", "trainer_adapters.*.*_timeout", "trainer_adapters.*.keep*"),
     *("trainer_adapters.*.max_restarts", "eval.general.stall_*"),
@@ -152,8 +154,22 @@ class ResumableRun:
         if self._store is not None:
             self._store.close()
 
-    def end(self, status: RunStatus, error: BaseException | None = None) -> None:
-        """Records how the run has ended; the point from which it continues stays the same."""
+    @contextmanager
+    def recorded_end(self) -> Iterator[None]:
+        """Records how the body, which is the run, has ended; the point from which it continues stays the same."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            run = current_run()
+            lost = run.lost if run is not None else None
+            self._end("interrupted" if lost is None else "failed", lost)
+            raise
+        except BaseException as error:  # recorded, then re-raised
+            self._end("failed" if isinstance(error, Exception) else "interrupted", error)
+            raise
+        self._end("completed")
+
+    def _end(self, status: RunStatus, error: BaseException | None = None) -> None:
         message = None if error is None else describe_error(error)
         self.progress = self.progress.model_copy(update={"status": status, "error": message})
         try:

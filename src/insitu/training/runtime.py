@@ -24,7 +24,7 @@ from insitu.errors import (
 from insitu.evaluation.datasets import dataset_config, load_dataset
 from insitu.evaluation.episodes import ResultPath
 from insitu.evaluation.remote import RemoteWorkflow
-from insitu.evaluation.shared_run import RunState, share
+from insitu.evaluation.shared_run import RunState, current_run, share
 from insitu.evaluation.validation import held_out_config
 from insitu.http_limits import raise_file_limit
 from insitu.interfaces import Trainer, TrainerAdapter
@@ -172,7 +172,9 @@ async def _watched(adapter: Any) -> AsyncIterator[None]:
         return watcher.exception() if watcher.done() and not watcher.cancelled() else None
 
     def expire(_: asyncio.Task[None]) -> None:
-        if lost() is not None:
+        if (error := lost()) is not None:
+            if (run := current_run()) is not None:
+                run.lost = error
             limit.reschedule(0.0)
 
     try:

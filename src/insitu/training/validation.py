@@ -6,7 +6,7 @@ import time
 from typing import Any, NamedTuple
 
 from insitu.builder import Builder
-from insitu.errors import ConfigError, InsituError
+from insitu.errors import ConfigError, InsituError, Stalled
 from insitu.evaluation.datasets import dataset_file, load_dataset
 from insitu.evaluation.validation import held_out_config, validate
 from insitu.files import load_json
@@ -88,7 +88,7 @@ class Validation:
             record = await validate(
                 self._run_config, epoch, self._builder, lambda _: self._report.advance(), scores.update
             )
-        except ConfigError:
+        except (ConfigError, Stalled):
             raise
         except InsituError as error:
             record = {"epoch": epoch, "error": f"{type(error).__name__}: {error}", "dropped": {}}

@@ -16,6 +16,7 @@ from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.finetuning import TrainingStatusEnum
 from insitu.training.checks import new_version
 from insitu.training.config import WarmUpConfig
+from insitu.training.jobs import wait_for_job
 from insitu.training.report import Report
 
 
@@ -88,9 +89,10 @@ class _Demonstration(BaseModel):
 class WarmUp:
     """The job on demonstrations that a trainer's `sft` asks for."""
 
-    def __init__(self, config: WarmUpConfig, rows: list[TrainingRow]) -> None:
+    def __init__(self, config: WarmUpConfig, rows: list[TrainingRow], full_config: Config) -> None:
         self._config = config
         self._rows = rows
+        self._full_config = full_config
 
     async def run(self, adapter: TrainerAdapter, run_id: str, before: int | None, report: Report) -> dict[str, Any]:
         """Returns the job's metrics, version and checkpoint; `before` is the policy version that the run started with.
@@ -111,7 +113,7 @@ class WarmUp:
             ref = await adapter.submit_rows(self._rows, run_id, "sft", self._config.overrides())
         except RequestRefused as error:  # names the row: a dialogue that is too long, or that the chat template refuses
             raise TrajectoryError(f"the warm-up on {self._config.rows} was refused: {error}") from error
-        status = await adapter.wait_until_complete(ref)
+        status = await wait_for_job(adapter, ref, self._full_config)
         if status.status is not TrainingStatusEnum.COMPLETED:
             raise JobFailed(f"the warm-up ended as {status.status.value}: {status.message or 'no reason given'}")
         version = new_version(0, before, await adapter.policy_endpoint())
@@ -123,4 +125,4 @@ class WarmUp:
 def read_warm_up(config: Config, sft: WarmUpConfig) -> WarmUp:
     """The warm-up of the trainer that is being built. Raises ConfigError."""
     key = f"trainers.{name_being_built()}.sft.rows"
-    return WarmUp(sft, read_demonstrations(config.find_path(sft.rows, key), key))
+    return WarmUp(sft, read_demonstrations(config.find_path(sft.rows, key), key), config)

@@ -15,7 +15,8 @@ from insitu.evaluation.collector import collect, open_workflow
 from insitu.evaluation.datasets import load_dataset, rows_of_epoch
 from insitu.evaluation.episodes import EpisodeOptions, ResultPath, fail, run_episode
 from insitu.evaluation.evaluators import ALLOWED_REWARDS, is_reward, parse_score, score
-from insitu.evaluation.shared_run import UsesBuilder, builder_of_run, current_run
+from insitu.evaluation.shared_run import UsesBuilder, builder_of_run, current_run, watchdog_of
+from insitu.evaluation.watchdog import Watchdog
 from insitu.interfaces import TrajectoryBuilder
 from insitu.registry import EVALUATOR, LLM, register_trajectory_builder
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
@@ -137,7 +138,9 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         callbacks = meta.get("on_episode") or ignore, meta.get("on_group") or ignore
         collection = _Collection(self._last_epoch, *callbacks, meta.get("vocab_size"), meta.get("finished") or [])
         self._runs[run_id] = collection
-        collection.task = asyncio.create_task(self._collect(run_id, collection), name=f"collect {run_id}")
+        watchdog = watchdog_of(self._full_config)
+        collecting = watchdog.watch(lambda: self._collect(run_id, collection, watchdog))
+        collection.task = asyncio.create_task(collecting, name=f"collect {run_id}")
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
         collection = self._runs.get(run_id)
@@ -213,12 +216,18 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         """
         if self.stored is not None:
             return None
+        watchdog = watchdog_of(self._full_config)
+        return await watchdog.watch(lambda: self._rehearse(run_id, watchdog))
+
+    async def _rehearse(self, run_id: str, watchdog: Watchdog) -> str | None:
         evaluators, options = await self._evaluators_and_options()
         service, episode = self.run_config.run_configuration, None
         async with open_workflow(self._builder, service, self._full_config.trained_llms(), current_run()) as attempt:
             for row in self.rows_of_epoch(1)[:_REHEARSED_ROWS]:
-                episode = await run_episode(attempt, row, EpisodeKey(run_id, 0, str(row.id), 0), options)
-                await self._reward(episode, row, evaluators)
+                key = EpisodeKey(run_id, 0, str(row.id), 0)
+                with watchdog.waiting(f"{key.label()}, played before the first epoch", lambda: "it begins"):
+                    episode = await run_episode(attempt, row, key, options)
+                    await self._reward(episode, row, evaluators)
                 if episode.reason is not DropReason.EVALUATOR_ERROR:
                     break
         if episode is None or episode.reason is None:
@@ -228,7 +237,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
             raise PluginError(f"no row could be scored, so nothing can be trained; {problem}")
         return problem
 
-    async def _collect(self, run_id: str, collection: _Collection) -> None:
+    async def _collect(self, run_id: str, collection: _Collection, watchdog: Watchdog) -> None:
         """Runs the epoch's rows x generations, waits for episodes, and passes each group on with its last episode."""
         if self.stored is not None:
             await self._read_stored(self.stored, run_id, collection)
@@ -249,7 +258,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
             await self._reward(episode, row, evaluators)
 
         service, limit = self.run_config.run_configuration, self._full_config.max_concurrency
-        collecting = collect(self._builder, tasks, options, service, finish, current_run(), limit)
+        collecting = collect(self._builder, tasks, options, service, finish, current_run(), limit, watchdog)
         async with aclosing(collecting) as episodes:
             async for episode in episodes:  # each has an outcome, or `collect` raises: every group becomes complete
                 self._add(episode, collection)

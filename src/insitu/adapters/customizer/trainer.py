@@ -27,7 +27,7 @@ from insitu.adapters.customizer.submission import (
 from insitu.adapters.customizer.trainer_adapter import NeMoCustomizerTrainerAdapter
 from insitu.builder import Builder
 from insitu.config.resolved import differences
-from insitu.errors import ConfigError, InsituError, JobFailed, TrajectoryError, describe_error
+from insitu.errors import ConfigError, InsituError, JobFailed, Stalled, TrajectoryError, describe_error
 from insitu.files import load_json
 from insitu.interfaces import TrainerAdapter, TrajectoryBuilder
 from insitu.preferences.selection import distinct_pairs, sampled_pairs
@@ -40,6 +40,7 @@ from insitu.schemas.finetuning import (
 )
 from insitu.training.checks import TrainingNeeds
 from insitu.training.config import InsituTrainerConfig
+from insitu.training.jobs import wait_for_job
 from insitu.training.loop import InsituTrainer
 from insitu.training.metrics import collected_metrics
 from insitu.training.report import counts
@@ -223,7 +224,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
                 collection = single_pairs(collection)
             except Exception as error:  # a plugin's builder or agent may raise anything
                 self.log_progress(number, {"error": describe_error(error), "seconds": time.perf_counter() - started})
-                if not self.customizer_config.continue_on_collection_error or isinstance(error, ConfigError):
+                if not self.customizer_config.continue_on_collection_error or isinstance(error, ConfigError | Stalled):
                     raise
                 last_error = error
                 self.report.note(f"collection {number}/{runs} FAILED: {describe_error(error)}")
@@ -277,8 +278,8 @@ class NeMoCustomizerTrainer(InsituTrainer):
             adapter.on_progress = self.report.note
         self.report.begin(f"waiting for job {_job_id(ref)}", None)
         try:
-            return await adapter.wait_until_complete(ref)
-        except asyncio.CancelledError:
+            return await wait_for_job(adapter, ref, self._full_config)
+        except (asyncio.CancelledError, Stalled):
             self._record_canceled()
             raise
         except JobFailed:
