@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from insitu.training.runs import RunDetails, RunSummary
 
 _PATH = click.Path(path_type=Path)
+_WIDE = 1000
+"""Characters that a line of a table may have in a pipe or file."""
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -54,17 +56,26 @@ def _print_json(value: Any) -> None:
 
 
 def _print_list(found: "list[RunSummary]") -> None:
-    from rich.table import Table
-
-    table = Table("run", "id", "status", "epoch", "method", "model", "held out: first", "best", "written (UTC)")
+    table = _table("run", "id", "status", "epoch", "method", "model", "held out", "written (UTC)")
     for run in found:
-        cells = (run.run_dir, run.run_id, run.status, _epochs(run), run.method, run.model)
-        scores = (_score(run.first_score), _score(run.best_score))
-        _add_row(table, *cells, *scores, (run.written or "").partition("+")[0].replace("T", " "))
+        written = (run.written or "-")[: len("2026-01-01T00:00")].replace("T", " ")
+        model = Path(run.model).name if run.model and Path(run.model).is_absolute() else run.model
+        scores = f"{_score(run.first_score)}, best {_score(run.best_score)}" if run.first_score is not None else None
+        _add_row(table, run.run_dir, run.run_id, run.status, _epochs(run), run.method, model, scores, written)
     _print_table(table)
     for run in found:
         for problem in run.problems:
-            consoles.results().print(f"{run.run_dir}: {problem}", markup=False, soft_wrap=True)
+            where = "" if problem.startswith(run.run_dir) else f"{run.run_dir}: "
+            consoles.results().print(f"{where}{problem}", markup=False, soft_wrap=True)
+
+
+def _table(*columns: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
 
 
 def _add_row(table: "Table", *cells: Any) -> None:
@@ -74,10 +85,10 @@ def _add_row(table: "Table", *cells: Any) -> None:
 
 
 def _print_table(table: "Table") -> None:
-    """In full width unless the terminal is narrower: lines of a pipe are not cut."""
+    """Lines are folded on a terminal only."""
     console = consoles.results()
     if not console.is_terminal:
-        console.width = max(console.width, console.measure(table).maximum)
+        console.width = _WIDE
     console.print(table)
 
 
@@ -120,11 +131,13 @@ def _print_details(details: "RunDetails") -> None:
         say(f"  {key}: {json.dumps(value)}")
     say("\nevents:")
     for event in details.events:
-        others = (f"{key} {value}" for key, value in event.items() if key not in ("time", "event") and value)
+        others = (f"{key} {_text(event[key])}" for key in event if key not in ("time", "event") and event[key])
         say(f"  {str(event.get('time')).partition('.')[0]}  {event.get('event')}  {', '.join(others)}".rstrip())
     if details.epochs:
+        say("\nepochs:")
         _print_table(_epoch_table(details.epochs))
     if details.validations:
+        say("\nvalidations:")
         _print_table(_validation_table(details.validations))
     if details.best is not None:
         where = details.best.get("checkpoint") or "the initial weights"
@@ -134,10 +147,12 @@ def _print_details(details: "RunDetails") -> None:
         say(f"  {_bytes(size):>9}  {name}")
 
 
-def _epoch_table(epochs: Iterable[Mapping[str, Any]]) -> "Table":
-    from rich.table import Table
+def _text(value: Any) -> str:
+    return "; ".join(map(str, value)) if isinstance(value, list) else str(value)
 
-    table = Table("epoch", "version", "reward", "loss", "dropped", "seconds", "job")
+
+def _epoch_table(epochs: Iterable[Mapping[str, Any]]) -> "Table":
+    table = _table("epoch", "version", "reward", "loss", "dropped", "seconds", "job")
     for line in epochs:
         dropped = ", ".join(f"{count} {reason}" for reason, count in (line.get("dropped") or {}).items())
         seconds = sum((line.get("seconds") or {}).values())
@@ -148,9 +163,7 @@ def _epoch_table(epochs: Iterable[Mapping[str, Any]]) -> "Table":
 
 
 def _validation_table(validations: Iterable[Mapping[str, Any]]) -> "Table":
-    from rich.table import Table
-
-    table = Table("held out: epoch", "version", "score", "95 % CI", "n")
+    table = _table("epoch", "version", "score", "95 % CI", "n")
     for record in validations:
         low, high = record.get("ci95") or (None, None)
         interval = f"{_score(low)} to {_score(high)}" if low is not None and high is not None else None

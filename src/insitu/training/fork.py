@@ -25,6 +25,7 @@ from insitu.files import cannot_write, new_folder, read_line, read_object, whole
 from insitu.training.held_out import HISTORY_FILE, SCORES_FILE, read_validations
 from insitu.training.progress import HISTORY, PROGRESS, EpochState, RunProgress, new_run_id, read_history
 from insitu.training.resume import find_run
+from insitu.training.runs import read_summary
 from insitu.training.store import BACKEND_FOLDER, STARTED_FILE, RunStore
 from insitu.trajectories.stored import RESCORES
 
@@ -191,8 +192,6 @@ def _drop_optimizer(checkpoint: Path) -> None:
 def _copy_lines_of_epochs(run: Path, state: EpochState, target: Path) -> None:
     """Copies files up to the size that they had after the epoch."""
     for name, size in state.sizes.items():
-        if name == HISTORY:
-            continue
         with (run / name).open("rb") as source, (target / name).open("wb") as copy:
             left = size
             while left and (block := source.read(min(left, _BLOCK))):
@@ -207,10 +206,11 @@ def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settin
     run, epoch = origin.folder, progress.epoch
     _append_lines(run / SCORES_FILE, store, lambda line: line.get("epoch", 0) <= epoch)
     _append_lines(run / RESCORES, store, lambda line: _epoch_of(line) <= epoch)
-    store.cut_to(progress.sizes)
+    store.cut_to(progress.sizes)  # opens the files
     states = [state for number, state in sorted(origin.states.items()) if number <= epoch]
     store.append(HISTORY, [state.model_dump(mode="json") for state in states])
-    store.record_event("forked", epoch=epoch, run=str(run.absolute()), run_id=origin.progress.run_id)
+    original = {"run": str(run.absolute()), "run_id": origin.progress.run_id, "epochs": read_summary(run).epochs}
+    store.record_event("forked", epoch=epoch, **original)
     store.write("run.json", {**settings, "run_id": progress.run_id})
     if epoch:
         store.write("reward_history.json", progress.rewards)

@@ -71,8 +71,9 @@ class EpochState(BaseModel):
 
     @classmethod
     def of(cls, progress: RunProgress) -> "EpochState":
-        fields = progress.model_dump(include=cls.model_fields.keys() - {"jobs"})
-        return cls(**fields, jobs=len(progress.jobs))
+        sizes = {name: size for name, size in progress.sizes.items() if name != HISTORY}
+        fields = progress.model_dump(include=cls.model_fields.keys() - {"jobs", "sizes"})
+        return cls(**fields, jobs=len(progress.jobs), sizes=sizes)
 
     def restore(self, progress: RunProgress) -> RunProgress:
         """The progress as it was after this epoch."""

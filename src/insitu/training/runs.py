@@ -14,7 +14,7 @@ from insitu.files import read_line, read_object, whole_lines
 from insitu.folder_lock import locked_by
 from insitu.training.held_out import read_validations
 from insitu.training.progress import PROGRESS, RunProgress, journal_size, read_progress
-from insitu.training.store import BACKEND_FOLDER, RUN_FILES, STARTED_FILE
+from insitu.training.store import BACKEND_FOLDER, EVENTS, RUN_FILES, STARTED_FILE
 
 T = TypeVar("T")
 
@@ -126,12 +126,9 @@ def read_summary(run: Path) -> RunSummary:
     if locked is not None:
         summary.status, summary.error = "running", None
     elif progress is None and not (run / PROGRESS).exists():
-        summary.problems.append(
-            f"{run / PROGRESS} is missing: the run ended before its first epoch, or cannot continue"
-        )
-    resumed = [event for event in summary.attempt(lambda: _read_events(run), []) if "epochs" in event]
-    if resumed:
-        summary.epochs = resumed[-1]["epochs"]
+        summary.problems.append(f"{run / PROGRESS} is missing: the run cannot continue")
+    for event in summary.attempt(lambda: _read_lines(run / EVENTS), []):
+        summary.epochs = event.get("epochs", summary.epochs)
     summary.attempt(lambda: _describe_validations(summary, read_validations(run)), None)
     summary.written = summary.attempt(lambda: _last_written(run), None)
     return summary
@@ -169,12 +166,9 @@ def _last_written(run: Path) -> str:
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a small file, without its format."""
-    records = (read_line(path, number, line) for number, line in whole_lines(path) if path.is_file())
+    lines = whole_lines(path) if path.is_file() else ()
+    records = [read_line(path, number, line) for number, line in lines]
     return [record for record in records if "format" not in record]
-
-
-def _read_events(run: Path) -> list[dict[str, Any]]:
-    return _read_lines(run / "events.jsonl") if (run / "events.jsonl").is_file() else []
 
 
 def read_details(run: Path) -> RunDetails:
@@ -182,15 +176,13 @@ def read_details(run: Path) -> RunDetails:
     if not any((run / name).exists() for name in (*RUN_FILES, PROGRESS)):
         raise ConfigError(f"RUN_DIR: {run} holds no run of insitu finetune")
     summary = read_summary(run)
-    metrics = run / "training_metrics.jsonl"
-    epochs = summary.attempt(lambda: _read_lines(metrics) if metrics.is_file() else [], [])
     best = run / "best.json"
     return RunDetails(
         summary=summary,
         resume=summary.attempt(lambda: _what_resume_does(run, summary), "cannot continue"),
         settings=summary.attempt(lambda: _changed_settings(run), {}),
-        events=summary.attempt(lambda: _read_events(run), []),
-        epochs=epochs,
+        events=summary.attempt(lambda: _read_lines(run / EVENTS), []),
+        epochs=summary.attempt(lambda: _read_lines(run / "training_metrics.jsonl"), []),
         validations=summary.attempt(lambda: read_validations(run), []),
         best=summary.attempt(lambda: read_object(best) if best.is_file() else None, None),
         files=summary.attempt(lambda: _sizes(run), {}),

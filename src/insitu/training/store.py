@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 OUTPUT_DIR = "finetuning.output_dir"
 RUN_FILES = ("run.json", "episodes.jsonl", "training_metrics.jsonl", "reward_history.json", "validation_history.json")
+EVENTS = "events.jsonl"
 BACKEND_FOLDER = "backend"
 STARTED_FILE = "started_from.json"
 """In the backend's folder: the model that its training started from, since names such as `latest` change meaning."""
@@ -149,7 +150,7 @@ class RunStore:
             self._open(name).truncate(0)
 
     def record_event(self, event: str, **details: Any) -> None:
-        self.append("events.jsonl", [{"time": datetime.now(UTC).isoformat(), "event": event, **details}])
+        self.append(EVENTS, [{"time": datetime.now(UTC).isoformat(), "event": event, **details}])
 
     def sync(self) -> None:
         """Makes all lines appended so far survive a power failure."""
