@@ -403,6 +403,7 @@ def test_the_page_of_frameworks_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -
     [
         *("finetune", "eval", "run", "validate", "export", "promote", "serve", "backend"),
         *("trajectories show", "trajectories export", "trajectories rescore"),
+        *("runs list", "runs show", "runs fork"),
     ],
 )
 def test_every_option_is_documented(name: str) -> None:
@@ -441,7 +442,11 @@ def check_files(folder: Path) -> None:
     run, evaluation = folder / "runs" / "desk", folder / ".tmp" / "insitu" / "eval"
     present = {path.name for path in run.iterdir()} - {"backend"}
     for name in present - {"reward_plot.png"}:
-        optional = {"calls.jsonl": {"continues"}, "episodes.jsonl": {"candidates", "source"}}.get(name, set())
+        optional = {
+            "calls.jsonl": {"continues"},
+            "episodes.jsonl": {"candidates", "source"},
+            "events.jsonl": {"run", "run_id"},
+        }.get(name, set())
         assert keys_in(run / name) | optional == documented_keys(name), name
     assert "reward_plot.png" in present
     assert keys_in(evaluation / "workflow_output.json") == documented_keys("workflow_output.json")

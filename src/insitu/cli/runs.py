@@ -59,7 +59,7 @@ def _print_list(found: "list[RunSummary]") -> None:
     table = _table("run", "id", "status", "epoch", "method", "model", "held out", "written (UTC)")
     for run in found:
         written = (run.written or "-")[: len("2026-01-01T00:00")].replace("T", " ")
-        model = Path(run.model).name if run.model and Path(run.model).is_absolute() else run.model
+        model = "/".join(Path(run.model).parts[-2:]) if run.model and Path(run.model).is_absolute() else run.model
         scores = f"{_score(run.first_score)}, best {_score(run.best_score)}" if run.first_score is not None else None
         _add_row(table, run.run_dir, run.run_id, run.status, _epochs(run), run.method, model, scores, written)
     _print_table(table)

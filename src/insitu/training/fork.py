@@ -108,7 +108,7 @@ def _state_after(origin: _Origin, epoch: int, new_optimizer: bool) -> EpochState
     elif epoch not in origin.states:
         problem = f"{origin.folder} has no record of its state after epoch {epoch}, which an earlier release ran"
     elif epoch in origin.epochs(exact=False):
-        problem = f"the optimizer state of epoch {epoch} of {origin.folder} was deleted"
+        problem = f"the optimizer state of epoch {epoch} of {origin.folder} was deleted (see `keep.optimizer`)"
         hint = "; --new_optimizer forks it without that"
     else:
         problem = f"the checkpoint of epoch {epoch} of {origin.folder} was deleted (see `keep` of the trainer adapter)"

@@ -286,7 +286,8 @@ class InsituTrainerAdapter(TrainerAdapter):
         """The policy for the next version; a resumed run needs the two before it."""
         keep, best = self.config.keep, self.best_version
         versions = [self._version, self._version - 1, *([best] if keep.best and best is not None else [])]
-        return Retention(last=keep.last, every=keep.every, versions=versions, after=self._first_version)
+        given = keep.model_dump(include={"last", "every", "optimizer"})
+        return Retention(**given, versions=versions, after=self._first_version)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         try:
