@@ -114,7 +114,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def read_summary(run: Path) -> RunSummary:
     """Never raises for what is in the folder."""
     summary = RunSummary(str(run))
-    settings = summary.attempt(lambda: read_object(run / "run.json"), {})
+    settings: dict[str, Any] = summary.attempt(lambda: read_object(run / "run.json"), {})
     progress = summary.attempt(lambda: read_progress(run), None)
     summary.run_id = settings.get("run_id") or (progress.run_id if progress is not None else None)
     summary.attempt(lambda: _describe_settings(summary, settings), None)
@@ -127,7 +127,8 @@ def read_summary(run: Path) -> RunSummary:
         summary.status, summary.error = "running", None
     elif progress is None and not (run / PROGRESS).exists():
         summary.problems.append(f"{run / PROGRESS} is missing: the run cannot continue")
-    for event in summary.attempt(lambda: _read_lines(run / EVENTS), []):
+    events: list[dict[str, Any]] = summary.attempt(lambda: _read_lines(run / EVENTS), [])
+    for event in events:
         summary.epochs = event.get("epochs", summary.epochs)
     summary.attempt(lambda: _describe_validations(summary, read_validations(run)), None)
     summary.written = summary.attempt(lambda: _last_written(run), None)
