@@ -22,7 +22,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 @click.group("runs")
 def command() -> None:
-    """List runs, show one, or start a new one from an epoch of another."""
+    """List, show and fork runs."""
 
 
 @command.command("list", short_help="List the runs in folders.")

@@ -114,15 +114,16 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def read_summary(run: Path) -> RunSummary:
     """Never raises for what is in the folder."""
     summary = RunSummary(str(run))
+    locked = locked_by(run)  # before and after the status is read: a process may end or begin in between
     settings: dict[str, Any] = summary.attempt(lambda: read_object(run / "run.json"), {})
     progress = summary.attempt(lambda: read_progress(run), None)
     summary.run_id = settings.get("run_id") or (progress.run_id if progress is not None else None)
     summary.attempt(lambda: _describe_settings(summary, settings), None)
-    locked = locked_by(run)
+    locked = locked or locked_by(run)
     if progress is not None:
         summary.epoch, summary.error = progress.epoch, progress.error
         summary.status = "killed" if progress.status == "running" else progress.status
-        summary.problems += _damaged_sizes(run, progress)
+        summary.problems += summary.attempt(lambda: [*_damaged_sizes(run, progress)], [])
     if locked is not None:
         summary.status, summary.error = "running", None
     elif progress is None and not (run / PROGRESS).exists():
