@@ -435,7 +435,7 @@ def keys_in(path: Path) -> set[str]:
     else:
         data = json.loads(path.read_text())
         records = data if isinstance(data, list) else [data]
-    return {key for record in records if "format" not in record for key in record}
+    return {key for record in records if record.keys() != {"format"} for key in record}
 
 
 def check_files(folder: Path) -> None:
