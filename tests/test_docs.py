@@ -140,7 +140,8 @@ class Desk:
             if found:
                 words = shlex.split(found[2], comments=True)
                 asked = command(found[1]).make_context(found[1], words, parent=click.Context(insitu)).params
-                line = self.small_run(re.sub(r"\s+#.*", "", line), found[1], asked)
+                own_backend = "insitu runs fork" in text  # which needs its checkpoints
+                line = self.small_run(re.sub(r"\s+#.*", "", line), found[1], asked, own_backend)
                 if line not in self.seen:
                     self.seen.add(line)
                     lines.append(line)
@@ -152,7 +153,7 @@ class Desk:
                 lines.append(line)
         return "\n".join(lines)
 
-    def small_run(self, line: str, kind: str, asked: dict[str, Any]) -> str:
+    def small_run(self, line: str, kind: str, asked: dict[str, Any], own_backend: bool) -> str:
         """The line with what makes it quick; empty for what is not to be run."""
         if kind in ("serve", "backend"):
             return ""
@@ -170,7 +171,7 @@ class Desk:
                 line += " -o trainer_adapters.customizer.poll_interval_seconds 0.01"
             if "validation" in config["finetuning"]:
                 line += " -o finetuning.validation.reps 1"
-        if "backend" in adapters and "--checkpoint" not in line:
+        if "backend" in adapters and "--checkpoint" not in line and not own_backend:
             line += f" -o trainer_adapters.backend.model null -o trainer_adapters.backend.url {self.backend}"
         return line
 
@@ -403,6 +404,7 @@ def test_the_page_of_frameworks_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -
     [
         *("finetune", "eval", "run", "validate", "export", "promote", "serve", "backend"),
         *("trajectories show", "trajectories export", "trajectories rescore"),
+        *("runs list", "runs show", "runs fork"),
     ],
 )
 def test_every_option_is_documented(name: str) -> None:
@@ -439,7 +441,7 @@ def keys_in(path: Path) -> set[str]:
 OPTIONAL = {
     "calls.jsonl": {"continues"},
     "episodes.jsonl": {"candidates", "source"},
-    "events.jsonl": {"changes"},
+    "events.jsonl": {"epochs", "changes", "run", "run_id"},
     "journal.jsonl": {"episode", "calls", "steps", "abandoned_attempts"},
 }
 

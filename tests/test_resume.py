@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from factories import digits_project, read_lines, write_rows
-from processes import HANGS, Process, forked_python, run_project, start_project, wait_until
+from processes import HANGS, Process, forked_python, run, run_project, start_project, wait_until
 
 SEEDS = range(int(os.environ.get("KILL_SEEDS", "1")))
 KILLS = 3
 """Of each run."""
 VALIDATION = ("--validation_dataset", "validation.jsonl", "--validation_interval", "2")
-EPOCHS = ("-o", "finetuning.num_epochs", "3")
+EPOCHS = ("-o", "finetuning.num_epochs", "3", "-o", "trainer_adapters.backend.keep.optimizer", "3")
 CURRICULUM = (
     *("-o", "finetuning.curriculum_learning.enabled", "true"),
     *("-o", "finetuning.curriculum_learning.initial_percentile", "0.5"),
@@ -47,15 +47,16 @@ class Outcome(NamedTuple):
     calls: set[str]
     weights: dict[str, str]
     curriculum: dict[str, Any]
+    history: list[dict[str, Any]]
+    """The state after each epoch."""
 
 
 def outcome(folder: Path) -> Outcome:
-    run_id = json.loads((folder / "run.json").read_text())["run_id"]
-
     def lines(name: str, *changing: str) -> list[dict[str, Any]]:
         text = (folder / name).read_text()
-        text = re.sub(rf"{run_id}(/\d+/\w+/\d+)/\d+", r"RUN\1", text)  # an outage of the backend costs an attempt
-        text = text.replace(run_id, "RUN")
+        # an outage of the backend costs an attempt; a fork names the episodes before it as the original did
+        text = re.sub(r"insitu_run_[0-9a-f]{8}(/\d+/\w+/\d+)/\d+", r"RUN\1", text)
+        text = re.sub("insitu_run_[0-9a-f]{8}", "RUN", text)
         records = json.loads(text) if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
         for record in records:
             for key in changing:
@@ -71,6 +72,7 @@ def outcome(folder: Path) -> Outcome:
         calls={json.dumps({**record, "seconds": 0}) for record in lines("calls.jsonl", "started", "ended")},
         weights={f"{f.parent.name}/{f.name}": hashlib.sha256(f.read_bytes()).hexdigest() for f in files},
         curriculum=json.loads((folder / "curriculum_state.json").read_text()),
+        history=lines("progress_history.jsonl", "sizes"),
     )
 
 
@@ -238,6 +240,24 @@ def lose_unsynced(run: Path, dice: random.Random) -> None:
         path = run / name
         if path.exists():
             os.truncate(path, dice.randint(synced.get(name, 0), path.stat().st_size))
+
+
+def test_a_fork_ends_as_the_original_run(uninterrupted: tuple[Any, ...], tmp_path: Path) -> None:
+    project, options, expected, _ = uninterrupted
+    done = run("runs", "fork", project / "run", tmp_path / "forked", "--epoch", 1)
+    assert done.returncode == 0, done.stderr
+    at_first = read_lines(tmp_path / "forked/training_metrics.jsonl")
+    assert [metrics["epoch"] for metrics in at_first] == [1]
+    code, out, err = run_project(project, *options, "--resume", tmp_path / "forked")
+    assert code == 0, err
+    assert "continues after epoch 1" in out
+    for folder in (tmp_path / "forked", project / "run"):
+        ended = outcome(folder)
+        for name, value in expected._asdict().items():
+            assert getattr(ended, name) == value, (folder, name)
+    run_ids = [metrics["run_id"] for metrics in read_lines(tmp_path / "forked/training_metrics.jsonl")]
+    assert len({*run_ids}) == 2
+    assert run_ids[1] == run_ids[2] == json.loads((tmp_path / "forked/run.json").read_text())["run_id"]
 
 
 @pytest.fixture(scope="module")

@@ -124,6 +124,18 @@ async def test_a_job_says_what_is_kept_of_its_run(loaded: LoadedModel, tmp_path:
         assert kept(tmp_path) == [1, 2, 4, 7, 8]
 
 
+@pytest.mark.parametrize(("keep", "with_optimizer"), [({}, [4, 5]), ({"optimizer": 3}, [3, 4, 5])])
+async def test_a_job_says_how_many_optimizer_states_are_kept(
+    loaded: LoadedModel, tmp_path: Path, keep: dict[str, int], with_optimizer: list[int]
+) -> None:
+    async with running(loaded, tmp_path) as backend:
+        for _ in range(5):
+            await train(backend, keep={"last": 4, **keep})
+    assert kept(tmp_path) == [2, 3, 4, 5]
+    states = (tmp_path / "checkpoints").glob("step_*/optimizer.safetensors")
+    assert sorted(int(path.parent.name.removeprefix("step_")) for path in states) == with_optimizer
+
+
 async def test_a_version_in_use_is_not_deleted(loaded: LoadedModel, tmp_path: Path) -> None:
     """A job takes a few of the compute thread's turns, and each turn samples one of 200 tokens."""
     settings, keep = TrainingSettings(learning_rate=0.01), Retention(last=1)

@@ -132,6 +132,24 @@ class FolderLock:
         return owner
 
 
+def locked_by(folder: Path) -> str | None:
+    """The process that has locked a folder; None if it is free. Does not disturb a process that is locking it."""
+    path = folder.resolve() / LOCK_FILE
+    owner = _parse_owner(path)
+    try:
+        if owner is None:
+            return "another process" if time.time() - path.stat().st_mtime < _OWNER_SECONDS else None
+        if owner.ended:
+            return None
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # succeeds if the process has left the file behind
+    except FileNotFoundError:
+        return None
+    except OSError:  # locked, or not readable, or the file system has no locks
+        return str(owner)
+    return None
+
+
 def _parse_owner(path: Path) -> _Owner | None:
     try:
         return _Owner(**json.loads(path.read_bytes()))

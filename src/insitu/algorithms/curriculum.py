@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 from insitu.algorithms.dropping import drop_groups
 from insitu.errors import TrajectoryError
@@ -40,6 +40,10 @@ class CurriculumState(BaseModel):
     included_groups: set[str] = Field(default_factory=set)
     epoch: int = Field(default=0, ge=0)
     reward_sums: dict[str, tuple[float, Annotated[int, Field(ge=1)]]] = Field(default_factory=dict)
+
+    @field_serializer("included_groups", when_used="json")
+    def _sorted(self, groups: set[str]) -> list[str]:
+        return sorted(groups)
 
 
 def apply_curriculum(

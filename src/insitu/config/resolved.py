@@ -44,13 +44,14 @@ def _without_secrets(value: Any, key: str = "") -> Any:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The dotted keys of nested settings whose values differ, with both values; None where one has no such key."""
-    then, new = dict(_leaves(before)), dict(_leaves(now))
+    then, new = dict(leaves(before)), dict(leaves(now))
     return {key: (then.get(key), new.get(key)) for key in {**then, **new} if then.get(key) != new.get(key)}
 
 
-def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested settings by dotted key."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

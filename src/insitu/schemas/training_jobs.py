@@ -33,6 +33,8 @@ class Retention(BaseModel):
     """Number of latest versions to keep."""
     every: int | None = Field(default=None, ge=1)
     """Also keep the versions that are multiples of this."""
+    optimizer: int = Field(default=2, ge=2)
+    """Number of latest versions whose optimizer state is kept."""
     versions: list[int] = Field(default_factory=list)
     """Further versions to keep."""
     after: int = 0
@@ -50,6 +52,9 @@ class KeepConfig(BaseModel):
     """Also keep the version with the best validation score so far."""
     every: int | None = Field(default=None, ge=1)
     """Also keep the versions that are multiples of this, such as 10, 20, 30; 1 keeps all."""
+    optimizer: int = Field(default=2, ge=2)
+    """Number of latest versions whose optimizer state is kept, so that `insitu runs fork` continues exactly from there.
+    It takes twice the space of trained weights in float32."""
 
 
 class KLSettings(BaseModel):

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -52,7 +51,7 @@ from insitu.training.metrics import (
     without_variance,
 )
 from insitu.training.plot import RewardPlot
-from insitu.training.progress import JOURNAL, journal_record
+from insitu.training.progress import JOURNAL, journal_record, new_run_id
 from insitu.training.report import Report
 from insitu.training.resume import ResumableRun
 from insitu.training.store import RunStore, provenance, read_curriculum
@@ -81,7 +80,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         super().__init__(trainer_config, **kwargs)
         self.config = trainer_config
         self._given_builder = builder or builder_of_run()
-        self.run_id = f"insitu_run_{uuid.uuid4().hex[:8]}"
+        self.run_id = new_run_id()
         self.reward_history: list[dict[str, Any]] = []
         self.results: dict[int, EpochResult] = {}
         self.validation: Validation | None = None
@@ -149,6 +148,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             await self._durable.commit(run_id=self.run_id, epochs_before=before, policy_version=version)
             await self._rehearse()
         with self._durable.recorded_end():
+            self._durable.mark_running()
             statuses = await self._run_epochs(num_epochs)
             await self._conclude(statuses)
         return statuses

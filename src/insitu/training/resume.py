@@ -14,7 +14,16 @@ from insitu.errors import BackendError, ConfigError, InsituError, describe_error
 from insitu.evaluation.shared_run import current_run
 from insitu.files import read_object
 from insitu.schemas.episodes import Episode
-from insitu.training.progress import JOURNAL, PROGRESS, RunProgress, RunStatus, read_journal, read_progress
+from insitu.training.progress import (
+    HISTORY,
+    JOURNAL,
+    PROGRESS,
+    EpochState,
+    RunProgress,
+    RunStatus,
+    read_journal,
+    read_progress,
+)
 from insitu.training.store import RunStore, open_store
 
 logger = logging.getLogger(__name__)
@@ -103,7 +112,8 @@ class ResumableRun:
         changes = check_same_run(folder, config, dataset, force=asked.force)
         self._store = RunStore(folder)
         self._store.cut_to(progress.sizes)
-        self._store.record_event("resumed", epoch=progress.epoch, changes=changes)
+        epochs = config.finetuning.num_epochs
+        self._store.record_event("resumed", epoch=progress.epoch, epochs=epochs, changes=changes)
         self.progress = progress.model_copy(update={"status": "running", "error": None})
         self.continues = True
         self._finished = read_journal(folder, self.next_epoch)
@@ -144,11 +154,18 @@ class ResumableRun:
     async def commit(self, **changes: Any) -> None:
         """Makes this the point from which the run continues."""
         store = self.store
+        reached = self.progress.model_copy(update={"sizes": store.sizes(), **changes})
+        store.append(HISTORY, [EpochState.of(reached).model_dump(mode="json")])
         await asyncio.to_thread(store.sync)
-        self.progress = self.progress.model_copy(update={"sizes": store.sizes(), **changes})
+        self.progress = reached.model_copy(update={"sizes": store.sizes()})
         await asyncio.to_thread(store.write, PROGRESS, self.progress.model_dump(mode="json"))
         store.clear(JOURNAL)
         self._finished = []
+
+    def mark_running(self) -> None:
+        """Records that a run whose process had ended is in progress again."""
+        if self.continues:
+            self.store.write(PROGRESS, self.progress.model_dump(mode="json"))
 
     def close(self) -> None:
         if self._store is not None:

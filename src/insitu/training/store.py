@@ -9,7 +9,8 @@ rescores.jsonl           a line per score given later, by `insitu trajectories r
 training_metrics.jsonl   a line per epoch
 reward_history.json      validation_history.json   curriculum_state.json   best.json   reward_plot.png
 progress.json            the point from which the run can continue; journal.jsonl: what it has collected since
-events.jsonl             when the run was started, continued and ended
+progress_history.jsonl   the earlier points, from which a fork can begin
+events.jsonl             when the run was started, forked, continued and ended
 backend/                 the embedded backend's log and checkpoints
 
 The first line of files of lines names the format, {"format": 1}, except that of training_metrics.jsonl.
@@ -36,6 +37,7 @@ from insitu.files import LineFile, writable_folder
 from insitu.folder_lock import LOCK_FILE, FolderLock
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.finetuning import Trajectory
+from insitu.training.progress import HISTORY
 from insitu.trajectories.builder import GroupRecord
 from insitu.trajectories.records import call_records, episode_record
 from insitu.trajectories.stored import StoredRun
@@ -44,8 +46,14 @@ logger = logging.getLogger(__name__)
 
 OUTPUT_DIR = "finetuning.output_dir"
 RUN_FILES = ("run.json", "episodes.jsonl", "training_metrics.jsonl", "reward_history.json", "validation_history.json")
+EVENTS = "events.jsonl"
 BACKEND_FOLDER = "backend"
-_OF_EPOCHS = ("episodes.jsonl", "calls.jsonl", "groups.jsonl", "advantages.jsonl", "training_metrics.jsonl")
+STARTED_FILE = "started_from.json"
+"""In the backend's folder: the model that its training started from, since names such as `latest` change meaning."""
+_OF_EPOCHS = (
+    *("episodes.jsonl", "calls.jsonl", "groups.jsonl", "advantages.jsonl", "training_metrics.jsonl"),
+    HISTORY,
+)
 """Files of lines whose last epoch is written again by a run that continues."""
 _DOCUMENTED = ("training_metrics.jsonl", "data_collection_progress.jsonl")
 """Files with a line per epoch or collection, and nothing else."""
@@ -142,7 +150,7 @@ class RunStore:
             self._open(name).truncate(0)
 
     def record_event(self, event: str, **details: Any) -> None:
-        self.append("events.jsonl", [{"time": datetime.now(UTC).isoformat(), "event": event, **details}])
+        self.append(EVENTS, [{"time": datetime.now(UTC).isoformat(), "event": event, **details}])
 
     def sync(self) -> None:
         """Makes all lines appended so far survive a power failure."""

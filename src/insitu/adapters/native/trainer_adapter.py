@@ -33,7 +33,7 @@ from insitu.schemas.finetuning import (
 )
 from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
 from insitu.training.checkpoints import NAMES, find_checkpoint
-from insitu.training.store import BACKEND_FOLDER, ORPHAN_SECONDS, OUTPUT_DIR, move_aside
+from insitu.training.store import BACKEND_FOLDER, ORPHAN_SECONDS, OUTPUT_DIR, STARTED_FILE, move_aside
 from insitu.trajectories.recovery import recover_collection
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,6 @@ _WATCH_SECONDS = 5.0
 _RECONNECT_DELAY = 0.25
 _SUBMISSIONS = 3
 """How often one job is submitted if restarts of the backend lose it."""
-_STARTED = "started_from.json"
-"""In the backend's folder: the model that its training started from, since names such as `latest` change meaning."""
 _FINAL_STATUSES = ("completed", "failed", "canceled")
 
 
@@ -138,13 +136,13 @@ class InsituTrainerAdapter(TrainerAdapter):
 
         A new run moves the checkpoints of an earlier one aside; the built-in trainers have moved the whole run already.
         """
-        asked, record = self.run_config.run_configuration, folder / _STARTED
+        asked, record = self.run_config.run_configuration, folder / STARTED_FILE
         if asked is not None and asked.resume and record.is_file():
             FolderLock(folder, OUTPUT_DIR, wait=ORPHAN_SECONDS).release()
             return str(read_object(record)["model"])
         self._set_aside(folder)
         resolved = self._resolve_model(model)
-        write_file(writable_folder(folder, OUTPUT_DIR) / _STARTED, orjson.dumps({"model": resolved}) + b"\n")
+        write_file(writable_folder(folder, OUTPUT_DIR) / STARTED_FILE, orjson.dumps({"model": resolved}) + b"\n")
         return resolved
 
     def _set_aside(self, folder: Path) -> None:
@@ -288,7 +286,8 @@ class InsituTrainerAdapter(TrainerAdapter):
         """The policy for the next version; a resumed run needs the two before it."""
         keep, best = self.config.keep, self.best_version
         versions = [self._version, self._version - 1, *([best] if keep.best and best is not None else [])]
-        return Retention(last=keep.last, every=keep.every, versions=versions, after=self._first_version)
+        given = keep.model_dump(include={"last", "every", "optimizer"})
+        return Retention(**given, versions=versions, after=self._first_version)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         try:

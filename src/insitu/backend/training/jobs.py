@@ -215,6 +215,8 @@ class TrainingQueue:
         def train_and_publish() -> Generator[Progress, None, None]:
             """No other work runs between the last training step and the publication."""
             nonlocal result
+            if keep is not None:
+                job.learner.kept_optimizer_states = keep.optimizer
             trained = yield from job.learner.run(settings, rows, job.state.id, job.state.key)
             assert trained.module is not None
             self._publish_weights(trained.module, trained.version, job.learner.policy_name)

@@ -39,7 +39,6 @@ from insitu.schemas.training_jobs import LoRASettings, Retention, TrainingSettin
 
 logger = logging.getLogger(__name__)
 
-KEPT_OPTIMIZER_STATES = 2
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -70,6 +69,7 @@ class Learner:
         self.version = 0
         self.loaded = loaded
         self.policy_name = policy_name
+        self.kept_optimizer_states = Retention().optimizer
         self._folder = output_dir / "checkpoints"
         self._checkpoints: dict[int, Path] = {}
         self.earlier_jobs: list[TrainedVersion] = []
@@ -247,7 +247,7 @@ class Learner:
         self._checkpoints[self.version] = checkpoint
         self._lora, self._lora_fixed = state.policy.lora, True
         for version in self._checkpoints:
-            if version <= self.version - KEPT_OPTIMIZER_STATES:
+            if version <= self.version - self.kept_optimizer_states:
                 (self._checkpoints[version] / OPTIMIZER_FILE).unlink(missing_ok=True)
         loss = metrics.get("loss", math.nan)
         logger.info("version %d: loss %.4g, %d rows, %.1f s", self.version, loss, len(rows), metrics["seconds"])

@@ -1,0 +1,252 @@
+"""`insitu runs`: what it says of runs in every state, and the runs that it forks from others."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import digits_project, read_lines, write_rows
+from processes import run, run_project
+
+from insitu.folder_lock import FolderLock
+
+VALIDATION = ("--validation_dataset", "validation.jsonl", "--validation_interval", "2")
+EPOCHS = ("-o", "finetuning.num_epochs", "3")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    digits_project(folder)
+    write_rows(folder, [{"say": f"Row {i}"} for i in range(4)])
+    write_rows(folder, [{"say": f"Held out {i}"} for i in range(3)], "validation.jsonl")
+    code, _, err = run_project(folder, *VALIDATION, *EPOCHS)
+    assert code == 0, err
+    return folder
+
+
+@pytest.fixture
+def project(trained: Path, tmp_path: Path) -> Path:
+    """One whose run has trained three epochs."""
+    return shutil.copytree(trained, tmp_path / "project")
+
+
+def listed(folder: Path, *arguments: Any) -> dict[str, dict[str, Any]]:
+    """The runs by directory."""
+    done = run("runs", "list", *arguments, "--json", folder=folder)
+    assert done.returncode == 0, done.stderr
+    return {found["run_dir"]: found for found in map(json.loads, done.stdout.splitlines())}
+
+
+def shown(run_dir: Path) -> dict[str, Any]:
+    done = run("runs", "show", run_dir, "--json")
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_runs_are_listed_with_their_state(project: Path) -> None:
+    (project / "runs").mkdir()
+    recorded = {"done": "completed", "done.1": "interrupted", "killed": "running", "busy": "completed"}
+    for name, status in recorded.items():
+        shutil.copytree(project / "run", project / "runs" / name)
+        change(project / "runs" / name / "progress.json", status=status, error=None)
+    (project / "runs/killed/.lock").write_text(json.dumps({"pid": 2**22 + 1, "host": os.uname().nodename, "since": ""}))
+    with FolderLock(project / "runs/busy", "test"):
+        found = listed(project)
+        assert "is running it" in shown(project / "runs/busy")["resume"]
+    states = {"done": "completed", "done.1": "interrupted", "killed": "killed", "busy": "running"}
+    assert {name: found[f"runs/{name}"]["status"] for name in states} == states
+    assert len(found) == len(states)
+    one = found["runs/done"]
+    settings = json.loads((project / "run/run.json").read_text())
+    assert (one["run_id"], one["epoch"], one["epochs"], one["method"]) == (settings["run_id"], 3, 3, "grpo")
+    assert one["model"] == settings["config"]["trainer_adapters"]["backend"]["model"]
+    scores = [record["avg_reward"] for record in json.loads((project / "run/validation_history.json").read_text())]
+    assert (one["first_score"], one["best_score"]) == (scores[0], max(scores))
+    assert one["problems"] == []
+    table = run("runs", "list", "runs", folder=project).stdout
+    assert re.search(rf"^runs/done +{one['run_id']} +completed +3 of 3 +grpo +tic_tac_toe/model +0\.\d", table, re.M)
+
+
+def test_a_run_is_found_by_its_depth(project: Path) -> None:
+    for place in ("a/b/c", "a/b/c2/d", "a/.hidden"):
+        (project / place).mkdir(parents=True)
+        shutil.copytree(project / "run", project / place, dirs_exist_ok=True)
+    (project / "link").symlink_to(project / "run")
+    assert listed(project, ".").keys() == {"run", "a/b/c"}
+    assert listed(project, "a/b", "run", "./run").keys() == {"a/b/c", "a/b/c2/d", "run"}
+    assert run("runs", "list", folder=project).stdout == "no run in runs or .tmp\n"
+    done = run("runs", "list", "missing", folder=project)
+    assert (done.returncode, done.stderr) == (2, "error: FOLDER: missing is not a folder\n")
+
+
+def cut(name: str, size: int) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, size)
+
+
+def garble(name: str, content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(content) and None
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (cut("episodes.jsonl", 13), "episodes.jsonl has 13 bytes, but [0-9]+ were written: the file is damaged"),
+        (cut("run.json", 40), "run.json is not JSON"),
+        (cut("progress.json", 40), "progress.json is not the progress of a run"),
+        (garble("progress.json", "[]"), "progress.json is not the progress of a run"),
+        (garble("run.json", '{"run_id": "x", "config": {"finetuning": 3}}'), "has another form"),
+        (garble("validation_history.json", "[3]"), "has another form"),
+        (garble("validation_history.json", "{"), "validation_history.json is not a list of validations"),
+        (garble("events.jsonl", "no\n"), "events.jsonl, line 1 is not JSON"),
+        (lambda folder: (folder / "progress.json").unlink(), "progress.json is missing: the run cannot continue"),
+    ],
+)
+def test_a_damaged_run_is_listed_with_what_is_wrong(project: Path, damage: Any, problem: str) -> None:
+    damage(project / "run")
+    assert re.search(problem, " ".join(listed(project, "run")["run"]["problems"]))
+    done = run("runs", "list", "run", folder=project)
+    assert (done.returncode, len(re.findall(problem, done.stdout))) == (0, 1)
+    assert re.search(problem, run("runs", "show", "run", folder=project).stdout)
+
+
+def test_a_run_is_shown(project: Path) -> None:
+    folder = project / "run"
+    size = os.stat(folder / "episodes.jsonl").st_size
+    os.truncate(folder / "episodes.jsonl", 1 << 36)  # sparse: reading it all would take minutes
+    change(folder / "progress.json", status="failed", error="JobFailed: the disk was full")
+    journal = [{"format": 1}, *({"episode": {"epoch": 4}, "calls": []} for _ in range(41))]
+    (folder / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in journal) + '{"episode": {"ep')
+    found = shown(folder)
+    assert found["summary"]["status"] == "failed"
+    assert found["summary"]["error"] == "JobFailed: the disk was full"
+    assert found["files"]["episodes.jsonl"] == 1 << 36 > size
+    assert found["settings"]["trainer_adapters.backend.training.mini_batch_size"] == 16
+    assert found["settings"]["finetuning.output_dir"] == "run"
+    assert not [key for key in found["settings"] if key.endswith(("max_restarts", "kl.beta", "dataset.id_key"))]
+    assert [event["event"] for event in found["events"]] == ["started", "completed"]
+    assert [line["epoch"] for line in found["epochs"]] == [1, 2, 3]
+    assert {f"backend/checkpoints/step_00000{n}/" for n in (1, 2, 3)} < found["files"].keys()
+    change(folder / "run.json", epochs=5)
+    page = run("runs", "show", "run", folder=project).stdout
+    assert "\n--resume: continues after epoch 3 with 41 finished episodes of epoch 4\n" in page
+    assert re.search(r"^3 +3 +\d\.\d+ +-?\S+ +.*completed$", page, re.M)
+    shutil.rmtree(folder / "backend/checkpoints/step_000003")
+    assert "cannot continue: the checkpoint of version 3 is missing" in shown(folder)["resume"]
+    (folder / "backend/started_from.json").unlink()
+    assert "if its backend continues runs and still serves version 3" in shown(folder)["resume"]
+
+
+def test_only_runs_are_shown(project: Path) -> None:
+    done = run("runs", "show", ".", folder=project)
+    assert (done.returncode, done.stderr) == (2, "error: RUN_DIR: . holds no run of insitu finetune\n")
+
+
+def lose(name: str) -> Callable[[Path], None]:
+    def delete(folder: Path) -> None:
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return delete
+
+
+OPTIMIZER = "epochs that can be forked: 0, 2, 3; --new_optimizer forks it without that"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "epoch", "code", "problem"),
+    [
+        (None, 7, 2, "--epoch: epoch 7 of run is not complete; epochs that can be forked: 0, 2, 3"),
+        (None, 1, 2, f"--epoch: the optimizer state of epoch 1 of run was deleted (see `keep.optimizer`); {OPTIMIZER}"),
+        (lose("backend/checkpoints/step_000001"), 1, 2, "--epoch: the checkpoint of epoch 1 of run was deleted"),
+        (lose("progress_history.jsonl"), 2, 2, "has no record of its state after epoch 2, which an earlier release"),
+        (lose("progress.json"), 2, 2, "RUN_DIR: the run in run has no progress.json"),
+        (lose("backend/started_from.json"), 2, 2, "RUN_DIR: the backend of run was not started by the run"),
+        (cut("calls.jsonl", 13), 2, 1, "calls.jsonl has 13 bytes, but "),
+        (cut("progress_history.jsonl", 100), 3, 0, ""),
+        (
+            garble("progress_history.jsonl", '{"epoch": 1}\n'),
+            3,
+            1,
+            "line 1 is not the state of an epoch: ",
+        ),
+        (cut("backend/checkpoints/step_000002/model.safetensors", 99), 2, 1, "model.safetensors is damaged"),
+        (lambda folder: (folder.parent / "new").mkdir(), 2, 2, "NEW_DIR: new exists already; choose another name"),
+        (lambda folder: (folder.parent / "new").write_text(""), 2, 2, "NEW_DIR: new exists already"),
+    ],
+)
+def test_an_epoch_that_cannot_be_forked(project: Path, prepare: Any, epoch: int, code: int, problem: str) -> None:
+    if prepare is not None:
+        prepare(project / "run")
+    before = {path.name for path in project.iterdir()}
+    done = run("runs", "fork", "run", "new", "--epoch", epoch, folder=project)
+    assert (done.returncode, len(done.stderr.splitlines())) == (code, code > 0), done.stderr
+    assert problem in done.stderr
+    assert {path.name for path in project.iterdir()} == before | ({"new"} if code == 0 else set())
+
+
+def test_a_fork_with_other_settings_leaves_the_original_as_it_is(project: Path) -> None:
+    original = project / "run"
+    files = {path: path.read_bytes() for path in original.rglob("*") if path.is_file()}
+    with FolderLock(original, "test"):  # it may be in progress
+        done = run("runs", "fork", "run", "forks/slow", "--epoch", 1, "--new_optimizer", folder=project)
+    assert done.returncode == 0, done.stderr
+    slow = project / "forks/slow"
+    assert listed(project, "forks")["forks/slow"]["status"] == "forked"
+    assert shown(slow)["resume"] == "continues after epoch 1, with a new optimizer state"
+    weights = "backend/checkpoints/step_000001/model.safetensors"
+    assert (slow / weights).samefile(original / weights)
+    forked = read_lines(slow / "events.jsonl")[1]
+    run_id = json.loads((original / "run.json").read_text())["run_id"]
+    assert (forked["event"], forked["epoch"], forked["run"], forked["run_id"]) == ("forked", 1, str(original), run_id)
+    assert json.loads((slow / "run.json").read_text())["run_id"] not in (run_id, None)
+
+    rate = ("-o", "trainer_adapters.backend.training.learning_rate", "1e-4")
+    resume = (*VALIDATION, *EPOCHS, *rate, "--resume", "forks/slow")
+    code, _, err = run_project(project, *resume)
+    assert code == 2
+    assert "learning_rate was 0.001 and is 0.0001" in err
+    code, _, err = run_project(project, *resume, "--force")
+    assert code == 0, err
+    assert [line["learning_rate"] for line in read_lines(slow / "training_metrics.jsonl")] == [1e-3, 1e-4, 1e-4]
+    last = "backend/checkpoints/step_000003/model.safetensors"
+    assert (slow / last).read_bytes() != (original / last).read_bytes()
+    best = json.loads((slow / "best.json").read_text())
+    assert best["checkpoint"] is None or (slow / best["checkpoint"]).is_dir()
+    assert {path: path.read_bytes() for path in original.rglob("*") if path.is_file()} == files
+    assert not list(project.rglob(".*.draft"))
+
+
+def test_a_fork_has_what_was_known_after_its_epoch(project: Path) -> None:
+    original, fork = project / "run", project / "new"
+    rescores = [{"format": 1}, *({"episode": f"r/{epoch}/0/0/0", "evaluator": "e"} for epoch in (1, 2, 3))]
+    (original / "rescores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rescores))
+    done = run("runs", "fork", original, fork, "--epoch", 2)
+    assert done.returncode == 0, done.stderr
+    for name in ("episodes.jsonl", "calls.jsonl", "groups.jsonl", "advantages.jsonl", "training_metrics.jsonl"):
+        assert (original / name).read_bytes().startswith(content := (fork / name).read_bytes())
+        assert {record["epoch"] for record in map(json.loads, content.splitlines()) if "epoch" in record} <= {1, 2}
+    assert [line["epoch"] for line in read_lines(fork / "progress_history.jsonl")[1:]] == [0, 1, 2]
+    assert [line["episode"] for line in read_lines(fork / "rescores.jsonl")[1:]] == ["r/1/0/0/0", "r/2/0/0/0"]
+    for name in ("reward_history.json", "validation_history.json"):
+        assert [record["epoch"] for record in json.loads((fork / name).read_text())] == [
+            record["epoch"] for record in json.loads((original / name).read_text()) if record["epoch"] <= 2
+        ]
+    assert max(line["epoch"] for line in read_lines(fork / "validation_scores.jsonl")[1:]) == 2
+    jobs = [json.loads(path.read_text())["policy_version"] for path in (fork / "backend/jobs").iterdir()]
+    assert sorted(jobs) == [1, 2]
+    assert sorted(path.name for path in (fork / "backend/checkpoints").iterdir()) == ["step_000001", "step_000002"]
+    assert not (fork / ".lock").exists()
+    assert not (fork / "journal.jsonl").exists()
+    done = run("runs", "fork", fork, project / "again", "--epoch", 2)
+    assert done.returncode == 0, done.stderr
+    checkpoint = json.loads((project / "again/progress.json").read_text())["jobs"][-1]["metadata"]["checkpoint"]
+    assert checkpoint == str(project / "again/backend/checkpoints/step_000002")
