@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -394,11 +395,13 @@ async def test_settings_without_effect_are_named_once(loaded, tmp_path, caplog):
 async def test_what_art_asks_of_a_server_besides(loaded, tmp_path):
     async with serving(loaded, tmp_path) as client:
         assert (await client.post("/close")).json() is None
-        assert (await client.get("/metrics")).text.splitlines() == [
+        *metrics, started = (await client.get("/metrics")).text.splitlines()
+        assert metrics == [
             "vllm:num_requests_running 0",
             "vllm:num_requests_waiting 0",
             "vllm:request_success_total 0",
         ]
+        assert 0 <= time.time() - float(started.removeprefix("process_start_time_seconds ")) < 600
         prompted = {"name": "gpt", "project": "games", "trainable": False}
         assert (await client.post("/register", json=prompted)).json() is None
         assert await step(client, prompted) == 0

@@ -274,13 +274,13 @@ async def test_the_status_may_fail_a_number_of_times_in_a_row(
     nemo.fail("GET .*jobs/", 429, times=2, **{"Retry-After": "0.01"})
     await run(tmp_path, nemo, adapter={"max_consecutive_status_failures": 3})
     nemo.fail("GET .*jobs/", 500, times=3)
-    expected = r"job cust-1: 3 status requests in a row failed .*; it goes on at .*; the last error: .*status 500"
+    expected = r"job cust-1: 3 status requests in a row failed .*; it continues at .*; the last error: .*status 500"
     with pytest.raises(BackendUnavailable, match=expected):
         await run(tmp_path, nemo, adapter={"max_consecutive_status_failures": 3})
     assert nemo.requested("cancel") == 0
     done = await run(tmp_path, nemo, adapter={"max_consecutive_status_failures": 3})  # goes on
     assert len(nemo.jobs) == 2
-    assert "goes on: job cust-1" in done.printed
+    assert "continues: job cust-1" in done.printed
     assert done.json("final_metrics.json")["status"] == "completed"
 
 
@@ -344,7 +344,7 @@ async def test_a_token_that_expires_while_the_records_are_uploaded(
             record.getMessage() for record in caplog.records if record.name.startswith("insitu")
         )
         nemo.token = TOKEN
-        await adapter.submit(pairs())  # goes on with the dataset that is registered already
+        await adapter.submit(pairs())  # continues with the dataset that is registered already
         assert len(nemo.datasets) == len(nemo.jobs) == 1
     finally:
         nemo.token = ""
@@ -482,7 +482,7 @@ async def test_a_job_that_has_failed_meanwhile_is_not_waited_for(tmp_path: Path,
     if gone:
         nemo.jobs["cust-1"] = nemo.jobs.pop("cust-0")
     done = await run(tmp_path, nemo)
-    assert "does not go on: job cust-0 is failed: " in done.printed
+    assert "does not continue: job cust-0 is failed: " in done.printed
     assert "moved the earlier run in" in done.printed
     assert done.json("final_metrics.json")["status"] == "completed"
     assert json.loads((tmp_path / "run.1/submission.json").read_text())["phase"] == "ended"
@@ -537,7 +537,7 @@ async def test_a_deployment_of_another_model_is_not_replaced(tmp_path: Path, nem
     assert len(nemo.jobs) == 1  # nothing was trained in vain
     options["deployment_config"] = {"deployment_name": "bot-2"}
     done = await run(tmp_path, nemo, adapter=options)  # with the pairs that were collected
-    assert "goes on: its pairs have been collected" in done.printed
+    assert "continues: its pairs have been collected" in done.printed
     assert done.json("final_metrics.json")["job"]["deployment"]["name"] == "games/bot-2"
 
 
@@ -571,7 +571,7 @@ async def test_a_job_that_could_not_be_canceled_is_waited_for(
     nemo.script = ["running"]
     nemo.fail("POST .*/cancel", 500)
     await interrupted(customizer_project(tmp_path, nemo), nemo, "GET .*jobs/")
-    assert "job cust-0 could not be canceled, and goes on at" in caplog.text
+    assert "job cust-0 could not be canceled, and continues at" in caplog.text
     nemo.jobs["cust-0"]["script"] = ["completed"]
     await run(tmp_path, nemo)
     assert len(nemo.jobs) == 1
@@ -600,7 +600,7 @@ async def test_collected_pairs_are_submitted_with_other_training_settings(tmp_pa
         await run(tmp_path, nemo)
     first = json.loads((tmp_path / "run/final_metrics.json").read_text())
     done = await run(tmp_path, nemo, adapter={"hyperparameters": {"epochs": 1}})
-    assert "goes on: its pairs have been collected" in done.printed
+    assert "continues: its pairs have been collected" in done.printed
     final = done.json("final_metrics.json")
     assert (final["run_id"], final["collections"], final["pairs"]) == (first["run_id"], 1, first["pairs"])
     assert [job["hyperparameters"]["epochs"] for job in nemo.jobs.values()] == [1]
@@ -612,7 +612,7 @@ async def test_pairs_that_were_collected_otherwise_are_not_submitted(tmp_path: P
     with pytest.raises(RequestRefused):
         await run(tmp_path, nemo)
     done = await run(tmp_path, nemo, trainer={"num_runs": 2})
-    assert "does not go on: its pairs were collected with other settings" in done.printed
+    assert "does not continue: its pairs were collected with other settings" in done.printed
     assert done.json("final_metrics.json")["collections"] == 2
 
 

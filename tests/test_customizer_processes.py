@@ -82,7 +82,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_job(
     code, out, err = run_project(tmp_path)
     assert code == 0, err
     assert len(nemo.jobs) == len(nemo.datasets) == len(nemo.repositories) == 1
-    assert "goes on: " in out
+    assert "continues: " in out
     assert "collection 1/1" not in out
     assert (tmp_path / "run/pairs.jsonl").read_text() == pairs
     assert json.loads((tmp_path / "run/final_metrics.json").read_text())["job"]["job_id"] == "cust-0"

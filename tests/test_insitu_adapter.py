@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -432,6 +433,16 @@ async def test_a_backend_that_lost_the_weights_or_the_job_is_noticed(backend: Ba
         backend.lost_jobs = True
         with pytest.raises(BackendError, match=lost):
             await adapter.wait_until_complete(ref)
+
+
+async def test_an_outage_that_has_ended_is_known_to_those_who_ask_later(backend: Backend, write: Any) -> None:
+    async with adapter_to(backend, write) as adapter:
+        before = time.monotonic()
+        assert not await adapter.wait_until_reachable(before)
+        backend.faults["GET /health"] = ["500"]
+        await adapter.policy_endpoint()  # another request notices it, and waits
+        assert await adapter.wait_until_reachable(before)
+        assert not await adapter.wait_until_reachable(time.monotonic())
 
 
 async def test_a_lost_job_is_submitted_again_but_not_forever(backend: Backend, write: Any) -> None:

@@ -26,6 +26,7 @@ ORDER = [
     "schemas",
     "checkpoint_files",
     "algorithms",
+    "model_files",
     "advantages",
     "preferences",
     "http_format",
@@ -59,7 +60,8 @@ INTEGRATIONS = {
     "frameworks/*": None,
 }
 BACKEND_MAY = {
-    *("errors", "redaction", "files", "folder_lock", "schemas", "checkpoint_files", "algorithms", "advantages"),
+    *("errors", "redaction", "files", "folder_lock", "schemas", "checkpoint_files", "algorithms"),
+    *("model_files", "advantages"),
     *("http_format", "http_access", "http_limits", "backend"),
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -79,6 +79,16 @@ def test_adapters_load_with_peft(adapters: Path, tmp_path: Path) -> None:
     assert load_model(str(tmp_path / "m"), "cpu").tokenizer.chat_template
 
 
+def test_a_base_with_pickled_weights_is_not_merged(tmp_path: Path) -> None:
+    recorded = recorded_run(tmp_path / "run", [0.0, 0.5], [1.0, 0.5], lora=True)
+    base = tmp_path / "run-base"
+    (base / "model.safetensors").rename(base / "pytorch_model.bin")
+    code, printed = export(recorded, tmp_path / "out", "--merge")
+    assert code == 1
+    assert f"{base} has pytorch_model.bin but no model.safetensors: pickled weights are not read" in printed
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("options", [(), ("--merge",)])
 @pytest.mark.parametrize("kind", ["full", "adapters"])
 def test_the_card_says_how_the_model_was_trained_and_nothing_of_this_machine(

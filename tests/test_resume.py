@@ -63,9 +63,12 @@ def outcome(folder: Path) -> Outcome:
                 record.pop(key, None)
         return records
 
+    metrics = lines("training_metrics.jsonl", "timestamp", "seconds")
+    unknown = {record.pop("unknown_completions") for record in metrics}  # None after an outage of the backend
+    assert unknown <= {0, None}
     files = sorted((folder / "backend/checkpoints").glob("step_*/*.safetensors"))
     return Outcome(
-        metrics=lines("training_metrics.jsonl", "timestamp", "seconds"),
+        metrics=metrics,
         validations=lines("validation_history.json", "timestamp", "seconds"),
         rewards=lines("reward_history.json"),
         trained=lines("advantages.jsonl"),

@@ -112,7 +112,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_job(release: str, tmp_path:
     assert len(nemo.jobs) == 1
     code, out, err = finish(start(release, tmp_path))
     assert code == 0, err
-    assert "goes on: job cust-0" in out
+    assert "continues: job cust-0" in out
     assert len(nemo.jobs) == 1
 
 

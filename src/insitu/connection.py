@@ -87,6 +87,8 @@ class Retry:
         self._timeout = timeout
         self._exit_report = exit_report
         self._key = key
+        self.back_at = -math.inf
+        """When a request last succeeded after failures, by `time.monotonic()`."""
         self._waiting = 0  # requests that have logged the outage
 
     async def __call__(self, what: str, request: Callable[[], Awaitable[T]]) -> T:
@@ -114,6 +116,8 @@ class Retry:
         finally:
             self._waiting -= waiting
         self.reached = True
+        if failures:
+            self.back_at = time.monotonic()
         if waiting and not self._waiting:
             logger.warning("%s responds again after %.0f s", self.server, time.monotonic() - started)
         return result

@@ -185,7 +185,7 @@ class LineFile:
     def truncate(self, size: int) -> None:
         """Removes what was appended after the file had `size` bytes. Raises InsituError if it is shorter."""
         if size > self._size:
-            raise InsituError(f"{self._path} has {self._size} bytes, but {size} were written: the file is damaged")
+            raise InsituError(shorter_than_written(self._path, self._size, size))
         if size == self._size:
             return
         try:
@@ -248,6 +248,22 @@ def whole_lines(path: Path, offset: int = 0, first: int = 1) -> Iterator[tuple[i
                 yield number, line
             else:
                 logger.warning("%s: skipped an incomplete last line: it is being written, or a crash tore it", path)
+
+
+def numbered_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The records of a file of lines with their line numbers, without the first line, which names the format.
+
+    Empty if the file does not exist. Raises InsituError naming the file and the line.
+    """
+    for number, line in whole_lines(path) if path.is_file() else ():
+        record = read_line(path, number, line)
+        if record.keys() != {"format"}:
+            yield number, record
+
+
+def shorter_than_written(path: Path, found: int, written: int) -> str:
+    """What to say of a file that has lost bytes at its end."""
+    return f"{path} has {found} bytes, but {written} were written: the file is damaged"
 
 
 def read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:

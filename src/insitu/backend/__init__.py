@@ -5,7 +5,7 @@ protocols/   the HTTP interfaces, one package each: openai, native (training job
 inference/   sampling: from token ids to completions
 training/    training: from rows to new weights
 compute      the thread that touches the weights, shared by inference and training
-model        loads Hugging Face causal language models; model_files checks their files first
+model        loads Hugging Face causal language models, after insitu.model_files has checked their files
 """
 
 from dataclasses import dataclass, field

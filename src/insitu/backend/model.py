@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from insitu.backend.model_files import (
+from insitu.checkpoint_files import check_model
+from insitu.errors import BackendError
+from insitu.model_files import (
     NO_CODE,
     SAFE_OPTIONS,
     check_adapter,
@@ -20,8 +22,6 @@ from insitu.backend.model_files import (
     check_weights,
     code_problem,
 )
-from insitu.checkpoint_files import check_model
-from insitu.errors import BackendError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

@@ -21,7 +21,14 @@ from insitu.checkpoint_files import (
     write_record,
 )
 from insitu.errors import ConfigError, InsituError
-from insitu.files import cannot_write, new_folder, read_line, read_object, whole_lines, writable_folder
+from insitu.files import (
+    cannot_write,
+    new_folder,
+    numbered_records,
+    read_object,
+    shorter_than_written,
+    writable_folder,
+)
 from insitu.training.held_out import HISTORY_FILE, SCORES_FILE, read_validations
 from insitu.training.progress import HISTORY, PROGRESS, EpochState, RunProgress, new_run_id, read_history
 from insitu.training.resume import find_run
@@ -198,7 +205,7 @@ def _copy_lines_of_epochs(run: Path, state: EpochState, target: Path) -> None:
                 copy.write(block)
                 left -= len(block)
         if left:
-            raise InsituError(f"{run / name} has {size - left} bytes, but {size} were written: the file is damaged")
+            raise InsituError(shorter_than_written(run / name, size - left, size))
 
 
 def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settings: Mapping[str, Any]) -> None:
@@ -229,8 +236,7 @@ def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settin
 
 
 def _append_lines(path: Path, store: RunStore, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-    records = [read_line(path, number, line) for number, line in whole_lines(path)] if path.is_file() else []
-    if kept := [record for record in records if "format" not in record and wanted(record)]:
+    if kept := [record for _, record in numbered_records(path) if wanted(record)]:
         store.append(path.name, kept)
 
 

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from insitu.errors import InsituError
-from insitu.files import load_json, read_line, whole_lines
+from insitu.files import load_json, numbered_records
 
 HISTORY_FILE = "validation_history.json"
 SCORES_FILE = "validation_scores.jsonl"
@@ -41,12 +41,10 @@ def read_scores(run: Path) -> list[RowScores]:
     """The validations whose row scores were recorded, in the order they were made."""
     path = run / SCORES_FILE
     found = []
-    for number, line in whole_lines(path) if path.exists() else ():
-        record = read_line(path, number, line)
-        if "format" not in record:
-            try:
-                found.append(RowScores(**record))
-            except TypeError:
-                keys = ", ".join(RowScores._fields)
-                raise InsituError(f"{path}, line {number} does not have the keys {keys}") from None
+    for number, record in numbered_records(path):
+        try:
+            found.append(RowScores(**record))
+        except TypeError:
+            keys = ", ".join(RowScores._fields)
+            raise InsituError(f"{path}, line {number} does not have the keys {keys}") from None
     return found

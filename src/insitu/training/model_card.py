@@ -1,6 +1,5 @@
 """The model card of an exported checkpoint, written from the files of its run."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,4 +130,4 @@ def _row(cells: Any) -> str:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(orjson.loads(orjson.dumps(value)), indent=2)
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()

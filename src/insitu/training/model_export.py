@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from insitu.checkpoint_files import TrainingRecord, check_model, copy_model, read_record
 from insitu.errors import BackendError, ConfigError, describe_error, install_command
 from insitu.files import new_folder
+from insitu.model_files import NO_CODE, SAFE_OPTIONS, check_weights
 from insitu.training.model_card import CardSubject, model_card
 
 logger = logging.getLogger(__name__)
@@ -81,9 +82,11 @@ def _merge(adapter: Path, target: Path) -> None:
         raise ConfigError(f"--merge needs torch, transformers and peft: {install_command('local')}") from error
     transformers.utils.logging.disable_progress_bar()
     base = peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    if Path(base).is_dir():
+        check_weights(Path(base))
     try:
-        config = transformers.AutoConfig.from_pretrained(base)
-        module: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        config = transformers.AutoConfig.from_pretrained(base, **NO_CODE)
+        module: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **SAFE_OPTIONS)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # GPT-2's transposed projections
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from insitu.algorithms.curriculum import CurriculumState
 from insitu.errors import ConfigError, InsituError
-from insitu.files import read_line, whole_lines
+from insitu.files import numbered_records, read_line, whole_lines
 from insitu.schemas.episodes import FORMAT_VERSION, Episode
 from insitu.schemas.finetuning import TrainingJobStatus
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
@@ -160,10 +160,7 @@ def journal_size(folder: Path) -> JournalSize | None:
 
 def read_journal(folder: Path, epoch: int) -> list[Episode]:
     """The finished episodes of an epoch."""
-    path = folder / JOURNAL
-    if not path.is_file():
-        return []
-    records = (read_line(path, number, line) for number, line in whole_lines(path))
+    records = (record for _, record in numbered_records(folder / JOURNAL))
     return [_restore(record) for record in records if record.get("episode", {}).get("epoch") == epoch]
 
 

@@ -31,10 +31,9 @@ logger = logging.getLogger(__name__)
 _HARMLESS = (
     *("finetuning.num_epochs", "finetuning.output_dir", "finetuning.validation.interval"),
     *("eval.general.max_concurrency", "eval.general.output*", "eval.general.evaluator_timeout", "eval.general.stall_*"),
-    *("*.file_path", "*.api_key", "*.base_url", "*.url", "*.endpoint_timeout", "llms.*.timeout", "llms.*.max_retries"),
+    *("*.file_path", "*.api_key", "*.base_url", "*.url", "llms.*.timeout", "llms.*.max_retries"),
     *("trainer_adapters.*.device", "trainer_adapters.*.*_timeout", "trainer_adapters.*.keep*"),
     *("trainer_adapters.*.max_restarts", "eval.general.stall_*"),
-    *("trainer_adapters.*.backend.ip", "trainer_adapters.*.backend.port", "trainer_adapters.*.backend.*_timeout"),
 )
 """Keys whose change leaves the results of a run comparable. A dataset is compared by its content, not its path."""
 _LISTED = 10
@@ -111,6 +110,7 @@ class ResumableRun:
             return self.open_new(folder, config)
         changes = check_same_run(folder, config, dataset, force=asked.force)
         self._store = RunStore(folder)
+        progress = read_progress(folder) or progress  # again, as an earlier process may have ended before the lock
         self._store.cut_to(progress.sizes)
         epochs = config.finetuning.num_epochs
         self._store.record_event("resumed", epoch=progress.epoch, epochs=epochs, changes=changes)
@@ -127,7 +127,7 @@ class ResumableRun:
         return [f"moved the earlier run in {folder} to {moved}"] if moved is not None else []
 
     def attach(self, store: RunStore) -> None:
-        """Uses the store of an earlier run as it is, for a trainer that continues by rules of its own."""
+        """Uses the store of an earlier run unchanged. For trainers that do not continue from `progress.json`."""
         self._store = store
 
     def finished(self, epoch: int) -> list[Episode]:

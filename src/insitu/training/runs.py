@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from insitu.checkpoint_files import OPTIMIZER_FILE, saved_checkpoints
 from insitu.errors import ConfigError, InsituError
-from insitu.files import read_line, read_object, whole_lines
+from insitu.files import numbered_records, read_object, shorter_than_written
 from insitu.folder_lock import locked_by
 from insitu.training.held_out import read_validations
 from insitu.training.progress import PROGRESS, RunProgress, journal_size, read_progress
@@ -158,7 +158,7 @@ def _damaged_sizes(run: Path, progress: RunProgress) -> Iterator[str]:
         path = run / name
         found = path.stat().st_size if path.is_file() else 0
         if found < size:
-            yield f"{path} has {found} bytes, but {size} were written: the file is damaged"
+            yield shorter_than_written(path, found, size)
 
 
 def _last_written(run: Path) -> str:
@@ -167,10 +167,8 @@ def _last_written(run: Path) -> str:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a small file, without its format."""
-    lines = whole_lines(path) if path.is_file() else ()
-    records = [read_line(path, number, line) for number, line in lines]
-    return [record for record in records if "format" not in record]
+    """The records of a small file."""
+    return [record for _, record in numbered_records(path)]
 
 
 def read_details(run: Path) -> RunDetails:

@@ -52,8 +52,8 @@ _OWN_FILES = 40
 async def run_finetuning(runner: Trainer) -> list[TrainingJobStatus]:
     """Runs an initialized trainer for its configured epochs and returns the status of each epoch that trained.
 
-    A trainer may return None for an epoch that trained nothing. Raises JobFailed if a job did not complete, unless the
-    trainer does not wait for its jobs and this one goes on. Raises TrajectoryError if no epoch trained anything.
+    A trainer may return None for an epoch that trained nothing. Raises JobFailed if a job did not complete, unless it
+    is still running and the trainer does not wait for its jobs. Raises TrajectoryError if no epoch trained anything.
     """
     epochs = runner.run_config.num_epochs
     accepted = {TrainingStatusEnum.COMPLETED}

@@ -12,7 +12,7 @@ from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.workflow.llms import ModelClient
 
-_METRIC = "vllm:request_success_total"
+_COMPLETED, _STARTED = "vllm:request_success_total", "process_start_time_seconds"
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
@@ -22,9 +22,15 @@ class Leftovers(NamedTuple):
     stray_completions: int
     """Requested through the run's own clients, but outside every episode and evaluator."""
     unknown_completions: int | None
-    """Sampled by the policy's server, but not requested by the run; None if the server does not count them."""
+    """Sampled by the policy's server, but not requested by the run; None if it does not count them or was restarted."""
     abandoned_attempts: int
     """Attempts at episodes whose code ignored its cancellation."""
+
+
+class _Count(NamedTuple):
+    completed: int
+    started: float | None
+    """When the server's process was started, in seconds of its clock; None if it does not say so."""
 
 
 class PolicyTraffic:
@@ -41,7 +47,7 @@ class PolicyTraffic:
         self._abandoned = 0
         self._stray_before = 0
         self._outside_before = 0
-        self._served_before: int | None = None
+        self._served_before: _Count | None = None
 
     async def start(self) -> None:
         self._stray_before = self._stray()
@@ -54,11 +60,12 @@ class PolicyTraffic:
     async def finish(self) -> tuple[Leftovers, str | None]:
         """The counts, and a warning if the server has completed more than was requested."""
         stray = self._stray() - self._stray_before
-        after = await self._count() if self._served_before is not None else None
-        if after is None or self._served_before is None or self._served is None:
+        after = await self._count()
+        before = self._served_before
+        if after is None or before is None or self._served is None or after.started != before.started:
             return Leftovers(stray, None, self._abandoned), None
         server = _normal(self._served.base_url)
-        completed = after - self._served_before
+        completed = after.completed - before.completed
         requested = self._episodes[server] + self._outside() - self._outside_before
         unknown = max(0, completed - requested)  # less than 0: a failed request may not have been completed
         warning = (
@@ -76,8 +83,8 @@ class PolicyTraffic:
         server = _normal(self._served.base_url) if self._served is not None else None
         return sum(llm.recorder.outside_completions for llm in llms if _normal(llm.recorder.server) == server)
 
-    async def _count(self) -> int | None:
-        """The server's metric; None if it has none."""
+    async def _count(self) -> _Count | None:
+        """The server's metrics; None if it has none, or no server responds."""
         if self._served is None:
             return None
         url = _normal(self._served.base_url).removesuffix("/v1") + "/metrics"
@@ -86,8 +93,10 @@ class PolicyTraffic:
             async with aiohttp.ClientSession(timeout=_TIMEOUT, headers=headers) as session:
                 async with session.get(url) as response:
                     text = await response.text() if response.status == 200 else ""
-            samples = [line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(_METRIC)]
-            return int(sum(map(float, samples))) if samples else None
+            samples = [line.rpartition(" ") for line in text.splitlines()]
+            completed = [float(value) for name, _, value in samples if name.startswith(_COMPLETED)]
+            started = [float(value) for name, _, value in samples if name == _STARTED]
+            return _Count(int(sum(completed)), started[0] if started else None) if completed else None
         except (TimeoutError, aiohttp.ClientError, ValueError):
             return None
 

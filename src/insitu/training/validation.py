@@ -9,10 +9,9 @@ from insitu.builder import Builder
 from insitu.errors import ConfigError, InsituError, Stalled
 from insitu.evaluation.datasets import dataset_file, load_dataset
 from insitu.evaluation.validation import held_out_config, validate
-from insitu.files import load_json
 from insitu.interfaces import TrainerAdapter
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
-from insitu.training.held_out import HISTORY_FILE, SCORES_FILE, RowScores
+from insitu.training.held_out import HISTORY_FILE, SCORES_FILE, RowScores, read_validations
 from insitu.training.progress import RunProgress
 from insitu.training.report import Report
 from insitu.training.store import RunStore, dataset_record
@@ -59,9 +58,7 @@ class Validation:
         """Reads what an earlier process has recorded."""
         for metadata in (job.metadata or {} for job in progress.jobs):
             self.checkpoints[metadata.get("policy_version")] = metadata.get("checkpoint")
-        path = self._store.folder / "validation_history.json"
-        recorded = load_json(path.read_bytes()) if path.is_file() else []
-        for record in recorded:
+        for record in read_validations(self._store.folder):
             if record["epoch"] > progress.epoch + ("error" not in record):  # a failure is repeated
                 continue
             if "error" not in record:

@@ -180,6 +180,11 @@ class _RemoteBackend:
         body = {"model": model.safe_model_dump(), "steps_to_keep": steps_to_keep}
         await self._post("/_delete_checkpoint_files", body, _parse_any)
 
+    @property
+    def back_at(self) -> float:
+        """When the server last responded after an outage, by `time.monotonic()`."""
+        return self._connection.retry.back_at
+
     async def check_health(self) -> None:
         """Raises BackendError unless `/healthcheck` or `/health` returns 200; retries transient errors."""
         await self._connection.retry("GET /healthcheck", self._check_health)

@@ -134,7 +134,7 @@ class ARTTrainerAdapter(TrainerAdapter):
 
     async def wait_until_reachable(self, since: float) -> bool:
         if await self._remote.health_problem() is None:
-            return False
+            return self._remote.back_at > since
         await self._remote.check_health()  # retried for up to `retry_timeout`
         return True
 

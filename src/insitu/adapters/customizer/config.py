@@ -99,7 +99,7 @@ class NeMoCustomizerTrainerAdapterConfig(TrainerAdapterConfig, name="nemo_custom
     deployment_timeout_seconds: float = Field(default=1800.0, gt=0)
     """Seconds after which a deployment that is not ready has failed."""
     max_consecutive_status_failures: int = Field(default=3, ge=1, le=10)
-    """Number of status requests that may fail in a row before the run gives up; the job goes on."""
+    """Number of status requests that may fail in a row before the run gives up; the job continues."""
     request_timeout: float = Field(default=60.0, gt=0)
     """Seconds without an answer after which a request has failed."""
     retry_timeout: float = Field(default=600.0, ge=0)

@@ -43,7 +43,7 @@ async def polled(
             if failures >= most:
                 raise BackendUnavailable(
                     f"{what}: {failures} status requests in a row failed (max_consecutive_status_failures: {most}); "
-                    f"it goes on at {config.entity_host}; the last error: {error}"
+                    f"it continues at {config.entity_host}; the last error: {error}"
                 ) from error
             logger.warning("%s; asking again", error)
             await asyncio.sleep(max(interval, error.retry_after))

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from insitu.errors import ConfigError
-from insitu.files import read_line, whole_lines
+from insitu.files import numbered_records
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.finetuning import TrainingJobRef, TrainingStatusEnum, Trajectory, TrajectoryCollection
 from insitu.training.store import OUTPUT_DIR
@@ -59,8 +59,6 @@ def pair_records(collection: TrajectoryCollection) -> list[dict[str, Any]]:
 def read_pairs(path: Path, run_id: str) -> TrajectoryCollection:
     """The pairs of `pairs.jsonl`, in the groups in which they were collected."""
     groups: dict[int, list[Trajectory]] = {}
-    for number, line in whole_lines(path):
-        record = read_line(path, number, line)
-        if "group" in record:  # not the first line, which names the format
-            groups.setdefault(record["group"], []).append(Trajectory.model_validate(record))
+    for _, record in numbered_records(path):
+        groups.setdefault(record["group"], []).append(Trajectory.model_validate(record))
     return TrajectoryCollection(trajectories=list(groups.values()), run_id=run_id, epoch=1)

@@ -2,7 +2,7 @@
 
 Its files besides those of any run: `data_collection_progress.jsonl` (a line per collection), `collection_history.json`
 (the same as a list), `pairs.jsonl` (the pairs that are trained), `submission.json` (the state of the job) and
-`final_metrics.json`. From `pairs.jsonl` and `submission.json`, a run whose process was killed goes on: it is started
+`final_metrics.json`. From `pairs.jsonl` and `submission.json`, a run whose process was killed continues: it is started
 again by the same command, submits the same pairs if no job was submitted, and waits for the job otherwise.
 """
 
@@ -124,7 +124,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
         history = await asyncio.to_thread((folder / "collection_history.json").read_bytes)
         self.collection_history = load_json(history)
         state = f"job {_job_id(job)}" if job is not None else "its pairs have been collected"
-        self.report.note(f"run {self.run_id} goes on: {state}")
+        self.report.note(f"run {self.run_id} continues: {state}")
 
     async def _find_job(self, submission: Submission) -> TrainingJobStatus | None:
         """The state of the job of an unfinished run; FAILED if the service no longer has it."""
@@ -148,7 +148,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
         state = "its pairs were collected with other settings"
         if job is not None:
             state = f"job {_job_id(job)} is {job.status.value}: {job.message or 'no reason given'}"
-        self.report.note(f"the unfinished run {submission.run_id} does not go on: {state}")
+        self.report.note(f"the unfinished run {submission.run_id} does not continue: {state}")
         self._record(submission, phase="ended", status=job.status if job is not None else None)
         self.store.close()
         self._submission = None
@@ -286,13 +286,13 @@ class NeMoCustomizerTrainer(InsituTrainer):
             self._record(self._submission, phase="ended", status=TrainingStatusEnum.FAILED)
             raise
         except InsituError as error:
-            self.report.note(f"{error}\nthe same command goes on from here")
+            self.report.note(f"{error}\nthe same command continues from here")
             raise
         finally:
             self.report.end()
 
     def _record_canceled(self) -> None:
-        """After an interruption, if the adapter has canceled the job; the next run waits for one that goes on."""
+        """After an interruption, if the adapter has canceled the job; the next run waits for one that continues."""
         adapter, submission = self.trainer_adapter, self._submission
         if submission is not None and isinstance(adapter, NeMoCustomizerTrainerAdapter) and adapter.canceled_jobs:
             self._record(submission, phase="ended", status=TrainingStatusEnum.CANCELED)
@@ -309,7 +309,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
         return {"run_id": run_id, "collections": self.collection_history, "final": self.final_metrics}
 
     def _job_settings(self) -> dict[str, Any]:
-        """What must be the same for a run to go on."""
+        """What must be the same for a run to continue."""
         selection = self.customizer_config.model_dump(include={"num_runs", "deduplicate_pairs", "max_pairs"})
         seed = self._full_config.general.seed
         return {"seed": seed, **selection, "training": self.trainer_adapter.training_settings()}

@@ -310,7 +310,7 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
             await asyncio.wait_for(self._services.cancel_job(job_id), _CANCEL_SECONDS)
         except (BackendError, TimeoutError) as error:
             host = self.config.entity_host
-            logger.error("job %s could not be canceled, and goes on at %s: %s", job_id, host, error or "no answer")
+            logger.error("job %s could not be canceled, and continues at %s: %s", job_id, host, error or "no answer")
         else:
             self.canceled_jobs.add(job_id)
             logger.warning("interrupted: job %s is canceled", job_id)

@@ -39,7 +39,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     training: TrainingOptions = Field(default_factory=TrainingOptions)
     """Options sent with each training job."""
     keep: KeepConfig = Field(default_factory=KeepConfig)
-    """Checkpoints to keep; the others are deleted as the run goes on. Those of earlier runs are not touched."""
+    """Checkpoints to keep; the others are deleted as the run continues. Those of earlier runs are not touched."""
 
     @property
     def served_name(self) -> str | None:

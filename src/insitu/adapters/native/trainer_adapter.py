@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -234,7 +235,8 @@ class InsituTrainerAdapter(TrainerAdapter):
         except BackendUnavailable:
             await self._served_version()  # retried for up to `retry_timeout`
             return True
-        return self._process is not None and self._process.restarted_at > since
+        restarted_at = self._process.restarted_at if self._process is not None else -math.inf
+        return max(restarted_at, self._connected().retry.back_at) > since
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Submits the rows of all trajectories as one job, idempotent per run and epoch.

@@ -5,6 +5,7 @@ protocol models have ids, and clients follow training jobs by polling their even
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from insitu.backend.http import ApiRoute
+from insitu.backend.inference.engine import Engine
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.documents import (
     ArtKeepRequest,
@@ -43,18 +45,26 @@ _UNSUPPORTED = (
 )
 
 
+def _metrics_route(engine: Engine) -> ApiRoute:
+    started = time.time()
+
+    async def metrics(request: Request) -> Response:
+        running, waiting = engine.num_requests
+        values = {
+            "vllm:num_requests_running": running,
+            "vllm:num_requests_waiting": waiting,
+            "vllm:request_success_total": engine.num_completed,
+            "process_start_time_seconds": started,
+        }
+        return PlainTextResponse("".join(f"{name} {value}\n" for name, value in values.items()))
+
+    summary = "Running, waiting and finished completions, under the metric names of vLLM and Prometheus"
+    return ApiRoute("GET", "/metrics", metrics, summary)
+
+
 def art_run_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads, services: Services) -> list[ApiRoute]:
     """The `art run` routes, mounted at the server root."""
     endpoints = _ArtRunEndpoints(models, jobs, uploads, services.options.token)
-
-    async def metrics(request: Request) -> Response:
-        running, waiting = services.engine.num_requests
-        values = {
-            "num_requests_running": running,
-            "num_requests_waiting": waiting,
-            "request_success_total": services.engine.num_completed,
-        }
-        return PlainTextResponse("".join(f"vllm:{name} {value}\n" for name, value in values.items()))
 
     def get(path: str, handler: Any, summary: str, *, public: bool = False) -> ApiRoute:
         return ApiRoute("GET", path, json_endpoint(handler), summary, public=public)
@@ -68,12 +78,7 @@ def art_run_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads, services:
 
     return [
         get("/healthcheck", endpoints.health, "ART: health check", public=True),
-        ApiRoute(
-            "GET",
-            "/metrics",
-            metrics,
-            "Running, waiting and finished completions, under vLLM's metric names",
-        ),
+        _metrics_route(services.engine),
         post("/close", endpoints.close, "close a client's session; the server keeps running", None),
         post("/register", endpoints.register, "check that a model can be trained here", ArtModelBody),
         post("/_get_step", endpoints.step, "a model's latest step", ArtModelBody),
