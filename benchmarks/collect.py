@@ -8,6 +8,7 @@ its own trajectory builder with token ids, logprobs, an evaluator, and every epi
 """
 
 import asyncio
+import gzip
 import json
 import statistics
 import subprocess
@@ -116,7 +117,7 @@ async def insitu(url: str, through: str, folder: Path) -> dict[str, float]:
         figures = meter.read()
     store.close()
     calls = sum(len(t.calls) for group in collection.trajectories for t in group)
-    lines = (folder / "run" / "calls.jsonl").read_bytes().count(b"\n") - 1
+    lines = gzip.decompress((folder / "run" / "calls.jsonl.gz").read_bytes()).count(b"\n") - 1
     if (calls, lines) != (ROWS * GENERATIONS, ROWS * GENERATIONS):
         raise SystemExit(f"{calls} calls collected and {lines} stored; expected {ROWS * GENERATIONS}")
     return figures

@@ -1,5 +1,6 @@
 """Builders of what tests are about: messages, model calls, rows of a dataset, and the project that trains on digits."""
 
+import gzip
 import json
 import os
 import resource
@@ -75,8 +76,9 @@ def customizer_project(folder: Path, nemo: FakeNeMo, rows: int = 5, **blocks: di
 
 
 def read_lines(path: Path) -> list[Any]:
-    """The records of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The records of a file of JSON lines, which may be compressed."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        return [json.loads(line) for line in file]
 
 
 def write_rows(folder: Path, questions: list[dict[str, Any]], name: str = "rows.jsonl") -> None:
@@ -181,7 +183,7 @@ def recorded_run(folder: Path, *scores: list[float], lora: bool = False, dataset
     learner = Learner(loaded, folder / "backend", lora=LoRASettings(rank=4, alpha=32) if lora else None)
     row = Row(np.array([1, 5, 7, 2], np.int32), np.array([2, 3]), np.full(2, -1.0, np.float32), np.ones(2, np.float32))
     history: list[dict[str, Any]] = []
-    lines: list[dict[str, Any]] = [{"format": 1}]
+    lines: list[dict[str, Any]] = [{"format": 2}]
     for version, of_rows in enumerate(scores):
         if version:
             for _ in learner.run(TrainingSettings(learning_rate=0.01), [row]):

@@ -46,7 +46,7 @@ def check_run(run: Path, code: int, err: str, served: Served, proxy: ChaosProxy,
     trained = completed_jobs(served, proxy.trainings)
     assert len({training.key for _, training in trained}) == len(trained), "a job was trained twice"
     assert code or len(trained) == EPOCHS
-    calls = run / "calls.jsonl"
+    calls = run / "calls.jsonl.gz"
     check_sampled(trained, read_lines(calls)[1:] if calls.exists() else [], served.samples()[before:])
     return f"exit code {code}, {len(trained)} jobs, faults {dict(sorted(proxy.faults.items()))} {reason}"
 
@@ -54,7 +54,7 @@ def check_run(run: Path, code: int, err: str, served: Served, proxy: ChaosProxy,
 def check_sums(run: Path) -> None:
     """Every planned episode has an outcome; those that were scored are trained or dropped for a reason."""
     planned = {(str(row), generation) for row in range(ROWS) for generation in range(GENERATIONS)}
-    episodes = read_lines(run / "episodes.jsonl")[1:]
+    episodes = read_lines(run / "episodes.jsonl.gz")[1:]
     weighed = read_lines(run / "advantages.jsonl")[1:]
     metrics = read_lines(run / "training_metrics.jsonl")
     assert [m["epoch"] for m in metrics] == [*range(1, EPOCHS + 1)]

@@ -31,7 +31,7 @@ from typing import Any
 import click
 import pytest
 import yaml
-from factories import recorded_run
+from factories import read_lines, recorded_run
 from fake_nemo import FakeNeMo
 from processes import HANGS, forked_python, install_forked_command, serving
 
@@ -430,8 +430,8 @@ def documented_keys(file: str) -> set[str]:
 
 
 def keys_in(path: Path) -> set[str]:
-    if path.suffix == ".jsonl":
-        records = [json.loads(line) for line in path.read_text().splitlines()]
+    if path.suffixes[0] == ".jsonl":
+        records = read_lines(path)
     else:
         data = json.loads(path.read_text())
         records = data if isinstance(data, list) else [data]
@@ -439,8 +439,8 @@ def keys_in(path: Path) -> set[str]:
 
 
 OPTIONAL = {
-    "calls.jsonl": {"continues"},
-    "episodes.jsonl": {"candidates", "source"},
+    "calls.jsonl.gz": {"continues", "continues_prompt"},
+    "episodes.jsonl.gz": {"candidates", "source"},
     "events.jsonl": {"epochs", "changes", "run", "run_id"},
     "journal.jsonl": {"episode", "calls", "steps", "abandoned_attempts"},
 }

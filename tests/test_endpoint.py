@@ -18,6 +18,7 @@ import pytest
 import served_plugin
 import yaml
 from aiohttp import web
+from factories import read_lines
 from fake_openai import FakeOpenAI
 from tiny_models import save_tiny_model
 
@@ -435,7 +436,7 @@ async def test_a_workflow_whose_backend_is_lost_is_built_again(
 
 def recorded(folder: Path) -> list[Any]:
     """What was sampled, in the order of the episodes."""
-    calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()[1:]]
+    calls = read_lines(folder / "calls.jsonl.gz")[1:]
     return sorted([c["episode"].split("/", 1)[1], c["index"], c["token_ids"], c["functions"]] for c in calls)
 
 

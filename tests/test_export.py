@@ -181,12 +181,12 @@ def test_parquet(run: Path) -> None:
     done = show(run, "--format", "parquet", "--output", target, command="export")
     assert done.out == f"{target}: 6 records\n", done.err
     table = polars.read_parquet(target)
-    records = read_lines(run / "episodes.jsonl")[1:]
+    records = read_lines(run / "episodes.jsonl.gz")[1:]
     plain = [c for c in table.columns if c in records[0] and table[c].dtype != polars.String] + ["episode", "reason"]
     assert table.select(plain).to_dicts() == [{c: r[c] for c in plain} for r in records]
     first = table.to_dicts()[0]
     assert json.loads(first["scores"]) == {"score": 0.5, "other": -0.5}
-    assert json.loads(first["model_calls"]) == read_lines(run / "calls.jsonl")[1:4]
+    assert json.loads(first["model_calls"]) == read_lines(run / "calls.jsonl.gz")[1:4]
     assert [m["role"] for m in json.loads(first["conversations"])[0]] == [
         *("user", "assistant", "user", "assistant", "tool", "assistant")
     ]
@@ -251,10 +251,10 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(run: Path) -> None
         code, err = refused(run, *options, output=output)
         assert code == 2
         assert err.startswith(problem), err
-    before = (run / "episodes.jsonl").read_bytes()
-    code, err = refused(run, "sft", "--force", output=run / "episodes.jsonl")
-    assert (code, (run / "episodes.jsonl").read_bytes()) == (2, before)
-    assert err.startswith(f"error: --output: {run / 'episodes.jsonl'} is a file of a run, which is not replaced")
+    before = (run / "episodes.jsonl.gz").read_bytes()
+    code, err = refused(run, "sft", "--force", output=run / "episodes.jsonl.gz")
+    assert (code, (run / "episodes.jsonl.gz").read_bytes()) == (2, before)
+    assert err.startswith(f"error: --output: {run / 'episodes.jsonl.gz'} is a file of a run, which is not replaced")
     code, err = refused(run, "sft", "--min_reward", 2, output=free)
     assert (code, err) == (
         1,

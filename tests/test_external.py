@@ -370,7 +370,7 @@ def check_trained(folder: Path, episodes: int, calls_each: int) -> None:
     metrics = read_lines(folder / "run/training_metrics.jsonl")
     assert [m["policy_version"] for m in metrics] == [1, 2]
     assert all(m["logprob_gap"] < 1e-3 and m["tokens"] > 0 and not m["dropped"].get("workflow_error") for m in metrics)
-    calls = read_lines(folder / "run/calls.jsonl")[1:]
+    calls = read_lines(folder / "run/calls.jsonl.gz")[1:]
     assert len(calls) == episodes * calls_each
     assert {c["policy_version"] for c in calls} == {0, 1}
     assert all(len(c["token_ids"]) == len(c["logprobs"]) > 0 for c in calls)

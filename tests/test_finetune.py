@@ -59,10 +59,10 @@ def test_a_run_trains_validates_records_and_can_be_repeated(project: Path) -> No
     assert "before" in out
     assert "after" in out
 
-    episodes = read_lines(folder / "episodes.jsonl")
-    assert episodes[0] == {"format": 1}
+    episodes = read_lines(folder / "episodes.jsonl.gz")
+    assert episodes[0] == {"format": 2}
     assert len(episodes) == 1 + 2 * 24
-    calls = read_lines(folder / "calls.jsonl")[1:]
+    calls = read_lines(folder / "calls.jsonl.gz")[1:]
     assert len(calls) == 48
     assert all(len(c["token_ids"]) == len(c["logprobs"]) > 0 and c["functions"] for c in calls)
     assert {c["policy_version"] for c in calls} == {0, 1}
@@ -130,7 +130,7 @@ def test_a_workflow_exception_in_one_row_is_counted_and_the_rest_trains(project:
     metrics = read_lines(project / "run/training_metrics.jsonl")[0]
     assert metrics["dropped"]["workflow_error"] == 4
     assert metrics["num_groups"] == 2
-    failed = [e for e in read_lines(project / "run/episodes.jsonl")[1:] if e["outcome"] == "failed"]
+    failed = [e for e in read_lines(project / "run/episodes.jsonl.gz")[1:] if e["outcome"] == "failed"]
     assert {e["reason"] for e in failed} == {"workflow_error"}
     assert all(e["reward"] is None for e in failed)
 
@@ -146,7 +146,7 @@ def test_failed_episodes_get_the_configured_penalty(project: Path) -> None:
     assert metrics["min_reward"] == -0.5
     assert metrics["num_trajectories"] == 16
     assert metrics["dropped"] == {"no_variance": 12}
-    steps = [e["step_rewards"] for e in read_lines(project / "run/episodes.jsonl")[1:]]
+    steps = [e["step_rewards"] for e in read_lines(project / "run/episodes.jsonl.gz")[1:]]
     assert sorted(s for s in steps if s) == [[-0.5]] * 8 + [[-0.25]] * 4
 
 
@@ -167,10 +167,10 @@ def test_all_evaluators_score_the_episodes_of_training(project: Path) -> None:
     assert code == 0, err
     (metrics,) = read_lines(project / "run/training_metrics.jsonl")
     assert metrics["scores"] == pytest.approx({"score": metrics["avg_reward"], "other": metrics["avg_reward"]})
-    for episode in read_lines(project / "run/episodes.jsonl")[1:]:
+    for episode in read_lines(project / "run/episodes.jsonl.gz")[1:]:
         assert episode["scores"] == {"score": episode["reward"], "other": episode["reward"]}
     assert "\n  scores: score " in out
-    calls = read_lines(project / "run/calls.jsonl")[1:]
+    calls = read_lines(project / "run/calls.jsonl.gz")[1:]
     assert metrics["completions_mean_length"] == sum(len(c["token_ids"]) for c in calls) / len(calls)
     assert metrics["completions_clipped_ratio"] == sum(c["finish_reason"] == "length" for c in calls) / len(calls)
     code, _, err = run_project(project, *second, "-o", "finetuning.training_evaluators", "[]")
@@ -215,7 +215,9 @@ def test_an_evaluator_that_hangs_costs_its_episodes(project: Path) -> None:
     assert code == 0, err
     assert read_lines(project / "run/training_metrics.jsonl")[0]["dropped"]["evaluator_error"] == 4
     message = "evaluator score took longer than eval.general.evaluator_timeout allows: 5 s"
-    assert [e["error"] for e in read_lines(project / "run/episodes.jsonl")[1:] if e["row_id"] == "0"] == [message] * 4
+    assert [e["error"] for e in read_lines(project / "run/episodes.jsonl.gz")[1:] if e["row_id"] == "0"] == [
+        message
+    ] * 4
 
 
 def test_a_dead_backend_is_named(project: Path) -> None:
@@ -437,7 +439,7 @@ def test_an_outage_of_the_backend_costs_no_episode(project: Path) -> None:
             with serving(*backend, address.rpartition(":")[2]):
                 out, err = process.communicate(HANGS)
                 assert process.wait() == 0, out + err
-    episodes = read_lines(project / "run/episodes.jsonl")[1:]
+    episodes = read_lines(project / "run/episodes.jsonl.gz")[1:]
     assert [(e["outcome"], e["error"]) for e in episodes] == [("ok", None)] * 24
     assert any(e["attempt"] > 0 for e in episodes)
     (metrics,) = read_lines(project / "run/training_metrics.jsonl")

@@ -81,7 +81,7 @@ def test_hostile_episodes_are_told_apart(tmp_path: Path) -> None:
     code, _, err = run_project(tmp_path, "--override", "finetuning.num_epochs", "1")
     assert code == 0, err
     reasons = {0: "exit code 1: no", 1: "printed more than max_output", 2: "within timeout", 3: "by SIGSEGV"}
-    episodes = read_lines(tmp_path / "run/episodes.jsonl")[1:]
+    episodes = read_lines(tmp_path / "run/episodes.jsonl.gz")[1:]
     assert len(episodes) == 48
     for episode in episodes:
         row = int(episode["row_id"])
@@ -101,7 +101,7 @@ def test_hostile_episodes_are_told_apart(tmp_path: Path) -> None:
     assert metrics["num_trajectories"] == 32
     assert metrics["filtered_trajectories"] + sum(metrics["dropped"].values()) == len(episodes)
     assert metrics["policy_version"] == 1
-    calls = read_lines(tmp_path / "run/calls.jsonl")[1:]
+    calls = read_lines(tmp_path / "run/calls.jsonl.gz")[1:]
     assert {call["messages"][0]["content"] for call in calls if call["error"]} <= {"Row 7"}
     whole = Counter(call["messages"][0]["content"] for call in calls if not call["error"])
     assert {who: n for who, n in whole.items() if who != "Row 7"} == {

@@ -1,9 +1,10 @@
 """`insitu trajectories show`: an episode of a run as its calls, dialogues and rows."""
 
+import gzip
 import io
-import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -301,15 +302,8 @@ def test_what_is_not_trained_is_not_told_as_trained(
         assert rows == "\n  row 1: calls 0, 2; 6 tokens, 2 of them to train\n"
 
 
-def test_a_run_of_an_earlier_release_is_read(run: Path) -> None:
-    """Before there were advantages, jobs, functions of rewards and failed requests."""
+def test_a_run_without_a_record_of_its_advantages_is_read(run: Path) -> None:
     (run / "advantages.jsonl").unlink()
-    (run / "training_metrics.jsonl").write_text('{"epoch": 1}\n')
-    head, *records = (run / "episodes.jsonl").read_text().splitlines()
-    old = [
-        {k: v for k, v in json.loads(r).items() if k not in ("failed_requests", "rewarded_functions")} for r in records
-    ]
-    (run / "episodes.jsonl").write_text("\n".join([head, *map(json.dumps, old), ""]))
     assert show(run).out.splitlines()[0].endswith("3 calls   not recorded")
     shown = show(run, "--row", "r 1", "--generation", 0)
     assert (shown.code, shown.err) == (0, "")
@@ -317,14 +311,37 @@ def test_a_run_of_an_earlier_release_is_read(run: Path) -> None:
 
 
 def test_a_line_that_is_being_written_is_not_there_yet(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("episodes.jsonl", "calls.jsonl", "groups.jsonl", "advantages.jsonl", "training_metrics.jsonl"):
+    for name in ("episodes.jsonl.gz", "calls.jsonl.gz"):
+        with (run / name).open("ab") as file:
+            file.write(gzip.compress(b"a group")[:-3])
+    for name in ("groups.jsonl", "advantages.jsonl", "training_metrics.jsonl"):
         with (run / name).open("ab") as file:
             file.write(b'{"episode":"run_1/1/r2/0')
     assert len(show(run).out.splitlines()) == 6
-    assert f"{run / 'episodes.jsonl'}: skipped an incomplete last line" in caplog.text
+    assert f"{run / 'groups.jsonl'}: skipped an incomplete last line" in caplog.text
     assert show(run, "--row", "r2", "--generation", 0).code == 0
-    (run / "episodes.jsonl").write_bytes(b'{"for')
+    (run / "groups.jsonl").write_bytes(b'{"for')
     assert show(run).err == f"error: {run} has no episode yet\n"
+
+
+@pytest.mark.parametrize("name", ["episodes.jsonl.gz", "calls.jsonl.gz"])
+def test_groups_that_a_power_failure_cut_off_are_reported(
+    run: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.truncate(run / name, (run / name).stat().st_size - 1)
+    assert len(show(run).out.splitlines()) == 4
+    assert f"{run / name} has " in caplog.text
+    assert "were written: the file is damaged; skipped the groups from row 'r/3' of epoch 1 on" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["episodes.jsonl.gz", "calls.jsonl.gz"])
+def test_a_damaged_group_is_one_sentence(run: Path, name: str) -> None:
+    data = bytearray((run / name).read_bytes())
+    data[-9] ^= 0xFF
+    (run / name).write_bytes(data)
+    shown = show(run, "--row", "r/3", "--generation", 0)
+    assert shown.code == 1
+    assert re.fullmatch(rf"failed: {re.escape(str(run / name))}, bytes \d+ to {len(data)} are damaged: .+\n", shown.err)
 
 
 def test_some_calls_of_many_and_some_of_a_long_text(tmp_path: Path) -> None:
@@ -432,10 +449,10 @@ def test_what_is_not_there_is_told_with_what_is_near(run: Path) -> None:
         assert says in missing.err
     nothing = show(run / "nowhere")
     assert nothing.code == 2
-    assert "is not a run directory: episodes.jsonl is missing" in nothing.err
-    (run / "episodes.jsonl").write_text('{"format": 99}\n')
-    assert "has format 99; supported: 1" in show(run).err
-    (run / "episodes.jsonl").write_text('{"format":1}\nnonsense\n')
+    assert "is not a run directory: episodes.jsonl.gz is missing" in nothing.err
+    (run / "groups.jsonl").write_text('{"format": 99}\n')
+    assert "has format 99; supported: 2" in show(run).err
+    (run / "groups.jsonl").write_text('{"format":2}\nnonsense\n')
     broken = show(run)
     assert (broken.code, "line 2 is not JSON" in broken.err) == (1, True)
 

@@ -228,7 +228,7 @@ def test_a_run_keeps_its_best_checkpoints_and_its_scores_by_row_and_is_promoted(
     assert kept == {best["policy_version"], EPOCHS - 2, EPOCHS - 1, EPOCHS}
     history = json.loads((source / "validation_history.json").read_text())
     form, *lines = read_lines(source / "validation_scores.jsonl")
-    assert form == {"format": 1}
+    assert form == {"format": 2}
     assert [(line["epoch"], line["policy_version"]) for line in lines] == [(n, n) for n in range(EPOCHS + 1)]
     for line, record in zip(lines, history, strict=True):
         assert len(line["scores"]) == 24

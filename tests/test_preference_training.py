@@ -51,7 +51,7 @@ async def test_each_round_of_dpo_collects_with_the_newest_weights(write: Any, se
     settings = json.loads((run / "run.json").read_text())
     assert settings["training"]["dpo"]["beta"] == 0.1
     assert settings["deduplicate_pairs"] is True
-    [first, *_] = [line for line in read_lines(run / "episodes.jsonl") if "episode" in line]
+    [first, *_] = [line for line in read_lines(run / "episodes.jsonl.gz") if "episode" in line]
     assert first["outcome"] == "ok"
 
 

@@ -50,7 +50,7 @@ def test_scores_are_appended_and_nothing_else_changes(run: Path, write: Any) -> 
     assert done.out == "match: 3 of 4 episodes scored, mean 0.6667; failed episodes without an output: 1\n"
     assert recorded(run) == before
     header, *lines = read_lines(run / "rescores.jsonl")
-    assert header == {"format": 1}
+    assert header == {"format": 2}
     assert {line["episode"]: line["score"] for line in lines} == {
         "run_1/1/r1/0/0": 1.0,
         "run_1/1/r1/1/0": 0.0,

@@ -1,5 +1,6 @@
 """Runs that continue: killed at random moments they end as if they had not been; changed settings are noticed."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -53,7 +54,8 @@ class Outcome(NamedTuple):
 
 def outcome(folder: Path) -> Outcome:
     def lines(name: str, *changing: str) -> list[dict[str, Any]]:
-        text = (folder / name).read_text()
+        data = (folder / name).read_bytes()
+        text = (gzip.decompress(data) if name.endswith(".gz") else data).decode()
         # an outage of the backend costs an attempt; a fork names the episodes before it as the original did
         text = re.sub(r"insitu_run_[0-9a-f]{8}(/\d+/\w+/\d+)/\d+", r"RUN\1", text)
         text = re.sub("insitu_run_[0-9a-f]{8}", "RUN", text)
@@ -72,7 +74,7 @@ def outcome(folder: Path) -> Outcome:
         validations=lines("validation_history.json", "timestamp", "seconds"),
         rewards=lines("reward_history.json"),
         trained=lines("advantages.jsonl"),
-        calls={json.dumps({**record, "seconds": 0}) for record in lines("calls.jsonl", "started", "ended")},
+        calls={json.dumps({**record, "seconds": 0}) for record in lines("calls.jsonl.gz", "started", "ended")},
         weights={f"{f.parent.name}/{f.name}": hashlib.sha256(f.read_bytes()).hexdigest() for f in files},
         curriculum=json.loads((folder / "curriculum_state.json").read_text()),
         history=lines("progress_history.jsonl", "sizes"),
@@ -185,8 +187,8 @@ def test_a_run_whose_disk_was_full_continues_when_there_is_room(
         assert process.wait() == 1
     assert re.search(r"^failed: .* cannot be written: .*File too large", err, re.MULTILINE), err
     assert "Traceback" not in err
-    for name in ("episodes.jsonl", "calls.jsonl", "journal.jsonl"):
-        assert (tmp_path / "run" / name).read_bytes()[-1:] in (b"", b"\n")
+    assert (tmp_path / "run/journal.jsonl").read_bytes()[-1:] in (b"", b"\n")
+    read_lines(tmp_path / "run/calls.jsonl.gz")
     check_resumed(tmp_path, options, expected)
 
 
@@ -212,7 +214,7 @@ def test_a_clock_that_jumps_changes_nothing(uninterrupted: tuple[Any, ...], tmp_
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert outcome(tmp_path / "run") == expected
-    calls = read_lines(tmp_path / "run/calls.jsonl")[1:]
+    calls = read_lines(tmp_path / "run/calls.jsonl.gz")[1:]
     assert all(0 <= call["ended"] - call["started"] < HANGS for call in calls)
 
 
@@ -313,7 +315,7 @@ def test_a_run_that_was_interrupted_continues_with_its_episodes(project: Path) -
     assert code == 0, err
     assert f"continues after epoch 0 and {finished} episodes of epoch 1" in out
     assert played.stat().st_size == before + 80 - finished
-    assert len(read_lines(project / "run/episodes.jsonl")) == 1 + 80
+    assert len(read_lines(project / "run/episodes.jsonl.gz")) == 1 + 80
 
 
 def test_without_a_run_to_resume_one_is_started(tmp_path: Path) -> None:
@@ -337,7 +339,7 @@ def lose_progress(project: Path) -> None:
 
 
 def damage(project: Path) -> None:
-    os.truncate(project / "run/episodes.jsonl", len(b'{"format":1}\n'))
+    os.truncate(project / "run/episodes.jsonl.gz", 13)
 
 
 RATE = ("-o", "trainer_adapters.backend.training.learning_rate", "0.5")
@@ -349,7 +351,7 @@ RATE = ("-o", "trainer_adapters.backend.training.learning_rate", "0.5")
         (None, RATE, "other settings: trainer_adapters.backend.training.learning_rate was 0.001 and is 0.5. Set them"),
         (change_rows, (), "the dataset .*rows.jsonl has changed. Set them as they were, or give --force"),
         (lose_progress, (), "the run in run has no progress.json: it was recorded by an earlier release"),
-        (damage, (), "episodes.jsonl has 13 bytes, but [0-9]+ were written: the file is damaged"),
+        (damage, (), "episodes.jsonl.gz has 13 bytes, but [0-9]+ were written: the file is damaged"),
         (lose_weights, (), "the run in run was at policy version 1, but the backend serves version 0"),
     ],
     ids=["settings", "dataset", "release", "damage", "backend"],

@@ -99,7 +99,7 @@ def garble(name: str, content: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (cut("episodes.jsonl", 13), "episodes.jsonl has 13 bytes, but [0-9]+ were written: the file is damaged"),
+        (cut("episodes.jsonl.gz", 13), "episodes.jsonl.gz has 13 bytes, but [0-9]+ were written: the file is damaged"),
         (cut("run.json", 40), "run.json is not JSON"),
         (cut("progress.json", 40), "progress.json is not the progress of a run"),
         (garble("progress.json", "[]"), "progress.json is not the progress of a run"),
@@ -120,15 +120,15 @@ def test_a_damaged_run_is_listed_with_what_is_wrong(project: Path, damage: Any, 
 
 def test_a_run_is_shown(project: Path) -> None:
     folder = project / "run"
-    size = os.stat(folder / "episodes.jsonl").st_size
-    os.truncate(folder / "episodes.jsonl", 1 << 36)  # sparse: reading it all would take minutes
+    size = os.stat(folder / "episodes.jsonl.gz").st_size
+    os.truncate(folder / "episodes.jsonl.gz", 1 << 36)  # sparse: reading it all would take minutes
     change(folder / "progress.json", status="failed", error="JobFailed: the disk was full")
-    journal = [{"format": 1}, *({"episode": {"epoch": 4}, "calls": []} for _ in range(41))]
+    journal = [{"format": 2}, *({"episode": {"epoch": 4}, "calls": []} for _ in range(41))]
     (folder / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in journal) + '{"episode": {"ep')
     found = shown(folder)
     assert found["summary"]["status"] == "failed"
     assert found["summary"]["error"] == "JobFailed: the disk was full"
-    assert found["files"]["episodes.jsonl"] == 1 << 36 > size
+    assert found["files"]["episodes.jsonl.gz"] == 1 << 36 > size
     assert found["settings"]["trainer_adapters.backend.training.mini_batch_size"] == 16
     assert found["settings"]["finetuning.output_dir"] == "run"
     assert not [key for key in found["settings"] if key.endswith(("max_restarts", "kl.beta", "dataset.id_key"))]
@@ -170,7 +170,7 @@ OPTIMIZER = "epochs that can be forked: 0, 2, 3; --new_optimizer forks it withou
         (lose("progress_history.jsonl"), 2, 2, "has no record of its state after epoch 2, which an earlier release"),
         (lose("progress.json"), 2, 2, "RUN_DIR: the run in run has no progress.json"),
         (lose("backend/started_from.json"), 2, 2, "RUN_DIR: the backend of run was not started by the run"),
-        (cut("calls.jsonl", 13), 2, 1, "calls.jsonl has 13 bytes, but "),
+        (cut("calls.jsonl.gz", 13), 2, 1, "calls.jsonl.gz has 13 bytes, but "),
         (cut("progress_history.jsonl", 100), 3, 0, ""),
         (
             garble("progress_history.jsonl", '{"epoch": 1}\n'),
@@ -227,13 +227,13 @@ def test_a_fork_with_other_settings_leaves_the_original_as_it_is(project: Path) 
 
 def test_a_fork_has_what_was_known_after_its_epoch(project: Path) -> None:
     original, fork = project / "run", project / "new"
-    rescores = [{"format": 1}, *({"episode": f"r/{epoch}/0/0/0", "evaluator": "e"} for epoch in (1, 2, 3))]
+    rescores = [{"format": 2}, *({"episode": f"r/{epoch}/0/0/0", "evaluator": "e"} for epoch in (1, 2, 3))]
     (original / "rescores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rescores))
     done = run("runs", "fork", original, fork, "--epoch", 2)
     assert done.returncode == 0, done.stderr
-    for name in ("episodes.jsonl", "calls.jsonl", "groups.jsonl", "advantages.jsonl", "training_metrics.jsonl"):
-        assert (original / name).read_bytes().startswith(content := (fork / name).read_bytes())
-        assert {record["epoch"] for record in map(json.loads, content.splitlines()) if "epoch" in record} <= {1, 2}
+    for name in ("episodes.jsonl.gz", "calls.jsonl.gz", "groups.jsonl", "advantages.jsonl", "training_metrics.jsonl"):
+        assert (original / name).read_bytes().startswith((fork / name).read_bytes())
+        assert {record["epoch"] for record in read_lines(fork / name) if "epoch" in record} <= {1, 2}
     assert [line["epoch"] for line in read_lines(fork / "progress_history.jsonl")[1:]] == [0, 1, 2]
     assert [line["episode"] for line in read_lines(fork / "rescores.jsonl")[1:]] == ["r/1/0/0/0", "r/2/0/0/0"]
     for name in ("reward_history.json", "validation_history.json"):

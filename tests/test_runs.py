@@ -180,7 +180,7 @@ async def test_what_is_trained_is_on_disk_before_the_job(
 ) -> None:
     """After a power failure the files still say what the weights were trained on."""
     survives = power_failures(monkeypatch)
-    names = ("run.json", "calls.jsonl", "episodes.jsonl", "groups.jsonl", "advantages.jsonl")
+    names = ("run.json", "calls.jsonl.gz", "episodes.jsonl.gz", "groups.jsonl", "advantages.jsonl")
     folder = write("", "run/x").parent
     durable: list[list[str]] = []
     monkeypatch.setattr(
@@ -276,7 +276,7 @@ async def test_an_evaluator_that_fails_is_known_before_the_first_epoch(write: An
     assert message.startswith("no row could be scored, so nothing can be trained; row 'r")
     assert f"evaluator score raised LookupError: no such column ({duo_plugin.__file__}, line " in message
     assert len(served.samples()) == before + 2 * 4
-    assert not (path.parent / "run/episodes.jsonl").exists()
+    assert not (path.parent / "run/episodes.jsonl.gz").exists()
 
 
 async def test_an_evaluator_may_fail_on_a_row(write: Any, served: Served) -> None:

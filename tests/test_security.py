@@ -4,6 +4,7 @@
 """
 
 import ast
+import gzip
 import json
 import re
 import shutil
@@ -436,7 +437,7 @@ def test_no_secret_is_printed_logged_or_written(harmless: Path, tmp_path: Path, 
     assert done.returncode == (0 if how in ("api_key", "url") else 1), done.stderr[-3000:]
     check_no_leaks(tmp_path, done.stdout, done.stderr)
     if done.returncode == 0:
-        episodes = (tmp_path / "run/episodes.jsonl").read_text()
+        episodes = gzip.decompress((tmp_path / "run/episodes.jsonl.gz").read_bytes()).decode()
         assert re.search(r"no access with \[.{1,3}\*\*\*.{1,6}http://any:\*\*\*@127", episodes), episodes
         assert "asking with [" in done.stdout
 

@@ -1,19 +1,22 @@
 """A run's directory: nothing is overwritten, lines are whole, calls come back as they were."""
 
 import asyncio
+import dataclasses
 import os
 import threading
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
-from factories import disk_space, power_failures
+from factories import disk_space, power_failures, read_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
 from insitu.errors import ConfigError, InsituError
+from insitu.files import Block, read_block
 from insitu.folder_lock import FolderLock
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
@@ -21,6 +24,7 @@ from insitu.training.plot import RewardPlot
 from insitu.training.store import RUN_FILES, RunStore, set_aside
 from insitu.trajectories.builder import GroupRecord
 from insitu.trajectories.records import call_records, episode_record, restore_calls, restore_episode
+from insitu.trajectories.stored import StoredRun
 
 
 def lines(path: Path) -> list[Any]:
@@ -66,19 +70,19 @@ def test_an_earlier_run_is_set_aside_under_the_next_number(tmp_path: Path, name:
 
 def test_records_open_with_their_format_and_grow(tmp_path: Path) -> None:
     store = RunStore(tmp_path / "deep" / "run")
-    store.append("episodes.jsonl", [{"a": 1}])
-    store.append("episodes.jsonl", [{"a": 2}, {"a": 3}])
-    assert lines(store.folder / "episodes.jsonl") == [{"format": 1}, {"a": 1}, {"a": 2}, {"a": 3}]
+    store.append("journal.jsonl", [{"a": 1}])
+    store.append("journal.jsonl", [{"a": 2}, {"a": 3}])
+    assert lines(store.folder / "journal.jsonl") == [{"format": 2}, {"a": 1}, {"a": 2}, {"a": 3}]
     store.append("training_metrics.jsonl", [{"epoch": 1}])
     assert lines(store.folder / "training_metrics.jsonl") == [{"epoch": 1}]
     store.close()
-    with (store.folder / "episodes.jsonl").open("ab") as file:
+    with (store.folder / "journal.jsonl").open("ab") as file:
         file.write(b'{"a": 5')  # torn by a crash
     again = RunStore(tmp_path / "deep" / "run")
-    again.append("episodes.jsonl", [{"a": 4}])
+    again.append("journal.jsonl", [{"a": 4}])
     again.close()
-    assert lines(again.folder / "episodes.jsonl")[-2:] == [{"a": 3}, {"a": 4}]
-    assert len(lines(again.folder / "episodes.jsonl")) == 5
+    assert lines(again.folder / "journal.jsonl")[-2:] == [{"a": 3}, {"a": 4}]
+    assert len(lines(again.folder / "journal.jsonl")) == 5
 
 
 def test_whole_files_are_replaced_and_leave_nothing_behind(tmp_path: Path) -> None:
@@ -157,10 +161,10 @@ def test_a_directory_behind_a_link_can_be_used_again(tmp_path: Path) -> None:
         assert moved == (tmp_path / f"large/disk/run.{number}" if number else None)
         store = RunStore(link)
         store.write("run.json", {"number": number})
-        store.append("episodes.jsonl", [{"a": 1}])
+        store.append("journal.jsonl", [{"a": 1}])
         store.close()
         assert link.is_symlink()
-        assert lines(link / "episodes.jsonl") == [{"format": 1}, {"a": 1}]
+        assert lines(link / "journal.jsonl") == [{"format": 2}, {"a": 1}]
 
 
 def test_a_changed_working_directory_does_not_move_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,10 +172,10 @@ def test_a_changed_working_directory_does_not_move_the_files(tmp_path: Path, mon
     store = RunStore(Path("run"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    store.append("episodes.jsonl", [{"a": 1}])
+    store.append("journal.jsonl", [{"a": 1}])
     store.write("best.json", {})
     store.close()
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["best.json", "episodes.jsonl"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["best.json", "journal.jsonl"]
 
 
 def test_paths_in_the_directory_are_kept_relative_to_it(tmp_path: Path) -> None:
@@ -192,7 +196,7 @@ def test_a_group_is_written_with_all_its_episodes(tmp_path: Path) -> None:
     kept = Trajectory(id=good.key.text(), reward=1.0, calls=good.calls, trained_calls=[0, 1, 2])
     store = RunStore(tmp_path)
     store.append_group(GroupRecord("row", [good, bad], [kept], Counter({"timeout": 1})), epoch=2)
-    first, second = lines(tmp_path / "episodes.jsonl")[1:]
+    first, second = read_lines(tmp_path / "episodes.jsonl.gz")[1:]
     assert first["output"] == {"1,2": 2**70}
     assert (first["episode"], first["calls"], first["prompt_tokens"], first["sampled_tokens"]) == (
         "r/2/row/0/0",
@@ -207,10 +211,19 @@ def test_a_group_is_written_with_all_its_episodes(tmp_path: Path) -> None:
         "timeout",
         None,
     )
-    assert lines(tmp_path / "groups.jsonl")[1:] == [
-        {"epoch": 2, "row_id": "row", "episodes": ["r/2/row/0/0"], "rewards": [1.0], "dropped": {"timeout": 1}}
-    ]
-    assert restore_calls(lines(tmp_path / "calls.jsonl")[1:]) == good.calls
+    [group] = lines(tmp_path / "groups.jsonl")[1:]
+    blocks = {name: Block(*block) for name, block in group.pop("blocks").items()}
+    assert group == {
+        "epoch": 2,
+        "row_id": "row",
+        "num_episodes": 2,
+        "episodes": ["r/2/row/0/0"],
+        "rewards": [1.0],
+        "dropped": {"timeout": 1},
+    }
+    assert read_block(tmp_path / "episodes.jsonl.gz", blocks["episodes.jsonl.gz"]) == [first, second]
+    assert blocks["calls.jsonl.gz"].end == (tmp_path / "calls.jsonl.gz").stat().st_size
+    assert restore_calls(read_lines(tmp_path / "calls.jsonl.gz")[1:]) == good.calls
     store.close()
 
 
@@ -220,6 +233,45 @@ def test_a_long_dialogue_takes_space_by_its_length_and_not_its_square() -> None:
     records = call_records("e", conversation(100))
     assert max(len(r["messages"]) for r in records) <= 2
     assert max(len(r["prompt_token_ids"]) for r in records) <= 20
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_a_text_prompt_that_continues_another_is_stored_once(tokens: bool) -> None:
+    calls: list[ModelCall] = []
+    text, ids = "", list[int]()
+    for index in range(100):
+        text, ids = text + f"question {index}" + "?" * 20, [*ids, *range(20)]
+        calls.append(call(index, [{"role": "user", "content": text}], ids, [7]))
+        text, ids = text + f" answer {index}\n", [*ids, 7]
+    if not tokens:
+        calls = [dataclasses.replace(c, prompt_token_ids=None, token_ids=None, logprobs=None) for c in calls]
+    records = call_records("e", calls)
+    assert records[3]["continues_prompt"] == 2
+    assert max(len(r["messages"][0]["content"]) for r in records) < 60
+    assert restore_calls(orjson.loads(orjson.dumps(record)) for record in records) == calls
+
+
+def group_of(row: str, epoch: int = 1) -> GroupRecord:
+    played = Episode(EpisodeKey("r", epoch, row, 0), Outcome.OK, calls=conversation(2), reward=1.0)
+    kept = Trajectory(id=played.key.text(), reward=1.0, calls=played.calls, trained_calls=[0, 1])
+    return GroupRecord(row, [played], [kept], Counter())
+
+
+def test_groups_after_the_point_from_which_a_run_continues_are_written_again(tmp_path: Path) -> None:
+    with closing(RunStore(tmp_path)) as store:
+        store.append_group(group_of("a"), 1)
+        sizes = store.sizes()
+        store.append_group(group_of("b"), 1)
+    os.truncate(tmp_path / "calls.jsonl.gz", sizes["calls.jsonl.gz"] + 5)  # torn by a crash
+    assert [group.row_id for group in StoredRun(tmp_path).groups(1)] == ["a"]
+    with closing(RunStore(tmp_path)) as store:
+        with pytest.raises(InsituError, match=r"calls\.jsonl\.gz exists already; it is not overwritten"):
+            store.append_group(group_of("c"), 1)
+        store.cut_to(sizes)
+        store.append_group(group_of("c"), 1)
+    run = StoredRun(tmp_path)
+    assert [(group.row_id, len(run.load(group)[0].calls)) for group in run.groups(1)] == [("a", 2), ("c", 2)]
+    assert [line["row_id"] for line in read_lines(tmp_path / "episodes.jsonl.gz")[1:]] == ["a", "c"]
 
 
 texts = st.sampled_from(["a", "b"])
@@ -287,7 +339,7 @@ def test_episodes_come_back_with_their_candidates() -> None:
 
 def test_a_full_disk_is_told_by_the_name_of_the_file(tmp_path: Path) -> None:
     store = RunStore(tmp_path / "run")
-    (tmp_path / "run" / "episodes.jsonl").symlink_to("/dev/full")
-    with pytest.raises(InsituError, match=r"run/episodes\.jsonl cannot be written: No space left on device"):
-        store.append("episodes.jsonl", [{"episode": "x"}])
+    (tmp_path / "run" / "journal.jsonl").symlink_to("/dev/full")
+    with pytest.raises(InsituError, match=r"run/journal\.jsonl cannot be written: No space left on device"):
+        store.append("journal.jsonl", [{"episode": "x"}])
     store.close()

@@ -81,7 +81,7 @@ async def test_recorded_groups_are_those_that_were_collected(
     again = await collected(path, "second", tmp_path / "second")
     assert len(served.samples()) == sampled
     assert compared(again) == compared(first)
-    records = read_lines(tmp_path / "second/episodes.jsonl")[1:]
+    records = read_lines(tmp_path / "second/episodes.jsonl.gz")[1:]
     assert {r["source"].replace("first/", "second/", 1) for r in records} == {r["episode"] for r in records}
     assert {r["source"].partition("/")[0] for r in records} == {"first"}
     third = await collected(project(write, served, {**stored, "episodes_from": "second"}), "third", tmp_path / "third")
@@ -120,10 +120,11 @@ async def test_another_score_is_the_reward(write: Any, served: Served, tmp_path:
     ("stored", "problem"),
     [
         ({"run": "nowhere"}, "'nowhere' does not exist"),
-        ({"run": "."}, "is not a run directory: episodes.jsonl is missing"),
+        ({"run": "."}, "is not a run directory: episodes.jsonl.gz is missing"),
         ({"run": "evaluation"}, "is the directory of an evaluation, which records answers but no model calls"),
         ({"run": "empty"}, "has no complete group yet"),
-        ({"run": "newer"}, "newer/episodes.jsonl has format 99; supported: 1"),
+        ({"run": "newer"}, "newer/groups.jsonl has format 99; supported: 2"),
+        ({"run": "older"}, "older was recorded by an earlier release in format 1; supported: 2"),
         ({"run": "first", "epochs": [3]}, "has no complete group of epoch 3; available: 1, 2"),
         ({"run": "first", "reward": "taste"}, "has no scores of 'taste'; available: score"),
     ],
@@ -133,9 +134,11 @@ async def test_a_run_that_cannot_be_read_is_one_sentence(
 ) -> None:
     await collected(project(write, served, BUILDERS[2]), "first", tmp_path / "first")
     write("[]", "evaluation/workflow_output.json")
-    write('{"format":1}\n', "empty/episodes.jsonl")
+    for name in ("episodes.jsonl.gz", "calls.jsonl.gz"):
+        write("", f"empty/{name}")
+    write("", "older/episodes.jsonl")
     shutil.copytree(tmp_path / "first", tmp_path / "newer")
-    write('{"format":99}\n', "newer/episodes.jsonl")
+    write('{"format":99}\n', "newer/groups.jsonl")
     path = project(write, served, {"_type": "insitu_traj_builder", "episodes_from": stored})
     async with Builder(load_config(path)) as builder:
         with pytest.raises(ConfigError, match=r"^trajectory_builders\.pairs\.episodes_from: ") as raised:
@@ -149,10 +152,9 @@ async def test_a_group_that_is_being_written_is_not_read(write: Any, served: Ser
     groups.write_text("".join(groups.read_text().splitlines(keepends=True)[:-1]))
     run = StoredRun(tmp_path / "first")
     assert [len(run.groups(epoch)) for epoch in run.epochs] == [ROWS, ROWS - 1]
-    calls = tmp_path / "first/calls.jsonl"
-    calls.write_text("".join(calls.read_text().splitlines(keepends=True)[:2]))
-    with pytest.raises(InsituError, match=r"calls\.jsonl lacks calls of episode first/1/r\d/\d/0, which has 2"):
-        [run.load(group) for group in StoredRun(tmp_path / "first").groups(1)]
+    first, second = run.groups(1)[:2]
+    with pytest.raises(InsituError, match=r"calls\.jsonl\.gz has 0 of the 2 calls of episode first/1/r\d/\d/0"):
+        run.load(first._replace(calls=second.calls))
 
 
 TRAINERS = [
@@ -187,7 +189,7 @@ async def test_trainers_train_recorded_episodes(
     assert len(served.samples()) == sampled
     metrics = read_lines(tmp_path / "run/training_metrics.jsonl")
     assert [(m["job"], m["num_groups"]) for m in metrics] == [("completed", ROWS)] * 2
-    sources = Counter(r["source"].split("/")[1] for r in read_lines(tmp_path / "run/episodes.jsonl")[1:])
+    sources = Counter(r["source"].split("/")[1] for r in read_lines(tmp_path / "run/episodes.jsonl.gz")[1:])
     assert sources == {"1": 2 * ROWS, "2": 2 * ROWS}
     settings = json.loads((tmp_path / "run/run.json").read_text())
     assert settings["episodes_from"] == {"run": str(tmp_path / "run.1"), "epochs": [1, 2], "reward": None}

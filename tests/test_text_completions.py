@@ -235,7 +235,7 @@ def test_text_completions_are_trained(tmp_path: Path, way: str) -> None:
     metrics = read_lines(tmp_path / "run/training_metrics.jsonl")
     assert [m["policy_version"] for m in metrics] == [1, 2]
     assert all(m["logprob_gap"] < 1e-3 for m in metrics)
-    calls = read_lines(tmp_path / "run/calls.jsonl")[1:]
+    calls = read_lines(tmp_path / "run/calls.jsonl.gz")[1:]
     assert len(calls) == 2 * 2 * 4 * 2
     files = RunFiles(tmp_path / "run")
     recorded = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import pip_install
+from factories import pip_install, read_lines
 from fake_nemo import CONFIG as CUSTOMIZATION_CONFIG
 from fake_nemo import FakeNeMo
 from fake_openai import FakeOpenAI
@@ -186,7 +186,7 @@ def test_finetune(installed: Path, write: Any, tmp_path: Path, llm: str) -> None
         assert m["grad_norm"] > 0
         assert m["logprob_gap"] < 1e-3
         assert m["min_reward"] < m["max_reward"]
-    calls = [json.loads(line) for line in (tmp_path / "run/calls.jsonl").read_text().splitlines()][1:]
+    calls = read_lines(tmp_path / "run/calls.jsonl.gz")[1:]
     assert len(calls) == 2 * 24 * 2
     assert {tuple(c["functions"]) for c in calls} == {("<workflow>", "drafting")}
     assert {c["policy_version"] for c in calls} == {0, 1}

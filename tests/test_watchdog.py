@@ -58,7 +58,7 @@ def test_a_run_that_hangs_gives_up_and_can_continue(tmp_path: Path, question: di
     assert code == 0, out + err
     assert "continues after epoch 0 and 3 episodes of epoch 1" in out
     assert "eval.general.stall_timeout was 5.0 and is 60.0" in out
-    assert len(read_lines(tmp_path / "run/episodes.jsonl")) == 1 + 6
+    assert len(read_lines(tmp_path / "run/episodes.jsonl.gz")) == 1 + 6
 
 
 def test_what_is_waited_for_is_said_again_and_again_until_it_ends(tmp_path: Path) -> None:

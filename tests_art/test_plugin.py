@@ -20,6 +20,7 @@ from art_runs import (
     turns_of,
     write_file,
 )
+from factories import read_lines
 from tiny_models import byte_tokenizer
 from tool_agent import LOOK
 from wiretap import Wiretap
@@ -158,7 +159,7 @@ def test_an_outage_of_the_server_costs_no_episode(release, looker, tool_model, t
         done = finetune(release, write_file(tmp_path, tap, f"away-{release}", tool_model.name))
         assert done.returncode == 0, done.stdout + done.stderr
         assert tap.outage is None
-    lines = [json.loads(line) for line in (tmp_path / "out/episodes.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "out/episodes.jsonl.gz")
     episodes = [line for line in lines if "outcome" in line]
     assert [(e["outcome"], e["error"]) for e in episodes] == [("ok", None)] * 24
     assert any(e["attempt"] > 0 for e in episodes)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from factories import read_lines
 from looker import answer_of
 from tiny_models import byte_tokenizer
 
@@ -73,13 +74,13 @@ def finetune(
         with urllib.request.urlopen(f"{address}/v1/models/policy") as answer:
             served = json.load(answer)
     by_episode = defaultdict(list)
-    for record in lines(folder / output_dir / "calls.jsonl"):
+    for record in lines(folder / output_dir / "calls.jsonl.gz"):
         by_episode[record["episode"]].append(record)
     witness = folder / "witness.jsonl"
     (epoch,) = lines(folder / output_dir / "training_metrics.jsonl")
     return Left(
         log=lines(folder / "backend/samples.jsonl"),
-        episodes=lines(folder / output_dir / "episodes.jsonl"),
+        episodes=lines(folder / output_dir / "episodes.jsonl.gz"),
         calls={key: restore_calls(records) for key, records in by_episode.items()},
         steps={line["number"]: line["steps"] for line in lines(witness)} if witness.exists() else {},
         epoch=epoch,
@@ -140,7 +141,7 @@ finetuning:
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    return [record for line in file.read_text().splitlines() if "format" not in (record := json.loads(line))]
+    return [record for record in read_lines(file) if "format" not in record]
 
 
 def check_capture(left: Left, stream: bool) -> None:

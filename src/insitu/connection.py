@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -87,8 +87,7 @@ class Retry:
         self._timeout = timeout
         self._exit_report = exit_report
         self._key = key
-        self.back_at = -math.inf
-        """When a request last succeeded after failures, by `time.monotonic()`."""
+        self._away_at = -math.inf  # when the server was last away, or returned, by time.monotonic()
         self._waiting = 0  # requests that have logged the outage
 
     async def __call__(self, what: str, request: Callable[[], Awaitable[T]]) -> T:
@@ -104,7 +103,7 @@ class Retry:
                     break
                 except BackendUnavailable as error:
                     failures += 1
-                    now = time.monotonic()
+                    now = self._away_at = time.monotonic()
                     self._raise_if_final(what, error, now - started)
                     if not waiting and (failures > 1 or now - started > _REPORT_AFTER):
                         waiting = True
@@ -117,10 +116,24 @@ class Retry:
             self._waiting -= waiting
         self.reached = True
         if failures:
-            self.back_at = time.monotonic()
+            self._away_at = time.monotonic()
         if waiting and not self._waiting:
             logger.warning("%s responds again after %.0f s", self.server, time.monotonic() - started)
         return result
+
+    async def was_away(
+        self, since: float, check: Callable[[], Awaitable[Any]], wait: Callable[[], Awaitable[Any]]
+    ) -> bool:
+        """Whether the server was away at some time after `since`, by `time.monotonic()`; if it still is, waits for it.
+
+        `check` is a request that is not repeated, `wait` one that is.
+        """
+        try:
+            await check()
+        except BackendUnavailable:
+            self._away_at = time.monotonic()
+            await wait()
+        return self._away_at > since
 
     def _raise_if_final(self, what: str, error: BackendUnavailable, elapsed: float) -> None:
         if report := self._exit_report():

@@ -3,12 +3,14 @@
 write_file, new_folder    complete or absent at any time, even after a power failure
 new_file                  the same for a file of lines that is written bit by bit
 LineFile, whole_lines     appended lines; a last line torn by a crash is reported and dropped
+read_block                lines that were appended compressed
 
 All have ordinary permissions, those that the umask leaves; `write_file` and `LineFile` leave secrets out (`redaction`).
 """
 
 import contextlib
 import errno
+import gzip
 import json
 import logging
 import os
@@ -16,9 +18,10 @@ import shutil
 import stat
 import tempfile
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -29,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 """Errors of file systems without fsync or locks."""
+_COMPRESSION = 6
+"""A level of gzip. Level 1 takes half the time for files that are 15 % larger."""
 
 
 def cannot_write(path: Path, error: OSError) -> InsituError:
@@ -158,20 +163,33 @@ def _sync(descriptor: int) -> None:
             raise
 
 
+class Block(NamedTuple):
+    """Where compressed lines are in a file, in bytes."""
+
+    offset: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+
 class LineFile:
-    """Appends whole lines to a file that this process owns.
+    """Appends whole lines to a file that this process owns, or compressed blocks of lines.
 
     Appended lines survive the end of the process; after `sync` they survive a power failure. A last line that was torn
-    by a crash is removed first.
+    by a crash is removed first; in a file of blocks, what follows its first `size` bytes. Raises InsituError.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, size: int | None = None) -> None:
         self._path = path
         self._unsynced = False
         try:
             created = not path.exists()
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            self._size = self._remove_torn_line()
+            self._size = self._remove_torn_line() if size is None else os.fstat(self._descriptor).st_size
+            if size is not None:
+                self.truncate(size)
             if created:
                 sync_path(path.parent)
         except OSError as error:
@@ -197,7 +215,16 @@ class LineFile:
 
     def append(self, lines: bytes) -> None:
         """Appends all of the lines, or none. Raises InsituError."""
-        rest = memoryview(lines := redact_bytes(lines))
+        self._append(redact_bytes(lines))
+
+    def append_block(self, lines: bytes) -> Block:
+        """Appends all of the lines, or none, as a gzip member, so that `zcat` reads the file. Raises InsituError."""
+        offset = self._size
+        self._append(gzip.compress(redact_bytes(lines), _COMPRESSION, mtime=0))
+        return Block(offset, self._size - offset)
+
+    def _append(self, data: bytes) -> None:
+        rest = memoryview(data)
         self._unsynced = True
         try:
             while rest:
@@ -206,7 +233,7 @@ class LineFile:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._size)
             raise cannot_write(self._path, error) from error
-        self._size += len(lines)
+        self._size += len(data)
 
     def sync(self) -> None:
         """Raises InsituError."""
@@ -259,6 +286,20 @@ def numbered_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         record = read_line(path, number, line)
         if record.keys() != {"format"}:
             yield number, record
+
+
+def read_block(path: Path, block: Block) -> list[dict[str, Any]]:
+    """The JSON objects in a block of lines. Raises InsituError naming the file and the block."""
+    where = f"{path}, bytes {block.offset} to {block.end}"
+    try:
+        with path.open("rb") as file:
+            file.seek(block.offset)
+            lines = gzip.decompress(file.read(block.size))
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise InsituError(f"{where} are damaged: {error}") from None
+    except OSError as error:
+        raise InsituError(f"{path} cannot be read: {error.strerror}") from error
+    return [_as_object(f"{where}, line {number}", line) for number, line in enumerate(lines.splitlines(), 1)]
 
 
 def shorter_than_written(path: Path, found: int, written: int) -> str:

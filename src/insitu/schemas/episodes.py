@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Format version, written as the first line of each `.jsonl` file of a run except `training_metrics.jsonl`."""
 
 

@@ -12,6 +12,7 @@ from insitu.schemas.finetuning import PolicyEndpoint, TrainingJobStatus, Traject
 from insitu.training.metrics import why_no_pairs
 from insitu.training.report import counts
 from insitu.trajectories.builder import EpisodesBuilder
+from insitu.trajectories.stored import EPISODES_FILE
 
 EPISODES, PAIRS = "episodes", "preference pairs"
 
@@ -119,7 +120,7 @@ def check_collected(
     raise TrajectoryError(
         f"epoch {epoch}: no {'preference pair' if needs.pairs else 'episode'} can be trained on; dropped: "
         + "; ".join([counts(collection.dropped), *causes])
-        + f" (all of them: {folder / 'episodes.jsonl'})"
+        + f" (all of them: {folder / EPISODES_FILE})"
     )
 
 

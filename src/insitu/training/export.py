@@ -44,7 +44,7 @@ from insitu.trajectories.preferences import (
     documented_pair,
     episode_candidate,
 )
-from insitu.trajectories.stored import RESCORES, StoredRun
+from insitu.trajectories.stored import CALLS_FILE, EPISODES_FILE, GROUPS_FILE, RESCORES, StoredRun
 
 Records = Iterator[dict[str, Any]]
 Group = list[tuple[Episode, Trajectory]]
@@ -76,7 +76,7 @@ ALLOWED = {
 }
 """The formats, and the options that each takes."""
 
-_RECORDED = frozenset((*RUN_FILES, "calls.jsonl", "groups.jsonl", "advantages.jsonl", "pairs.jsonl", RESCORES))
+_RECORDED = frozenset((*RUN_FILES, CALLS_FILE, GROUPS_FILE, "advantages.jsonl", "pairs.jsonl", RESCORES))
 """Files of a run that `--force` does not replace: an export could not be repeated without them."""
 
 
@@ -103,7 +103,7 @@ def export(
     if target.is_dir() or (target.exists() and not overwrite):
         hint = "" if target.is_dir() else " already; --force replaces it"
         raise ConfigError(f"--output: {target} {'is a folder' if target.is_dir() else 'exists'}{hint}")
-    if target.exists() and target.name in _RECORDED and (target.parent / "episodes.jsonl").is_file():
+    if target.exists() and target.name in _RECORDED and (target.parent / EPISODES_FILE).is_file():
         raise ConfigError(f"--output: {target} is a file of a run, which is not replaced; choose another name")
     if not target.parent.is_dir():
         raise ConfigError(f"--output: the folder {target.parent} does not exist")
@@ -149,7 +149,8 @@ class Exporter:
             return {"kto": self._kto, "sft": self._sft, "openai": self._openai}[format]
         between = self.options.pairs
         if between is None:
-            recorded = any("candidates" in record for record in self.run.records("episodes.jsonl"))
+            groups = (group for epoch in self.run.epochs for group in self.run.groups(epoch))
+            recorded = any("candidates" in record for record in self.run.episode_records(groups))
             between = "candidates" if recorded else "episodes"
         return self._candidate_pairs if between == "candidates" else self._episode_pairs
 

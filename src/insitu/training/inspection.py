@@ -12,12 +12,11 @@ from typing import Any
 from insitu.advantages.estimator import rows_of
 from insitu.errors import ConfigError, install_command
 from insitu.schemas.episodes import ModelCall, TrainingRow
-from insitu.trajectories.records import restore_calls
-from insitu.trajectories.stored import RunFolder
+from insitu.trajectories.stored import RunFolder, StoredGroup
 
 _SUGGESTIONS = 5
 _OPTIONS = {"episode": "--episode", "epoch": "--epoch", "row_id": "--row", "generation": "--generation"}
-"""Keys of `episodes.jsonl` -> options that filter by them, the most specific first."""
+"""Keys of `episodes.jsonl.gz` -> options that filter by them, the most specific first."""
 
 
 class TrainingStatus(StrEnum):
@@ -38,8 +37,8 @@ class TrainingStatus(StrEnum):
 class RecordedEpisode:
     """An episode and what the run recorded about it.
 
-    `record`, `training` and `group` are its lines in `episodes.jsonl`, `advantages.jsonl` and `groups.jsonl`. `epoch`
-    is the metrics line of its epoch, None while that is running, and `settings` the content of `run.json`.
+    `record`, `training` and `group` are its lines in `episodes.jsonl.gz`, `advantages.jsonl` and `groups.jsonl`.
+    `epoch` is the metrics line of its epoch, None while that is running, and `settings` the content of `run.json`.
     """
 
     record: Mapping[str, Any]
@@ -69,7 +68,7 @@ class RecordedEpisode:
             return TrainingStatus.DROPPED
         if self.epoch is None:
             return TrainingStatus.PENDING
-        if self.epoch.get("job", "completed") != "completed":  # earlier releases did not record the job
+        if self.epoch["job"] != "completed":
             return TrainingStatus.JOB_FAILED
         if not self.advantages:
             return TrainingStatus.UNKNOWN
@@ -95,11 +94,11 @@ class RecordedEpisode:
 
     def step_reward(self, position: int) -> float | None:
         """The step reward of a call, None if it is a placeholder 0 of a call that cannot be rewarded."""
-        rewards, rewarded = self.record["step_rewards"], self.record.get("rewarded_functions")
+        rewards, rewarded = self.record["step_rewards"], self.record["rewarded_functions"]
         if not rewards or len(rewards) != len(self.calls):
             return None
         call = self.calls[position]
-        function_rewarded = rewarded is None or not set(rewarded).isdisjoint(call.functions)
+        function_rewarded = not set(rewarded).isdisjoint(call.functions)
         trained = call.index in self.advantages if self.advantages else call.token_ids is not None
         return rewards[position] if rewards[position] or (function_rewarded and trained) else None
 
@@ -109,31 +108,39 @@ class RunFiles(RunFolder):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._groups = {(group["epoch"], group["row_id"]): group for group in self.records("groups.jsonl")}
+        self._groups = {(group.epoch, group.row_id): (group, record) for group, record in self.group_records()}
         self._epochs = {metrics["epoch"]: metrics for metrics in self.lines("training_metrics.jsonl")}
 
     def find(self, **filters: str | int | None) -> list[dict[str, Any]]:
-        """Lines of `episodes.jsonl` with these values. Raises ConfigError with similar values if there are none."""
-        records = list(self.records("episodes.jsonl"))
+        """Lines of `episodes.jsonl.gz` with these values. Raises ConfigError with similar values if there are none."""
+        given = {key: value for key, value in filters.items() if value is not None}
+        groups = [group for group, _ in self._groups.values()]
+        records = self.episode_records(group for group in groups if _may_have(group, given))
+        if found := [record for record in records if given.items() <= record.items()]:
+            return found
+        raise self._none_found(list(self.episode_records(groups)), given)
+
+    def _none_found(self, records: list[dict[str, Any]], given: Mapping[str, str | int]) -> ConfigError:
         if not records:
-            raise ConfigError(f"{self.folder} has no episode yet")
+            return ConfigError(f"{self.folder} has no episode yet")
         applied: list[str] = []
         for key, option in _OPTIONS.items():
-            if (value := filters.get(key)) is None:
+            if (value := given.get(key)) is None:
                 continue
             existing = list(dict.fromkeys(str(record[key]) for record in records))
             records = [record for record in records if record[key] == value]
             if not records:
                 subject = f"no episode with {' and '.join(applied)}" if applied else "no episode"
-                raise ConfigError(f"{self.folder}: {subject} has {option} {value!r}; {_suggest(str(value), existing)}")
+                return ConfigError(f"{self.folder}: {subject} has {option} {value!r}; {_suggest(str(value), existing)}")
             applied.append(f"{option} {value!r}")
-        return records
+        raise AssertionError(f"{self.folder} has an episode with {given}")
 
     def load(self, record: Mapping[str, Any]) -> RecordedEpisode:
-        """The complete episode of a line of `episodes.jsonl`."""
+        """The complete episode of a line of `episodes.jsonl.gz`."""
         name = record["episode"]
+        group, _ = self._groups[record["epoch"], record["row_id"]]
         training = next(self.records("advantages.jsonl", name), None)
-        calls = restore_calls(self.records("calls.jsonl", name))
+        calls = self.calls(group).get(name, [])
         rescores = [*self.rescores(episode=name).values()]
         return self._episode(record, training, calls=calls, settings=self.settings(), rescores=rescores)
 
@@ -148,8 +155,18 @@ class RunFiles(RunFolder):
         return next((file.parent for file in files), None)
 
     def _episode(self, record: Mapping[str, Any], training: Mapping[str, Any] | None, **fields: Any) -> RecordedEpisode:
-        group, epoch = self._groups.get((record["epoch"], record["row_id"])), self._epochs.get(record["epoch"])
+        _, group = self._groups[record["epoch"], record["row_id"]]
+        epoch = self._epochs.get(record["epoch"])
         return RecordedEpisode(record, training=training, group=group, epoch=epoch, **fields)
+
+
+def _may_have(group: StoredGroup, given: Mapping[str, str | int]) -> bool:
+    """Whether a group can have an episode with these values; the names of episodes contain epoch and row."""
+    return (
+        given.get("epoch", group.epoch) == group.epoch
+        and given.get("row_id", group.row_id) == group.row_id
+        and f"/{group.epoch}/{group.row_id}/" in str(given.get("episode", f"/{group.epoch}/{group.row_id}/"))
+    )
 
 
 SORT_KEYS: dict[str, Callable[[Mapping[str, Any]], float]] = {

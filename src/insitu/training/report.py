@@ -168,7 +168,7 @@ class Report:
             table.add_row(name, str(record["epoch"]), label, score, interval, str(record["num_examples"]), dropped)
         if rows:
             self.console.print(table)
-        names = ("validation_history.json", "training_metrics.jsonl", "reward_plot.png", "episodes.jsonl")
+        names = ("validation_history.json", "training_metrics.jsonl", "reward_plot.png", "episodes.jsonl.gz")
         self.note(f"files: {folder}/  ({', '.join(name for name in names if (folder / name).exists())} ...)")
 
 

@@ -25,6 +25,7 @@ from insitu.training.progress import (
     read_progress,
 )
 from insitu.training.store import RunStore, open_store
+from insitu.trajectories.stored import EPISODES_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def find_run(folder: Path, key: str) -> RunProgress | None:
     Raises ConfigError naming `key` if there is a run that cannot continue.
     """
     progress = read_progress(folder)
-    if progress is None and (folder / "episodes.jsonl").exists():
+    if progress is None and any((folder / name).exists() for name in (EPISODES_FILE, "episodes.jsonl")):
         raise ConfigError(
             f"{key}: the run in {folder} has no {PROGRESS}: it was recorded by an earlier release, and cannot continue"
         )

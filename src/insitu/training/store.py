@@ -1,9 +1,9 @@
 """The files of a run directory, from which tables, reports and resumed runs are derived.
 
 run.json                 run id, settings, versions
-episodes.jsonl           a line per episode as its group completes: outcome, reward, cost, drop reason, policy version
-calls.jsonl              a line per model call; a call that extends an earlier one holds only what it adds
-groups.jsonl             a line per group: rewards of its members, drops
+episodes.jsonl.gz        a line per episode as its group completes: outcome, reward, cost, drop reason, policy version
+calls.jsonl.gz           a line per model call; a call that extends an earlier one holds only what it adds
+groups.jsonl             a line per group: rewards of its members, drops, and where its lines are in both files
 advantages.jsonl         a line per scored episode: the advantages of its calls, or why it was dropped
 rescores.jsonl           a line per score given later, by `insitu trajectories rescore`
 training_metrics.jsonl   a line per epoch
@@ -13,7 +13,7 @@ progress_history.jsonl   the earlier points, from which a fork can begin
 events.jsonl             when the run was started, forked, continued and ended
 backend/                 the embedded backend's log and checkpoints
 
-The first line of files of lines names the format, {"format": 1}, except that of training_metrics.jsonl.
+The first line of files of lines names the format, {"format": 2}, except that of training_metrics.jsonl.
 """
 
 import hashlib
@@ -33,25 +33,25 @@ from insitu.config import Config
 from insitu.errors import ConfigError, InsituError
 from insitu.evaluation.datasets import dataset_file
 from insitu.evaluation.run import dump_json, write_json
-from insitu.files import LineFile, writable_folder
+from insitu.files import Block, LineFile, writable_folder
 from insitu.folder_lock import LOCK_FILE, FolderLock
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.progress import HISTORY
 from insitu.trajectories.builder import GroupRecord
 from insitu.trajectories.records import call_records, episode_record
-from insitu.trajectories.stored import StoredRun
+from insitu.trajectories.stored import BLOCK_FILES, CALLS_FILE, EPISODES_FILE, GROUPS_FILE, StoredRun
 
 logger = logging.getLogger(__name__)
 
 OUTPUT_DIR = "finetuning.output_dir"
-RUN_FILES = ("run.json", "episodes.jsonl", "training_metrics.jsonl", "reward_history.json", "validation_history.json")
+RUN_FILES = ("run.json", EPISODES_FILE, "training_metrics.jsonl", "reward_history.json", "validation_history.json")
 EVENTS = "events.jsonl"
 BACKEND_FOLDER = "backend"
 STARTED_FILE = "started_from.json"
 """In the backend's folder: the model that its training started from, since names such as `latest` change meaning."""
 _OF_EPOCHS = (
-    *("episodes.jsonl", "calls.jsonl", "groups.jsonl", "advantages.jsonl", "training_metrics.jsonl"),
+    *(EPISODES_FILE, CALLS_FILE, GROUPS_FILE, "advantages.jsonl", "training_metrics.jsonl"),
     HISTORY,
 )
 """Files of lines whose last epoch is written again by a run that continues."""
@@ -126,12 +126,22 @@ class RunStore:
         """Appends whole lines to a file, after a first line with the format's version."""
         file = self._open(name)
         if file.size == 0 and name not in _DOCUMENTED:
-            file.append(_line({"format": FORMAT_VERSION}))
+            file.append(_FORMAT)
         file.append(b"".join(map(_line, records)))
 
-    def _open(self, name: str) -> LineFile:
+    def _append_block(self, name: str, records: Iterable[Any]) -> Block:
+        file = self._open(name)
+        if file.size == 0:
+            file.append_block(_FORMAT)
+        return file.append_block(b"".join(map(_line, records)))
+
+    def _open(self, name: str, size: int | None = None) -> LineFile:
+        """Blocks are appended to a new file, or to one of known `size`."""
         if name not in self._files:
-            self._files[name] = LineFile(self._path / name)
+            path = self._path / name
+            if name in BLOCK_FILES and size is None and path.exists():
+                raise InsituError(f"{path} exists already; it is not overwritten")
+            self._files[name] = LineFile(path, size if name in BLOCK_FILES else None)
         return self._files[name]
 
     def sizes(self) -> dict[str, int]:
@@ -142,7 +152,7 @@ class RunStore:
         """Removes the lines that were written after the files had these sizes. Raises InsituError if one is shorter."""
         for name in _OF_EPOCHS:
             if name in sizes or (self._path / name).exists():
-                self._open(name).truncate(sizes.get(name, 0))
+                self._open(name, sizes.get(name, 0)).truncate(sizes.get(name, 0))
 
     def clear(self, name: str) -> None:
         """Removes all lines of a file."""
@@ -170,16 +180,21 @@ class RunStore:
         return str(Path(path).relative_to(self._path)) if path is not None and inside else path
 
     def append_group(self, record: GroupRecord, epoch: int) -> None:
-        self.append("calls.jsonl", (line for e in record.episodes for line in call_records(e.key.text(), e.calls)))
-        self.append("episodes.jsonl", map(episode_record, record.episodes))
+        calls = (line for e in record.episodes for line in call_records(e.key.text(), e.calls))
+        blocks = {
+            CALLS_FILE: self._append_block(CALLS_FILE, calls),
+            EPISODES_FILE: self._append_block(EPISODES_FILE, map(episode_record, record.episodes)),
+        }
         group = {
             "epoch": epoch,
             "row_id": record.row_id,
+            "num_episodes": len(record.episodes),
             "episodes": [t.id for t in record.trajectories],
             "rewards": [t.reward for t in record.trajectories],
             "dropped": dict(record.dropped),
+            "blocks": blocks,
         }
-        self.append("groups.jsonl", [group])
+        self.append(GROUPS_FILE, [group])
 
     def append_advantages(
         self,
@@ -200,6 +215,9 @@ class RunStore:
 
 def _line(record: Any) -> bytes:
     return dump_json(record, orjson.OPT_APPEND_NEWLINE)
+
+
+_FORMAT = _line({"format": FORMAT_VERSION})
 
 
 def dataset_record(file: Path) -> dict[str, str]:

@@ -38,7 +38,7 @@ def episode_record(episode: Episode) -> dict[str, Any]:
 
 
 def restore_episode(record: Mapping[str, Any], calls: list[ModelCall]) -> Episode:
-    """The episode of a line of `episodes.jsonl`, without its steps and costs, which are not recorded."""
+    """The episode of a line of `episodes.jsonl.gz`, without its steps and costs, which are not recorded."""
     own = (record["epoch"], record["row_id"], record["generation"], record["attempt"])
     run_id = record["episode"].removesuffix("/" + "/".join(map(str, own)))
     return Episode(
@@ -51,10 +51,10 @@ def restore_episode(record: Mapping[str, Any], calls: list[ModelCall]) -> Episod
         seconds=record["seconds"],
         reward=record["reward"],
         reasoning=record["reasoning"],
-        scores=record.get("scores") or {},  # earlier releases recorded no scores and no functions of step rewards
+        scores=record["scores"],
         step_rewards=record["step_rewards"],
-        rewarded_functions=record.get("rewarded_functions") or [],
-        failed_requests=record.get("failed_requests") or {},
+        rewarded_functions=record["rewarded_functions"],
+        failed_requests=record["failed_requests"],
         candidates=[_restore_candidate(candidate, calls) for candidate in record.get("candidates", ())],
         source=record.get("source"),
     )
@@ -83,30 +83,39 @@ def call_records(episode: str, calls: Sequence[ModelCall]) -> list[dict[str, Any
     """Calls as stored: `continues` is the index of an earlier call whose messages and tokens are a prefix of this.
 
     `messages` and `prompt_token_ids` then hold only the rest, so that the size of a conversation is linear in its
-    length, not quadratic. `restore_calls` is the inverse.
+    length, not quadratic. `continues_prompt` is the same for text completions, of whose prompt the rest is stored.
+    `restore_calls` is the inverse.
     """
     records = []
     for index, call in enumerate(calls):
         record = {"episode": episode, **{name: getattr(call, name) for name in _CALL_FIELDS}}
-        prefix = _prefix_of(calls, index)
-        if prefix is not None:
-            before = calls[prefix]
-            record["continues"] = prefix
-            record["messages"] = call.messages[len(before.messages) :]
-            record["prompt_token_ids"] = (call.prompt_token_ids or [])[len(_tokens(before)) :]
+        for earlier in range(index - 1, -1, -1):
+            before = calls[earlier]
+            if _tokens_continue(before, call) and (rest := _rest_of_messages(before, call)) is not None:
+                key, record["messages"] = rest
+                record[key] = earlier
+                if call.prompt_token_ids is not None:
+                    record["prompt_token_ids"] = call.prompt_token_ids[len(_tokens(before)) :]
+                break
         records.append(record)
     return records
 
 
 def restore_calls(records: Iterable[dict[str, Any]]) -> list[ModelCall]:
-    """The calls of one episode from its lines of `calls.jsonl`."""
+    """The calls of one episode from its lines of `calls.jsonl.gz`."""
     calls: list[ModelCall] = []
     for record in records:
         values = {name: record[name] for name in _CALL_FIELDS}
-        if "continues" in record:
-            before = calls[record["continues"]]
-            values["messages"] = before.messages + values["messages"]
-            values["prompt_token_ids"] = _tokens(before) + values["prompt_token_ids"]
+        key = next((key for key in ("continues", "continues_prompt") if key in record), None)
+        if key is not None:
+            before = calls[record[key]]
+            if key == "continues":
+                values["messages"] = before.messages + values["messages"]
+            else:
+                [rest] = values["messages"]
+                values["messages"] = [{**rest, "content": before.messages[0]["content"] + rest["content"]}]
+            if values["prompt_token_ids"] is not None:
+                values["prompt_token_ids"] = _tokens(before) + values["prompt_token_ids"]
         values["functions"] = tuple(values["functions"])
         calls.append(ModelCall(**values))
     return calls
@@ -116,18 +125,21 @@ def _tokens(call: ModelCall) -> list[int]:
     return (call.prompt_token_ids or []) + (call.token_ids or [])
 
 
-def _prefix_of(calls: Sequence[ModelCall], index: int) -> int | None:
-    """The latest earlier call whose messages and tokens are a prefix of those of call `index`."""
-    call = calls[index]
-    for earlier in range(index - 1, -1, -1):
-        before = calls[earlier]
-        n, tokens = len(before.messages), _tokens(before)
-        if (
-            before.token_ids is not None
-            and call.prompt_token_ids is not None
-            and len(call.messages) > n
-            and call.messages[:n] == before.messages
-            and call.prompt_token_ids[: len(tokens)] == tokens
-        ):
-            return earlier
+def _tokens_continue(before: ModelCall, call: ModelCall) -> bool:
+    """Whether the tokens of a call, if they are known, begin with those of an earlier one."""
+    if call.prompt_token_ids is None:
+        return True
+    tokens = _tokens(before)
+    return before.token_ids is not None and call.prompt_token_ids[: len(tokens)] == tokens
+
+
+def _rest_of_messages(before: ModelCall, call: ModelCall) -> tuple[str, list[dict[str, Any]]] | None:
+    """The key that names the earlier call, and what a call adds to its messages; None if it does not continue them."""
+    n = len(before.messages)
+    if len(call.messages) > n and call.messages[:n] == before.messages:
+        return "continues", call.messages[n:]
+    if n == len(call.messages) == 1:
+        old, new = (message.get("content") for message in (before.messages[0], call.messages[0]))
+        if isinstance(old, str) and isinstance(new, str) and len(new) > len(old) > 0 and new.startswith(old):
+            return "continues_prompt", [{**call.messages[0], "content": new[len(old) :]}]
     return None

@@ -1,8 +1,10 @@
 """Reads the episodes of a run directory, group by group, without loading the whole run."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +13,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from insitu.config import Config
 from insitu.errors import ConfigError, InsituError
-from insitu.files import read_line, read_object, whole_lines
-from insitu.schemas.episodes import FORMAT_VERSION, DropReason, Episode, EpisodeKey, Outcome
+from insitu.files import Block, read_block, read_line, read_object, shorter_than_written, whole_lines
+from insitu.schemas.episodes import FORMAT_VERSION, DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.trajectories.records import restore_calls, restore_episode
 
+EPISODES_FILE, CALLS_FILE, GROUPS_FILE = "episodes.jsonl.gz", "calls.jsonl.gz", "groups.jsonl"
+BLOCK_FILES = (EPISODES_FILE, CALLS_FILE)
+"""Files with a compressed block of lines for each group, after one with the format. `groups.jsonl` is their index."""
 RESCORES = "rescores.jsonl"
 _LISTED = 5
+
+logger = logging.getLogger(__name__)
 
 
 class StoredEpisodesConfig(BaseModel):
@@ -38,21 +45,36 @@ class StoredEpisodesConfig(BaseModel):
         return {"run": value} if isinstance(value, str | Path) else value
 
 
+class StoredGroup(NamedTuple):
+    """A group of a run, and where its lines are."""
+
+    epoch: int
+    row_id: str
+    size: int
+    """The number of its episodes, with those that were dropped."""
+    episodes: Block
+    calls: Block
+
+
 class RunFolder:
     """The files of lines in a run directory; `key` is the option or key that names the directory."""
 
     def __init__(self, folder: Path, key: str = "") -> None:
         self.folder = folder
         self._where = f"{key}: {folder}" if key else str(folder)
-        if (folder / "episodes.jsonl").is_file():
+        if (folder / EPISODES_FILE).is_file():
             return
         if (folder / "workflow_output.json").is_file():
             raise ConfigError(
                 f"{self._where} is the directory of an evaluation, which records answers but no model calls; "
                 "give the directory of a finetuning run"
             )
+        if (folder / EPISODES_FILE).with_suffix("").is_file():
+            raise ConfigError(
+                f"{self._where} was recorded by an earlier release in format 1; supported: {FORMAT_VERSION}"
+            )
         raise ConfigError(
-            f"{self._where} is not a run directory: episodes.jsonl is missing (it is written to "
+            f"{self._where} is not a run directory: {EPISODES_FILE} is missing (it is written to "
             "finetuning.output_dir when the first group completes)"
         )
 
@@ -76,6 +98,34 @@ class RunFolder:
             if number == 1 or substring in line:
                 yield read_line(path, number, line)
 
+    def group_records(self) -> Iterator[tuple[StoredGroup, dict[str, Any]]]:
+        """The groups in the order they were written, with their lines of `groups.jsonl`.
+
+        Those at the end whose other lines were lost in a crash are left out and reported.
+        """
+        sizes = {name: (self.folder / name).stat().st_size for name in BLOCK_FILES}
+        for record in self.records(GROUPS_FILE):
+            blocks = {name: Block(*record["blocks"][name]) for name in BLOCK_FILES}
+            for name, block in blocks.items():
+                if block.end > sizes[name]:
+                    missing = shorter_than_written(self.folder / name, sizes[name], block.end)
+                    row_id, epoch = record["row_id"], record["epoch"]
+                    logger.warning("%s; skipped the groups from row %r of epoch %d on", missing, row_id, epoch)
+                    return
+            group = StoredGroup(record["epoch"], record["row_id"], record["num_episodes"], *blocks.values())
+            yield group, record
+
+    def episode_records(self, groups: Iterable[StoredGroup]) -> Iterator[dict[str, Any]]:
+        """The lines of `episodes.jsonl.gz` of groups."""
+        for group in groups:
+            yield from read_block(self.folder / EPISODES_FILE, group.episodes)
+
+    def calls(self, group: StoredGroup) -> dict[str, list[ModelCall]]:
+        """The calls of a group's episodes that have any, by episode."""
+        records = read_block(self.folder / CALLS_FILE, group.calls)
+        of_episode = groupby(records, lambda record: str(record["episode"]))
+        return {episode: restore_calls(lines) for episode, lines in of_episode}
+
     def _check_format(self, name: str, header: Mapping[str, Any]) -> None:
         if header != {"format": FORMAT_VERSION}:
             version = header.get("format", "unknown")
@@ -87,27 +137,10 @@ class RunFolder:
         return {(r["episode"], r["evaluator"]): r for r in records if evaluator in (None, r["evaluator"])}
 
 
-class Position(NamedTuple):
-    """Where a line begins."""
-
-    offset: int
-    number: int
-
-
-@dataclass(frozen=True)
-class StoredGroup:
-    """A complete group of a run."""
-
-    epoch: int
-    row_id: str
-    episodes: Position
-    size: int
-
-
 class StoredRun(RunFolder):
     """The complete groups of a finished, running or interrupted run.
 
-    Only the positions of its episodes are held in memory. `reward` names the evaluator that gives the rewards; None:
+    Only where they are is held in memory. `reward` names the evaluator that gives the rewards; None:
     the recorded ones.
     """
 
@@ -116,9 +149,8 @@ class StoredRun(RunFolder):
     ) -> None:
         super().__init__(folder, key)
         self.reward = reward
-        for name in ("episodes.jsonl", "calls.jsonl"):
-            self.records(name)  # raises for another format, before a trainer starts anything
-        complete = sorted({group["epoch"] for group in self.records("groups.jsonl")})
+        self._groups = [group for group, _ in self.group_records()]
+        complete = sorted({group.epoch for group in self._groups})
         if not complete:
             raise ConfigError(f"{self._where} has no complete group yet")
         self.epochs = complete if epochs is None else epochs
@@ -126,15 +158,14 @@ class StoredRun(RunFolder):
         if missing := [epoch for epoch in self.epochs if epoch not in complete]:
             known = ", ".join(map(str, complete[:_LISTED])) + " ..." * (len(complete) > _LISTED)
             raise ConfigError(f"{self._where} has no complete group of epoch {missing[0]}; available: {known}")
-        self._index: list[StoredGroup] | None = None
-        self._calls: dict[str, Position] = {}
         self._scores: dict[str, dict[str, Any]] = {}
         if reward is not None:
             self._scores = {name: record for (name, _), record in self.rescores(reward).items()}
             self._check_reward(reward)
 
     def _check_reward(self, reward: str) -> None:
-        recorded: dict[str, Any] = next((r["scores"] for r in self.records("episodes.jsonl") if r.get("scores")), {})
+        episodes = self.episode_records(self._groups)
+        recorded: dict[str, Any] = next((r["scores"] for r in episodes if r.get("scores")), {})
         if not self._scores and reward not in recorded:
             known = sorted({*recorded, *(name for _, name in self.rescores())})
             raise ConfigError(
@@ -144,9 +175,7 @@ class StoredRun(RunFolder):
 
     def groups(self, epoch: int) -> list[StoredGroup]:
         """The groups of an epoch in the order they were written."""
-        if self._index is None:
-            self._index = self._build_index()
-        return [group for group in self._index if group.epoch == epoch]
+        return [group for group in self._groups if group.epoch == epoch]
 
     async def replay(self, run_id: str, epoch: int) -> AsyncIterator[list[Episode]]:
         """The groups that an epoch of another run gets, as groups of that run."""
@@ -155,46 +184,16 @@ class StoredRun(RunFolder):
             episodes = await asyncio.to_thread(self.load, group)
             yield [_renamed(episode, run_id, epoch) for episode in episodes]
 
-    def _build_index(self) -> list[StoredGroup]:
-        complete = {(group["epoch"], group["row_id"]) for group in self.records("groups.jsonl")}
-        groups: dict[tuple[int, str], StoredGroup] = {}
-        for position, record in self._positions("episodes.jsonl"):
-            key = record["epoch"], record["row_id"]
-            if key in complete:
-                group = groups.get(key) or StoredGroup(*key, position, 0)
-                groups[key] = replace(group, size=group.size + 1)
-        for position, record in self._positions("calls.jsonl"):
-            self._calls.setdefault(record["episode"], position)
-        return [*groups.values()]
-
-    def _positions(self, name: str) -> Iterator[tuple[Position, dict[str, Any]]]:
-        path, offset = self.folder / name, 0
-        for number, line in whole_lines(path) if path.is_file() else ():
-            record = read_line(path, number, line)
-            if number == 1:
-                self._check_format(name, record)
-            else:
-                yield Position(offset, number), record
-            offset += len(line)
-
-    def _read(self, name: str, position: Position, count: int) -> list[dict[str, Any]]:
-        path = self.folder / name
-        lines = zip(range(count), whole_lines(path, *position), strict=False)
-        return [read_line(path, number, line) for _, (number, line) in lines]
-
     def load(self, group: StoredGroup) -> list[Episode]:
         """The episodes of a group, with the rewards of `reward`."""
-        return [self.episode(record) for record in self._read("episodes.jsonl", group.episodes, group.size)]
+        calls = self.calls(group)
+        return [self._episode(record, calls.get(record["episode"], [])) for record in self.episode_records([group])]
 
-    def episode(self, record: Mapping[str, Any]) -> Episode:
-        """The episode of a line of `episodes.jsonl`, with its calls."""
-        name, count, calls = record["episode"], record["calls"], []
-        if count:
-            position = self._calls.get(name)
-            calls = self._read("calls.jsonl", position, count) if position is not None else []
-            if [call["episode"] for call in calls] != [name] * count:
-                raise InsituError(f"{self.folder / 'calls.jsonl'} lacks calls of episode {name}, which has {count}")
-        episode = restore_episode(record, restore_calls(calls))
+    def _episode(self, record: Mapping[str, Any], calls: list[ModelCall]) -> Episode:
+        if len(calls) != record["calls"]:
+            name, found = record["episode"], f"{len(calls)} of the {record['calls']}"
+            raise InsituError(f"{self.folder / CALLS_FILE} has {found} calls of episode {name}")
+        episode = restore_episode(record, calls)
         if self.reward is not None:
             self._replace_reward(episode, self.reward)
         return episode

@@ -180,11 +180,6 @@ class _RemoteBackend:
         body = {"model": model.safe_model_dump(), "steps_to_keep": steps_to_keep}
         await self._post("/_delete_checkpoint_files", body, _parse_any)
 
-    @property
-    def back_at(self) -> float:
-        """When the server last responded after an outage, by `time.monotonic()`."""
-        return self._connection.retry.back_at
-
     async def check_health(self) -> None:
         """Raises BackendError unless `/healthcheck` or `/health` returns 200; retries transient errors."""
         await self._connection.retry("GET /healthcheck", self._check_health)
@@ -196,6 +191,10 @@ class _RemoteBackend:
         except BackendError as error:
             return str(error)
         return None
+
+    async def was_away(self, since: float) -> bool:
+        """Whether the server was away at some time after `since`; if it still is, waits for up to `retry_timeout`."""
+        return await self._connection.retry.was_away(since, self._check_health, self.check_health)
 
     async def _check_health(self) -> None:
         status, problems = 0, []

@@ -133,10 +133,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         return problem is None
 
     async def wait_until_reachable(self, since: float) -> bool:
-        if await self._remote.health_problem() is None:
-            return self._remote.back_at > since
-        await self._remote.check_health()  # retried for up to `retry_timeout`
-        return True
+        return await self._remote.was_away(since)
 
     async def watch(self) -> None:
         while True:

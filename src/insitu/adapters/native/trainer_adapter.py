@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -230,13 +230,9 @@ class InsituTrainerAdapter(TrainerAdapter):
         return True
 
     async def wait_until_reachable(self, since: float) -> bool:
-        try:
-            await self._request("GET", "/health", _Health.model_validate_json, retried=False)
-        except BackendUnavailable:
-            await self._served_version()  # retried for up to `retry_timeout`
-            return True
-        restarted_at = self._process.restarted_at if self._process is not None else -math.inf
-        return max(restarted_at, self._connected().retry.back_at) > since
+        check = partial(self._request, "GET", "/health", _Health.model_validate_json, retried=False)
+        was_away = await self._connected().retry.was_away(since, check, self._served_version)
+        return was_away or (self._process is not None and self._process.restarted_at > since)
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Submits the rows of all trajectories as one job, idempotent per run and epoch.
