@@ -365,6 +365,14 @@ async def test_prompt_and_completion_end_at_the_maximum_length(folders):
 # --- drawing -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_one_sentence(temperature: float) -> None:
+    logits = torch.randn(3, 20)
+    logits[1] = torch.nan
+    with pytest.raises(BackendError, match="the model's logits are not finite"):
+        sample(logits, draws(3, temperature))
+
+
 def draws(count: int, temperature=1.0, top_p=1.0, seeds=None, index: int = 0) -> SamplingMetadata:
     seeds = np.arange(count, dtype=np.uint64) if seeds is None else seeds
     return SamplingMetadata(np.full(count, temperature), np.full(count, top_p), seeds, np.full(count, index))

@@ -216,11 +216,15 @@ async def test_jobs_wait_their_turn_and_can_be_canceled(loaded, tmp_path):
 
 
 async def test_a_failed_job_says_why_and_the_next_one_runs(loaded, tmp_path):
-    """A loss that overflows, and steps so long that only the last one's weights do."""
+    """A loss that overflows, and steps so long that only the last one's weights do, or what is computed with them."""
     async with serving(loaded, tmp_path) as backend:
         endless = lines([row(advantages=1e38), row(episode="b")], {"truncated_importance": 1e38})
         endless = endless.replace(b"-0.1, -0.7", b"-100, -100")
-        for body, problem in ((endless, "the loss is"), (lines([row()], {"learning_rate": 1e300}), "not finite")):
+        for body, problem in (
+            (endless, "the loss is"),
+            (lines([row()], {"learning_rate": 1e300}), "weight is not finite"),
+            (lines([row()], {"learning_rate": 1e25}), "a logit is not finite"),
+        ):
             _, state = await backend.post(body)
             failed = (await backend.events(state["id"]))[-1]
             assert failed["status"] == "failed"

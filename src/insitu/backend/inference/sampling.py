@@ -4,11 +4,14 @@ Shapes: B sequences, V vocabulary. A row's token depends only on its logits, sam
 tokens it has sampled before, not on the rest of the batch.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from insitu.errors import BackendError
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy; dividing by them would overflow."""
@@ -79,7 +82,10 @@ def uniforms(seed_B: np.ndarray, index_B: np.ndarray) -> np.ndarray:
 
 
 def sample(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-    """Samples one token per row; logprobs are the model's own, before temperature and top_p."""
+    """Samples one token per row; logprobs are the model's own, before temperature and top_p.
+
+    Raises BackendError if logits are not finite.
+    """
     logits_BV = logits_BV.float()
     logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
     if metadata.banned[0]:
@@ -90,7 +96,10 @@ def sample(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput
     if metadata.want_top_logprobs:
         best = logprobs_BV.topk(min(MAX_TOP_LOGPROBS, logprobs_BV.shape[-1]), dim=-1)
         top = (best.indices.tolist(), best.values.tolist())
-    return SamplerOutput(tokens_B.tolist(), chosen_B.tolist(), top)
+    tokens, logprobs = tokens_B.tolist(), chosen_B.tolist()
+    if any(map(math.isnan, logprobs)):
+        raise BackendError("the model's logits are not finite: its weights are unusable, or too large for its dtype")
+    return SamplerOutput(tokens, logprobs, top)
 
 
 def _draw(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
@@ -110,6 +119,7 @@ def _draw(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
     cdf_BV = probs_BV.double().cumsum(dim=-1)
     threshold_B = torch.from_numpy(uniforms(metadata.seed_B, metadata.index_B)).to(device) * cdf_BV[:, -1]
     tokens_B = torch.searchsorted(cdf_BV, threshold_B[:, None], right=True)[:, 0]
+    tokens_B = tokens_B.clamp(max=cdf_BV.shape[-1] - 1)  # beyond the last token if logits are not finite
     if greedy.any():
         tokens_B = torch.where(torch.from_numpy(greedy).to(device), logits_BV.argmax(dim=-1), tokens_B)
     return tokens_B

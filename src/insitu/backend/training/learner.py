@@ -9,6 +9,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ from insitu.schemas.training_jobs import LoRASettings, Retention, TrainingSettin
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_PROBED_TOKENS = 64
 
 
 class TrainedVersion(NamedTuple):
@@ -231,7 +233,7 @@ class Learner:
             group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
         metrics = (yield from OptimizerLoop(state, settings, rows).run()) if rows else {}
         served = state.policy.served()
-        _check_finite(served, settings)
+        _check_finite(served, settings, rows)
         metrics |= {
             "tokens": sum(len(row.positions) for row in rows),
             "rows": len(rows),
@@ -329,9 +331,17 @@ def _adamw(parameters: dict[str, nn.Parameter], device: torch.device) -> torch.o
     return torch.optim.AdamW([group for group in groups if group["params"]], fused=device.type in ("cpu", "cuda"))
 
 
-def _check_finite(module: nn.Module, settings: TrainingSettings) -> None:
-    """Raises JobFailed for non-finite weights; no loss has been computed with those of the last step."""
-    if (name := first_not_finite(module.named_parameters())) is not None:
+def _check_finite(module: Any, settings: TrainingSettings, rows: Sequence[Row]) -> None:
+    """Raises JobFailed for weights that are not finite, or so large that the logits of the first row are not.
+
+    No loss has been computed with the weights of the last step.
+    """
+    name = first_not_finite(module.named_parameters())
+    if name is None and rows:
+        tokens = torch.from_numpy(rows[0].token_ids[:_PROBED_TOKENS].astype(np.int64)).to(module.device)
+        with torch.inference_mode():
+            name = first_not_finite([("a logit", module(input_ids=tokens[None], use_cache=False).logits)])
+    if name is not None:
         raise JobFailed(
             f"{name} is not finite after the last optimizer step (learning_rate {settings.learning_rate:g}); the "
             "weights from before the job were restored"
