@@ -15,6 +15,7 @@ import duo_plugin
 import pytest
 import team_plugin
 import yaml
+from factories import read_lines
 from tiny_backend import Served
 
 from insitu.schemas.finetuning import FinetuneRunConfig
@@ -209,12 +210,15 @@ CASES = {
 }
 
 
+FILES = ("episodes.jsonl.gz", "calls.jsonl.gz", "advantages.jsonl")
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 async def test_advantages_are_those_of_the_reference(write: Any, served: Served, case: Case) -> None:
     before = len(served.samples())
     run = await train(project(write, served, case))
     assert len(served.samples()) - before == sum(map(len, team_plugin.logs.values()))
-    episodes, calls, weighed = (lines(run / f"{name}.jsonl")[1:] for name in ("episodes", "calls", "advantages"))
+    episodes, calls, weighed = (read_lines(run / name)[1:] for name in FILES)
     assert len(episodes) == ROWS * GENERATIONS
     calls = [call for call in calls if call["llm"] == "player"]
     texts = {(call["episode"], call["index"]): call["messages"][-1]["content"] for call in calls}
