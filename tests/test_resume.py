@@ -33,7 +33,12 @@ DPO = (
     *("-o", "trainers.grpo", "{_type: insitu_dpo_trainer}"),
     *("-o", "trainer_adapters.backend.training", "{method: dpo, learning_rate: 1e-3, lora: {rank: 4, dropout: 0.1}}"),
 )
-METHODS = {"grpo": (), "curriculum": CURRICULUM, "dpo": DPO}
+CREDIT_BY_STEP = (
+    *("-o", "workflow", "{_type: converse, llm: player}"),
+    *("-o", "trainers.grpo.credit", "step", "-o", "trainers.grpo.discount", "0.5"),
+)
+METHODS = {"grpo": (), "curriculum": CURRICULUM, "credit by step": CREDIT_BY_STEP, "dpo": DPO}
+"""Checked by `is_exercised`."""
 
 
 class Outcome(NamedTuple):
@@ -79,6 +84,17 @@ def outcome(folder: Path) -> Outcome:
     )
 
 
+def is_exercised(method: str, ended: Outcome) -> bool:
+    """Whether the run has done what its method is about."""
+    by_episode = [{*record["advantages"].values()} for record in ended.trained[1:]]
+    return {
+        "grpo": any(by_episode) and not any(len(each) > 1 for each in by_episode),
+        "curriculum": (ended.metrics[0]["curriculum_percentile"] or 1) < 1,
+        "credit by step": any(len(each) > 1 for each in by_episode),
+        "dpo": ended.metrics[0].get("pairs", 0) > 0,
+    }[method]
+
+
 @pytest.fixture(scope="module", params=METHODS)
 def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     """A project, the options of its run, how it ended without being killed, and how long it took."""
@@ -89,8 +105,11 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     options = (*VALIDATION, *EPOCHS, *METHODS[request.param])
     started = time.monotonic()
     code, _, err = run_project(folder, *options)
+    seconds = time.monotonic() - started
     assert code == 0, err
-    return folder, options, outcome(folder / "run"), time.monotonic() - started
+    ended = outcome(folder / "run")
+    assert is_exercised(request.param, ended)
+    return folder, options, ended, seconds
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -109,8 +128,9 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(
                 lose_unsynced(tmp_path / "run", dice)
             else:  # it was faster: the whole run is left to be killed, or nothing of it
                 seconds *= 0.8
-                if kills:
+                if "resumed" in events_of(tmp_path):
                     break
+                kills.clear()
                 shutil.rmtree(tmp_path / "run")
     code, _, err = run_project(tmp_path, *options, "--resume")
     assert code == 0, (seed, kills, err)
@@ -120,8 +140,11 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(
     jobs = [json.loads(path.read_text()) for path in (tmp_path / "run/backend/jobs").glob("*.json")]
     keys = [job["key"] for job in jobs if job["status"] == "completed"]
     assert len(set(keys)) == len(keys) > 0, (seed, kills, "a job was trained twice")
-    events = [e["event"] for e in read_lines(tmp_path / "run/events.jsonl")[1:]]
-    print(f"seed {seed}: killed {', '.join(kills)}; events: {', '.join(events)}")
+    print(f"seed {seed}: killed {', '.join(kills)}; events: {', '.join(events_of(tmp_path))}")
+
+
+def events_of(project: Path) -> list[str]:
+    return [record["event"] for record in read_lines(project / "run/events.jsonl")[1:]]
 
 
 def copy_project(project: Path, folder: Path) -> None:
