@@ -56,12 +56,14 @@ class Outcome(NamedTuple):
     """The state after each epoch."""
 
 
-def outcome(folder: Path) -> Outcome:
+def outcome(folder: Path, own: str = "insitu_run_[0-9a-f]{8}") -> Outcome:
+    """`own` matches the names that differ between runs."""
+
     def lines(name: str, *changing: str) -> list[dict[str, Any]]:
         text = (folder / name).read_text()
         # an outage of the backend costs an attempt; a fork names the episodes before it as the original did
-        text = re.sub(r"insitu_run_[0-9a-f]{8}(/\d+/\w+/\d+)/\d+", r"RUN\1", text)
-        text = re.sub("insitu_run_[0-9a-f]{8}", "RUN", text)
+        text = re.sub(rf"(?:{own})(/\d+/\w+/\d+)/\d+", r"RUN\1", text)
+        text = re.sub(own, "RUN", text)
         records = json.loads(text) if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
         for record in records:
             for key in changing:

@@ -116,8 +116,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             if self._durable.continues:
                 await asyncio.to_thread(self.validation.restore, self._durable.progress)
         if self._durable.continues:
-            planned, warms_up = self.trajectory_builder.episodes_per_epoch, self._warm_up is not None
-            self._durable.check_served(await self._served_version(), planned, warms_up=warms_up)
+            self._durable.check_served(await self._served_version(), warms_up=self._warm_up is not None)
 
     def _open_run(self, folder: Path) -> list[str]:
         """Returns what to report."""
@@ -244,6 +243,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             nothing = f"epoch {epoch}: nothing to train on; every group was dropped"
             self.report.note("; ".join([nothing, *self._causes]))
             return None
+        self.trainer_adapter.submitted_from = await self._durable.record_submission(epoch)
         return await self.trainer_adapter.submit(collection)
 
     async def _collect(
