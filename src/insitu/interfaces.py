@@ -164,7 +164,7 @@ class Trainer(ABC):
     """Drives a trajectory builder and a trainer adapter through the epochs of a run."""
 
     can_resume = False
-    """Whether it continues a run with `--resume`."""
+    """Whether `run` continues a run with `--resume`. Not inherited by a class with its own `run`."""
     trains_every_epoch = True
     """Whether each epoch is a training job, rather than the whole run."""
     waits_for_jobs = True
