@@ -9,7 +9,9 @@ import resource
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -288,6 +290,38 @@ def test_a_fork_ends_as_the_original_run(uninterrupted: tuple[Any, ...], tmp_pat
     assert run_ids[1] == run_ids[2] == json.loads((tmp_path / "forked/run.json").read_text())["run_id"]
 
 
+@pytest.fixture
+def other_file_system() -> Iterator[Path]:
+    """A folder to which files of the tests cannot be linked."""
+    if not os.access("/dev/shm", os.W_OK) or os.stat("/dev/shm").st_dev == os.stat(tempfile.gettempdir()).st_dev:
+        pytest.skip("there is no other file system")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_a_fork_on_another_file_system_of_a_run_that_was_warmed_up(tmp_path: Path, other_file_system: Path) -> None:
+    digits_project(tmp_path)
+    write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(4)])
+    write_rows(tmp_path, [{"say": f"Held out {i}"} for i in range(3)], "validation.jsonl")
+    shown = {"messages": [{"role": "user", "content": "Row 1"}, {"role": "assistant", "content": "99"}]}
+    (tmp_path / "shown.jsonl").write_text(json.dumps(shown))
+    options = (*VALIDATION, *EPOCHS, "-o", "trainers.grpo.sft", "{rows: shown.jsonl, epochs: 2}")
+    code, _, err = run_project(tmp_path, *options, "-o", "finetuning.num_epochs", "2")
+    assert code == 0, err
+    fork = other_file_system / "fork"
+    done = run("runs", "fork", "run", fork, "--epoch", 0, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((fork / "progress.json").read_text())["warmed_up"]
+    assert [path.name for path in (fork / "backend/checkpoints").iterdir()] == ["step_000001"]
+    code, out, err = run_project(tmp_path, *options, "-o", "finetuning.num_epochs", "2", "--resume", fork)
+    assert code == 0, err
+    assert "continues after epoch 0" in out
+    assert "warm-up" not in out
+    ended, expected = outcome(fork), outcome(tmp_path / "run")
+    del expected.history[1]  # the state before the warm-up, which cannot be forked
+    assert ended == expected
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
@@ -373,7 +407,7 @@ RATE = ("-o", "trainer_adapters.backend.training.learning_rate", "0.5")
     [
         (None, RATE, "other settings: trainer_adapters.backend.training.learning_rate was 0.001 and is 0.5. Set them"),
         (change_rows, (), "the dataset .*rows.jsonl has changed. Set them as they were, or give --force"),
-        (lose_progress, (), "the run in run has no progress.json: it was recorded by an earlier release"),
+        (lose_progress, (), "the run in run has no progress.json: an earlier release recorded it"),
         (damage, (), "episodes.jsonl has 13 bytes, but [0-9]+ were written: the file is damaged"),
         (lose_weights, (), "the run in run was at policy version 1, but the backend serves version 0"),
     ],

@@ -170,6 +170,9 @@ def test_on_a_remote_backend_the_job_may_still_be_running(served: Served, tmp_pa
     code, _, err = run_project(tmp_path, *options)
     assert code == 0, err
     killed_after_its_job(tmp_path / "run")
+    done = run("runs", "fork", "run", "again", "--epoch", 0, folder=tmp_path)
+    problem = "the backend of run was not started by the run and keeps the checkpoints elsewhere: such a run"
+    assert (done.returncode, done.stderr) == (2, f"error: RUN_DIR: {problem} cannot be forked\n")
     code, _, err = run_project(tmp_path, *options, "--resume")
     assert code == 1
     assert err.endswith("does not report them: the run cannot continue with them\n")

@@ -33,7 +33,8 @@ _HARMLESS = (
     *("eval.general.max_concurrency", "eval.general.output*", "eval.general.evaluator_timeout", "eval.general.stall_*"),
     *("*.file_path", "*.api_key", "*.base_url", "*.url", "llms.*.timeout", "llms.*.max_retries"),
     *("trainer_adapters.*.device", "trainer_adapters.*.*_timeout", "trainer_adapters.*.keep*"),
-    *("trainer_adapters.*.max_restarts", "eval.general.stall_*"),
+    *("trainer_adapters.*.max_restarts", "trainer_adapters.*.backend.ip", "trainer_adapters.*.backend.port"),
+    "trainer_adapters.*.backend.delete_old_checkpoints",
 )
 """Keys whose change leaves the results of a run comparable. A dataset is compared by its content, not its path."""
 _LISTED = 10
@@ -47,7 +48,8 @@ def find_run(folder: Path, key: str) -> RunProgress | None:
     progress = read_progress(folder)
     if progress is None and (folder / "episodes.jsonl").exists():
         raise ConfigError(
-            f"{key}: the run in {folder} has no {PROGRESS}: it was recorded by an earlier release, and cannot continue"
+            f"{key}: the run in {folder} has no {PROGRESS}: an earlier release recorded it, or a trainer without "
+            "epochs; it cannot continue from an epoch"
         )
     return progress
 
