@@ -22,7 +22,7 @@ def resolved_config(config: Config) -> dict[str, Any]:
         for part in section.split("."):
             place = place.setdefault(part, {})
         place[name] = {"_type": block.type, **_plain(block)}
-    return _without_secrets(values)
+    return without_secrets(values)
 
 
 def _plain(model: BaseModel) -> dict[str, Any]:
@@ -32,14 +32,14 @@ def _plain(model: BaseModel) -> dict[str, Any]:
     )
 
 
-def _without_secrets(value: Any, *, secret: bool = False) -> Any:
+def without_secrets(value: Any, *, secret: bool = False) -> Any:
     """Hides all values below a secret key, and secrets in URLs, however short."""
     if isinstance(value, Mapping):
         return {
-            name: _without_secrets(inner, secret=secret or is_secret_key(str(name))) for name, inner in value.items()
+            name: without_secrets(inner, secret=secret or is_secret_key(str(name))) for name, inner in value.items()
         }
     if isinstance(value, list):
-        return [_without_secrets(item, secret=secret) for item in value]
+        return [without_secrets(item, secret=secret) for item in value]
     if secret and not isinstance(value, bool | None) and value != "":
         return MASK
     return hide_url_secrets(redact(value)) if isinstance(value, str) else value

@@ -16,7 +16,7 @@ from insitu.advantages.credit import Credit, credit_by_function, credited_calls
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, GroupRelativeEstimator, estimate_epoch
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
 from insitu.builder import Builder
-from insitu.config.resolved import resolved_config
+from insitu.config.resolved import resolved_config, without_secrets
 from insitu.errors import JobFailed
 from insitu.evaluation.shared_run import UsesBuilder, builder_of_run
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
@@ -369,7 +369,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             "on_failure": self.run_config.reward_function.on_failure if self.run_config.reward_function else None,
         }
         if training := self.trainer_adapter.training_settings():
-            settings["training"] = training
+            settings["training"] = without_secrets(training)
         return settings
 
     def _select(self, collection: TrajectoryCollection) -> EstimatedEpoch:

@@ -26,7 +26,7 @@ from insitu.adapters.customizer.submission import (
 )
 from insitu.adapters.customizer.trainer_adapter import NeMoCustomizerTrainerAdapter
 from insitu.builder import Builder
-from insitu.config.resolved import differences
+from insitu.config.resolved import differences, without_secrets
 from insitu.errors import ConfigError, InsituError, JobFailed, Stalled, TrajectoryError, describe_error
 from insitu.files import load_json
 from insitu.interfaces import TrainerAdapter, TrajectoryBuilder
@@ -319,7 +319,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
         """What must be the same for a run to continue."""
         selection = self.customizer_config.model_dump(include={"num_runs", "deduplicate_pairs", "max_pairs"})
         seed = self._full_config.general.seed
-        return {"seed": seed, **selection, "training": self.trainer_adapter.training_settings()}
+        return {"seed": seed, **selection, "training": without_secrets(self.trainer_adapter.training_settings())}
 
     def _run_settings(self, num_epochs: int) -> dict[str, Any]:
         return self._job_settings()
