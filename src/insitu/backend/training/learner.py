@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from insitu.backend.compute import in_another_thread
 from insitu.backend.inference.engine import WeightVersion
 from insitu.backend.model import LoadedModel, first_not_finite, load_model
 from insitu.backend.training.batches import Row
@@ -183,8 +184,10 @@ class Learner:
 
     def run(
         self, settings: TrainingSettings, rows: Sequence[Row], job_id: str = "", key: str | None = None
-    ) -> Generator[Progress, None, TrainedVersion]:
-        """Yields after every micro-batch; closing it early leaves weights and optimizer unchanged.
+    ) -> Generator[Progress | None, None, TrainedVersion]:
+        """Yields after every micro-batch, and None while another thread writes the checkpoint.
+
+        Closing it early leaves weights and optimizer unchanged.
 
         Without rows the next version has the same weights. The checkpoint records the job's id and idempotency key.
         """
@@ -220,7 +223,7 @@ class Learner:
 
     def _train(
         self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
-    ) -> Generator[Progress, None, TrainedVersion]:
+    ) -> Generator[Progress | None, None, TrainedVersion]:
         start = time.monotonic()
         self.check(settings)
         if self._state is None:
@@ -241,7 +244,7 @@ class Learner:
         if pairs := {row.pair for row in rows} - {""}:
             metrics["pairs"] = len(pairs)
         job = job.model_copy(update={"metrics": metrics})
-        checkpoint = self._save_checkpoint(state, served, job)
+        checkpoint = yield from in_another_thread(lambda: self._save_checkpoint(state, served, job), delete_folder)
         # Nothing below can fail: version, checkpoint and weights change together.
         self.version += 1
         self._checkpoints[self.version] = checkpoint
