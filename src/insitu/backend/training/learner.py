@@ -30,6 +30,7 @@ from insitu.checkpoint_files import (
     OPTIMIZER_FILE,
     JobRecord,
     TrainingRecord,
+    check_model,
     expired,
     read_record,
     saved_checkpoints,
@@ -178,7 +179,8 @@ class Learner:
                 build_policy(self.loaded, lora, settings.seed)
             if settings.reference == "initial":
                 _ = self._reference
-            self._check_optimizer()
+            if self._state is None:  # else the next job continues from memory
+                self._check_optimizer()
         except BackendError as error:
             raise RequestRefused(str(error), status=409, code="not_trainable") from error
 
@@ -217,6 +219,7 @@ class Learner:
                 param="model",
                 code="model_not_found",
             )
+        check_model(self._checkpoints[version])
         policy = build_policy(self.loaded, self._lora, seed=0)
         policy.load(self._checkpoints[version])
         return policy.served()
@@ -227,6 +230,7 @@ class Learner:
         start = time.monotonic()
         self.check(settings)
         if self._state is None:
+            yield from in_another_thread(self._check_files, lambda _: None)
             self._state = self._restore(settings)
         state = self._state
         for group in state.optimizer.param_groups:
@@ -263,7 +267,6 @@ class Learner:
         folder = self._checkpoints.get(self.version)
         if folder is not None:
             policy.load(folder)
-        self._check_optimizer()
         saved = read_optimizer(folder or self._origin_folder)
         if not saved and self._origin.step + self.version:
             logger.warning("%s has no optimizer state: AdamW starts with new moments", folder or self._origin_folder)
@@ -273,6 +276,12 @@ class Learner:
             if f"exp_avg.{name}" in saved:
                 optimizer.state[parameter] = {key: saved[f"{key}.{name}"].to(parameter.device) for key in MOMENTS}
         return TrainState(policy, optimizer, self._compute_logprobs, self._workers, lambda: self._reference)
+
+    def _check_files(self) -> None:
+        """Raises BackendError if a file of the latest checkpoint is damaged; hashing takes seconds per GB."""
+        if (folder := self._checkpoints.get(self.version)) is not None:
+            check_model(folder)
+        self._check_optimizer()
 
     def _check_optimizer(self) -> None:
         """Raises BackendError if the next job cannot continue from the optimizer state.
