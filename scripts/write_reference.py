@@ -37,7 +37,8 @@ One YAML file describes the agent, its evaluation, and its training. These rules
   to the folder of the YAML file; a warning says so if both have a file of that name. Paths that are written
   (`output_dir`) are relative to the working directory.
 - **Secrets**: values of keys whose names suggest an API key, a token or a password are never printed or written, nor
-  are secrets of the environment and passwords in URLs: `***` replaces them, from 8 characters on.
+  are secrets of the environment and passwords in URLs: `***` replaces them. A warning names secrets that are [too short
+  to be found](../guides/threat-model.md#what-is-not-defended) in other texts than the settings.
 
 | section | contents |
 |---|---|

@@ -8,6 +8,7 @@ there.
 
 import asyncio
 import os
+import random
 import time
 from typing import Any
 
@@ -57,6 +58,35 @@ async def ask(config: AskConfig, builder: Builder):
     yield FunctionInfo.from_fn(answer, description="asks the model")
 
 
+class ConverseConfig(FunctionBaseConfig, name="converse"):
+    """Asks one to three times in one conversation, as its seed decides. Each answer earns its mean digit."""
+
+    llm: LLMRef
+
+
+@register_function(config_type=ConverseConfig)
+async def converse(config: ConverseConfig, builder: Builder):
+    llm = await builder.get_llm(config.llm)
+
+    async def answer(question: dict[str, Any]) -> str:
+        context = Context.get()
+        messages, texts = [], []
+        for _ in range(random.Random(context.seed).randint(1, 3)):
+            messages.append({"role": "user", "content": question["say"]})
+            texts.append((await llm.complete(messages)).choices[0].message.content)
+            messages.append({"role": "assistant", "content": texts[-1]})
+            context.reward(mean_digit(texts[-1]))
+        return "|" + " ".join(texts)
+
+    yield FunctionInfo.from_fn(answer, description="talks to the model")
+
+
+def mean_digit(text: str) -> float:
+    """In [0, 1]; 0 without digits."""
+    found = [int(c) for c in text if c.isdigit()]
+    return sum(found) / len(found) / 9 if found else 0.0
+
+
 class DigitsConfig(EvaluatorBaseConfig, name="digits"):
     """Mean of the digits in the answer, in [0, 1]."""
 
@@ -74,7 +104,6 @@ async def digits(config: DigitsConfig, builder: Builder):
             return EvalOutputItem(id=row_id, score=None)
         if asked not in ("", "hang"):
             return EvalOutputItem(id=row_id, score=float(asked))
-        found = [int(c) for c in text if c.isdigit()]
-        return EvalOutputItem(id=row_id, score=sum(found) / len(found) / 9 if found else 0.0)
+        return EvalOutputItem(id=row_id, score=mean_digit(text))
 
     yield EvaluatorInfo(config=config, evaluate_fn=evaluate, description="mean digit")

@@ -24,8 +24,7 @@ from insitu.adapters.art.config import (
     ARTTrajectoryBuilderConfig,
 )
 from insitu.adapters.art.conversion import art_trajectory, check_order
-from insitu.adapters.art.remote_backend import _RemoteBackend, mean_metrics
-from insitu.adapters.art.trainer_adapter import known_metrics
+from insitu.adapters.art.remote_backend import _RemoteBackend, known_metrics, mean_metrics
 from insitu.advantages.credit import credit_by_function, credited_calls
 from insitu.advantages.estimator import estimate_epoch
 from insitu.config import Config, load_config

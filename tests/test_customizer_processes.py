@@ -55,15 +55,15 @@ def test_a_signal_cancels_the_job(tmp_path: Path, nemo: FakeNeMo, number: signal
 
 
 @pytest.mark.parametrize(
-    ("pattern", "jobs_at_death"),
+    ("pattern", "jobs_at_death", "options"),
     [
-        ("POST .*/commit/", 0),  # while the records are uploaded
-        ("POST .*jobs$", 1),  # when the job is submitted, but the run does not know it
-        ("GET .*jobs/", 1),  # while it is waited for
+        ("POST .*/commit/", 0, ()),  # while the records are uploaded
+        ("POST .*jobs$", 1, ("--resume", "run")),  # when the job is submitted, but the run does not know it
+        ("GET .*jobs/", 1, ("--resume",)),  # while it is waited for
     ],
 )
 def test_a_run_that_was_killed_goes_on_with_the_same_job(
-    tmp_path: Path, nemo: FakeNeMo, pattern: str, jobs_at_death: int
+    tmp_path: Path, nemo: FakeNeMo, pattern: str, jobs_at_death: int, options: tuple[str, ...]
 ) -> None:
     nemo.script = ["running"]
     nemo.hold(pattern)
@@ -79,7 +79,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_job(
     nemo.script = ["completed"]
     for job in nemo.jobs.values():
         job["script"] = ["running", "completed"]
-    code, out, err = run_project(tmp_path)
+    code, out, err = run_project(tmp_path, *options)
     assert code == 0, err
     assert len(nemo.jobs) == len(nemo.datasets) == len(nemo.repositories) == 1
     assert "continues: " in out
@@ -96,7 +96,39 @@ def test_a_run_that_was_killed_while_it_collected_starts_again(tmp_path: Path, n
         process.kill()
         process.wait()
     (tmp_path / "go").touch()
-    code, out, err = run_project(tmp_path)
+    code, _, err = run_project(tmp_path, "--resume", "run")
+    problem = "had not collected all its pairs: start another one, without --resume"
+    assert (code, err) == (2, f"error: --resume: the run in run {problem}\n")
+    code, out, err = run_project(tmp_path, "--resume")  # as a supervisor repeats it
     assert code == 0, err
     assert "moved the earlier run in" in out
     assert len(nemo.jobs) == 1
+
+
+def test_a_completed_run_is_not_trained_again(tmp_path: Path, nemo: FakeNeMo) -> None:
+    customizer_project(tmp_path, nemo)
+    code, _, err = run_project(tmp_path)
+    assert code == 0, err
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    for options in (("--resume",), ("--resume", "run")):
+        code, out, err = run_project(tmp_path, *options)
+        assert code == 0, err
+        assert "is complete: job cust-0 has trained its pairs" in out
+        assert out.endswith("1 training job completed\n")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
+    assert len(nemo.jobs) == 1
+    assert not (tmp_path / "run.1").exists()
+
+
+def test_after_a_job_that_failed_another_run_is_started(tmp_path: Path, nemo: FakeNeMo) -> None:
+    nemo.script = ["failed"]
+    customizer_project(tmp_path, nemo)
+    assert run_project(tmp_path)[0] == 1
+    code, _, err = run_project(tmp_path, "--resume", "run")
+    problem = "had a job that failed or was canceled: start another one, without --resume"
+    assert (code, err) == (2, f"error: --resume: the run in run {problem}\n")
+    nemo.script = ["completed"]
+    code, out, err = run_project(tmp_path, "--resume")
+    assert code == 0, err
+    assert "moved the earlier run in" in out
+    assert len(nemo.jobs) == 2

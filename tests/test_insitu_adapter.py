@@ -170,7 +170,7 @@ async def backend() -> AsyncIterator[Backend]:
 async def adapter_to(
     backend: Backend, write: Any, limits: dict[str, float] | None = None, **training: Any
 ) -> AsyncIterator[InsituTrainerAdapter]:
-    block = {"_type": "insitu_trainer_adapter", "url": backend.address, "api_key": "s3cret", "training": training}
+    block = {"_type": "insitu_trainer_adapter", "url": backend.address, "api_key": "long-s3cret", "training": training}
     block |= limits or {}
     settings = {"general": {"seed": 11}, "trainer_adapters": {"a": block}, "finetuning": {"num_epochs": 10}}
     config = load_config(write(settings))
@@ -211,7 +211,7 @@ async def test_every_option_of_training_arrives(backend: Backend, write: Any, op
     assert head["num_rows"] == len(rows) == 1
     assert rows[0] == collection().trajectories[0][0].rows[0].model_dump(exclude_unset=True)
     assert (ref.run_id, ref.backend, ref.metadata) == ("r", "insitu", {"job_id": "j1", "key": "r/3", "epoch": 3})
-    assert backend.tokens == {"Bearer s3cret"}
+    assert backend.tokens == {"Bearer long-s3cret"}
 
 
 async def test_preference_rows_arrive_as_they_are(backend: Backend, write: Any) -> None:

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import shutil
+import time
 from types import SimpleNamespace
 
 import aiohttp
@@ -25,6 +26,7 @@ from insitu.backend.protocols.native.uploads import Limits, read_job
 from insitu.backend.protocols.openai.chat import ChatRequest
 from insitu.backend.training.jobs import TrainingQueue
 from insitu.backend.training.learner import Learner
+from insitu.backend.training.policy import write_training_state
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import TrainingRow
 
@@ -81,7 +83,14 @@ async def serving(loaded, folder):
                 return [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: ")]
 
         yield SimpleNamespace(
-            post=post, get=get, events=events, jobs=jobs, learner=learner, published=published, session=session
+            post=post,
+            get=get,
+            events=events,
+            jobs=jobs,
+            learner=learner,
+            published=published,
+            session=session,
+            compute=compute,
         )
     await jobs.close()
     server.should_exit = True
@@ -564,3 +573,50 @@ async def test_the_oldest_ended_jobs_are_forgotten(loaded, tmp_path, monkeypatch
             await backend.events(job["id"])
         assert [(await backend.get(f"{JOBS}/{id}"))[0] for id in ids] == [404, 200, 200]
         assert (tmp_path / "jobs" / f"{ids[0]}.json").exists()
+
+
+async def test_sampling_continues_while_a_checkpoint_is_written(loaded, tmp_path, monkeypatch):
+    """Its files may take many seconds to be written and hashed."""
+    steps, continued = [0], []
+
+    def sampling_step():
+        steps[0] += 1
+        return True
+
+    def write(*args):
+        before, deadline = steps[0], time.monotonic() + 20  # which passes only if nothing is sampled
+        while steps[0] < before + 3 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        continued.append(steps[0] >= before + 3)
+        write_training_state(*args)
+
+    monkeypatch.setattr("insitu.backend.training.learner.write_training_state", write)
+    async with serving(loaded, tmp_path) as backend:
+        backend.compute.sampling_step = sampling_step
+        _, job = await backend.post(lines([row()]))
+        assert (await backend.events(job["id"]))[-1]["status"] == "completed"
+    assert continued == [True]
+
+
+async def test_a_job_that_is_canceled_while_its_checkpoint_is_written_leaves_none(loaded, tmp_path, monkeypatch):
+    async with serving(loaded, tmp_path) as backend:
+        writing = asyncio.Event()
+
+        def write(*args):
+            loop.call_soon_threadsafe(writing.set)
+            (job,) = backend.jobs._jobs.values()
+            while not job.task.cancelling():
+                time.sleep(0.001)
+            write_training_state(*args)
+
+        loop = asyncio.get_running_loop()
+        with monkeypatch.context() as patch:
+            patch.setattr("insitu.backend.training.learner.write_training_state", write)
+            _, job = await backend.post(lines([row()]))
+            await writing.wait()
+            _, state = await backend.post(path=f"{JOBS}/{job['id']}/cancel")
+            assert state["status"] == "canceled"
+        assert (backend.learner.version, backend.published) == (0, [])
+        assert not list((tmp_path / "checkpoints").glob("step_*"))
+        _, job = await backend.post(lines([row()]))
+        assert (await backend.events(job["id"]))[-1]["policy_version"] == 1

@@ -72,7 +72,8 @@ def train(learner: Learner, rows, **settings):
     events = []
     while True:
         try:
-            events.append(next(steps))
+            if (event := next(steps)) is not None:
+                events.append(event)
         except StopIteration as end:
             return end.value, events
 

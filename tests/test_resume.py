@@ -10,7 +10,9 @@ import resource
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +36,12 @@ DPO = (
     *("-o", "trainers.grpo", "{_type: insitu_dpo_trainer}"),
     *("-o", "trainer_adapters.backend.training", "{method: dpo, learning_rate: 1e-3, lora: {rank: 4, dropout: 0.1}}"),
 )
-METHODS = {"grpo": (), "curriculum": CURRICULUM, "dpo": DPO}
+CREDIT_BY_STEP = (
+    *("-o", "workflow", "{_type: converse, llm: player}"),
+    *("-o", "trainers.grpo.credit", "step", "-o", "trainers.grpo.discount", "0.5"),
+)
+METHODS = {"grpo": (), "curriculum": CURRICULUM, "credit by step": CREDIT_BY_STEP, "dpo": DPO}
+"""Checked by `is_exercised`."""
 
 
 class Outcome(NamedTuple):
@@ -52,13 +59,15 @@ class Outcome(NamedTuple):
     """The state after each epoch."""
 
 
-def outcome(folder: Path) -> Outcome:
+def outcome(folder: Path, own: str = "insitu_run_[0-9a-f]{8}") -> Outcome:
+    """`own` matches the names that differ between runs."""
+
     def lines(name: str, *changing: str) -> list[dict[str, Any]]:
         data = (folder / name).read_bytes()
         text = (gzip.decompress(data) if name.endswith(".gz") else data).decode()
         # an outage of the backend costs an attempt; a fork names the episodes before it as the original did
-        text = re.sub(r"insitu_run_[0-9a-f]{8}(/\d+/\w+/\d+)/\d+", r"RUN\1", text)
-        text = re.sub("insitu_run_[0-9a-f]{8}", "RUN", text)
+        text = re.sub(rf"(?:{own})(/\d+/\w+/\d+)/\d+", r"RUN\1", text)
+        text = re.sub(own, "RUN", text)
         records = json.loads(text) if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
         for record in records:
             for key in changing:
@@ -81,6 +90,17 @@ def outcome(folder: Path) -> Outcome:
     )
 
 
+def is_exercised(method: str, ended: Outcome) -> bool:
+    """Whether the run has done what its method is about."""
+    by_episode = [{*record["advantages"].values()} for record in ended.trained[1:]]
+    return {
+        "grpo": any(by_episode) and not any(len(each) > 1 for each in by_episode),
+        "curriculum": (ended.metrics[0]["curriculum_percentile"] or 1) < 1,
+        "credit by step": any(len(each) > 1 for each in by_episode),
+        "dpo": ended.metrics[0].get("pairs", 0) > 0,
+    }[method]
+
+
 @pytest.fixture(scope="module", params=METHODS)
 def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     """A project, the options of its run, how it ended without being killed, and how long it took."""
@@ -91,8 +111,11 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     options = (*VALIDATION, *EPOCHS, *METHODS[request.param])
     started = time.monotonic()
     code, _, err = run_project(folder, *options)
+    seconds = time.monotonic() - started
     assert code == 0, err
-    return folder, options, outcome(folder / "run"), time.monotonic() - started
+    ended = outcome(folder / "run")
+    assert is_exercised(request.param, ended)
+    return folder, options, ended, seconds
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -111,8 +134,9 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(
                 lose_unsynced(tmp_path / "run", dice)
             else:  # it was faster: the whole run is left to be killed, or nothing of it
                 seconds *= 0.8
-                if kills:
+                if "resumed" in events_of(tmp_path):
                     break
+                kills.clear()
                 shutil.rmtree(tmp_path / "run")
     code, _, err = run_project(tmp_path, *options, "--resume")
     assert code == 0, (seed, kills, err)
@@ -122,8 +146,11 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(
     jobs = [json.loads(path.read_text()) for path in (tmp_path / "run/backend/jobs").glob("*.json")]
     keys = [job["key"] for job in jobs if job["status"] == "completed"]
     assert len(set(keys)) == len(keys) > 0, (seed, kills, "a job was trained twice")
-    events = [e["event"] for e in read_lines(tmp_path / "run/events.jsonl")[1:]]
-    print(f"seed {seed}: killed {', '.join(kills)}; events: {', '.join(events)}")
+    print(f"seed {seed}: killed {', '.join(kills)}; events: {', '.join(events_of(tmp_path))}")
+
+
+def events_of(project: Path) -> list[str]:
+    return [record["event"] for record in read_lines(project / "run/events.jsonl")[1:]]
 
 
 def copy_project(project: Path, folder: Path) -> None:
@@ -265,6 +292,38 @@ def test_a_fork_ends_as_the_original_run(uninterrupted: tuple[Any, ...], tmp_pat
     assert run_ids[1] == run_ids[2] == json.loads((tmp_path / "forked/run.json").read_text())["run_id"]
 
 
+@pytest.fixture
+def other_file_system() -> Iterator[Path]:
+    """A folder to which files of the tests cannot be linked."""
+    if not os.access("/dev/shm", os.W_OK) or os.stat("/dev/shm").st_dev == os.stat(tempfile.gettempdir()).st_dev:
+        pytest.skip("there is no other file system")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_a_fork_on_another_file_system_of_a_run_that_was_warmed_up(tmp_path: Path, other_file_system: Path) -> None:
+    digits_project(tmp_path)
+    write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(4)])
+    write_rows(tmp_path, [{"say": f"Held out {i}"} for i in range(3)], "validation.jsonl")
+    shown = {"messages": [{"role": "user", "content": "Row 1"}, {"role": "assistant", "content": "99"}]}
+    (tmp_path / "shown.jsonl").write_text(json.dumps(shown))
+    options = (*VALIDATION, *EPOCHS, "-o", "trainers.grpo.sft", "{rows: shown.jsonl, epochs: 2}")
+    code, _, err = run_project(tmp_path, *options, "-o", "finetuning.num_epochs", "2")
+    assert code == 0, err
+    fork = other_file_system / "fork"
+    done = run("runs", "fork", "run", fork, "--epoch", 0, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((fork / "progress.json").read_text())["warmed_up"]
+    assert [path.name for path in (fork / "backend/checkpoints").iterdir()] == ["step_000001"]
+    code, out, err = run_project(tmp_path, *options, "-o", "finetuning.num_epochs", "2", "--resume", fork)
+    assert code == 0, err
+    assert "continues after epoch 0" in out
+    assert "warm-up" not in out
+    ended, expected = outcome(fork), outcome(tmp_path / "run")
+    del expected.history[1]  # the state before the warm-up, which cannot be forked
+    assert ended == expected
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
@@ -350,7 +409,7 @@ RATE = ("-o", "trainer_adapters.backend.training.learning_rate", "0.5")
     [
         (None, RATE, "other settings: trainer_adapters.backend.training.learning_rate was 0.001 and is 0.5. Set them"),
         (change_rows, (), "the dataset .*rows.jsonl has changed. Set them as they were, or give --force"),
-        (lose_progress, (), "the run in run has no progress.json: it was recorded by an earlier release"),
+        (lose_progress, (), "the run in run has no progress.json: an earlier release recorded it"),
         (damage, (), "episodes.jsonl.gz has 13 bytes, but [0-9]+ were written: the file is damaged"),
         (lose_weights, (), "the run in run was at policy version 1, but the backend serves version 0"),
     ],

@@ -5,14 +5,18 @@
 
 import ast
 import gzip
+import html
 import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from base64 import b64encode, urlsafe_b64encode
+from collections.abc import AsyncIterator, Iterator
 from contextlib import nullcontext
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import httpx
 import processes
@@ -21,7 +25,8 @@ import torch
 import yaml
 from factories import digits_project, write_rows
 from processes import HANGS, forked_python
-from pydantic import SecretStr
+from pydantic import ConfigDict, SecretStr
+from rich.table import Table
 from safetensors.torch import load_file
 from test_art_protocol import groups
 from test_gateway import gateway_to
@@ -31,13 +36,23 @@ from tiny_models import save_tiny_model
 
 from insitu.backend import BackendOptions
 from insitu.backend.model import load_model
+from insitu.cli import consoles
 from insitu.config import load_config
+from insitu.config.resolved import resolved_config
 from insitu.config.yaml_loader import _Loader
 from insitu.errors import BackendError, ConfigError, RequestRefused
 from insitu.evaluation.remote import ServedPolicy
 from insitu.evaluation.service import WorkflowService
 from insitu.http_access import AccessPolicy
-from insitu.redaction import is_secret_variable, redact, redact_bytes, remember_environment, remember_settings
+from insitu.plugin_api import Builder, FunctionBaseConfig, register_function
+from insitu.redaction import (
+    is_secret_variable,
+    redact,
+    redact_bytes,
+    remember_environment,
+    remember_secret,
+    remember_settings,
+)
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, OpenAIConfig
@@ -388,6 +403,7 @@ def leaks(text: bytes | str) -> list[str]:
 def check_no_leaks(folder: Path, out: str, err: str) -> None:
     for stream in (out, err):
         assert not leaks(stream), next(line for line in stream.splitlines() if leaks(line))
+        assert not leaks("".join(stream.split())), "a secret was wrapped"
     inputs = {folder / name for name in ("config.yml", "rows.jsonl")}
     for path in set(folder.rglob("*")) - inputs:
         if path.is_file() and path.suffix not in (".safetensors", ".py"):
@@ -413,7 +429,9 @@ def leaky_project(folder: Path, address: str, **adapter: Any) -> None:
 
 
 def variables(**more: str) -> dict[str, str]:
-    return VALUES | {"UNRELATED_TOKEN": VALUES["UNRELATED"], "PYTHONWARNINGS": "error"} | more
+    """`COLUMNS` is so small that secrets would be wrapped."""
+    fixed = {"UNRELATED_TOKEN": VALUES["UNRELATED"], "PYTHONWARNINGS": "error", "COLUMNS": "20"}
+    return VALUES | fixed | more
 
 
 @pytest.mark.parametrize("how", ["api_key", "url", "wrong", "gone"])
@@ -510,6 +528,129 @@ def test_what_counts_as_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         assert is_secret_variable(name, "x")
     for name in ("PATH", "MONKEY", "TOKENIZERS_PARALLELISM", "KEYBOARD", "PWD"):
         assert not is_secret_variable(name, "x")
+
+
+class AnyKeysConfig(FunctionBaseConfig, name="any_keys"):
+    model_config = ConfigDict(extra="allow")
+
+
+@register_function(config_type=AnyKeysConfig)
+async def any_keys(config: AnyKeysConfig, builder: Builder) -> AsyncIterator[None]:
+    yield
+
+
+SECRETS = (
+    "plain-token-123",
+    'quo"te\\and-back',
+    'it\'s-"both"',
+    "pässwörd-ünï",
+    "two words & more",
+    "päth/w+rd=?&x",
+    " of-a-file\n",
+    "-----BEGIN KEY-----\nMIGHAgEAMBMGByqGSM49\nAgEGCCqGSM49AwEHBG0w\n",
+    "not-utf8-\udcff\udc00",
+)
+
+
+def encodings(secret: str) -> dict[str, str]:
+    """Texts that hold a secret, as libraries write them."""
+    data = secret.encode(errors="surrogatepass")
+    once = json.dumps({"key": secret})
+    texts = {
+        "text": f"<{secret}>",
+        "stripped": f"<{secret.strip()}>",
+        "JSON": once,
+        "JSON in UTF-8": json.dumps({"key": secret}, ensure_ascii=False),
+        "JSON in JSON": json.dumps({"arguments": once}),
+        "repr": repr([secret]),
+        "ascii": ascii([secret]),
+        "bytes": repr(data),
+        "HTML": html.escape(secret),
+        "query": urlencode({"key": data}),
+        "path": quote(data),
+        "lower case": re.sub("%..", lambda code: code[0].lower(), quote(data, safe="")),
+        "base64": b64encode(data).decode(),
+        "URL-safe base64": urlsafe_b64encode(data).decode(),
+    }
+    texts |= {f"Basic {n}": b64encode(b"u" * n + b":" + data + b"\n").decode() for n in range(1, 4)}
+    if secret.isprintable():
+        texts["httpx"] = httpx.URL("http://h").copy_with(username="u", password=secret).userinfo.decode()
+    return texts
+
+
+@pytest.mark.parametrize("secret", SECRETS, ids=ascii)
+def test_a_secret_is_recognised_however_it_is_encoded(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    monkeypatch.setattr("insitu.redaction._texts", ())
+    monkeypatch.setattr("insitu.redaction._bytes", ())
+    assert remember_secret(secret)
+    for how, text in encodings(secret).items():
+        assert "***" in redact(text), (how, text)
+        left = SequenceMatcher(None, redact(text), text, autojunk=False).find_longest_match().size
+        assert left <= len(text) - len(secret.strip()) + 3, (how, redact(text))
+        assert b"***" in redact_bytes(text.encode(errors="surrogatepass")), how
+
+
+def test_each_line_of_a_key_is_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("insitu.redaction._texts", ())
+    monkeypatch.setattr("insitu.redaction._bytes", ())
+    remember_secret(SECRETS[-2])
+    assert redact("1:   MIGHAgEAMBMGByqGSM49\n2:   AgEGCCqGSM49AwEHBG0w\n3: END") == "1:   ***\n2:   ***\n3: END"
+
+
+def test_a_secret_is_recognised_before_a_table_wraps_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("insitu.redaction._texts", ())
+    monkeypatch.setattr("insitu.redaction._bytes", ())
+    monkeypatch.setenv("COLUMNS", "20")
+    remember_secret("sk-0123456789-of-two-lines")
+    table = Table()
+    table.add_column("with sk-0123456789-of-two-lines")
+    table.add_row("in sk-0123456789-of-two-lines")
+    for console in (consoles.results(), consoles.notes()):
+        console.print(table)
+        console.print("also sk-0123456789-of-two-lines")
+    out, err = capsys.readouterr()
+    assert out == err
+    assert out.count("***") == 3
+    assert "012" not in out
+
+
+@pytest.mark.parametrize(
+    ("block", "named"),
+    [
+        ({"api_key": "ab-12"}, "functions.m.api_key"),
+        ({"api_key": 12345678}, "functions.m.api_key"),
+        ({"api_key": "87654321"}, "functions.m.api_key"),
+        ({"credentials": {"user": "me", "codes": [4711]}}, "functions.m.credentials.codes.0"),
+        ({"base_url": "http://me:pw-1@host/v1"}, "functions.m.base_url"),
+        ({"base_url": "http://host/v1?token=12"}, "functions.m.base_url"),
+        ({"api_key": "none"}, None),
+        ({"api_key": "long-enough-1"}, None),
+        ({"use_secrets": True, "api_key": ""}, None),
+    ],
+)
+def test_a_secret_that_cannot_be_recognised_is_hidden_by_its_key(
+    write: Any, caplog: pytest.LogCaptureFixture, block: dict[str, Any], named: str | None
+) -> None:
+    config = load_config(write({"functions": {"m": {"_type": "any_keys", **block}}}))
+    shown = resolved_config(config)["functions"]["m"]
+    for secret in ("ab-12", "12345678", "87654321", "4711", "pw-1", "token=12", "none", "long-enough-1"):
+        assert secret not in str(shown)
+    assert shown.get("use_secrets") in (True, None)
+    warnings = [record.getMessage() for record in caplog.records]
+    if named is None:
+        assert warnings == []
+    else:
+        (warning,) = warnings
+        problem = "a secret of fewer than 8 characters, or a number, cannot be told apart from other text"
+        assert f"config.yml: {named}: {problem}" in warning
+
+
+def test_an_error_in_the_file_does_not_show_a_short_password(write: Any) -> None:
+    block = {"_type": "openai", "model_name": "m", "timeout": "http://me:pw-1@host"}
+    with pytest.raises(ConfigError, match=r"llms\.m\.timeout: .*got 'http://me:\*\*\*@host'"):
+        load_config(write({"llms": {"m": block}}))
 
 
 # the page

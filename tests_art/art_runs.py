@@ -30,18 +30,28 @@ def backend(model: Path, folder: Path, *options: str) -> Iterator[str]:
             process.terminate()
 
 
-def finetune(
-    release: str, file: Path, *options: str, folder: Path | None = None, **env: str
-) -> subprocess.CompletedProcess[str]:
+def starting(release: str, file: Path, *options: str, folder: Path | None = None, **env: str) -> subprocess.Popen[str]:
     nat = ROOT / ".venv-art" / release / "bin" / "nat"
-    return subprocess.run(
+    return subprocess.Popen(
         [nat, "finetune", "--config_file", file, *options],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=400,
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(HERE), "WANDB_MODE": "offline", "WEAVE_DISABLED": "true"} | env,
     )
+
+
+def finetune(
+    release: str, file: Path, *options: str, folder: Path | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
+    with starting(release, file, *options, folder=folder, **env) as process:
+        try:
+            out, err = process.communicate(timeout=400)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess([], process.returncode, out, err)
 
 
 def set_keys(**values: object) -> list[str]:

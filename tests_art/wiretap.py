@@ -17,6 +17,9 @@ class Wiretap:
     `outage` is a path and a number of health checks: after the fifth post to that path every connection is closed
     without a response, until that many health checks have failed.
 
+    `hold` is a path, the number of a post to it, and what never arrives: its `request` at the server, or its `response`
+    at the client; `held` once that has happened. `lists_jobs` is false of servers other than `insitu backend`.
+
     `then` is a path and another server, which is asked from the third post to that path on.
     `plain` makes the server behind it one of ART's own kind for that model: it is served as NAME@STEP alone, answers
     name no version of the weights, and the sampled ids stand in the logprobs only.
@@ -28,6 +31,9 @@ class Wiretap:
         self.lose: str | None = None
         self.refuse = ("", 0)
         self.outage: tuple[str, int] | None = None
+        self.hold: tuple[str, int, str] | None = None
+        self.held = False
+        self.lists_jobs = True
         self.then: tuple[str, str] | None = None
         self.plain: str | None = None
         self.address = ""
@@ -82,6 +88,11 @@ class Wiretap:
             else:
                 request.transport.close()
                 return web.Response()
+        if request.path == "/art/jobs" and not self.lists_jobs:
+            return web.Response(status=404)
+        holds = self.hold and (request.path, len(self.of(request.path))) == self.hold[:2] and not self.held
+        if holds and self.hold[2] == "request":
+            return await self._wait_for_the_client_to_die(request)
         path, times = self.refuse
         if request.path == path and times:
             self.refuse = path, times - 1
@@ -94,6 +105,9 @@ class Wiretap:
                 await answer.read()  # the server has done what it was asked
                 request.transport.close()
                 return web.Response()
+            if holds:
+                await answer.read()
+                return await self._wait_for_the_client_to_die(request)
             if self.plain and request.path.startswith("/v1/"):
                 return _made_plain(self.plain, body, await answer.json(), answer.status)
             kept = {k: v for k, v in answer.headers.items() if k.lower() not in ("transfer-encoding", "content-length")}
@@ -102,6 +116,12 @@ class Wiretap:
             async for chunk in answer.content.iter_any():
                 await response.write(chunk)
             return response
+
+    async def _wait_for_the_client_to_die(self, request: web.Request) -> web.Response:
+        self.held = True
+        while request.transport is not None and not request.transport.is_closing():  # noqa: ASYNC110 (no event)
+            await asyncio.sleep(0.01)
+        return web.Response()
 
 
 def _made_plain(name: str, asked: bytes, answer: Any, status: int) -> web.Response:

@@ -90,9 +90,11 @@ class TrainerAdapter(ABC):
     """True if the backend computes advantages from rewards and ignores any sent with the trajectories."""
     best_version: int | None = None
     """The version with the best validation score so far, set by the trainer; its checkpoint must not be deleted."""
+    submitted_from: int | None = None
+    """The version that the next job trains, set by the trainer if an earlier process may have submitted that job."""
 
     can_resume = False
-    """Whether `initialize` continues with the weights of an earlier process if the run is resumed."""
+    """Whether `initialize` continues with the weights of an earlier process, and no job of that is trained again."""
 
     def __init__(self, adapter_config: TrainerAdapterConfig) -> None:
         self.adapter_config = adapter_config
@@ -162,7 +164,7 @@ class Trainer(ABC):
     """Drives a trajectory builder and a trainer adapter through the epochs of a run."""
 
     can_resume = False
-    """Whether it continues a run with `--resume`."""
+    """Whether `run` continues a run with `--resume`. Not inherited by a class with its own `run`."""
     trains_every_epoch = True
     """Whether each epoch is a training job, rather than the whole run."""
     waits_for_jobs = True

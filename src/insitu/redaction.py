@@ -2,19 +2,23 @@
 
 The command line, the configuration and the clients of model servers say what is secret (`remember_...`). Console and
 logs (`redact_stream`), files (`files.py`) and error responses (`redact`) then hold `***` instead, also where a library
-or an agent has put a secret into a message.
+or an agent has put a secret into a message, or encoded it. Where settings are shown, what is hidden depends on their
+keys, whatever the values (`config/resolved.py`).
 """
 
+import html
 import json
 import re
+from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
-from urllib.parse import quote, unquote
+from urllib.parse import quote, quote_plus, unquote
 
 MIN_LENGTH = 8
-"""Shorter values are kept: they may be ordinary words, such as `none` and `default`."""
+"""Shorter values are not recognised: they may be part of ordinary words and numbers."""
 MASK = "***"
 _SHORTEST_ALPHABETIC = 16
+_SHORTEST_LINE = 16
 
 _VARIABLE = re.compile(
     r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|_PWD$|(?:^|_)(?:TOKENS?|KEYS?|PAT|AUTH|COOKIES?)(?:_|$)", re.IGNORECASE
@@ -45,25 +49,78 @@ def is_secret_key(name: str) -> bool:
     return bool(_KEY.search(name))
 
 
-def remember_secret(value: str | None) -> None:
-    """Removes a value from what this process prints and writes from now on, also quoted for JSON or a URL."""
+def remember_secret(value: str | None) -> bool:
+    """Removes a value from what this process prints and writes from now on, in any of the usual encodings.
+
+    Returns False for a value that cannot be recognised: one that is too short, or a number.
+    """
     global _texts, _bytes
-    if value is None or len(value) < MIN_LENGTH or value in _texts or _NUMBER.fullmatch(value):
-        return
-    forms = {value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], quote(value, safe="")}
-    _texts = tuple(sorted({*_texts, *forms}, key=len, reverse=True))  # a secret may contain another one
-    _bytes = tuple(text.encode(errors="surrogatepass") for text in _texts)
+    if value is None or len(value.strip()) < MIN_LENGTH or _NUMBER.fullmatch(value.strip()):
+        return False
+    if value not in _texts:
+        lines = (line for line in map(str.strip, value.splitlines()) if len(line) >= _SHORTEST_LINE)
+        forms = {form for part in {value, value.strip(), *lines} for form in _forms(part)}
+        _texts = tuple(sorted({*_texts, *forms}, key=len, reverse=True))  # a secret may contain another one
+        _bytes = tuple(map(_utf8, _texts))
+    return True
 
 
-def remember_url(text: str | None) -> None:
-    """Remembers the password of a URL, and the keys and tokens in its query."""
+def _utf8(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+_SAFE_IN_URLS = ("", "/", "!$&'()*+,;", "!$&'()*+,;=", "!$&'()*+,;=:@/?")
+"""Characters that libraries leave as they are when they quote a part of a URL."""
+
+
+def _forms(text: str) -> Iterator[str]:
+    """A text as it is, and quoted for JSON, Python, HTML or a URL, or encoded in base64."""
+    data = _utf8(text)
+    yield text
+    for quoted in (json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]):
+        yield quoted
+        yield json.dumps(quoted)[1:-1]  # as in the arguments of a tool call
+    yield from (repr(text)[1:-1], ascii(text)[1:-1], repr(data)[2:-1], html.escape(text))
+    for quoted in (*(quote(data, safe=safe) for safe in _SAFE_IN_URLS), quote_plus(data)):
+        yield quoted
+        yield re.sub("%..", lambda code: code[0].lower(), quoted)
+    yield from _in_base64(data)
+
+
+def _in_base64(data: bytes) -> Iterator[str]:
+    """What is the same in any base64 text of which `data` is a part, as in `Basic` credentials, after `user:`."""
+    for before in range(3):  # bytes before it in its group of three
+        first, end = (0, 2, 3)[before], (before + len(data)) * 8 // 6
+        for encode in (b64encode, urlsafe_b64encode):
+            yield encode(bytes(before) + data)[first:end].decode()
+
+
+def remember_url(text: str | None) -> bool:
+    """Remembers the password of a URL, and the keys and tokens in its query; False if one cannot be recognised."""
+    recognised = True
     for secret in _url_secrets(text or ""):
-        remember_secret(secret)
         remember_secret(unquote(secret))
+        recognised &= remember_secret(secret) or _is_word(secret)
+    return recognised
 
 
 def _url_secrets(text: str) -> Iterator[str]:
     return (found[1] or found[2] for found in _IN_URL.finditer(text))
+
+
+def hide_url_secrets(text: str) -> str:
+    """A text without the passwords, keys and tokens of its URLs, however short."""
+
+    def hide(found: re.Match[str]) -> str:
+        start, end = (index - found.start() for index in found.span(1 if found[1] else 2))
+        return found[0][:start] + MASK + found[0][end:]
+
+    return _IN_URL.sub(hide, text)
+
+
+def _is_word(value: str) -> bool:
+    """Such as `none` and `default`: letters only, and few of them."""
+    return value.isalpha() and len(value) < MIN_LENGTH
 
 
 def remember_environment(variables: Mapping[str, str]) -> None:
@@ -75,19 +132,24 @@ def remember_environment(variables: Mapping[str, str]) -> None:
         remember_url(value)
 
 
-def remember_settings(node: Any, key: str = "") -> None:
-    """Remembers the texts in nested mappings and lists whose keys say that they are secret, and those in URLs."""
-    if isinstance(node, dict):
-        for name, value in node.items():
-            remember_settings(value, str(name) if not _KEY.search(key) else key)
-    elif isinstance(node, list):
-        for value in node:
-            remember_settings(value, key)
-    elif isinstance(node, str):
-        remember_url(node)
-        if _KEY.search(key):
-            remember_secret(node)
-            remember_secret(node.rpartition(" ")[2])  # of `Bearer SECRET`
+def remember_settings(node: Any, where: str = "", *, secret: bool = False) -> list[str]:
+    """Remembers the texts in nested mappings and lists whose keys say that they are secret, and those in URLs.
+
+    Returns the dotted keys of secrets that cannot be recognised.
+    """
+    if isinstance(node, dict | list):
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        unrecognised = []
+        for name, value in items:
+            is_secret = secret or is_secret_key(str(name))
+            unrecognised += remember_settings(value, f"{where}.{name}".removeprefix("."), secret=is_secret)
+        return unrecognised
+    recognised = not isinstance(node, str) or remember_url(node)
+    if secret and isinstance(node, str | int | float) and not isinstance(node, bool) and node != "":
+        value = str(node)
+        recognised = remember_secret(value) or _is_word(value)
+        remember_secret(value.rpartition(" ")[2])  # of `Bearer SECRET`
+    return [] if recognised else [where]
 
 
 def redact(text: str) -> str:

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from insitu.errors import BackendUnavailable, format_error
@@ -16,6 +17,9 @@ E = TypeVar("E")
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.001
+"""A sampling step waits at most this long for work in another thread."""
 
 
 class ComputeThread:
@@ -68,11 +72,11 @@ class ComputeThread:
         self._requests.put(run)
         return await done
 
-    async def run_interleaved(self, steps: Generator[E, None, R], on_event: Callable[[E], None]) -> R:
+    async def run_interleaved(self, steps: Generator[E | None, None, R], on_event: Callable[[E], None]) -> R:
         """Runs the generator to completion, interleaved with other work.
 
-        Calls `on_event` on the event loop with each value it yields. If the caller is cancelled, returns only after the
-        generator has been closed in the thread. Raises BackendUnavailable if the thread fails.
+        Calls `on_event` on the event loop with each value it yields, except None. If the caller is cancelled, returns
+        only after the generator has been closed in the thread. Raises BackendUnavailable if the thread fails.
         """
         loop = asyncio.get_running_loop()
         generator = _InterleavedGenerator(loop, self._future(loop), steps, on_event)
@@ -160,8 +164,26 @@ class _InterleavedGenerator:
         except BaseException as error:  # re-raised in the awaiting caller
             call_in_loop(self.loop, set_outcome, self.done, error)
             return False
-        call_in_loop(self.loop, self.on_event, event)
+        if event is not None:
+            call_in_loop(self.loop, self.on_event, event)
         return True
+
+
+def in_another_thread(work: Callable[[], T], undo: Callable[[T], None]) -> Generator[None, None, T]:
+    """Runs `work`, which accesses no weights that sampling changes, and yields until it is done.
+
+    If the generator is closed before, waits for the work and undoes it.
+    """
+    with ThreadPoolExecutor(1, "insitu-work") as thread:
+        working = thread.submit(work)
+        try:
+            while wait([working], _POLL_SECONDS).not_done:
+                yield None
+        except GeneratorExit:
+            if working.exception() is None:
+                undo(working.result())
+            raise
+    return working.result()
 
 
 def call_in_loop(loop: asyncio.AbstractEventLoop, fn: Callable[..., Any], *args: Any) -> None:

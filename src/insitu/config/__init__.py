@@ -20,7 +20,7 @@ from insitu.algorithms.file_names import file_name_problem
 from insitu.config.keys import holds_secret, is_set_by_run, references, secret_values, unknown_keys
 from insitu.config.yaml_loader import expand, override, parse_yaml, type_name
 from insitu.errors import ConfigError, PluginError
-from insitu.redaction import remember_environment, remember_secret, remember_settings
+from insitu.redaction import hide_url_secrets, remember_environment, remember_secret, remember_settings
 from insitu.registry import Kind, not_found, registry
 from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, TypedBaseModel
 from insitu.schemas.finetuning import FinetuneConfig, TrainerAdapterConfig
@@ -31,6 +31,10 @@ _STRICT = ConfigDict(extra="ignore", use_attribute_docstrings=True, arbitrary_ty
 _COMPONENT_SECTIONS = tuple(kind for kind in reg.KINDS if not kind.section.startswith("eval."))
 _SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
 _SECRET = re.compile(r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$", re.IGNORECASE)
+_UNRECOGNISED = (
+    "{file}: {keys}: a secret of fewer than 8 characters, or a number, cannot be told apart from other text: it is "
+    "hidden where settings are shown, but not in logs, files and messages. Use a longer one"
+)
 
 
 class GeneralConfig(BaseModel):
@@ -214,7 +218,8 @@ class _Validator:
     def run(self, data: dict[str, Any]) -> Config:
         data = expand(data, self.problems, self.from_environment)
         remember_environment({name: os.environ.get(name, "") for name in self.from_environment.values()})
-        remember_settings(data)
+        if unrecognised := remember_settings(data):
+            _warn_once(_UNRECOGNISED.format(file=self.path, keys=", ".join(unrecognised)))
         self._fail_if_any()
         config = Config(folder=self.path.resolve().parent, source=str(self.path))
         for key in data:
@@ -333,7 +338,7 @@ class _Validator:
                 return f"{key}: {message} (the value of ${{{variable}}})"
         if secret or _SECRET.search(key) or isinstance(error["input"], dict | list):
             return f"{key}: {message}"
-        return f"{key}: {message} (got {error['input']!r:.200})"
+        return f"{key}: {message} (got {hide_url_secrets(repr(error['input'])):.200})"
 
     def _references(self, config: Config) -> None:
         for (section, name), block in config.blocks.items():

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from insitu.config import Config
 from insitu.config.keys import is_set_by_run
-from insitu.redaction import MASK, is_secret_key, redact
+from insitu.redaction import MASK, hide_url_secrets, is_secret_key, redact
 
 
 def resolved_config(config: Config) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def resolved_config(config: Config) -> dict[str, Any]:
         for part in section.split("."):
             place = place.setdefault(part, {})
         place[name] = {"_type": block.type, **_plain(block)}
-    return _without_secrets(values)
+    return without_secrets(values)
 
 
 def _plain(model: BaseModel) -> dict[str, Any]:
@@ -32,14 +32,17 @@ def _plain(model: BaseModel) -> dict[str, Any]:
     )
 
 
-def _without_secrets(value: Any, key: str = "") -> Any:
+def without_secrets(value: Any, *, secret: bool = False) -> Any:
+    """Hides all values below a secret key, and secrets in URLs, however short."""
     if isinstance(value, Mapping):
-        return {name: _without_secrets(inner, str(name)) for name, inner in value.items()}
+        return {
+            name: without_secrets(inner, secret=secret or is_secret_key(str(name))) for name, inner in value.items()
+        }
     if isinstance(value, list):
-        return [_without_secrets(item) for item in value]
-    if not isinstance(value, str) or not value:
-        return value
-    return MASK if is_secret_key(key) else redact(value)
+        return [without_secrets(item, secret=secret) for item in value]
+    if secret and not isinstance(value, bool | None) and value != "":
+        return MASK
+    return hide_url_secrets(redact(value)) if isinstance(value, str) else value
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

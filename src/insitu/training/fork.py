@@ -132,7 +132,7 @@ def _progress_of(origin: _Origin, state: EpochState, target: Path) -> RunProgres
         if metadata.get("checkpoint") is not None:
             metadata["checkpoint"] = str(checkpoints / Path(metadata["checkpoint"]).name)
         jobs.append(job.model_copy(update={"metadata": metadata}))
-    changes = {"run_id": new_run_id(), "status": "forked", "error": None, "jobs": jobs}
+    changes = {"run_id": new_run_id(), "status": "forked", "error": None, "submitted_epoch": 0, "jobs": jobs}
     return state.restore(origin.progress).model_copy(update=changes)
 
 

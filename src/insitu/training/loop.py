@@ -16,7 +16,7 @@ from insitu.advantages.credit import Credit, credit_by_function, credited_calls
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, GroupRelativeEstimator, estimate_epoch
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
 from insitu.builder import Builder
-from insitu.config.resolved import resolved_config
+from insitu.config.resolved import resolved_config, without_secrets
 from insitu.errors import JobFailed
 from insitu.evaluation.shared_run import UsesBuilder, builder_of_run
 from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
@@ -116,8 +116,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             if self._durable.continues:
                 await asyncio.to_thread(self.validation.restore, self._durable.progress)
         if self._durable.continues:
-            planned, warms_up = self.trajectory_builder.episodes_per_epoch, self._warm_up is not None
-            self._durable.check_served(await self._served_version(), planned, warms_up=warms_up)
+            self._durable.check_served(await self._served_version(), warms_up=self._warm_up is not None)
 
     def _open_run(self, folder: Path) -> list[str]:
         """Returns what to report."""
@@ -244,6 +243,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             nothing = f"epoch {epoch}: nothing to train on; every group was dropped"
             self.report.note("; ".join([nothing, *self._causes]))
             return None
+        self.trainer_adapter.submitted_from = await self._durable.record_submission(epoch)
         return await self.trainer_adapter.submit(collection)
 
     async def _collect(
@@ -369,7 +369,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             "on_failure": self.run_config.reward_function.on_failure if self.run_config.reward_function else None,
         }
         if training := self.trainer_adapter.training_settings():
-            settings["training"] = training
+            settings["training"] = without_secrets(training)
         return settings
 
     def _select(self, collection: TrajectoryCollection) -> EstimatedEpoch:

@@ -53,6 +53,8 @@ class RunProgress(BaseModel):
     rewards: list[dict[str, Any]] = []
     jobs: list[TrainingJobStatus] = []
     """Of each epoch that trained."""
+    submitted_epoch: int = 0
+    """The epoch whose job may have been submitted; its job and episodes are recorded once `epoch` is as high."""
     sizes: dict[str, int] = {}
 
 

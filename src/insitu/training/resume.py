@@ -24,7 +24,7 @@ from insitu.training.progress import (
     read_journal,
     read_progress,
 )
-from insitu.training.store import RunStore, open_store
+from insitu.training.store import BACKEND_FOLDER, STARTED_FILE, RunStore, open_store
 from insitu.trajectories.stored import EPISODES_FILE
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ _HARMLESS = (
     *("eval.general.max_concurrency", "eval.general.output*", "eval.general.evaluator_timeout", "eval.general.stall_*"),
     *("*.file_path", "*.api_key", "*.base_url", "*.url", "llms.*.timeout", "llms.*.max_retries"),
     *("trainer_adapters.*.device", "trainer_adapters.*.*_timeout", "trainer_adapters.*.keep*"),
-    *("trainer_adapters.*.max_restarts", "eval.general.stall_*"),
+    *("trainer_adapters.*.max_restarts", "trainer_adapters.*.backend.ip", "trainer_adapters.*.backend.port"),
+    "trainer_adapters.*.backend.delete_old_checkpoints",
 )
 """Keys whose change leaves the results of a run comparable. A dataset is compared by its content, not its path."""
 _LISTED = 10
@@ -48,7 +49,8 @@ def find_run(folder: Path, key: str) -> RunProgress | None:
     progress = read_progress(folder)
     if progress is None and any((folder / name).exists() for name in (EPISODES_FILE, "episodes.jsonl")):
         raise ConfigError(
-            f"{key}: the run in {folder} has no {PROGRESS}: it was recorded by an earlier release, and cannot continue"
+            f"{key}: the run in {folder} has no {PROGRESS}: an earlier release recorded it, or a trainer without "
+            "epochs; it cannot continue from an epoch"
         )
     return progress
 
@@ -135,22 +137,44 @@ class ResumableRun:
         """The episodes of an epoch that need not be run again."""
         return self._finished if epoch == self.next_epoch else []
 
-    def check_served(self, version: int | None, planned: int | None, *, warms_up: bool) -> None:
+    @property
+    def _submitted(self) -> bool:
+        """Whether an earlier process may have submitted the job of the next epoch."""
+        return self.progress.submitted_epoch == self.next_epoch
+
+    def check_served(self, version: int | None, *, warms_up: bool) -> None:
         """Raises BackendError unless the backend serves the weights the run had, or those of the job it then trained.
 
-        That job is on the warm-up, or on the `planned` episodes of the next epoch if all of them are finished. Without
-        a plan (recorded episodes) they are all read before the job is submitted.
+        That job is the warm-up, or that of the next epoch if it may have been submitted.
         """
-        expected = self.progress.policy_version
+        expected, epoch = self.progress.policy_version, self.next_epoch
+        own_backend = (self.store.folder / BACKEND_FOLDER / STARTED_FILE).is_file()
+        job_is_lost = own_backend and version == expected  # it ended with the process
+        if self._submitted and not self._finished and not job_is_lost:
+            fork = f"; `insitu runs fork --epoch {epoch - 1}` makes a run that repeats the epoch" if own_backend else ""
+            raise BackendError(
+                f"--resume: the job of epoch {epoch} of {self.store.folder} was submitted, but its episodes were not "
+                f"recorded, as the trajectory builder does not report them: the run cannot continue with them{fork}"
+            )
         if version is None or expected is None or version == expected:
             return
-        finished = len(self._finished)
-        submitted = (warms_up and not self.progress.warmed_up) or (finished and planned in (None, finished))
+        submitted = self._submitted or (warms_up and not self.progress.warmed_up)
         if version != expected + 1 or not submitted:
             raise BackendError(
                 f"--resume: the run in {self.store.folder} was at policy version {expected}, but the backend serves "
                 f"version {version}: it has lost weights of this run, or another run has trained it"
             )
+
+    async def record_submission(self, epoch: int) -> int | None:
+        """Records that the epoch's job is about to be submitted.
+
+        Returns the version that the job trains if an earlier process may have submitted it.
+        """
+        if self._submitted:
+            return self.progress.policy_version
+        self.progress = self.progress.model_copy(update={"submitted_epoch": epoch})
+        await asyncio.to_thread(self.store.write, PROGRESS, self.progress.model_dump(mode="json"))
+        return None
 
     async def commit(self, **changes: Any) -> None:
         """Makes this the point from which the run continues."""

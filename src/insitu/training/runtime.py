@@ -139,9 +139,16 @@ async def _components(config: Config, builder: Builder) -> tuple[Trainer, Any]:
     if asked is not None and asked.resume:
         names = {f"trainers.{finetuning.trainer}": trainer, f"trainer_adapters.{finetuning.trainer_adapter}": adapter}
         for name, component in names.items():
-            if not getattr(component, "can_resume", False):
+            if not _continues_runs(component):
                 raise ConfigError(f"--resume: {name} ({type(component).__name__}) cannot continue a run")
     return trainer, adapter
+
+
+def _continues_runs(component: Any) -> bool:
+    """Whether its class has `can_resume`; a class that overrides `run` has to say so itself."""
+    classes = type(component).__mro__
+    says, runs = (next((c for c in classes if name in vars(c)), object) for name in ("can_resume", "run"))
+    return bool(getattr(component, "can_resume", False)) and issubclass(says, runs)
 
 
 @asynccontextmanager

@@ -20,6 +20,18 @@ _LOADING_SECONDS = 3600.0
 """Silence allowed while the server loads a model or stores trajectories."""
 
 
+_METRIC_NAMES = {
+    "loss": ("loss/train", "loss", "policy_loss"),
+    "kl": ("loss/kl_policy_ref", "kl_policy_ref", "kl_div"),
+    "entropy": ("loss/entropy", "entropy"),
+    "grad_norm": ("loss/grad_norm", "grad_norm"),
+    "learning_rate": ("loss/learning_rate", "learning_rate"),
+    "tokens": ("data/step_trainer_tokens",),
+    "steps": ("data/step_num_gradient_steps", "num_gradient_steps"),
+}
+"""Our metric names -> their names in releases of ART."""
+
+
 class _Model(BaseModel):
     id: str
 
@@ -298,3 +310,13 @@ def mean_metrics(step_metrics: list[dict[str, float]]) -> dict[str, float]:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 values_by_name.setdefault(name, []).append(value)
     return {name: sum(values) / len(values) for name, values in values_by_name.items()}
+
+
+def known_metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
+    """The server's metrics, plus those with an equivalent of ours under our names."""
+    renamed = {
+        ours: next(metrics[name] for name in theirs if name in metrics)
+        for ours, theirs in _METRIC_NAMES.items()
+        if any(name in metrics for name in theirs)
+    }
+    return {**metrics, **renamed}

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -15,7 +14,7 @@ from pydantic import ValidationError
 
 from insitu.adapters.art.config import ARTTrainerAdapterConfig, internal_config, load_art, server_config, train_config
 from insitu.adapters.art.conversion import art_trajectory, check_order, episode_label
-from insitu.adapters.art.remote_backend import mean_metrics, remote_backend, serialize_group
+from insitu.adapters.art.remote_backend import known_metrics, mean_metrics, remote_backend, serialize_group
 from insitu.errors import BackendError, BackendUnavailable, InsituError, JobFailed, TrajectoryError
 from insitu.http_format import gc_paused, http_url
 from insitu.interfaces import TrainerAdapter
@@ -41,16 +40,6 @@ _WATCH_SECONDS = 5.0
 """Interval of the health checks while the server is in use."""
 _SUBMISSIONS = 3
 """A job whose reply is lost that many times has failed, unless `retry_timeout` has not passed."""
-_METRIC_NAMES = {
-    "loss": ("loss/train", "loss", "policy_loss"),
-    "kl": ("loss/kl_policy_ref", "kl_policy_ref", "kl_div"),
-    "entropy": ("loss/entropy", "entropy"),
-    "grad_norm": ("loss/grad_norm", "grad_norm"),
-    "learning_rate": ("loss/learning_rate", "learning_rate"),
-    "tokens": ("data/step_trainer_tokens",),
-    "steps": ("data/step_num_gradient_steps", "num_gradient_steps"),
-}
-"""Our metric names -> their names in releases of ART."""
 
 
 @dataclass
@@ -60,6 +49,8 @@ class _Job:
     step: int
     key: str
     sampled_tokens: int
+    resumed: bool = False
+    """Whether an earlier process of the run may have submitted it."""
     task: "asyncio.Task[None] | None" = None
     step_metrics: list[dict[str, float]] = field(default_factory=list)
     final_step: int | None = None
@@ -80,6 +71,7 @@ class ARTTrainerAdapter(TrainerAdapter):
     """
 
     computes_advantages = True
+    can_resume = True
 
     def __init__(self, adapter_config: ARTTrainerAdapterConfig) -> None:
         super().__init__(adapter_config)
@@ -206,9 +198,12 @@ class ARTTrainerAdapter(TrainerAdapter):
             job = self._jobs.get(key)
             if job is None or (job.task is not None and job.task.done() and job.final_step is None):
                 groups = await self._serialized_groups(trajectories.trajectories)
-                step = job.step if job is not None else await self._remote._get_step(self.model)
+                step = job.step if job is not None else self.submitted_from
+                resumed = job is None and step is not None
+                if step is None:
+                    step = await self._remote._get_step(self.model)
                 self._mean_rewards[step] = _mean_reward(trajectories)
-                job = self._jobs[key] = _Job(step, key, _sampled_tokens(trajectories))
+                job = self._jobs[key] = _Job(step, key, _sampled_tokens(trajectories), resumed)
                 job.task = asyncio.create_task(self._train(job, groups), name=f"train {key}")
                 self._training_jobs[trajectories.run_id] = job.task
         return TrainingJobRef(run_id=trajectories.run_id, backend=BACKEND, metadata={"job": key, "step": job.step})
@@ -222,7 +217,38 @@ class ARTTrainerAdapter(TrainerAdapter):
         ]
 
     async def _train(self, job: _Job, groups: list[orjson.Fragment]) -> None:
-        if self.config.backend.delete_old_checkpoints:
+        if job.resumed and await self._was_trained(job):
+            job.lost_reply = "an earlier process of the run submitted the job: its metrics are unknown"
+            logger.warning("job %s was trained, but %s", job.key, job.lost_reply)
+        else:
+            await self._request_training(job, groups)
+        step = await self._current_step(job)
+        if step == job.step:
+            raise JobFailed(f"the ART server finished the job, but the model is still at step {job.step}")
+        if job.lost_reply is None and not any(known_metrics(metrics).get("steps", 1) for metrics in job.step_metrics):
+            raise JobFailed(f"the model is at step {step}, but without any gradient step: {_drop_reasons(job)}")
+        job.final_step = step
+
+    async def _was_trained(self, job: _Job) -> bool:
+        """Whether a job that an earlier process may have submitted was trained, and need not be submitted again.
+
+        A server that lists the job returns its metrics to a second request. One that lists no jobs may be training it:
+        then waits for the model's next step.
+        """
+        lists_jobs = True
+        try:
+            if await self._remote.find_job(job.idempotency_key) is not None:
+                return False
+        except BackendError:
+            lists_jobs = False
+        step = await self._current_step(job)
+        if step == job.step and not lists_jobs:
+            step = await self._next_step(job, f"an earlier process may have submitted the job {job.key}")
+        return step != job.step
+
+    async def _request_training(self, job: _Job, groups: list[orjson.Fragment]) -> None:
+        """Submits the job until the server has trained it."""
+        if self.config.backend.delete_old_checkpoints and not job.resumed:
             await self._delete_old_checkpoints(job.step)
         first_loss: float | None = None
         for submission in count(1):
@@ -234,7 +260,7 @@ class ARTTrainerAdapter(TrainerAdapter):
                     job.step_metrics.append(metrics)
             except BackendUnavailable as error:
                 first_loss = first_loss or time.monotonic()
-                step = await self._step_after_lost_reply(job, error)
+                step = await self._next_step(job, str(error), error.retry_after)
                 lost_for = time.monotonic() - first_loss
                 if step == job.step and (submission < _SUBMISSIONS or lost_for < self.config.backend.retry_timeout):
                     logger.warning("the model is still at step %d: submitting the job again", step)
@@ -243,13 +269,7 @@ class ARTTrainerAdapter(TrainerAdapter):
                     raise
                 job.lost_reply = str(error)
                 logger.warning("%s; but the model is at step %d: the job was trained", error, step)
-            break
-        step = await self._current_step(job)
-        if step == job.step:
-            raise JobFailed(f"the ART server finished the job, but the model is still at step {job.step}")
-        if job.lost_reply is None and not any(known_metrics(metrics).get("steps", 1) for metrics in job.step_metrics):
-            raise JobFailed(f"the model is at step {step}, but without any gradient step: {_drop_reasons(job)}")
-        job.final_step = step
+            return
 
     async def _current_step(self, job: _Job) -> int:
         """The model's step. Raises JobFailed if it is earlier than the job's first."""
@@ -261,16 +281,16 @@ class ARTTrainerAdapter(TrainerAdapter):
             )
         return step
 
-    async def _step_after_lost_reply(self, job: _Job, error: BackendUnavailable) -> int:
-        """The model's step after a training request failed that the server may have received.
+    async def _next_step(self, job: _Job, problem: str, retry_after: float = 0.0) -> int:
+        """The model's step after a training request whose response was lost.
 
         Polls the step until it changes, for at most `lost_reply_timeout`. Returns it earlier if the server is known not
         to train: it lists its jobs without this one, or it refused connections and has therefore restarted.
         """
         timeout = self.config.backend.lost_reply_timeout
-        logger.warning("%s; waiting for up to %g s for the model's next step", error, timeout)
+        logger.warning("%s; waiting for up to %g s for the model's next step", problem, timeout)
         started, refused = time.monotonic(), self._remote.refused_connections
-        pause = max(_POLL_INTERVAL, error.retry_after)
+        pause = max(_POLL_INTERVAL, retry_after)
         while time.monotonic() - started < timeout:
             await asyncio.sleep(pause)
             pause = _POLL_INTERVAL
@@ -364,13 +384,3 @@ def _drop_reasons(job: _Job) -> str:
     """Why the server trained nothing: `insitu backend` reports counts by reason."""
     counts = {k.partition("dropped_")[2]: v for line in job.step_metrics for k, v in line.items() if "dropped_" in k}
     return ", ".join(f"{v:g} x {k}" for k, v in counts.items()) or "the server found nothing to train on"
-
-
-def known_metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
-    """The server's metrics, plus those with an equivalent of ours under our names."""
-    renamed = {
-        ours: next(metrics[name] for name in theirs if name in metrics)
-        for ours, theirs in _METRIC_NAMES.items()
-        if any(name in metrics for name in theirs)
-    }
-    return {**metrics, **renamed}

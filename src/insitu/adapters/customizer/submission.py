@@ -32,18 +32,21 @@ class Submission(BaseModel):
     job: TrainingJobRef | None = None
     status: TrainingStatusEnum | None = None
 
+    @property
+    def is_completed(self) -> bool:
+        return self.phase == "ended" and self.status is TrainingStatusEnum.COMPLETED
 
-def unfinished(folder: Path) -> Submission | None:
-    """The submission of the run in `folder`, if its job is not known to have ended."""
+
+def read_submission(folder: Path) -> Submission | None:
+    """The submission of the run in `folder`; None if that has not collected all its pairs."""
     path = folder / SUBMISSION
     if not path.is_file():
         return None
     try:
-        submission = Submission.model_validate_json(path.read_bytes())
+        return Submission.model_validate_json(path.read_bytes())
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]["msg"]
         raise ConfigError(f"{OUTPUT_DIR}: {path} is not the state of a submission: {problem}") from None
-    return submission if submission.phase != "ended" else None
 
 
 def pair_records(collection: TrajectoryCollection) -> list[dict[str, Any]]:

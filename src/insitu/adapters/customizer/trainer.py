@@ -22,11 +22,11 @@ from insitu.adapters.customizer.submission import (
     Submission,
     pair_records,
     read_pairs,
-    unfinished,
+    read_submission,
 )
 from insitu.adapters.customizer.trainer_adapter import NeMoCustomizerTrainerAdapter
 from insitu.builder import Builder
-from insitu.config.resolved import differences
+from insitu.config.resolved import differences, without_secrets
 from insitu.errors import ConfigError, InsituError, JobFailed, Stalled, TrajectoryError, describe_error
 from insitu.files import load_json
 from insitu.interfaces import TrainerAdapter, TrajectoryBuilder
@@ -56,6 +56,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
     computes_advantages = False
     trains_every_epoch = False
     journals_episodes = False  # it continues with complete collections, always
+    can_resume = True
 
     def __init__(
         self, trainer_config: NeMoCustomizerTrainerConfig, builder: Builder | None = None, **kwargs: Any
@@ -87,8 +88,11 @@ class NeMoCustomizerTrainer(InsituTrainer):
             )
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
-        """Takes over the unfinished run in `output_dir`, if there is one; moves any other run aside."""
-        self._submission = await asyncio.to_thread(unfinished, Path(run_config.output_dir))
+        """Takes over the unfinished run in `output_dir`, if there is one; moves any other run aside.
+
+        With `--resume`, a completed run is left as it is.
+        """
+        self._submission = await asyncio.to_thread(_to_continue, run_config)
         await super().initialize(run_config)
         self._plot = None  # its rewards are those of epochs
         if run_config.num_epochs > 1:
@@ -96,7 +100,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
                 f"finetuning.num_epochs is {run_config.num_epochs}, but {self.trainer_config.type} trains once; see "
                 "num_runs, and the hyperparameter epochs"
             )
-        if self._submission is not None:
+        if self._submission is not None and not self._submission.is_completed:
             await self._take_over(self._submission, Path(run_config.output_dir))
 
     def _open_run(self, folder: Path) -> list[str]:
@@ -160,6 +164,9 @@ class NeMoCustomizerTrainer(InsituTrainer):
 
         Raises if nothing was collected, or if the job or the deployment fails.
         """
+        if self._submission is not None and self._submission.is_completed and (job := self._submission.job) is not None:
+            self.report.note(f"run {job.run_id} is complete: job {_job_id(job)} has trained its pairs")
+            return [TrainingJobStatus(**job.model_dump(), status=TrainingStatusEnum.COMPLETED, progress=100.0)]
         started = time.perf_counter()
         status: TrainingJobStatus | None = None
         try:
@@ -312,7 +319,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
         """What must be the same for a run to continue."""
         selection = self.customizer_config.model_dump(include={"num_runs", "deduplicate_pairs", "max_pairs"})
         seed = self._full_config.general.seed
-        return {"seed": seed, **selection, "training": self.trainer_adapter.training_settings()}
+        return {"seed": seed, **selection, "training": without_secrets(self.trainer_adapter.training_settings())}
 
     def _run_settings(self, num_epochs: int) -> dict[str, Any]:
         return self._job_settings()
@@ -338,6 +345,21 @@ class NeMoCustomizerTrainer(InsituTrainer):
             "seconds": seconds,
         }
         self.store.write("final_metrics.json", self.final_metrics)
+
+
+def _to_continue(run_config: FinetuneConfig) -> Submission | None:
+    """The submission of the run in `output_dir` if its job may not have ended; with `--resume`, also if it completed.
+
+    Raises ConfigError if `--resume` names a run of which there is nothing to continue.
+    """
+    folder, asked = Path(run_config.output_dir), run_config.run_configuration
+    submission, resume = read_submission(folder), asked.resume if asked is not None else False
+    if submission is not None and (submission.phase != "ended" or (resume and submission.is_completed)):
+        return submission
+    if isinstance(resume, Path):
+        problem = "had not collected all its pairs" if submission is None else "had a job that failed or was canceled"
+        raise ConfigError(f"--resume: the run in {folder} {problem}: start another one, without --resume")
+    return None
 
 
 def _size(collection: TrajectoryCollection) -> int:

@@ -212,7 +212,7 @@ class TrainingQueue:
         result: TrainedVersion | None = None
         outcome: dict[str, Any] = {}
 
-        def train_and_publish() -> Generator[Progress, None, None]:
+        def train_and_publish() -> Generator[Progress | None, None, None]:
             """No other work runs between the last training step and the publication."""
             nonlocal result
             if keep is not None:

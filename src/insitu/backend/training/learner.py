@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from insitu.backend.compute import in_another_thread
 from insitu.backend.inference.engine import WeightVersion
 from insitu.backend.model import LoadedModel, first_not_finite, load_model
 from insitu.backend.training.batches import Row
@@ -30,6 +31,7 @@ from insitu.checkpoint_files import (
     OPTIMIZER_FILE,
     JobRecord,
     TrainingRecord,
+    check_model,
     expired,
     read_record,
     saved_checkpoints,
@@ -179,14 +181,17 @@ class Learner:
                 build_policy(self.loaded, lora, settings.seed)
             if settings.reference == "initial":
                 _ = self._reference
-            self._check_optimizer()
+            if self._state is None:  # else the next job continues from memory
+                self._check_optimizer()
         except BackendError as error:
             raise RequestRefused(str(error), status=409, code="not_trainable") from error
 
     def run(
         self, settings: TrainingSettings, rows: Sequence[Row], job_id: str = "", key: str | None = None
-    ) -> Generator[Progress, None, TrainedVersion]:
-        """Yields after every micro-batch; closing it early leaves weights and optimizer unchanged.
+    ) -> Generator[Progress | None, None, TrainedVersion]:
+        """Yields after every micro-batch, and None while another thread writes the checkpoint.
+
+        Closing it early leaves weights and optimizer unchanged.
 
         Without rows the next version has the same weights. The checkpoint records the job's id and idempotency key.
         """
@@ -216,16 +221,18 @@ class Learner:
                 param="model",
                 code="model_not_found",
             )
+        check_model(self._checkpoints[version])
         policy = build_policy(self.loaded, self._lora, seed=0)
         policy.load(self._checkpoints[version])
         return policy.served()
 
     def _train(
         self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
-    ) -> Generator[Progress, None, TrainedVersion]:
+    ) -> Generator[Progress | None, None, TrainedVersion]:
         start = time.monotonic()
         self.check(settings)
         if self._state is None:
+            yield from in_another_thread(self._check_files, lambda _: None)
             self._state = self._restore(settings)
         state = self._state
         for group in state.optimizer.param_groups:
@@ -243,7 +250,7 @@ class Learner:
         if pairs := {row.pair for row in rows} - {""}:
             metrics["pairs"] = len(pairs)
         job = job.model_copy(update={"metrics": metrics})
-        checkpoint = self._save_checkpoint(state, served, job)
+        checkpoint = yield from in_another_thread(lambda: self._save_checkpoint(state, served, job), delete_folder)
         # Nothing below can fail: version, checkpoint and weights change together.
         self.version += 1
         self._checkpoints[self.version] = checkpoint
@@ -262,7 +269,6 @@ class Learner:
         folder = self._checkpoints.get(self.version)
         if folder is not None:
             policy.load(folder)
-        self._check_optimizer()
         saved = read_optimizer(folder or self._origin_folder)
         if not saved and self._origin.step + self.version:
             logger.warning("%s has no optimizer state: AdamW starts with new moments", folder or self._origin_folder)
@@ -272,6 +278,12 @@ class Learner:
             if f"exp_avg.{name}" in saved:
                 optimizer.state[parameter] = {key: saved[f"{key}.{name}"].to(parameter.device) for key in MOMENTS}
         return TrainState(policy, optimizer, self._compute_logprobs, self._workers, lambda: self._reference)
+
+    def _check_files(self) -> None:
+        """Raises BackendError if a file of the latest checkpoint is damaged; hashing takes seconds per GB."""
+        if (folder := self._checkpoints.get(self.version)) is not None:
+            check_model(folder)
+        self._check_optimizer()
 
     def _check_optimizer(self) -> None:
         """Raises BackendError if the next job cannot continue from the optimizer state.

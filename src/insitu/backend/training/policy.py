@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from insitu.backend.model import LoadedModel, complete_model, first_not_finite, quiet_peft, wrap_errors
-from insitu.checkpoint_files import OPTIMIZER_FILE, TrainingRecord, check_model, check_optimizer_file, write_record
+from insitu.checkpoint_files import OPTIMIZER_FILE, TrainingRecord, check_optimizer_file, write_record
 from insitu.errors import BackendError
 from insitu.schemas.training_jobs import LoRASettings
 
@@ -74,8 +74,7 @@ class TrainablePolicy:
         (folder / "README.md").unlink(missing_ok=True)
 
     def load(self, folder: Path) -> None:
-        """Loads the weights that `save` wrote. Raises BackendError if they are damaged."""
-        check_model(folder)
+        """Loads the weights that `save` wrote, which `check_model` has checked. Raises BackendError if it cannot."""
         if self.lora is None:
             attention: Any = self.loaded.module.config._attn_implementation  # type: ignore[union-attr]
             with wrap_errors(f"the weights of {folder} could not be read"):
