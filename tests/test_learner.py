@@ -16,7 +16,8 @@ from tiny_models import save_tiny_model
 
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.training.batches import Packer, Row, collate, optimizer_steps
-from insitu.backend.training.learner import Learner, Learners
+from insitu.backend.training.learner import Learner
+from insitu.backend.training.learners import Learners
 from insitu.backend.training.logprobs import LogprobComputer
 from insitu.backend.training.optimizer_loop import learning_rate
 from insitu.checkpoint_files import read_record, write_record

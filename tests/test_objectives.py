@@ -17,7 +17,8 @@ from tiny_models import byte_tokenizer, save_tiny_model
 
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.training.batches import Packer, Row, collate, group_rows
-from insitu.backend.training.learner import Learner, Learners
+from insitu.backend.training.learner import Learner
+from insitu.backend.training.learners import Learners
 from insitu.backend.training.logprobs import LogprobComputer
 from insitu.backend.training.objectives import mismatched_rows
 from insitu.errors import JobFailed, RequestRefused

@@ -30,7 +30,8 @@ from insitu.backend.inference.scheduler import EngineOptions
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.protocols import Services, protocol_routes
 from insitu.backend.training.jobs import TrainingQueue
-from insitu.backend.training.learner import Learner, Learners
+from insitu.backend.training.learner import Learner
+from insitu.backend.training.learners import Learners
 from insitu.backend.training.retention import apply_retention
 from insitu.errors import BackendError
 from insitu.files import writable_folder

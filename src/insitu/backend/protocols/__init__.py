@@ -15,7 +15,7 @@ from insitu.backend.http import ApiRoute
 from insitu.backend.inference.engine import Engine, ModelRegistry
 from insitu.backend.model import LoadedModel
 from insitu.backend.training.jobs import TrainingQueue
-from insitu.backend.training.learner import Learners
+from insitu.backend.training.learners import Learners
 
 
 @dataclass(frozen=True)

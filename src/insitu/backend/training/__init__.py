@@ -1,7 +1,7 @@
 """Training: from rows to new weights; start reading at jobs, then learner.
 
 jobs            the queue of training jobs: submit, follow, cancel
-learner         the weights of a policy from job to job, and one learner per policy
+learner         the weights of a policy from job to job; learners: one per policy
 optimizer_loop  the optimizer steps of one job
 objectives      what each method does with log-probabilities: the loss of an optimizer step
 losses, preference_losses  the losses as pure functions

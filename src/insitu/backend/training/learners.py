@@ -1,0 +1,44 @@
+"""The learners of a backend: one per policy, all of one loaded model."""
+
+from pathlib import Path
+
+from torch import nn
+
+from insitu.backend.inference.engine import WeightVersion
+from insitu.backend.model import LoadedModel
+from insitu.backend.training.learner import Learner
+from insitu.errors import BackendError, RequestRefused
+from insitu.schemas.training_jobs import LoRASettings
+
+
+class Learners:
+    """One learner per policy; all start from the loaded model. `default` is the backend's own policy, named ""."""
+
+    def __init__(self, loaded: LoadedModel, output_dir: Path, lora: LoRASettings | None = None) -> None:
+        self.default = Learner(loaded, output_dir, lora=lora)
+        self.default.resume()
+        if lora is not None and self.default.lora is None:
+            raise BackendError(f"lora_rank is {lora.rank}, but all weights of {loaded.source} were trained so far")
+        self._loaded = loaded
+        self._lora = lora
+        self._learners = {"": self.default}
+
+    def open(self, policy_name: str, folder: Path) -> Learner:
+        """The policy's learner, resumed from the checkpoints in `folder`. Runs in the compute thread."""
+        if policy_name not in self._learners:
+            learner = Learner(self._loaded, folder, policy_name, self._lora)
+            learner.resume()
+            self._learners[policy_name] = learner
+        return self._learners[policy_name]
+
+    def close(self, policy_name: str) -> None:
+        del self._learners[policy_name]
+
+    def load_version(self, weights: WeightVersion) -> nn.Module:
+        """Raises RequestRefused if the policy or the version does not exist."""
+        learner = self._learners.get(weights.policy)
+        if learner is None:
+            raise RequestRefused(
+                f"the model {weights.policy} was deleted", status=404, param="model", code="model_not_found"
+            )
+        return learner.load_version(learner.version if weights.version is None else weights.version)
