@@ -38,7 +38,6 @@ LIBRARIES = [
     "langchain_core.tracers.event_stream",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
-    "nat",
     "numpy.ctypeslib",
     "openai.resources.completions",
     "peft",
