@@ -22,26 +22,33 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 LIBRARIES = [
     "PIL.PngImagePlugin",
     "anthropic.resources.beta",
+    "anyio._backends._asyncio",
     "langchain_core.tracers.event_stream",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
-    "openai.resources",
+    "numpy.ctypeslib",
+    "openai.resources.completions",
     "peft",
+    "rich._emoji_codes",
     "rich.table",
     "torch._dynamo",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
+    "uvicorn.lifespan.off",
+    "uvicorn.protocols.http.auto",
     "uvicorn.protocols.http.httptools_impl",
     "uvicorn.protocols.websockets.auto",
     "uvloop",
@@ -106,10 +113,31 @@ def preload() -> None:
     modules.sort(key=lambda name: name.startswith("insitu.backend"))  # see conftest.py
     for name in [*(name for name in modules if not name.startswith(OPTIONAL)), *LIBRARIES]:
         importlib.import_module(name)
+    warm_up()
     inspect.getmodule(main.__code__)  # finds the files of all modules, as each program with a plugin would
     for library in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         library.atexit = False  # it only returns memory, which the process does by ending
     gc.freeze()  # what no collection visits stays shared with the commands
+
+
+def warm_up() -> None:
+    """Has libraries build what they keep for a process: each command would build it again."""
+    from openai._models import construct_type
+    from openai.types.chat import ChatCompletion
+
+    from insitu.backend.model import load_model
+    from insitu.training.plot import _draw
+
+    example = Path(__file__).parents[1] / "examples/tic_tac_toe/model"
+    loaded = load_model(str(example))  # transformers compiles 900 regular expressions of tensors' names
+    loaded.tokenizer.apply_chat_template([{"role": "user", "content": ""}])
+    message = {"role": "assistant", "content": "", "tool_calls": []}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": {"content": [], "refusal": []}}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    construct_type(type_=ChatCompletion, value={"id": "", "model": "", "choices": [choice], "usage": usage})
+    with tempfile.TemporaryDirectory() as folder:
+        _draw(Path(folder) / "plot.png", [{"epoch": 1, "avg_reward": 0.5}], [])
+    assert threading.active_count() == 1, "a program that is forked would wait for threads that it does not have"
 
 
 def receive(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:

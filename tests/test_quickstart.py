@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CONFIG = "examples/tic_tac_toe/grpo.yml"
-TRAINED, HELD_OUT = 16, 100
+TRAINED, HELD_OUT = 8, 50
 """Rows; the example has 64 and 600."""
 
 

@@ -137,8 +137,10 @@ class BatchShapes:
         self._prefill_tokens = prefill_tokens
         self._prefill_rows: dict[int, tuple[int, ...]] = {}
         self._vocabulary = text_config(module).vocab_size
-        self.decode_rows = self._matching_sizes("decode", self._probe_decode, max_rows, least=4)
-        self.min_width = self._probe_min_width(width_for(max_length))
+        fill = functools.cache(self._fill_sixteen)  # the same for all probes, and costs more than they do
+        probe = functools.partial(self._probe_decode, fill)
+        self.decode_rows = self._matching_sizes("decode", probe, max_rows, least=4)
+        self.min_width = self._probe_min_width(probe, width_for(max_length))
 
     def prefill_rows(self, columns: int) -> tuple[int, ...]:
         """Allowed numbers of prompts per prefill batch, ascending."""
@@ -173,28 +175,35 @@ class BatchShapes:
         logger.debug("%s: batch sizes %s of %s agree bit for bit", what, matching, sizes)
         return tuple(matching)
 
-    def _probe_min_width(self, most: int) -> int:
+    def _probe_min_width(self, probe: Callable[..., torch.Tensor], most: int) -> int:
         """Minimum attention width: small if additional masked positions leave results unchanged, else the maximum."""
         if not self._exact or most == MIN_WIDTH:
             return MIN_WIDTH
         widths = {width_for(length) for length in (MIN_WIDTH + 1, 3 * MIN_WIDTH, 9 * MIN_WIDTH, most)}
-        size = self.decode_rows[0]
+        size = next((rows for rows in self.decode_rows if rows >= 16), self.decode_rows[-1])  # one batch, if possible
         with torch.inference_mode():
-            narrow = self._probe_decode(size)
-            same = all(torch.equal(self._probe_decode(size, width), narrow) for width in widths if width <= most)
+            narrow = probe(size)
+            same = all(torch.equal(probe(size, width), narrow) for width in widths if width <= most)
         logger.debug("decode: masked positions %s", "change nothing" if same else f"matter; width is always {most}")
         return MIN_WIDTH if same else most
 
-    def _probe_decode(self, size: int, width: int = MIN_WIDTH) -> torch.Tensor:
-        """Next logits of sixteen sequences of different lengths, decoded in batches of `size`."""
+    def _fill_sixteen(self) -> tuple[list[list[int]], SlotCache]:
+        """Prompts of different lengths, and their keys and values in the first sixteen slots."""
         prompts = self._probe_prompts(16, longest=48)
-        filled = Runner(self._module)
-        filled.prefill(prompts, range(16), [Span(0, len(prompt), 48) for prompt in prompts], 16)
+        runner = Runner(self._module)
+        runner.prefill(prompts, range(16), [Span(0, len(prompt), 48) for prompt in prompts], 16)
+        return prompts, runner.cache
+
+    def _probe_decode(
+        self, fill: Callable[[], tuple[list[list[int]], SlotCache]], size: int, width: int = MIN_WIDTH
+    ) -> torch.Tensor:
+        """Next logits of sixteen sequences of different lengths, decoded in batches of `size`."""
+        prompts, filled = fill()
         outcome = []
         for rows in _batches(16, size):
             runner = Runner(self._module)
             runner.cache.ensure(size, MIN_WIDTH)
-            for layer, source in zip(runner.cache.slot_layers, filled.cache.slot_layers, strict=True):
+            for layer, source in zip(runner.cache.slot_layers, filled.slot_layers, strict=True):
                 layer.keys, layer.values, layer.is_initialized = source.keys[rows], source.values[rows], True
             token_B = np.array([prompts[row][0] for row in rows])
             position_B = np.array([len(prompts[row]) for row in rows])
