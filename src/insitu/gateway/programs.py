@@ -4,12 +4,14 @@ Separate from `agents`, so that `kill_programs` can be imported without the gate
 """
 
 import asyncio
+import functools
 import os
 import signal
+import subprocess
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from insitu.errors import EpisodeTimeout, WorkflowError
 from insitu.redaction import is_secret_variable
@@ -36,35 +38,66 @@ def _is_secret(name: str, value: str) -> bool:
     return is_secret_variable(name, "" if name.lower().endswith("_proxy") else value)
 
 
-class Program(asyncio.SubprocessProtocol):
-    """A started program.
+class Program:
+    """A running program, with pipes to the event loop.
 
-    `done` is set once it has exited or written more than `max_output` bytes to stdout, `closed` once its pipes are
-    closed.
+    `done` is set once it has exited or written more than `max_output` bytes to stdout, `closed` once it has exited and
+    its output has been read to the end.
     """
 
-    def __init__(self, max_output: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], max_output: int) -> None:
         self.done = asyncio.Event()
         self.closed = asyncio.Event()
-        self.exit_code = 0
-        """Exit status; -N if signal N killed it."""
         self.stdout = bytearray()
+        self._process = process
         self._errors = b""
         self._max_output = max_output
+        self._pipes: list[asyncio.BaseTransport] = []
+        self._unfinished = 3
+        """Its exit and the ends of its two outputs."""
 
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        if fd == 2:
-            self._errors = (self._errors + data)[-_KEPT_STDERR_BYTES:]
-            return
+    async def communicate(self, stdin: bytes) -> None:
+        """Passes it its input, and collects its output until it is `done`."""
+        loop, process = asyncio.get_running_loop(), self._process
+        exited = functools.partial(loop.call_soon_threadsafe, self._exited)
+        threading.Thread(target=_wait, args=(process, exited), name="insitu-program", daemon=True).start()
+        for stream, receive in ((process.stdout, self._receive), (process.stderr, self._receive_errors)):
+            pipe, _ = await loop.connect_read_pipe(functools.partial(_Output, receive, self._finished), stream)
+            self._pipes.append(pipe)
+        written, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
+        self._pipes.append(written)
+        if not written.is_closing():  # as it is if the program has ended already
+            written.write(stdin)
+            written.close()
+        await self.done.wait()
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for stream in (self._process.stdout, self._process.stderr, self._process.stdin)[len(self._pipes) :]:
+            stream.close()  # type: ignore[union-attr]
+
+    def _receive(self, data: bytes) -> None:
         self.stdout += data[: self._max_output + 1 - len(self.stdout)]
         if self.output_too_long:
             self.done.set()
 
-    def process_exited(self) -> None:
-        self.done.set()
+    def _receive_errors(self, data: bytes) -> None:
+        self._errors = (self._errors + data)[-_KEPT_STDERR_BYTES:]
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self.closed.set()
+    def _exited(self) -> None:
+        self.done.set()
+        self._finished()
+
+    def _finished(self) -> None:
+        self._unfinished -= 1
+        if self._unfinished == 0:
+            self.closed.set()
+
+    @property
+    def exit_code(self) -> int:
+        """Exit status; -N if signal N killed it."""
+        return self._process.returncode or 0  # None only if it is still dying after too much output
 
     @property
     def output_too_long(self) -> bool:
@@ -74,6 +107,23 @@ class Program(asyncio.SubprocessProtocol):
     def stderr_tail(self) -> str:
         """The end of its standard error, or a note that it is empty, for error messages."""
         return self._errors.decode(errors="replace").strip() or "its standard error is empty"
+
+
+class _Output(asyncio.Protocol):
+    def __init__(self, receive: Callable[[bytes], None], ended: Callable[[], None]) -> None:
+        self._receive, self._ended = receive, ended
+
+    def data_received(self, data: bytes) -> None:
+        self._receive(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended()
+
+
+def _wait(process: subprocess.Popen[bytes], exited: Callable[[], object]) -> None:
+    process.wait()
+    with suppress(RuntimeError):  # the event loop is closed
+        exited()
 
 
 async def run_program(
@@ -91,34 +141,35 @@ async def run_program(
     Once the program has started, `on_exit` is always called, and then the rest of its process group is terminated.
     Raises WorkflowError if it cannot be started, EpisodeTimeout after `time_limit` seconds.
     """
-    loop = asyncio.get_running_loop()
     try:
-        transport, program = await loop.subprocess_exec(
-            lambda: Program(max_output), *command, cwd=cwd, env=env, start_new_session=True
+        # Not by the event loop: uvloop copies this process for each program, which takes longer the larger it is.
+        process = subprocess.Popen(  # noqa: ASYNC220
+            [*command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=cwd,
+            env=env,
+            start_new_session=True,
         )
     except (OSError, ValueError) as error:  # ValueError: a null byte in an argument, for example
         raise WorkflowError(f"workflow command {command[0]!r} cannot be started: {error}") from error
-    group = transport.get_pid()
-    _running_groups.add(group)
+    _running_groups.add(process.pid)
+    program = Program(process, max_output)
     try:
-        pipe: Any = transport.get_pipe_transport(0)
-        if not pipe.is_closing():  # as it is if the program has ended already
-            pipe.write(stdin)
-            pipe.close()
         async with asyncio.timeout(time_limit) as timer:
-            await program.done.wait()
+            await program.communicate(stdin)
     except TimeoutError:
         if not timer.expired():
             raise
         raise EpisodeTimeout(f"{command[0]} did not finish within timeout: {time_limit:g} s") from None
     finally:
         on_exit()
-        await _end_group(group)
+        await _end_group(process.pid)
         with suppress(TimeoutError):
             async with asyncio.timeout(GRACE_SECONDS):
                 await program.closed.wait()  # for the rest of the output
-        transport.close()
-    program.exit_code = transport.get_returncode() or 0  # None only if it is still dying after too much output
+        program.close()
     return program
 
 
