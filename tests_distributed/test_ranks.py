@@ -13,7 +13,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from processes import wait_until
+from factories import digits_project, read_lines, write_rows
+from processes import run_project, start_project, wait_until
 from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
@@ -156,8 +157,8 @@ def test_a_rank_that_is_killed_fails_its_job_which_can_be_sent_again(
     run(together, 0, **settings)
     of_job = TrainingSettings(learning_rate=1e-4, micro_batch_tokens=64, **settings)
     steps = together.run(of_job, rows_of(1), "job-1", "key-1")
-    wait_until(lambda: next(steps).percent > 0)
-    os.kill(rank_processes(tmp_path)[victim], signal.SIGKILL)
+    wait_until(lambda: (progress := next(steps)) is not None and progress.percent > 0)
+    os.kill(rank_processes(tmp_path / "ranks/learner/order.json")[victim], signal.SIGKILL)
     with pytest.raises(JobFailed, match=rf"rank {victim} of 2 was ended by SIGKILL") as raised:
         for _ in steps:
             pass
@@ -167,10 +168,9 @@ def test_a_rank_that_is_killed_fails_its_job_which_can_be_sent_again(
     assert difference(saved(got.checkpoint), saved(expected.checkpoint)) < TOLERANCE
 
 
-def rank_processes(folder: Path) -> dict[int, int]:
-    """The process ids of the ranks."""
-    order = str(folder / "ranks/learner/order.json")
-    found = [p for p in psutil.process_iter(["cmdline", "environ"]) if order in (p.info["cmdline"] or ())]
+def rank_processes(order: Path) -> dict[int, int]:
+    """The process ids of the ranks that have read a file."""
+    found = [p for p in psutil.process_iter(["cmdline", "environ"]) if str(order) in (p.info["cmdline"] or ())]
     return {int(p.info["environ"]["RANK"]): p.pid for p in found if "RANK" in (p.info["environ"] or {})}
 
 
@@ -178,14 +178,12 @@ def test_a_failed_job_says_why_and_the_next_one_runs(
     model: LoadedModel, tmp_path: Path, groups: list[RankGroup]
 ) -> None:
     together = ranked(model, tmp_path / "ranks", groups)
-    with pytest.raises(JobFailed, match="is not finite after the last optimizer step"):
-        run_fast(together)
+    rows = rows_of(0)
+    rows[3].advantages[:] = np.inf
+    with pytest.raises(JobFailed, match=r"the loss is .*; the weights from before the job were restored"):
+        for _ in together.run(TrainingSettings(), rows):
+            pass
     assert run(together, 0).version == 1
-
-
-def run_fast(learner: Learner) -> None:
-    for _ in learner.run(TrainingSettings(learning_rate=1e300), rows_of(0)):
-        pass
 
 
 def test_adapters_are_not_sharded(model: LoadedModel, tmp_path: Path, groups: list[RankGroup]) -> None:
@@ -194,3 +192,40 @@ def test_adapters_are_not_sharded(model: LoadedModel, tmp_path: Path, groups: li
         JobFailed, match=r"learner\.strategy is fsdp, but LoRA adapters are trained; allowed: auto, ddp"
     ):
         run(learner, 0, lora=LORA)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_run_with_two_processes_ends_as_one_with_one(tmp_path: Path, lora: bool) -> None:
+    digits_project(tmp_path)
+    write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(6)])
+    slow = ("-o", "trainer_adapters.backend.training.learning_rate", "1e-4")
+    adapters = ("-o", "trainer_adapters.backend.training.lora", '{"rank": 4}') if lora else ()
+    metrics = []
+    for processes in ("1", "2"):
+        options = ("-o", "trainer_adapters.backend.learner.processes", processes, *slow, *adapters)
+        code, out, err = run_project(tmp_path, *options)
+        assert code == 0, out + err
+        metrics.append(read_lines(tmp_path / "run/training_metrics.jsonl"))
+    for one, two in zip(*metrics, strict=True):
+        assert one.keys() == two.keys()
+        for name in ("loss", "grad_norm", "kl", "avg_reward", "logprob_gap"):
+            assert two[name] == pytest.approx(one[name], abs=1e-5), name
+
+
+def test_no_rank_outlives_its_backend(tmp_path: Path) -> None:
+    digits_project(tmp_path)
+    write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(6)])
+    options = ("-o", "trainer_adapters.backend.learner.processes", "2", "-o", "finetuning.num_epochs", "500")
+    with start_project(tmp_path, *options) as process:
+        process.wait_until((tmp_path / "run/training_metrics.jsonl").exists)
+        ranks = rank_processes(tmp_path / "run/backend/learner/order.json")
+        assert len(ranks) == 2
+        process.kill()
+    wait_until(lambda: not any(map(psutil.pid_exists, ranks.values())))
+
+
+def test_gpus_must_be_as_many_as_the_processes(tmp_path: Path) -> None:
+    digits_project(tmp_path)
+    code, _, err = run_project(tmp_path, "-o", "trainer_adapters.backend.learner", '{"processes": 2, "gpus": [0]}')
+    assert code == 2
+    assert "trainer_adapters.backend.learner: gpus is [0]; 2 processes need as many different ones" in err

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.02
 """How long one step of a job waits for the ranks: sampling waits for that long."""
 LOG = "learner.log"
-_TAIL = 20
+RESTORED = "the weights from before the job were restored"
 
 
 class RankGroup:
@@ -50,8 +50,8 @@ class RankGroup:
     ) -> Generator[Progress | None, None, dict[str, Any]]:
         """Yields while the ranks train, None if there is nothing to report.
 
-        Returns {"version", "checkpoint", "metrics"}. Raises JobFailed with the reason of the ranks, or with the last error of one that has ended. If the generator
-        is closed, the ranks are stopped.
+        Returns {"version", "checkpoint", "metrics"}. Raises JobFailed with the reason of the ranks, or with the last
+        error of one that has ended. If the generator is closed, the ranks are stopped.
         """
         path = self._folder / "rows.npz"
         try:
@@ -185,12 +185,19 @@ class RankGroup:
             self._process.wait(20)  # torchrun stops the other ranks first
         log = (self._folder / LOG).read_text(errors="replace")
         found = re.search(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", log, re.DOTALL)
-        if found is not None:
-            rank, code = map(int, found.groups())
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            who = f"rank {rank} of {self._options.processes} {how}"
-        else:
-            who = "the ranks of the learner have ended"
-        lines = [line for line in log.partition("torch.distributed.elastic")[0].splitlines() if line.strip()]
-        last = f": {lines[-1].strip()}" if lines else ""
-        return JobFailed(f"{who}{last} ({self._folder / LOG}); the weights from before the job were restored")
+        if found is None:
+            return JobFailed(
+                f"the learner's processes have ended{_last_error(log, '')} ({self._folder / LOG}); {RESTORED}"
+            )
+        rank, code = map(int, found.groups())
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        error = _last_error(log, f"[rank{rank}]: ")
+        return JobFailed(f"rank {rank} of {self._options.processes} {how}{error} ({self._folder / LOG}); {RESTORED}")
+
+
+def _last_error(log: str, prefix: str) -> str:
+    """The last line of a rank's traceback, or else of what was printed before torchrun's own log lines; or nothing."""
+    own = re.split(r"^[EWI]\d{4} ", log, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
+    traceback = [line.removeprefix(prefix) for line in own if line.startswith(prefix)]
+    lines = [line for line in traceback or own if line and not line[0].isspace() and not line.startswith("[rank")]
+    return f": {lines[-1]}" if lines else ""
