@@ -115,16 +115,16 @@ class ProcessGroup(Ranks):
 
 def whole(tensor: Tensor) -> Tensor:
     """The tensor with the parts of all ranks, which all must ask for."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    full_tensor = getattr(tensor, "full_tensor", None)  # of a DTensor, whose import takes long
+    result: Tensor = tensor if full_tensor is None else full_tensor()
+    return result
 
 
 def shards_like(tensor: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a tensor that is to be distributed as `like` is."""
+    if not hasattr(like, "full_tensor"):
+        return tensor.to(like.device)
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if not isinstance(like, DTensor):
-        return tensor.to(like.device)
-    distributed: Tensor = distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
-    return distributed
+    assert isinstance(like, DTensor)
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
