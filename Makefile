@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help install quickstart example-dpo test test-chaos test-hostile test-art test-customizer test-frameworks \
-	test-preferences test-javascript check bench clean
+	test-preferences test-javascript test-distributed check bench clean
 
 help:
 	@echo "make quickstart   install into .venv and train the tic-tac-toe player (about 3 minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-customizer  tests the NeMo Customizer plugin with the official clients, each in its own environment"
 	@echo "make test-frameworks  trains each agent framework through the backend, each in its own environment"
 	@echo "make test-preferences  compares DPO and KTO with TRL and Liger, in an environment with both"
+	@echo "make test-distributed  trains by two processes under torchrun and compares with one (about 5 minutes)"
 	@echo "make test-javascript  trains an agent that uses the openai package of npm (needs node)"
 	@echo "make check        lint, formatting and types"
 	@echo "make bench        measure side by side and write benchmarks/RESULTS.md"
@@ -114,6 +115,9 @@ test-frameworks: $(VENV)/.installed-dev
 
 test-preferences: .venv-preferences/.installed
 	.venv-preferences/bin/python -m pytest tests_preferences -o pythonpath=tests
+
+test-distributed: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests_distributed -o pythonpath=tests
 
 examples/javascript/node_modules: examples/javascript/package.json
 	npm install --prefix examples/javascript --no-audit --no-fund --no-package-lock --silent

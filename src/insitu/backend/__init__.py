@@ -30,6 +30,7 @@ class BackendOptions:
     checkpoints (None: a temporary folder). `max_length`, `max_batch` and `threads` default to values that suit the
     model. `log_samples` is a file that gets a JSON line per completion. The process stops when `parent_pid` ends. With
     `lora_rank`, jobs without a `lora` block train adapters of that rank instead of all weights.
+    `learner_processes` above 1 train in processes of their own, on `learner_gpus`, by `learner_strategy`.
     `keep_last` and `keep_every` say which checkpoints are kept after jobs that do not.
     """
 
@@ -49,6 +50,9 @@ class BackendOptions:
     log_samples: Path | None = None
     lora_rank: int | None = None
     parent_pid: int | None = None
+    learner_processes: int = 1
+    learner_gpus: tuple[int, ...] = ()
+    learner_strategy: str = "auto"
     keep_last: int = 3
     keep_every: int | None = None
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvicorn
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,13 +33,14 @@ from insitu.backend.protocols import Services, protocol_routes
 from insitu.backend.training.jobs import TrainingQueue
 from insitu.backend.training.learner import Learner
 from insitu.backend.training.learners import Learners
+from insitu.backend.training.rank_group import RankGroup
 from insitu.backend.training.retention import apply_retention
 from insitu.errors import BackendError
 from insitu.files import writable_folder
 from insitu.folder_lock import FolderLock
 from insitu.http_format import http_url
 from insitu.http_limits import IDLE_SECONDS
-from insitu.schemas.training_jobs import LoRASettings
+from insitu.schemas.training_jobs import LearnerOptions, LoRASettings
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class Backend:
     engine: Engine
     jobs: TrainingQueue
     learner: Learner
+    group: RankGroup | None
 
     async def start(self) -> None:
         """Starts serving the model. Raises BackendError if it is not supported."""
@@ -85,6 +88,8 @@ class Backend:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.jobs.close(), GRACE_SECONDS)
         self.compute.close(timeout=GRACE_SECONDS)
+        if self.group is not None:
+            self.group.close()
 
 
 def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> Backend:
@@ -94,7 +99,8 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     """
     compute = ComputeThread()
     lora = LoRASettings(rank=options.lora_rank, alpha=2 * options.lora_rank) if options.lora_rank else None
-    learners = Learners(loaded, output_dir, lora)
+    group = _rank_group(loaded, options, output_dir)
+    learners = Learners(loaded, output_dir, lora, group)
     on_gpu = loaded.device.type != "cpu"
     limits = EngineOptions(
         max_length=min(options.max_length or loaded.max_length, loaded.max_length),
@@ -123,7 +129,29 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     ]
     app: ASGIApp = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
     app = AccessGate(app, options.access(), {route.path for route in routes if route.public})
-    return Backend(app, compute, engine, jobs, learners.default)
+    return Backend(app, compute, engine, jobs, learners.default, group)
+
+
+def _rank_group(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> RankGroup | None:
+    """None if this process trains. Raises BackendError if the GPUs do not suffice."""
+    if options.learner_processes == 1:
+        return None
+    try:
+        settings = LearnerOptions(
+            processes=options.learner_processes,
+            gpus=[*options.learner_gpus] or None,
+            strategy=options.learner_strategy,  # type: ignore[arg-type]  # validated here
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise BackendError(f"learner: {first['msg'].removeprefix('Value error, ')}") from None
+    devices = torch.cuda.device_count()
+    if loaded.device.type == "cuda" and max(settings.gpus or [settings.processes - 1]) >= devices:
+        raise BackendError(
+            f"learner.processes is {settings.processes} on the GPUs {settings.gpus or 'from 0'}, but torch finds "
+            f"{devices} CUDA device(s)"
+        )
+    return RankGroup(settings, loaded, output_dir)
 
 
 async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:

@@ -40,6 +40,13 @@ def serve(backend_options: BackendOptions) -> int:
     os._exit(0)
 
 
+def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, value.split(","))) if value else ()
+    except ValueError:
+        raise click.BadParameter(f"{value!r}; give numbers such as 0,1") from None
+
+
 @click.command("backend")
 @click.option("--model", required=True, help="A Hugging Face model folder or Hub name.")
 @click.option("--name", default="policy", help="The name the model is served under.")
@@ -53,6 +60,9 @@ def serve(backend_options: BackendOptions) -> int:
 @click.option("--max_batch", type=click.IntRange(min=1), help="Maximum number of concurrent requests.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads for sampling.")
 @click.option("--lora_rank", type=click.IntRange(min=1), help="LoRA rank (default: train all weights).")
+@click.option("--learner_processes", type=click.IntRange(min=1), default=1, help="Processes that train together.")
+@click.option("--learner_gpus", callback=_numbers, help="Their GPUs, as 0,1,2 (default: the first ones).")
+@click.option("--learner_strategy", type=click.Choice(["auto", "ddp", "fsdp"]), default="auto", help="How they share.")
 @click.option("--log_samples", type=click.Path(path_type=Path), help="Append a JSON line per completion.")
 @click.option("--keep_last", type=click.IntRange(min=1), default=3, help="Checkpoints to keep, the latest ones.")
 @click.option("--keep_every", type=click.IntRange(min=1), help="Also keep every Nth checkpoint; 1 keeps all.")

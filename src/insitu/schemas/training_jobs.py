@@ -14,7 +14,7 @@ Rows of a preference pair (`method: dpo`) share `pair`; a dialogue as `messages`
 The `Idempotency-Key` header identifies the job (run id and epoch): a key is trained on at most once.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -82,6 +82,25 @@ class LoRASettings(BaseModel):
     results depend on micro_batch_tokens."""
     target_modules: str | list[str] = "all-linear"
     """Layers that get adapters: module names or suffixes, or `all-linear`."""
+
+
+class LearnerOptions(BaseModel):
+    """The processes that train a model together, started by `torchrun` on the backend's machine."""
+
+    model_config = _SETTINGS
+
+    processes: int = Field(default=1, ge=1)
+    """1: the backend's own process trains."""
+    gpus: list[int] | None = None
+    """The GPU of each process; none: the first ones. On a CPU it has no effect."""
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    """ddp: each process holds all weights; fsdp: a part of them (FSDP2). auto: ddp for LoRA, fsdp for all weights."""
+
+    @model_validator(mode="after")
+    def _a_gpu_for_each(self) -> Self:
+        if self.gpus is not None and len({*self.gpus}) != self.processes:
+            raise ValueError(f"gpus is {self.gpus}; {self.processes} processes need as many different ones")
+        return self
 
 
 class LossSettings(BaseModel):

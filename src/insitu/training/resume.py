@@ -34,7 +34,12 @@ _HARMLESS = (
     *("eval.general.max_concurrency", "eval.general.output*", "eval.general.evaluator_timeout", "eval.general.stall_*"),
     *("*.file_path", "*.api_key", "*.base_url", "*.url", "llms.*.timeout", "llms.*.max_retries"),
     *("trainer_adapters.*.device", "trainer_adapters.*.*_timeout", "trainer_adapters.*.keep*"),
-    *("trainer_adapters.*.max_restarts", "trainer_adapters.*.backend.ip", "trainer_adapters.*.backend.port"),
+    *(
+        "trainer_adapters.*.learner*",
+        "trainer_adapters.*.max_restarts",
+        "trainer_adapters.*.backend.ip",
+        "trainer_adapters.*.backend.port",
+    ),
     "trainer_adapters.*.backend.delete_old_checkpoints",
 )
 """Keys whose change leaves the results of a run comparable. A dataset is compared by its content, not its path."""

@@ -91,6 +91,11 @@ class InsituTrainerAdapter(TrainerAdapter):
             model = await asyncio.to_thread(self._starting_model, folder, self.config.model)
             options = {key: str(getattr(self.config, key)) for key in ("name", "device", "dtype")}
             options |= {"model": model, "output_dir": str(folder)}
+            learner = self.config.learner
+            if learner.processes > 1:
+                gpus = ",".join(map(str, learner.gpus or ()))
+                options |= {"learner_processes": str(learner.processes), "learner_gpus": gpus}
+                options |= {"learner_strategy": learner.strategy}
             arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
             self._process = BackendProcess(arguments, folder / "backend.log", self.config.max_restarts)
             self._base_url = await self._process.start(self.config.startup_timeout)

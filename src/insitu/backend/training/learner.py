@@ -7,25 +7,27 @@ import tempfile
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from insitu.backend.compute import in_another_thread
-from insitu.backend.model import LoadedModel, first_not_finite, load_model
+from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.training.batches import Row
-from insitu.backend.training.logprobs import LogprobComputer
+from insitu.backend.training.logprobs import LogprobComputer, PolicyForward
 from insitu.backend.training.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers
 from insitu.backend.training.policy import (
+    adamw,
     build_policy,
+    check_finite,
     check_optimizer,
     loaded_adapter,
     read_optimizer,
     write_training_state,
 )
+from insitu.backend.training.ranks import ALONE, Ranks, shards_like, whole
 from insitu.checkpoint_files import (
     OPTIMIZER_FILE,
     JobRecord,
@@ -39,10 +41,12 @@ from insitu.errors import BackendError, JobFailed, RequestRefused
 from insitu.files import delete_drafts, delete_folder, new_folder
 from insitu.schemas.training_jobs import LoRASettings, Retention, TrainingSettings
 
+if TYPE_CHECKING:
+    from insitu.backend.training.rank_group import RankGroup
+
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-_PROBED_TOKENS = 64
 
 
 class TrainedVersion(NamedTuple):
@@ -63,13 +67,21 @@ class Learner:
 
     The latest checkpoint (before the first: the loaded model) is the authoritative state. A failed or canceled job
     drops the state in memory, and the next job restores it from there. The loaded module is never modified. `lora`
-    applies to jobs without a `lora` block.
+    applies to jobs without a `lora` block. With a `group`, other processes train; in one of those, `ranks` are they.
     """
 
     def __init__(
-        self, loaded: LoadedModel, output_dir: Path, policy_name: str = "", lora: LoRASettings | None = None
+        self,
+        loaded: LoadedModel,
+        output_dir: Path,
+        policy_name: str = "",
+        lora: LoRASettings | None = None,
+        ranks: Ranks = ALONE,
+        group: "RankGroup | None" = None,
     ) -> None:
         self.version = 0
+        self._ranks = ranks
+        self._group = group
         self.loaded = loaded
         self.policy_name = policy_name
         self.kept_optimizer_states = Retention().optimizer
@@ -79,7 +91,7 @@ class Learner:
         """The jobs of earlier processes, without their weights."""
         self._state: TrainState | None = None
         self._compute_logprobs = LogprobComputer(loaded)
-        self._workers = Workers(loaded)
+        self._workers = Workers(loaded, ranks)
         source = str(Path(loaded.source).resolve()) if Path(loaded.source).exists() else loaded.source
         self._origin = read_record(source) or TrainingRecord(step=0, version=0, started_from=source)
         self._origin_folder = Path(source)
@@ -111,7 +123,7 @@ class Learner:
         Raises RequestRefused if they are of another training: its numbers would continue with other weights. The loaded
         model may be one of them; then it must be the latest that does not continue it.
         """
-        delete_drafts(self._folder)
+        self._ranks.on_first(lambda: delete_drafts(self._folder))
         origin, among_them = self._origin, self._origin_folder.parent == self._folder.resolve()
         for folder, record in saved_checkpoints(self._folder):
             started_at = record.step - record.version
@@ -174,7 +186,7 @@ class Learner:
         Runs in the compute thread.
         """
         self.check(settings)
-        lora = settings.lora or self._default_lora
+        lora = self._adapters(settings)
         try:
             if lora is not None and not self._lora_fixed:
                 build_policy(self.loaded, lora, settings.seed)
@@ -228,8 +240,41 @@ class Learner:
     def _train(
         self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
     ) -> Generator[Progress | None, None, TrainedVersion]:
-        start = time.monotonic()
         self.check(settings)
+        train = self._train_here if self._group is None else self._train_in_group
+        trained, lora = yield from train(settings, rows, job)
+        # Nothing below can fail: version, checkpoint and weights change together.
+        self.version += 1
+        self._checkpoints[self.version] = trained.checkpoint
+        self._lora, self._lora_fixed = lora, True
+        if self._ranks is ALONE:  # otherwise the backend deletes them
+            for version in self._checkpoints:
+                if version <= self.version - self.kept_optimizer_states:
+                    (self._checkpoints[version] / OPTIMIZER_FILE).unlink(missing_ok=True)
+        loss, seconds = trained.metrics.get("loss", math.nan), trained.metrics["seconds"]
+        logger.info("version %d: loss %.4g, %d rows, %.1f s", self.version, loss, len(rows), seconds)
+        return trained
+
+    def _train_in_group(
+        self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
+    ) -> Generator[Progress | None, None, tuple[TrainedVersion, LoRASettings | None]]:
+        """The ranks hold the weights being trained; those to serve are read from their checkpoint."""
+        assert self._group is not None
+        settings = settings.model_copy(update={"lora": self._lora if self._lora_fixed else self._adapters(settings)})
+        done = yield from self._group.train(self._folder.parent, self.policy_name, settings, rows, job)
+        checkpoint = Path(done["checkpoint"])
+        policy = build_policy(self.loaded, settings.lora, seed=0)
+        policy.load(checkpoint)
+        record = job.model_copy(update={"metrics": done["metrics"]})
+        return TrainedVersion(policy.served(), self.version + 1, checkpoint, record), settings.lora
+
+    def _adapters(self, settings: TrainingSettings) -> LoRASettings | None:
+        return settings.lora or self._default_lora
+
+    def _train_here(
+        self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
+    ) -> Generator[Progress | None, None, tuple[TrainedVersion, LoRASettings | None]]:
+        start = time.monotonic()
         if self._state is None:
             yield from in_another_thread(self._check_files, lambda _: None)
             self._state = self._restore(settings)
@@ -239,7 +284,7 @@ class Learner:
             group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
         metrics = (yield from OptimizerLoop(state, settings, rows).run()) if rows else {}
         served = state.policy.served()
-        _check_finite(served, settings, rows)
+        self._ranks.on_first(lambda: check_finite(served, settings, rows))
         metrics |= {
             "tokens": sum(len(row.positions) for row in rows),
             "rows": len(rows),
@@ -249,21 +294,13 @@ class Learner:
         if pairs := {row.pair for row in rows} - {""}:
             metrics["pairs"] = len(pairs)
         job = job.model_copy(update={"metrics": metrics})
-        checkpoint = yield from in_another_thread(lambda: self._save_checkpoint(state, served, job), delete_folder)
-        # Nothing below can fail: version, checkpoint and weights change together.
-        self.version += 1
-        self._checkpoints[self.version] = checkpoint
-        self._lora, self._lora_fixed = state.policy.lora, True
-        for version in self._checkpoints:
-            if version <= self.version - self.kept_optimizer_states:
-                (self._checkpoints[version] / OPTIMIZER_FILE).unlink(missing_ok=True)
-        loss = metrics.get("loss", math.nan)
-        logger.info("version %d: loss %.4g, %d rows, %.1f s", self.version, loss, len(rows), metrics["seconds"])
-        return TrainedVersion(served, self.version, checkpoint, job)
+        save = functools.partial(self._save_checkpoint, state, served, job)
+        checkpoint = (yield from in_another_thread(save, delete_folder)) if self._ranks is ALONE else save()
+        return TrainedVersion(served, self.version + 1, checkpoint, job), state.policy.lora
 
     def _restore(self, settings: TrainingSettings) -> TrainState:
         """The state of the latest checkpoint, or of the loaded model."""
-        lora = self._lora if self._lora_fixed else settings.lora or self._default_lora
+        lora = self._lora if self._lora_fixed else self._adapters(settings)
         policy = build_policy(self.loaded, lora, settings.seed)
         folder = self._checkpoints.get(self.version)
         if folder is not None:
@@ -272,11 +309,18 @@ class Learner:
         if not saved and self._origin.step + self.version:
             logger.warning("%s has no optimizer state: AdamW starts with new moments", folder or self._origin_folder)
         policy.overwrite((name, saved[f"weights.{name}"]) for name in policy.trainable if f"weights.{name}" in saved)
-        optimizer = _adamw(policy.trainable, self.loaded.device)
+        forward = PolicyForward(policy.module, self._compute_logprobs)
+        self._ranks.shard(policy.module, forward)
+        optimizer = adamw(policy.trainable, self.loaded.device, fused=not self._ranks.shards_weights)
         for name, parameter in policy.trainable.items():
             if f"exp_avg.{name}" in saved:
-                optimizer.state[parameter] = {key: saved[f"{key}.{name}"].to(parameter.device) for key in MOMENTS}
-        return TrainState(policy, optimizer, self._compute_logprobs, self._workers, lambda: self._reference)
+                moments = {key: saved[f"{key}.{name}"] for key in MOMENTS}
+                optimizer.state[parameter] = {
+                    key: shards_like(value, parameter) if value.shape == parameter.shape else value.to(parameter.device)
+                    for key, value in moments.items()
+                }
+        reference = lambda: self._reference  # noqa: E731
+        return TrainState(policy, forward, optimizer, self._compute_logprobs, self._workers, reference, self._ranks)
 
     def _check_files(self) -> None:
         """Raises BackendError if a file of the latest checkpoint is damaged; hashing takes seconds per GB."""
@@ -312,18 +356,22 @@ class Learner:
         )
         tensors: dict[str, Tensor] = {}
         for name, parameter in state.policy.trainable.items():
-            tensors |= {f"{key}.{name}": value for key, value in state.optimizer.state[parameter].items()}
+            tensors |= {f"{key}.{name}": whole(value) for key, value in state.optimizer.state[parameter].items()}
             if self.loaded.dtype != torch.float32:
-                tensors[f"weights.{name}"] = parameter.detach()
-        try:
-            with new_folder(target) as draft:
-                state.policy.save(draft, served)
-                for name, content in self._tokenizer_files.items():
-                    (draft / name).write_bytes(content)
-                write_training_state(draft, record, tensors)
-        except (OSError, SafetensorError) as error:
-            reason = f"the checkpoint {target} cannot be written: {error}"
-            raise JobFailed(f"{reason}; the weights from before the job were restored") from error
+                tensors[f"weights.{name}"] = whole(parameter.detach())
+
+        def write() -> None:
+            try:
+                with new_folder(target) as draft:
+                    state.policy.save(draft, served)
+                    for name, content in self._tokenizer_files.items():
+                        (draft / name).write_bytes(content)
+                    write_training_state(draft, record, tensors)
+            except (OSError, SafetensorError) as error:
+                reason = f"the checkpoint {target} cannot be written: {error}"
+                raise JobFailed(f"{reason}; the weights from before the job were restored") from error
+
+        self._ranks.on_first(write)
         return target
 
     @functools.cached_property
@@ -332,31 +380,6 @@ class Learner:
         with tempfile.TemporaryDirectory() as folder:
             self.loaded.tokenizer.save_pretrained(folder)
             return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
-
-
-def _adamw(parameters: dict[str, nn.Parameter], device: torch.device) -> torch.optim.AdamW:
-    """AdamW with weight decay for matrices only, not for norms and biases."""
-    matrices = [p for p in parameters.values() if p.ndim > 1]
-    vectors = [p for p in parameters.values() if p.ndim <= 1]
-    groups = [{"params": matrices, "decays": True}, {"params": vectors, "decays": False}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], fused=device.type in ("cpu", "cuda"))
-
-
-def _check_finite(module: Any, settings: TrainingSettings, rows: Sequence[Row]) -> None:
-    """Raises JobFailed for weights that are not finite, or so large that the logits of the first row are not.
-
-    No loss has been computed with the weights of the last step.
-    """
-    name = first_not_finite(module.named_parameters())
-    if name is None and rows:
-        tokens = torch.from_numpy(rows[0].token_ids[:_PROBED_TOKENS].astype(np.int64)).to(module.device)
-        with torch.inference_mode():
-            name = first_not_finite([("a logit", module(input_ids=tokens[None], use_cache=False).logits)])
-    if name is not None:
-        raise JobFailed(
-            f"{name} is not finite after the last optimizer step (learning_rate {settings.learning_rate:g}); the "
-            "weights from before the job were restored"
-        )
 
 
 def _same_adapters(requested: LoRASettings | None, current: LoRASettings | None) -> bool:

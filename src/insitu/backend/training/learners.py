@@ -7,6 +7,7 @@ from torch import nn
 from insitu.backend.inference.engine import WeightVersion
 from insitu.backend.model import LoadedModel
 from insitu.backend.training.learner import Learner
+from insitu.backend.training.rank_group import RankGroup
 from insitu.errors import BackendError, RequestRefused
 from insitu.schemas.training_jobs import LoRASettings
 
@@ -14,19 +15,22 @@ from insitu.schemas.training_jobs import LoRASettings
 class Learners:
     """One learner per policy; all start from the loaded model. `default` is the backend's own policy, named ""."""
 
-    def __init__(self, loaded: LoadedModel, output_dir: Path, lora: LoRASettings | None = None) -> None:
-        self.default = Learner(loaded, output_dir, lora=lora)
+    def __init__(
+        self, loaded: LoadedModel, output_dir: Path, lora: LoRASettings | None = None, group: RankGroup | None = None
+    ) -> None:
+        self.default = Learner(loaded, output_dir, lora=lora, group=group)
         self.default.resume()
         if lora is not None and self.default.lora is None:
             raise BackendError(f"lora_rank is {lora.rank}, but all weights of {loaded.source} were trained so far")
         self._loaded = loaded
         self._lora = lora
+        self._group = group
         self._learners = {"": self.default}
 
     def open(self, policy_name: str, folder: Path) -> Learner:
         """The policy's learner, resumed from the checkpoints in `folder`. Runs in the compute thread."""
         if policy_name not in self._learners:
-            learner = Learner(self._loaded, folder, policy_name, self._lora)
+            learner = Learner(self._loaded, folder, policy_name, self._lora, group=self._group)
             learner.resume()
             self._learners[policy_name] = learner
         return self._learners[policy_name]

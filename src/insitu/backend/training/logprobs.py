@@ -93,6 +93,19 @@ class LogprobComputer:
         return torch.equal(head(hidden), module(input_ids=input_ids_ST, use_cache=False).logits)
 
 
+class PolicyForward(nn.Module):
+    """The policy's forward pass as one module, in which sharded weights are available."""
+
+    def __init__(self, module: nn.Module, compute: LogprobComputer) -> None:
+        super().__init__()
+        self.policy = module
+        self._compute = compute
+
+    def forward(self, batch: MicroBatch) -> TokenLogprobs:
+        logprobs_N, entropy_N = self._compute(self.policy, batch)
+        return TokenLogprobs(logprobs_N.clone(), entropy_N)  # FSDP's hooks get lost on a view
+
+
 def _context(module: nn.Module, batch: MicroBatch) -> dict[str, Any]:
     """What the sequences go on from: the keys and values of their prompts, through which gradients flow."""
     if batch.prompts is None:

@@ -1,6 +1,7 @@
 """The optimizer steps of one job, micro-batch by micro-batch.
 
-What a method does with log-probabilities is its `Objective`; the loop is the same for all.
+What a method does with log-probabilities is its `Objective`; the loop is the same for all. It is also the same for one
+process and for several `Ranks`, each of which computes some micro-batches of a round.
 
 Shapes: B rows of a micro-batch, K maximum trained tokens per row, N trained tokens of its distinct sequences.
 """
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from insitu.backend.model import LoadedModel
 from insitu.backend.training.batches import MicroBatch, Packer, Row, optimizer_steps, pad
-from insitu.backend.training.logprobs import LogprobComputer
+from insitu.backend.training.logprobs import LogprobComputer, TokenLogprobs
 from insitu.backend.training.losses import kl_estimate
 from insitu.backend.training.objectives import (
     KnownSums,
@@ -33,6 +34,7 @@ from insitu.backend.training.objectives import (
     build_objective,
 )
 from insitu.backend.training.policy import TrainablePolicy
+from insitu.backend.training.ranks import ALONE, Ranks, whole
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.training_jobs import TrainingSettings
 
@@ -70,10 +72,10 @@ def learning_rate(settings: TrainingSettings, step: int, steps: int) -> float:
 class Workers:
     """Uses a CPU's cores: `count` micro-batches in parallel for a small model, else threads within each operation."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        cores = os.cpu_count() or 1
+    def __init__(self, loaded: LoadedModel, ranks: Ranks = ALONE) -> None:
+        cores = max(1, (os.cpu_count() or 1) // ranks.count)
         small = sum(parameter.numel() for parameter in loaded.module.parameters()) < SMALL_MODEL
-        self.count = cores if small and loaded.device.type == "cpu" else 1
+        self.count = cores if small and loaded.device.type == "cpu" and not ranks.shards_weights else 1
         self._threads = cores // self.count if loaded.device.type == "cpu" else None
         self._pool = ThreadPoolExecutor(self.count, "insitu-training") if self.count > 1 else None
 
@@ -102,13 +104,18 @@ class Workers:
 
 @dataclass
 class TrainState:
-    """State kept from job to job; `reference` returns the starting weights, loading them if necessary."""
+    """State kept from job to job; `reference` returns the starting weights, loading them if necessary.
+
+    `forward` computes the log-probabilities of a micro-batch under the policy, `compute_logprobs` under any module.
+    """
 
     policy: TrainablePolicy
+    forward: Callable[[MicroBatch], TokenLogprobs]
     optimizer: torch.optim.Optimizer
     compute_logprobs: LogprobComputer
     workers: Workers
     reference: Callable[[], nn.Module]
+    ranks: Ranks = ALONE
 
 
 class FixedLogprobs:
@@ -127,6 +134,9 @@ class FixedLogprobs:
         for index, count, logprobs in zip(indices, counts, logprobs_BK.cpu().numpy(), strict=True):
             self._rows[index] = logprobs[:count]
 
+    def merge(self, ranks: Ranks) -> None:
+        self._rows = ranks.merge(self._rows)
+
 
 class OptimizerLoop:
     """Runs all optimizer steps of one job on the policy of `state`."""
@@ -135,15 +145,19 @@ class OptimizerLoop:
         self._policy = state.policy
         self._optimizer = state.optimizer
         self._parameters = list(state.policy.trainable.values())
+        self._forward = state.forward
         self._compute_logprobs = state.compute_logprobs
         self._workers = state.workers
+        self._ranks = state.ranks
         self._initial = state.reference() if settings.reference == "initial" else None
         self._load_initial = state.reference
         self._settings = settings
         self._plan = optimizer_steps(rows, settings)
         self._objective = build_objective(settings, rows, self._plan, state.policy.loaded.max_length)
         self._rows = self._objective.rows
-        share_prompts = self._objective.shares_prompts and state.compute_logprobs.can_share_prompts
+        # A shared prompt is a forward pass more, and sharded ranks must run equally many.
+        share_prompts = self._objective.shares_prompts and not state.ranks.shards_weights
+        share_prompts = share_prompts and state.compute_logprobs.can_share_prompts
         self._packer = Packer(self._rows, share_prompts=share_prompts)
         self._dropout = random.Random(f"{settings.seed}|{settings.schedule_range}")
         self._device = state.policy.loaded.device
@@ -159,8 +173,9 @@ class OptimizerLoop:
             # Without dropout the first step computes the log-probabilities of its rows at the start itself.
             first = set() if self._policy.has_dropout else {*self._plan[0], *self._objective.baseline_rows(0)}
             for batches in self._rounds([[index] for index in range(len(self._rows)) if index not in first]):
-                self._workers.map(self._compute_start, batches)
+                self._map(self._compute_start, batches)
                 yield Progress(0.0)
+            self._at_start.merge(self._ranks)
         steps: list[StepResult] = []
         for number, indices in enumerate(self._plan):
             rate = learning_rate(self._settings, number, len(self._plan))
@@ -173,6 +188,15 @@ class OptimizerLoop:
         if self._objective.measures_kl and self._initial is None:
             metrics["kl"] = self._measure_kl(self._plan[-1][:KL_ROWS])
         return metrics
+
+    def _map(
+        self, fn: Callable[[list[int]], R], batches: Sequence[list[int]], *, sequential: bool = False
+    ) -> list[tuple[list[int], R]]:
+        """Calls `fn` for this rank's micro-batches of a round; returns them with the results."""
+        own = self._ranks.deal(batches)
+        if not own and self._ranks.shards_weights:
+            fn(batches[0])  # takes part in the exchange of weights; the result is that of another rank
+        return [*zip(own, self._workers.map(fn, own, sequential=sequential), strict=True)]
 
     def _metrics(self, steps: Sequence[StepResult]) -> dict[str, Any]:
         return {
@@ -188,16 +212,17 @@ class OptimizerLoop:
         return sum(len(self._rows[index].positions) for index in indices)
 
     def _rounds(self, units: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], ...]]:
-        """Yields one micro-batch of about equal length per worker, until all rows are covered."""
-        share = self._packer.even_share(units, self._max_tokens, self._workers.count)
+        """Yields one micro-batch of about equal length per worker of all ranks, until all rows are covered."""
+        count = self._workers.count * self._ranks.count
+        share = self._packer.even_share(units, self._max_tokens, count)
         pending = self._packer.micro_batches(units, share)
-        while batches := tuple(itertools.islice(pending, self._workers.count)):
+        while batches := tuple(itertools.islice(pending, count)):
             yield batches
 
     @torch.no_grad()
     def _compute_start(self, micro_batch: list[int]) -> None:
         batch = self._packer.collate(micro_batch, self._device)
-        logprobs_BK = batch.to_rows(self._compute_logprobs(self._policy.module, batch).logprobs_N)
+        logprobs_BK = batch.to_rows(self._forward(batch).logprobs_N)
         self._at_start.keep(micro_batch, logprobs_BK, batch.mask_BK)
 
     def _compute(self, step: int) -> Generator[Progress, None, dict[str, float]]:
@@ -211,19 +236,23 @@ class OptimizerLoop:
         self._optimizer.zero_grad()
         for batches in rounds:
             with self._policy.dropout(self._dropout.getrandbits(63)):
-                backward = functools.partial(self._backward, loss_of=loss_of)
-                results = self._workers.map(backward, batches, sequential=self._policy.has_dropout)
+                own = self._ranks.deal(batches)
+                backward = functools.partial(self._backward, loss_of=loss_of, counts=bool(own))
+                results = self._map(backward, batches, sequential=self._policy.has_dropout)
             # In this order, for reproducible sums.
-            for micro_batch, (sums, gradients) in zip(batches, results, strict=True):
+            for _, (sums, gradients) in results:
                 totals += sums
                 for parameter, gradient in zip(self._parameters, gradients, strict=False):
                     if parameter.grad is None:
                         parameter.grad = gradient
                     elif gradient is not None:
                         parameter.grad += gradient
-                done += len(micro_batch)
+            done += sum(map(len, batches))
             yield Progress(100 * (step + done / len(self._plan[step])) / len(self._plan))
-        return dict(zip(names, totals.tolist(), strict=True))
+        self._ranks.sum_gradients(self._parameters)
+        if self._objective.uses_start and self._settings.num_iterations > 1:
+            self._at_start.merge(self._ranks)  # another rank may get the rows in the next iteration
+        return dict(zip(names, self._ranks.sum(totals).tolist(), strict=True))
 
     def _compute_known(
         self, step: int, rounds: Sequence[tuple[list[int], ...]]
@@ -234,29 +263,34 @@ class OptimizerLoop:
         needed = [*self._objective.baseline_rows(step), *itertools.chain(*split)]
         known: dict[int, KnownSums] = {}
         for batches in self._rounds([[index] for index in needed]):
-            for sums in self._workers.map(self._known_sums, batches):
+            for _, sums in self._map(self._known_sums, batches):
                 known |= sums
             yield Progress(100 * step / len(self._plan))
-        return known
+        return self._ranks.merge(known)
 
     @torch.no_grad()
     def _known_sums(self, micro_batch: list[int]) -> dict[int, KnownSums]:
         batch = self._packer.collate(micro_batch, self._device)
-        new_BK = batch.to_rows(self._compute_logprobs(self._policy.module, batch).logprobs_N)
+        new_BK = batch.to_rows(self._forward(batch).logprobs_N)
         logprobs = self._row_logprobs(micro_batch, batch, new_BK)
         sums = zip(logprobs.sums().tolist(), logprobs.log_ratios().tolist(), strict=True)
         return {index: KnownSums(*each) for index, each in zip(micro_batch, sums, strict=True)}
 
-    def _backward(self, micro_batch: list[int], loss_of: LossOfRows) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Returns the sums, and with several workers the gradients, which workers must not accumulate concurrently."""
+    def _backward(
+        self, micro_batch: list[int], loss_of: LossOfRows, counts: bool
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Returns the sums, and with several workers the gradients, which workers must not accumulate concurrently.
+
+        Gradients are 0 if the micro-batch does not count.
+        """
         batch = self._packer.collate(micro_batch, self._device)
-        new_N, entropy_N = self._compute_logprobs(self._policy.module, batch)
+        new_N, entropy_N = self._forward(batch)
         loss, sums = loss_of(micro_batch, self._row_logprobs(micro_batch, batch, batch.to_rows(new_N)))
         entropy = batch.to_rows(entropy_N).double().sum()
         totals = torch.stack([*(value.double() for value in sums), entropy])
         if self._workers.count > 1:
             return totals, torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        loss.backward()
+        (loss if counts else 0.0 * loss).backward()
         return totals, ()
 
     def _row_logprobs(self, micro_batch: list[int], batch: MicroBatch, new_BK: Tensor) -> RowLogprobs:
@@ -278,7 +312,7 @@ class OptimizerLoop:
         return RowLogprobs(new_BK, start_BK, ref_BK, batch.mask_BK)
 
     def _optimizer_step(self, sums: dict[str, float], tokens: int) -> StepResult:
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm).item()
+        norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm)).item()
         if not (math.isfinite(norm) and math.isfinite(sums["loss"])):
             raise JobFailed(
                 f"the loss is {sums['loss']} and the norm of its gradient {norm}; the weights from before the job were "
@@ -295,9 +329,14 @@ class OptimizerLoop:
         except BackendError as error:  # the model that training started from is missing: the job is valid without kl
             logger.warning("kl is not measured: %s", error)
             return None
-        for micro_batch in self._packer.micro_batches([[index] for index in indices], self._max_tokens):
+
+        def kl_of(micro_batch: list[int]) -> float:
             batch = self._packer.collate(micro_batch, self._device)
-            modules = (self._policy.module, initial)
-            new_N, ref_N = (self._compute_logprobs(module, batch).logprobs_N for module in modules)
-            total += batch.to_rows(kl_estimate(new_N, ref_N, self._settings.kl)).sum().item()
-        return total / self._count_tokens(indices)
+            new_N, ref_N = self._forward(batch).logprobs_N, self._compute_logprobs(initial, batch).logprobs_N
+            return batch.to_rows(kl_estimate(new_N, ref_N, self._settings.kl)).sum().item()
+
+        pending = self._packer.micro_batches([[index] for index in indices], self._max_tokens)
+        while batches := tuple(itertools.islice(pending, self._ranks.count)):
+            total += sum(kl for _, kl in self._map(kl_of, batches, sequential=True))
+        summed = self._ranks.sum(torch.tensor(total, device=self._device, dtype=torch.float64))
+        return summed.item() / self._count_tokens(indices)

@@ -6,20 +6,25 @@ A checkpoint folder is a model that `insitu backend --model` loads, plus the sta
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from insitu.backend.model import LoadedModel, complete_model, first_not_finite, quiet_peft, wrap_errors
+from insitu.backend.training.batches import Row
+from insitu.backend.training.ranks import whole
 from insitu.checkpoint_files import OPTIMIZER_FILE, TrainingRecord, check_optimizer_file, write_record
-from insitu.errors import BackendError
-from insitu.schemas.training_jobs import LoRASettings
+from insitu.errors import BackendError, JobFailed
+from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
+
+_PROBED_TOKENS = 64
 
 
 @dataclass
@@ -62,7 +67,7 @@ class TrainablePolicy:
         else:
             base = self.loaded.module
             dtypes = {name: p.dtype for name, p in base.named_parameters()}
-        weights = {name: p.detach().to(dtypes[name], copy=True) for name, p in self.trainable.items()}
+        weights = {name: whole(p.detach()).to(dtypes[name], copy=True) for name, p in self.trainable.items()}
         return replace_weights(base, weights).requires_grad_(False)
 
     def save(self, folder: Path, served: nn.Module) -> None:
@@ -159,6 +164,33 @@ def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Mod
             return get_peft_model(replace_weights(loaded.module, {}), config).eval()
         except ValueError as error:
             raise BackendError(f"lora.target_modules is {lora.target_modules!r}: {error}") from error
+
+
+def adamw(parameters: dict[str, nn.Parameter], device: torch.device, *, fused: bool) -> torch.optim.AdamW:
+    """AdamW with weight decay for matrices only, not for norms and biases."""
+    matrices = [p for p in parameters.values() if p.ndim > 1]
+    vectors = [p for p in parameters.values() if p.ndim <= 1]
+    groups = [{"params": matrices, "decays": True}, {"params": vectors, "decays": False}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], fused=fused and device.type in ("cpu", "cuda")
+    )
+
+
+def check_finite(module: Any, settings: TrainingSettings, rows: Sequence[Row]) -> None:
+    """Raises JobFailed for weights that are not finite, or so large that the logits of the first row are not.
+
+    No loss has been computed with the weights of the last step.
+    """
+    name = first_not_finite(module.named_parameters())
+    if name is None and rows:
+        tokens = torch.from_numpy(rows[0].token_ids[:_PROBED_TOKENS].astype(np.int64)).to(module.device)
+        with torch.inference_mode():
+            name = first_not_finite([("a logit", module(input_ids=tokens[None], use_cache=False).logits)])
+    if name is not None:
+        raise JobFailed(
+            f"{name} is not finite after the last optimizer step (learning_rate {settings.learning_rate:g}); the "
+            "weights from before the job were restored"
+        )
 
 
 def read_optimizer(folder: Path) -> dict[str, Tensor]:

@@ -1,0 +1,130 @@
+"""The processes that train one policy together. All have the rows of a job, and each computes some micro-batches.
+
+The loss of a micro-batch is already its share of the loss of the optimizer step, normalized over all rows of the step.
+So gradients and sums are added over the ranks, never averaged, however unequal the ranks' tokens are.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Ranks:
+    """A single process; `ProcessGroup` are several."""
+
+    index = 0
+    count = 1
+    shards_weights = False
+    """Whether a forward pass exchanges weights, so that all ranks must run equally many."""
+
+    def deal(self, micro_batches: Sequence[T]) -> Sequence[T]:
+        """Those of this rank; the micro-batches of a round are of about equal length."""
+        return micro_batches[self.index :: self.count]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, on each of them."""
+        return tensor
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replaces gradients by their sums over the ranks."""
+
+    def merge(self, values: dict[K, V]) -> dict[K, V]:
+        """The entries of all ranks."""
+        return values
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """Calls it on rank 0 only, and returns its result on all. An exception is raised on all."""
+        return function()
+
+    def shard(self, module: nn.Module, root: nn.Module) -> None:
+        """Distributes the weights of `module` over the ranks, if that is the strategy.
+
+        They can only be used within a forward pass of `root`, a module that contains it.
+        """
+
+
+ALONE = Ranks()
+
+
+class ProcessGroup(Ranks):
+    """The ranks of torch's default process group, which has been initialized.
+
+    With `shards_weights` they hold parts of the weights (FSDP2), otherwise all of them (data parallel).
+    """
+
+    def __init__(self, device: torch.device, *, shards_weights: bool) -> None:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.index, self.count = dist.get_rank(), dist.get_world_size()
+        self.shards_weights = shards_weights
+        self._dist = dist
+        self._mesh = init_device_mesh(device.type, (self.count,))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        self._dist.all_reduce(tensor)
+        return tensor
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self.shards_weights:  # summed in the backward pass
+            return
+        for parameter in parameters:  # a rank without micro-batches has none
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._dist.all_reduce(parameter.grad)
+
+    def merge(self, values: dict[K, V]) -> dict[K, V]:
+        parts: list[Any] = [None] * self.count
+        self._dist.all_gather_object(parts, values)
+        return {key: value for part in parts for key, value in part.items()}
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        outcome: list[Any] = [None, None]
+        if self.index == 0:
+            try:
+                outcome[0] = function()
+            except Exception as error:  # raised below, on all ranks
+                outcome[1] = error
+        self._dist.broadcast_object_list(outcome)
+        if outcome[1] is not None:
+            raise outcome[1]
+        result: T = outcome[0]
+        return result
+
+    def shard(self, module: nn.Module, root: nn.Module) -> None:
+        if not self.shards_weights:
+            return
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        blocks = set(getattr(module, "_no_split_modules", None) or ())
+        for part in [part for part in module.modules() if type(part).__name__ in blocks]:
+            fully_shard(part, mesh=self._mesh)
+        # Also after forward passes without gradient, so that the parameters are always the sharded ones.
+        fully_shard(root, mesh=self._mesh, reshard_after_forward=True)
+        for part in root.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(1.0)  # the sum, not the mean
+                part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor with the parts of all ranks, which all must ask for."""
+    full_tensor = getattr(tensor, "full_tensor", None)  # of a DTensor, whose import takes long
+    result: Tensor = tensor if full_tensor is None else full_tensor()
+    return result
+
+
+def shards_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor that is to be distributed as `like` is."""
+    if not hasattr(like, "full_tensor"):
+        return tensor.to(like.device)
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(like, DTensor)
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)

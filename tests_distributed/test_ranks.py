@@ -1,0 +1,231 @@
+"""Training by several ranks under torchrun gives what one process gives, and survives the loss of a rank.
+
+On two CPU cores with gloo, in float32.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from factories import digits_project, read_lines, write_rows
+from processes import run_project, start_project, wait_until
+from safetensors.torch import load_file
+from tiny_models import save_tiny_model
+from transformers import AutoModelForCausalLM
+
+from insitu.backend.model import LoadedModel, load_model
+from insitu.backend.training.batches import Row
+from insitu.backend.training.learner import Learner, TrainedVersion
+from insitu.backend.training.rank_group import RankGroup
+from insitu.errors import JobFailed
+from insitu.schemas.training_jobs import LearnerOptions, LoRASettings, TrainingSettings
+
+LORA = LoRASettings(rank=4, alpha=8)
+JOBS, TOLERANCE = 3, 1e-6
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "two passes in steps": {"num_iterations": 2, "mini_batch_size": 4},
+    "kl": {"kl": {"beta": 0.1}},
+    "dpo": {"method": "dpo", "num_iterations": 2, "mini_batch_size": 4},
+    "kto": {"method": "kto"},
+    "sft": {"method": "sft"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(str(save_tiny_model(tmp_path_factory.mktemp("model"))), "cpu")
+
+
+def rows_of(job: int, method: str = "grpo", few: bool = False) -> list[Row]:
+    """Rows of very unequal lengths: one has more tokens than all the others. `few`: only that one."""
+    rng = np.random.default_rng(job)
+    rows = []
+    for index in range(2 if method in ("dpo", "kto") else 1 if few else 10):
+        rows += [_row(rng, 200 if index == 0 else int(rng.integers(6, 14)), method, index, side) for side in (0, 1)]
+    return rows if not few or method in ("dpo", "kto") else rows[:1]
+
+
+def _row(rng: Any, length: int, method: str, index: int, side: int) -> Row:
+    tokens = rng.integers(1, 300, length).astype(np.int32)
+    positions = np.sort(rng.choice(np.arange(2, length), max(1, length // 3), replace=False))
+    count, pair = len(positions), f"p{index}" if method == "dpo" else ""
+    logprobs, weights = rng.normal(-3, 0.3, count).astype(np.float32), rng.normal(0, 1, count).astype(np.float32)
+    preferred = side == 0 if method in ("dpo", "kto") else None
+    return Row(
+        tokens, positions, logprobs, weights, f"e{index}-{side}" if method == "kto" else f"e{index}", pair, preferred
+    )
+
+
+def run(learner: Learner, job: int, **settings: Any) -> TrainedVersion:
+    few = settings.pop("few", False)
+    of_job = TrainingSettings(learning_rate=1e-4, micro_batch_tokens=64, **settings)
+    steps = learner.run(of_job, rows_of(job, of_job.method, few), f"job-{job}", f"key-{job}")
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+@pytest.fixture
+def groups(model: LoadedModel, tmp_path: Path) -> Iterator[list[RankGroup]]:
+    made: list[RankGroup] = []
+    yield made
+    for group in made:
+        group.close()
+
+
+def ranked(model: LoadedModel, folder: Path, groups: list[RankGroup], **options: Any) -> Learner:
+    groups.append(RankGroup(LearnerOptions(processes=2, **options), model, folder))
+    learner = Learner(model, folder, group=groups[-1])
+    learner.resume()
+    return learner
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state."""
+    return {f"{f.name}/{k}": v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_train_as_one_process(
+    model: LoadedModel, tmp_path: Path, groups: list[RankGroup], strategy: str, case: dict[str, Any]
+) -> None:
+    settings = case | ({"lora": LORA} if strategy == "ddp" else {})
+    alone, together = Learner(model, tmp_path / "alone"), ranked(model, tmp_path / "ranks", groups)
+    for job in range(JOBS):
+        expected, got = run(alone, job, **settings), run(together, job, **settings)
+        for name in ("loss", "grad_norm", "entropy"):
+            assert got.metrics[name] == pytest.approx(expected.metrics[name], abs=TOLERANCE, rel=TOLERANCE), name
+        assert got.metrics.keys() == expected.metrics.keys()
+        assert difference(saved(got.checkpoint), saved(expected.checkpoint)) < TOLERANCE
+        ours, theirs = (dict(v.module.named_parameters()) for v in (got, expected) if v.module is not None)
+        assert difference(ours, theirs) < TOLERANCE
+    order = (tmp_path / "ranks/learner/order.json").read_text()
+    assert f'"strategy": "{strategy}"' in order
+
+
+def test_a_rank_without_rows(model: LoadedModel, tmp_path: Path, groups: list[RankGroup]) -> None:
+    alone, together = Learner(model, tmp_path / "alone"), ranked(model, tmp_path / "ranks", groups)
+    expected, got = run(alone, 0, few=True), run(together, 0, few=True)
+    assert got.metrics["loss"] == pytest.approx(expected.metrics["loss"], abs=TOLERANCE)
+    assert difference(saved(got.checkpoint), saved(expected.checkpoint)) < TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_training_continues_with_another_number_of_ranks(
+    model: LoadedModel, tmp_path: Path, groups: list[RankGroup], strategy: str
+) -> None:
+    """Two ranks, then one process, then two ranks again; the checkpoint loads in transformers."""
+    settings = {"lora": LORA} if strategy == "ddp" else {}
+    alone = Learner(model, tmp_path / "alone")
+    expected = [run(alone, job, **settings) for job in range(JOBS)][-1]
+    run(ranked(model, tmp_path / "ranks", groups), 0, **settings)
+    single = Learner(model, tmp_path / "ranks")
+    single.resume()
+    run(single, 1, **settings)
+    got = run(ranked(model, tmp_path / "ranks", groups), 2, **settings)
+    assert got.version == JOBS
+    assert difference(saved(got.checkpoint), saved(expected.checkpoint)) < TOLERANCE
+    if strategy == "fsdp":
+        loaded = AutoModelForCausalLM.from_pretrained(got.checkpoint)
+        assert got.module is not None
+        assert difference(dict(loaded.named_parameters()), dict(got.module.named_parameters())) == 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_fails_its_job_which_can_be_sent_again(
+    model: LoadedModel, tmp_path: Path, groups: list[RankGroup], victim: int
+) -> None:
+    settings: dict[str, Any] = {"num_iterations": 4, "mini_batch_size": 2}
+    alone = Learner(model, tmp_path / "alone")
+    expected = [run(alone, job, **settings) for job in range(2)][-1]
+    together = ranked(model, tmp_path / "ranks", groups)
+    run(together, 0, **settings)
+    of_job = TrainingSettings(learning_rate=1e-4, micro_batch_tokens=64, **settings)
+    steps = together.run(of_job, rows_of(1), "job-1", "key-1")
+    wait_until(lambda: (progress := next(steps)) is not None and progress.percent > 0)
+    os.kill(rank_processes(tmp_path / "ranks/learner/order.json")[victim], signal.SIGKILL)
+    with pytest.raises(JobFailed, match=rf"rank {victim} of 2 was ended by SIGKILL") as raised:
+        for _ in steps:
+            pass
+    assert "the weights from before the job were restored" in str(raised.value)
+    assert together.version == 1
+    got = run(together, 1, **settings)
+    assert difference(saved(got.checkpoint), saved(expected.checkpoint)) < TOLERANCE
+
+
+def rank_processes(order: Path) -> dict[int, int]:
+    """The process ids of the ranks that have read a file."""
+    found = [p for p in psutil.process_iter(["cmdline", "environ"]) if str(order) in (p.info["cmdline"] or ())]
+    return {int(p.info["environ"]["RANK"]): p.pid for p in found if "RANK" in (p.info["environ"] or {})}
+
+
+def test_a_failed_job_says_why_and_the_next_one_runs(
+    model: LoadedModel, tmp_path: Path, groups: list[RankGroup]
+) -> None:
+    together = ranked(model, tmp_path / "ranks", groups)
+    rows = rows_of(0)
+    rows[3].advantages[:] = np.inf
+    with pytest.raises(JobFailed, match=r"the loss is .*; the weights from before the job were restored"):
+        for _ in together.run(TrainingSettings(), rows):
+            pass
+    assert run(together, 0).version == 1
+
+
+def test_adapters_are_not_sharded(model: LoadedModel, tmp_path: Path, groups: list[RankGroup]) -> None:
+    learner = ranked(model, tmp_path, groups, strategy="fsdp")
+    with pytest.raises(
+        JobFailed, match=r"learner\.strategy is fsdp, but LoRA adapters are trained; allowed: auto, ddp"
+    ):
+        run(learner, 0, lora=LORA)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_run_with_two_processes_ends_as_one_with_one(tmp_path: Path, lora: bool) -> None:
+    digits_project(tmp_path)
+    write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(6)])
+    slow = ("-o", "trainer_adapters.backend.training.learning_rate", "1e-4")
+    adapters = ("-o", "trainer_adapters.backend.training.lora", '{"rank": 4}') if lora else ()
+    metrics = []
+    for processes in ("1", "2"):
+        options = ("-o", "trainer_adapters.backend.learner.processes", processes, *slow, *adapters)
+        code, out, err = run_project(tmp_path, *options)
+        assert code == 0, out + err
+        metrics.append(read_lines(tmp_path / "run/training_metrics.jsonl"))
+    for one, two in zip(*metrics, strict=True):
+        assert one.keys() == two.keys()
+        for name in ("loss", "grad_norm", "kl", "avg_reward", "logprob_gap"):
+            assert two[name] == pytest.approx(one[name], abs=1e-5), name
+
+
+def test_no_rank_outlives_its_backend(tmp_path: Path) -> None:
+    digits_project(tmp_path)
+    write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(6)])
+    options = ("-o", "trainer_adapters.backend.learner.processes", "2", "-o", "finetuning.num_epochs", "500")
+    with start_project(tmp_path, *options) as process:
+        process.wait_until((tmp_path / "run/training_metrics.jsonl").exists)
+        ranks = rank_processes(tmp_path / "run/backend/learner/order.json")
+        assert len(ranks) == 2
+        process.kill()
+    wait_until(lambda: not any(map(psutil.pid_exists, ranks.values())))
+
+
+def test_gpus_must_be_as_many_as_the_processes(tmp_path: Path) -> None:
+    digits_project(tmp_path)
+    code, _, err = run_project(tmp_path, "-o", "trainer_adapters.backend.learner", '{"processes": 2, "gpus": [0]}')
+    assert code == 2
+    assert "trainer_adapters.backend.learner: gpus is [0]; 2 processes need as many different ones" in err
