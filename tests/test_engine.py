@@ -486,7 +486,7 @@ async def test_cancelling_the_caller_closes_the_generator_in_the_thread():
     def steps():
         try:
             while True:
-                yield None
+                yield 1
         finally:
             closed_in.append(threading.current_thread().name)
 

@@ -7,6 +7,7 @@ objectives      what each method does with log-probabilities: the loss of an opt
 losses, preference_losses  the losses as pure functions
 batches         rows to optimizer steps, micro-batches and tensors
 logprobs        the log-probabilities of trained tokens; prompts that rows share are computed once
-ranks           several processes that train together; rank_group starts them, rank_process is one of them
+ranks           several processes that train together; rank_group starts them, rank_process is one of
+                them, row_file holds what they are given
 policy          the trainable weights, all of them or LoRA adapters, and their checkpoints
 """

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -27,7 +27,7 @@ from insitu.backend.training.policy import (
     read_optimizer,
     write_training_state,
 )
-from insitu.backend.training.ranks import ALONE, Ranks, shards_like, whole
+from insitu.backend.training.ranks import ALONE, Ranks, TrainsJobs, shards_like, whole
 from insitu.checkpoint_files import (
     OPTIMIZER_FILE,
     JobRecord,
@@ -40,9 +40,6 @@ from insitu.checkpoint_files import (
 from insitu.errors import BackendError, JobFailed, RequestRefused
 from insitu.files import delete_drafts, delete_folder, new_folder
 from insitu.schemas.training_jobs import LoRASettings, Retention, TrainingSettings
-
-if TYPE_CHECKING:
-    from insitu.backend.training.rank_group import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +74,7 @@ class Learner:
         policy_name: str = "",
         lora: LoRASettings | None = None,
         ranks: Ranks = ALONE,
-        group: "RankGroup | None" = None,
+        group: TrainsJobs | None = None,
     ) -> None:
         self.version = 0
         self._ranks = ranks

@@ -7,7 +7,7 @@ from torch import nn
 from insitu.backend.inference.engine import WeightVersion
 from insitu.backend.model import LoadedModel
 from insitu.backend.training.learner import Learner
-from insitu.backend.training.rank_group import RankGroup
+from insitu.backend.training.ranks import TrainsJobs
 from insitu.errors import BackendError, RequestRefused
 from insitu.schemas.training_jobs import LoRASettings
 
@@ -16,7 +16,7 @@ class Learners:
     """One learner per policy; all start from the loaded model. `default` is the backend's own policy, named ""."""
 
     def __init__(
-        self, loaded: LoadedModel, output_dir: Path, lora: LoRASettings | None = None, group: RankGroup | None = None
+        self, loaded: LoadedModel, output_dir: Path, lora: LoRASettings | None = None, group: TrainsJobs | None = None
     ) -> None:
         self.default = Learner(loaded, output_dir, lora=lora, group=group)
         self.default.resume()

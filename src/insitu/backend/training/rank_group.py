@@ -21,7 +21,7 @@ from typing import Any
 from insitu.backend.model import LoadedModel
 from insitu.backend.training.batches import Row
 from insitu.backend.training.optimizer_loop import Progress
-from insitu.backend.training.rank_process import TOKEN_VARIABLE, write_rows
+from insitu.backend.training.row_file import TOKEN_VARIABLE, write_rows
 from insitu.checkpoint_files import JobRecord
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.training_jobs import LearnerOptions, LoRASettings, TrainingSettings
@@ -57,7 +57,7 @@ class RankGroup:
         try:
             if self._connection is None:
                 yield from self._start(settings.lora)
-            write_rows(path, [*rows])
+            write_rows(path, rows)
             self._send(
                 {
                     "folder": str(folder),

@@ -1,14 +1,19 @@
-"""The processes that train one policy together. All have the rows of a job, and each computes some micro-batches.
+"""The processes that train one policy together: all have the rows of a job, and each computes some micro-batches.
 
 The loss of a micro-batch is already its share of the loss of the optimizer step, normalized over all rows of the step.
 So gradients and sums are added over the ranks, never averaged, however unequal the ranks' tokens are.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from insitu.backend.training.batches import Row
+from insitu.checkpoint_files import JobRecord
+from insitu.schemas.training_jobs import TrainingSettings
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -50,6 +55,15 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+class TrainsJobs(Protocol):
+    """The ranks as the backend sees them: `rank_group.RankGroup`."""
+
+    def train(
+        self, folder: Path, policy: str, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
+    ) -> Generator[Any, None, dict[str, Any]]:
+        """Yields the job's progress; returns {"version", "checkpoint", "metrics"}. Raises JobFailed."""
 
 
 class ProcessGroup(Ranks):
