@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import uvicorn
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
@@ -145,6 +144,8 @@ def _rank_group(loaded: LoadedModel, options: BackendOptions, output_dir: Path) 
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise BackendError(f"learner: {first['msg'].removeprefix('Value error, ')}") from None
+    import torch
+
     devices = torch.cuda.device_count()
     if loaded.device.type == "cuda" and max(settings.gpus or [settings.processes - 1]) >= devices:
         raise BackendError(

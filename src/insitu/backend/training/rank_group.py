@@ -53,7 +53,7 @@ class RankGroup:
         Returns {"version", "checkpoint", "metrics"}. Raises JobFailed with the reason of the ranks, or with the last
         error of one that has ended. If the generator is closed, the ranks are stopped.
         """
-        path = self._folder / "rows.npz"
+        path = self._folder / "rows.safetensors"
         try:
             if self._connection is None:
                 yield from self._start(settings.lora)

@@ -3,9 +3,10 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from insitu.backend.training.batches import Row
 
@@ -16,17 +17,18 @@ _NAMES = ("episode", "pair", "preferred")
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Rows as arrays, one after the other, with their lengths; without pickle."""
-    names = json.dumps([[getattr(row, name) for name in _NAMES] for row in rows])
+    """The arrays of all rows one after the other, with their lengths."""
     arrays = {name: [getattr(row, name) for row in rows] for name in _ARRAYS}
     values = {name: np.concatenate(parts) if parts else np.zeros(0) for name, parts in arrays.items()}
-    lengths = {f"{name}_lengths": np.array([len(part) for part in parts]) for name, parts in arrays.items()}
-    saved: dict[str, Any] = {"names": np.array(names), **values, **lengths}
-    np.savez(path, **saved)
+    lengths = {f"{name}_lengths": np.array([len(part) for part in parts], int) for name, parts in arrays.items()}
+    names = json.dumps([[getattr(row, name) for name in _NAMES] for row in rows])
+    save_file(values | lengths, path, metadata={"names": names})
 
 
 def read_rows(path: Path) -> list[Row]:
-    with np.load(path, allow_pickle=False) as file:
-        parts = [np.split(file[name], np.cumsum(file[f"{name}_lengths"])[:-1]) for name in _ARRAYS]
-        names = json.loads(str(file["names"]))
+    with safe_open(path, framework="numpy") as file:
+        parts = [
+            np.split(file.get_tensor(name), np.cumsum(file.get_tensor(f"{name}_lengths"))[:-1]) for name in _ARRAYS
+        ]
+        names = json.loads(file.metadata()["names"])
     return [Row(*arrays, *own) for *arrays, own in zip(*parts, names, strict=True)] if names else []
