@@ -5,6 +5,8 @@ On two CPU cores with gloo, in float32.
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import psutil
 import pytest
 import torch
 from factories import digits_project, read_lines, write_rows
-from processes import run_project, start_project, wait_until
+from processes import TESTS, wait_until
 from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
@@ -194,6 +196,13 @@ def test_adapters_are_not_sharded(model: LoadedModel, tmp_path: Path, groups: li
         run(learner, 0, lora=LORA)
 
 
+def finetune(folder: Path, *options: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "insitu", "finetune", "--config_file", "config.yml", *options]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_run_with_two_processes_ends_as_one_with_one(tmp_path: Path, lora: bool) -> None:
     digits_project(tmp_path)
@@ -203,8 +212,9 @@ def test_a_run_with_two_processes_ends_as_one_with_one(tmp_path: Path, lora: boo
     metrics = []
     for processes in ("1", "2"):
         options = ("-o", "trainer_adapters.backend.learner.processes", processes, *slow, *adapters)
-        code, out, err = run_project(tmp_path, *options)
-        assert code == 0, out + err
+        done = finetune(tmp_path, *options)
+        _, err = done.communicate()
+        assert done.returncode == 0, err
         metrics.append(read_lines(tmp_path / "run/training_metrics.jsonl"))
     for one, two in zip(*metrics, strict=True):
         assert one.keys() == two.keys()
@@ -216,8 +226,8 @@ def test_no_rank_outlives_its_backend(tmp_path: Path) -> None:
     digits_project(tmp_path)
     write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(6)])
     options = ("-o", "trainer_adapters.backend.learner.processes", "2", "-o", "finetuning.num_epochs", "500")
-    with start_project(tmp_path, *options) as process:
-        process.wait_until((tmp_path / "run/training_metrics.jsonl").exists)
+    with finetune(tmp_path, *options) as process:
+        wait_until((tmp_path / "run/training_metrics.jsonl").exists)
         ranks = rank_processes(tmp_path / "run/backend/learner/order.json")
         assert len(ranks) == 2
         process.kill()
@@ -226,6 +236,7 @@ def test_no_rank_outlives_its_backend(tmp_path: Path) -> None:
 
 def test_gpus_must_be_as_many_as_the_processes(tmp_path: Path) -> None:
     digits_project(tmp_path)
-    code, _, err = run_project(tmp_path, "-o", "trainer_adapters.backend.learner", '{"processes": 2, "gpus": [0]}')
-    assert code == 2
+    done = finetune(tmp_path, "-o", "trainer_adapters.backend.learner", '{"processes": 2, "gpus": [0]}')
+    _, err = done.communicate()
+    assert done.returncode == 2
     assert "trainer_adapters.backend.learner: gpus is [0]; 2 processes need as many different ones" in err
