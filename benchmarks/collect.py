@@ -15,7 +15,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -153,26 +154,32 @@ def stats(url: str) -> dict[str, float]:
         return json.load(answer)
 
 
-def measure(repeats: int = 3) -> dict[str, dict[str, float]]:
-    """Medians of each variant; the variants take turns, so that a busy machine slows all of them."""
-    stub = subprocess.Popen(
-        [sys.executable, str(HERE / "stub_endpoint.py"), "--latency", str(LATENCY)],
+@contextmanager
+def stub_endpoint(latency: float) -> Iterator[str]:
+    """The address of an endpoint that answers after `latency` seconds."""
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "stub_endpoint.py"), "--latency", str(latency)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert stub.stdout is not None
-    assert stub.stdin is not None
+    assert process.stdout is not None
+    assert process.stdin is not None
     try:
-        url = stub.stdout.readline().strip()
+        yield process.stdout.readline().strip()
+    finally:
+        process.stdin.close()
+        process.wait(10)
+        process.stdout.close()
+
+
+def measure(repeats: int = 3) -> dict[str, dict[str, float]]:
+    """Medians of each variant; the variants take turns, so that a busy machine slows all of them."""
+    with stub_endpoint(LATENCY) as url:
         seen: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
         for _ in range(repeats):
             for variant in VARIANTS:
                 seen[variant].append(measure_once(variant, url))
-    finally:
-        stub.stdin.close()
-        stub.wait(10)
-        stub.stdout.close()
     return {v: {name: statistics.median(f[name] for f in runs) for name in runs[0]} for v, runs in seen.items()}
 
 

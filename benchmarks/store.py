@@ -15,8 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -120,25 +119,6 @@ def timed(method: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
     return call
 
 
-@contextmanager
-def stub() -> Iterator[str]:
-    """The address of an endpoint that answers immediately."""
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "stub_endpoint.py"), "--latency", str(LATENCY)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdin is not None
-    try:
-        yield process.stdout.readline().strip()
-    finally:
-        process.stdin.close()
-        process.wait(10)
-        process.stdout.close()
-
-
 def run_short(folder: Path, url: str) -> dict[str, float]:
     write_project(folder, url, SHORT)
     started = time.time()
@@ -187,7 +167,7 @@ def quickstart(folder: Path) -> dict[str, float]:
 def report() -> str:
     """The table for RESULTS.md."""
     folders = [TemporaryDirectory() for _ in range(3)]
-    with stub() as url:
+    with collect.stub_endpoint(LATENCY) as url:
         short, long = run_short(Path(folders[0].name), url), run_long(Path(folders[1].name), url)
     played = quickstart(Path(folders[2].name))
     for folder in folders:

@@ -643,7 +643,7 @@ def test_a_secret_that_cannot_be_recognised_is_hidden_by_its_key(
         assert warnings == []
     else:
         (warning,) = warnings
-        problem = "a secret of fewer than 8 characters, or a number, cannot be told apart from other text"
+        problem = "a secret that is a number or shorter than 8 characters is hidden only where settings are shown"
         assert f"config.yml: {named}: {problem}" in warning
 
 

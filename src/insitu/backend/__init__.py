@@ -30,7 +30,8 @@ class BackendOptions:
     checkpoints (None: a temporary folder). `max_length`, `max_batch` and `threads` default to values that suit the
     model. `log_samples` is a file that gets a JSON line per completion. The process stops when `parent_pid` ends. With
     `lora_rank`, jobs without a `lora` block train adapters of that rank instead of all weights.
-    `learner_processes` above 1 train in processes of their own, on `learner_gpus`, by `learner_strategy`.
+    With `learner_processes` above 1, that many processes train instead of the backend's own, on the GPUs
+    `learner_gpus`; `learner_strategy` says whether they divide the weights.
     `keep_last` and `keep_every` say which checkpoints are kept after jobs that do not.
     """
 

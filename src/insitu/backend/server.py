@@ -132,7 +132,7 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
 
 
 def _rank_group(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> RankGroup | None:
-    """None if this process trains. Raises BackendError if the GPUs do not suffice."""
+    """None if this process trains. Raises BackendError if the options do not fit."""
     if options.learner_processes == 1:
         return None
     try:
@@ -144,14 +144,6 @@ def _rank_group(loaded: LoadedModel, options: BackendOptions, output_dir: Path) 
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise BackendError(f"learner: {first['msg'].removeprefix('Value error, ')}") from None
-    import torch
-
-    devices = torch.cuda.device_count()
-    if loaded.device.type == "cuda" and max(settings.gpus or [settings.processes - 1]) >= devices:
-        raise BackendError(
-            f"learner.processes is {settings.processes} on the GPUs {settings.gpus or 'from 0'}, but torch finds "
-            f"{devices} CUDA device(s)"
-        )
     return RankGroup(settings, loaded, output_dir)
 
 

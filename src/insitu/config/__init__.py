@@ -32,8 +32,8 @@ _COMPONENT_SECTIONS = tuple(kind for kind in reg.KINDS if not kind.section.start
 _SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
 _SECRET = re.compile(r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$", re.IGNORECASE)
 _UNRECOGNISED = (
-    "{file}: {keys}: a secret of fewer than 8 characters, or a number, cannot be told apart from other text: it is "
-    "hidden where settings are shown, but not in logs, files and messages. Use a longer one"
+    "{file}: {keys}: a secret that is a number or shorter than 8 characters is hidden only where settings are shown; "
+    "it cannot be recognised in logs, files and messages. Use a longer one"
 )
 
 

@@ -64,7 +64,7 @@ class Learner:
 
     The latest checkpoint (before the first: the loaded model) is the authoritative state. A failed or canceled job
     drops the state in memory, and the next job restores it from there. The loaded module is never modified. `lora`
-    applies to jobs without a `lora` block. With a `group`, other processes train; in one of those, `ranks` are they.
+    applies to jobs without a `lora` block. With a `group`, other processes train; `ranks` are set in those.
     """
 
     def __init__(
@@ -316,8 +316,11 @@ class Learner:
                     key: shards_like(value, parameter) if value.shape == parameter.shape else value.to(parameter.device)
                     for key, value in moments.items()
                 }
-        reference = lambda: self._reference  # noqa: E731
-        return TrainState(policy, forward, optimizer, self._compute_logprobs, self._workers, reference, self._ranks)
+        return TrainState(
+            *(policy, forward, optimizer, self._compute_logprobs, self._workers),
+            reference=lambda: self._reference,
+            ranks=self._ranks,
+        )
 
     def _check_files(self) -> None:
         """Raises BackendError if a file of the latest checkpoint is damaged; hashing takes seconds per GB."""

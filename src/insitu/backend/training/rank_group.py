@@ -18,6 +18,8 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from insitu.backend.model import LoadedModel
 from insitu.backend.training.batches import Row
 from insitu.backend.training.optimizer_loop import Progress
@@ -35,9 +37,14 @@ RESTORED = "the weights from before the job were restored"
 
 
 class RankGroup:
-    """The processes of `options.processes` ranks. All methods run in the compute thread."""
+    """The processes of `options.processes` ranks. `train` runs in the compute thread, `close` also after that ended."""
 
     def __init__(self, options: LearnerOptions, loaded: LoadedModel, output_dir: Path) -> None:
+        """Raises BackendError if there are not enough GPUs."""
+        devices, gpus = torch.cuda.device_count(), options.gpus or range(options.processes)
+        if loaded.device.type == "cuda" and max(gpus) >= devices:
+            needed = ", ".join(map(str, gpus))
+            raise BackendError(f"learner: the processes need the GPUs {needed}, but torch finds {devices} GPUs")
         self._options = options
         self._loaded = loaded
         self._folder = output_dir / "learner"
@@ -128,10 +135,15 @@ class RankGroup:
                 with contextlib.suppress(TimeoutError):
                     self._connection, _ = listener.accept()
         self._connection.settimeout(POLL_SECONDS)
-        while (message := self._receive()) is None or "ready" not in message:
-            if message is not None and not compare_digest(str(message.get("token")), token):
-                raise BackendError("a process that is no rank has connected to the learner's port")
+        first = yield from self._wait_for_message()
+        if not compare_digest(str(first.get("token")), token):
+            raise JobFailed("another process has connected to the port of the learner's processes")
+        yield from self._wait_for_message()  # that all have loaded the model
+
+    def _wait_for_message(self) -> Generator[None, None, dict[str, Any]]:
+        while (message := self._receive()) is None:
             yield None
+        return message
 
     def _strategy(self, lora: LoRASettings | None) -> str:
         """Adapters are small, and sharding them leaves some untrained in other libraries: they are never sharded."""

@@ -8,7 +8,6 @@ trained version, or with the reason why the job failed.
 """
 
 import json
-import logging
 import os
 import socket
 import sys
@@ -25,8 +24,6 @@ from insitu.backend.training.row_file import TOKEN_VARIABLE, read_rows
 from insitu.checkpoint_files import JobRecord
 from insitu.errors import InsituError, JobFailed
 from insitu.schemas.training_jobs import TrainingSettings
-
-logger = logging.getLogger(__name__)
 
 
 class _Server:
