@@ -30,14 +30,42 @@ from insitu.schemas.training_jobs import LearnerOptions, LoRASettings, TrainingS
 
 LORA = LoRASettings(rank=4, alpha=8)
 JOBS, TOLERANCE = 3, 1e-6
+LOSSES: dict[str, dict[str, Any]] = {
+    f"{objective}-{level}-{mode}": {
+        "objective": objective,
+        "importance_sampling_level": level,
+        "loss_agg_mode": mode,
+        "loss_scale_factor": 50.0 if mode == "constant" else None,
+    }
+    for objective in ("clip", "cispo")
+    for level in ("token", "sequence")
+    for mode in ("token", "sequence", "constant")
+}
+# beta 0.5: IPO's loss is the squared distance of a log-ratio to 1 / (2 beta), and a large one magnifies rounding.
+PREFERENCES: dict[str, dict[str, Any]] = {
+    f"{kind}-{'mean' if average else 'sum'}": {
+        "method": "dpo",
+        "dpo": {"loss_type": kind, "average_logprobs": average, "beta": 0.5},
+    }
+    for kind in ("sigmoid", "ipo", "hinge", "robust")
+    for average in (False, True)
+}
 CASES: dict[str, dict[str, Any]] = {
-    "grpo": {},
-    "two passes in steps": {"num_iterations": 2, "mini_batch_size": 4},
-    "kl": {"kl": {"beta": 0.1}},
-    "dpo": {"method": "dpo", "num_iterations": 2, "mini_batch_size": 4},
-    "kto": {"method": "kto"},
+    **LOSSES,
+    "rollout": {"old_logprobs": "rollout", "clip_low": 0.1},
+    "truncated": {"truncated_importance": 1.5, "dual_clip": 3.0},
+    "kl-k1": {"kl": {"beta": 0.1, "estimator": "k1"}},
+    "kl-k3": {"kl": {"beta": 0.1}},
+    **PREFERENCES,
+    "dpo-job_start": {
+        "method": "dpo",
+        "dpo": {"reference": "job_start", "sft_loss_weight": 0.5, "label_smoothing": 0.1},
+    },
+    "kto": {"method": "kto", "kto": {"undesirable_weight": 0.5}},
+    "kto-job_start": {"method": "kto", "kto": {"reference": "job_start"}},
     "sft": {"method": "sft"},
 }
+IN_STEPS = {"num_iterations": 2, "mini_batch_size": 4}
 
 
 @pytest.fixture(scope="module")
@@ -101,23 +129,33 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
     return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
 
 
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def shared_group(request: pytest.FixtureRequest, model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A group that trains the policies of many tests."""
+    folder = tmp_path_factory.mktemp("ranks")
+    group = RankGroup(LearnerOptions(processes=2), model, folder)
+    yield request.param, group
+    group.close()
+    assert f'"strategy": "{request.param}"' in (folder / "learner/order.json").read_text()
+
+
+@pytest.mark.parametrize("steps", [{}, IN_STEPS], ids=["one step", "two passes"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_train_as_one_process(
-    model: LoadedModel, tmp_path: Path, groups: list[RankGroup], strategy: str, case: dict[str, Any]
+    model: LoadedModel, tmp_path: Path, shared_group: tuple[str, RankGroup], case: dict[str, Any], steps: dict[str, Any]
 ) -> None:
-    settings = case | ({"lora": LORA} if strategy == "ddp" else {})
-    alone, together = Learner(model, tmp_path / "alone"), ranked(model, tmp_path / "ranks", groups)
+    """In the second job, one rank has all rows."""
+    strategy, group = shared_group
+    settings = case | steps | ({"lora": LORA} if strategy == "ddp" else {})
+    alone, together = Learner(model, tmp_path / "alone"), Learner(model, tmp_path / "ranks", group=group)
     for job in range(JOBS):
-        expected, got = run(alone, job, **settings), run(together, job, **settings)
+        expected, got = (run(learner, job, few=job == 1, **settings) for learner in (alone, together))
+        assert got.metrics.keys() == expected.metrics.keys()
         for name in ("loss", "grad_norm", "entropy"):
             assert got.metrics[name] == pytest.approx(expected.metrics[name], abs=TOLERANCE, rel=TOLERANCE), name
-        assert got.metrics.keys() == expected.metrics.keys()
         assert difference(saved(got.checkpoint), saved(expected.checkpoint)) < TOLERANCE
         ours, theirs = (dict(v.module.named_parameters()) for v in (got, expected) if v.module is not None)
         assert difference(ours, theirs) < TOLERANCE
-    order = (tmp_path / "ranks/learner/order.json").read_text()
-    assert f'"strategy": "{strategy}"' in order
 
 
 def test_a_rank_without_rows(model: LoadedModel, tmp_path: Path, groups: list[RankGroup]) -> None:
