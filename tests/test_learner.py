@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,15 @@ import torch
 from factories import disk_space
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
+from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM
 
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.training.batches import Packer, Row, collate, optimizer_steps
 from insitu.backend.training.learner import Learner
 from insitu.backend.training.learners import Learners
-from insitu.backend.training.logprobs import LogprobComputer
+from insitu.backend.training.logprobs import LogprobComputer, PolicyForward
 from insitu.backend.training.optimizer_loop import learning_rate
+from insitu.backend.training.policy import build_policy
 from insitu.checkpoint_files import read_record, write_record
 from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
@@ -217,6 +220,47 @@ def test_the_size_of_micro_batches_changes_nothing(llama, tmp_path, loss_agg_mod
     for end in ends[1:]:
         for key in ("loss", "kl", "grad_norm", "entropy"):
             assert end.metrics[key] == pytest.approx(ends[0].metrics[key], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("lora", [None, LORA, LORA | {"dropout": 0.2}], ids=["all", "lora", "dropout"])
+def test_recomputed_activations_change_nothing(llama, tmp_path, lora):
+    rows = make_rows(llama.module, 16)
+    kept, recomputed = (
+        train(Learner(llama, tmp_path / str(on)), rows, lora=lora, mini_batch_size=4, gradient_checkpointing=on)[0]
+        for on in (False, True)
+    )
+    ours, theirs = (dict(version.module.named_parameters()) for version in (recomputed, kept))
+    assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-6
+    assert not any(module.training for module in recomputed.module.modules())
+
+
+def test_recomputed_activations_are_not_kept(llama):
+    policy, kept = build_policy(llama, None, seed=0), {False: 0, True: 0}
+    forward = PolicyForward(policy.module, LogprobComputer(llama))
+    batch = Packer(make_rows(llama.module, 4), share_prompts=False).collate([0, 1, 2, 3], llama.device)
+    for recomputes in kept:
+        policy.checkpoint_activations(recomputes)
+        saved = {}
+
+        def pack(tensor, saved=saved):
+            saved[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            forward(batch)
+        weights = {parameter.data_ptr() for parameter in policy.module.parameters()}
+        kept[recomputes] = sum(size for pointer, size in saved.items() if pointer not in weights)
+    assert kept[True] < 0.5 * kept[False]
+
+
+def test_a_model_whose_activations_cannot_be_recomputed_is_refused(llama, tmp_path):
+    config = GPTNeoXJapaneseConfig(
+        vocab_size=llama.vocab_size, hidden_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    module = GPTNeoXJapaneseForCausalLM(config).eval().requires_grad_(False)
+    learner = Learner(replace(llama, module=module), tmp_path)
+    with pytest.raises(RequestRefused, match=r"gradient_checkpointing is true, but .* for GPTNeoXJapaneseForCausalLM"):
+        learner.verify(TrainingSettings(gradient_checkpointing=True))
 
 
 def test_a_row_of_no_advantage_and_no_penalty_trains_nothing(llama, tmp_path):

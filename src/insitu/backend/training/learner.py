@@ -185,8 +185,8 @@ class Learner:
         self.check(settings)
         lora = self._adapters(settings)
         try:
-            if lora is not None and not self._lora_fixed:
-                build_policy(self.loaded, lora, settings.seed)
+            if (lora is not None and not self._lora_fixed) or settings.gradient_checkpointing:
+                build_policy(self.loaded, lora, settings.seed).checkpoint_activations(settings.gradient_checkpointing)
             if settings.reference == "initial":
                 _ = self._reference
             if self._state is None:  # else the next job continues from memory
@@ -276,6 +276,7 @@ class Learner:
             yield from in_another_thread(self._check_files, lambda _: None)
             self._state = self._restore(settings)
         state = self._state
+        state.policy.checkpoint_activations(settings.gradient_checkpointing)
         for group in state.optimizer.param_groups:
             group["betas"] = settings.betas
             group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0

@@ -155,9 +155,10 @@ class OptimizerLoop:
         self._plan = optimizer_steps(rows, settings)
         self._objective = build_objective(settings, rows, self._plan, state.policy.loaded.max_length)
         self._rows = self._objective.rows
-        # A shared prompt is a forward pass more, and sharded ranks must run equally many.
-        share_prompts = self._objective.shares_prompts and not state.ranks.shards_weights
-        share_prompts = share_prompts and state.compute_logprobs.can_share_prompts
+        # A shared prompt is a forward pass more, and sharded ranks must run equally many; recomputing a layer would add
+        # to the keys and values of the prompt again.
+        share_prompts = self._objective.shares_prompts and not settings.gradient_checkpointing
+        share_prompts = share_prompts and not state.ranks.shards_weights and state.compute_logprobs.can_share_prompts
         self._packer = Packer(self._rows, share_prompts=share_prompts)
         self._dropout = random.Random(f"{settings.seed}|{settings.schedule_range}")
         self._device = state.policy.loaded.device

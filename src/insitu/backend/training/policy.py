@@ -6,6 +6,7 @@ A checkpoint folder is a model that `insitu backend --model` loads, plus the sta
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from insitu.backend.model import LoadedModel, complete_model, first_not_finite, quiet_peft, wrap_errors
 from insitu.backend.training.batches import Row
@@ -25,6 +27,7 @@ from insitu.errors import BackendError, JobFailed
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
 _PROBED_TOKENS = 64
+_recompute = functools.partial(checkpoint, use_reentrant=False)
 
 
 @dataclass
@@ -59,6 +62,19 @@ class TrainablePolicy:
             finally:
                 for layer in layers:
                     layer.eval()
+
+    def checkpoint_activations(self, enabled: bool) -> None:
+        """Whether the backward pass recomputes the activations of each layer. Raises BackendError if it cannot."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers = [layer for layer in self.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        if enabled and not layers:
+            model = type(self.loaded.module).__name__
+            raise BackendError(f"gradient_checkpointing is true, but transformers does not support it for {model}")
+        for layer in layers:
+            layer.gradient_checkpointing = enabled
+            layer._gradient_checkpointing_func = _recompute
+            layer.training = enabled  # of this module only: dropout within it stays off
 
     def served(self) -> nn.Module:
         """A frozen copy in the dtypes of the loaded model, sharing its untrained tensors."""
