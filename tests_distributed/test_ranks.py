@@ -63,6 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
     "kto": {"method": "kto", "kto": {"undesirable_weight": 0.5}},
     "kto-job_start": {"method": "kto", "kto": {"reference": "job_start"}},
     "sft": {"method": "sft"},
+    "recomputed": {"gradient_checkpointing": True},
 }
 IN_STEPS = {"num_iterations": 2, "mini_batch_size": 4}
 
