@@ -26,7 +26,7 @@ from insitu.backend.protocols.native.uploads import Limits, read_job
 from insitu.backend.protocols.openai.chat import ChatRequest
 from insitu.backend.training.jobs import TrainingQueue
 from insitu.backend.training.learner import Learner
-from insitu.backend.training.policy import write_training_state
+from insitu.backend.training.optimizer_file import write_optimizer
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import TrainingRow
 
@@ -588,9 +588,9 @@ async def test_sampling_continues_while_a_checkpoint_is_written(loaded, tmp_path
         while steps[0] < before + 3 and time.monotonic() < deadline:
             time.sleep(0.001)
         continued.append(steps[0] >= before + 3)
-        write_training_state(*args)
+        write_optimizer(*args)
 
-    monkeypatch.setattr("insitu.backend.training.learner.write_training_state", write)
+    monkeypatch.setattr("insitu.backend.training.learner.write_optimizer", write)
     async with serving(loaded, tmp_path) as backend:
         backend.compute.sampling_step = sampling_step
         _, job = await backend.post(lines([row()]))
@@ -607,11 +607,11 @@ async def test_a_job_that_is_canceled_while_its_checkpoint_is_written_leaves_non
             (job,) = backend.jobs._jobs.values()
             while not job.task.cancelling():
                 time.sleep(0.001)
-            write_training_state(*args)
+            write_optimizer(*args)
 
         loop = asyncio.get_running_loop()
         with monkeypatch.context() as patch:
-            patch.setattr("insitu.backend.training.learner.write_training_state", write)
+            patch.setattr("insitu.backend.training.learner.write_optimizer", write)
             _, job = await backend.post(lines([row()]))
             await writing.wait()
             _, state = await backend.post(path=f"{JOBS}/{job['id']}/cancel")

@@ -116,8 +116,10 @@ def groups(model: LoadedModel, tmp_path: Path) -> Iterator[list[RankGroup]]:
         group.close()
 
 
-def ranked(model: LoadedModel, folder: Path, groups: list[RankGroup], **options: Any) -> Learner:
-    groups.append(RankGroup(LearnerOptions(processes=2, **options), model, folder))
+def ranked(
+    model: LoadedModel, folder: Path, groups: list[RankGroup], processes: int = 2, strategy: Any = "auto"
+) -> Learner:
+    groups.append(RankGroup(LearnerOptions(processes=processes, strategy=strategy), model, folder))
     learner = Learner(model, folder, group=groups[-1])
     learner.resume()
     return learner
@@ -173,7 +175,7 @@ def test_a_rank_without_rows(model: LoadedModel, tmp_path: Path, groups: list[Ra
 def test_training_continues_with_another_number_of_ranks(
     model: LoadedModel, tmp_path: Path, groups: list[RankGroup], strategy: str
 ) -> None:
-    """Two ranks, then one process, then two ranks again; the checkpoint loads in transformers."""
+    """Two ranks, then one process, then three ranks; the checkpoint loads in transformers."""
     settings = {"lora": LORA} if strategy == "ddp" else {}
     alone = Learner(model, tmp_path / "alone")
     expected = [run(alone, job, **settings) for job in range(JOBS)][-1]
@@ -181,7 +183,7 @@ def test_training_continues_with_another_number_of_ranks(
     single = Learner(model, tmp_path / "ranks")
     single.resume()
     run(single, 1, **settings)
-    got = run(ranked(model, tmp_path / "ranks", groups), 2, **settings)
+    got = run(ranked(model, tmp_path / "ranks", groups, processes=3), 2, **settings)
     assert got.version == JOBS
     assert difference(saved(got.checkpoint), saved(expected.checkpoint)) < TOLERANCE
     if strategy == "fsdp":

@@ -1,5 +1,6 @@
 """Trains a policy: a job's rows to the next version's weights, ready to serve, and their checkpoint."""
 
+import contextlib
 import functools
 import logging
 import math
@@ -17,17 +18,15 @@ from insitu.backend.compute import in_another_thread
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.training.batches import Row
 from insitu.backend.training.logprobs import LogprobComputer, PolicyForward
+from insitu.backend.training.optimizer_file import check_optimizer, open_optimizer, write_optimizer
 from insitu.backend.training.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers
 from insitu.backend.training.policy import (
     adamw,
     build_policy,
     check_finite,
-    check_optimizer,
     loaded_adapter,
-    read_optimizer,
-    write_training_state,
 )
-from insitu.backend.training.ranks import ALONE, Ranks, TrainsJobs, shards_like, whole
+from insitu.backend.training.ranks import ALONE, Ranks, TrainsJobs
 from insitu.checkpoint_files import (
     OPTIMIZER_FILE,
     JobRecord,
@@ -36,6 +35,7 @@ from insitu.checkpoint_files import (
     expired,
     read_record,
     saved_checkpoints,
+    write_record,
 )
 from insitu.errors import BackendError, JobFailed, RequestRefused
 from insitu.files import delete_drafts, delete_folder, new_folder
@@ -281,7 +281,7 @@ class Learner:
             group["betas"] = settings.betas
             group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
         metrics = (yield from OptimizerLoop(state, settings, rows).run()) if rows else {}
-        served = state.policy.served()
+        served = state.policy.served_by_first(self._ranks)
         self._ranks.on_first(lambda: check_finite(served, settings, rows))
         metrics |= {
             "tokens": sum(len(row.positions) for row in rows),
@@ -303,20 +303,19 @@ class Learner:
         folder = self._checkpoints.get(self.version)
         if folder is not None:
             policy.load(folder)
-        saved = read_optimizer(folder or self._origin_folder)
-        if not saved and self._origin.step + self.version:
-            logger.warning("%s has no optimizer state: AdamW starts with new moments", folder or self._origin_folder)
-        policy.overwrite((name, saved[f"weights.{name}"]) for name in policy.trainable if f"weights.{name}" in saved)
-        forward = PolicyForward(policy.module, self._compute_logprobs)
-        self._ranks.shard(policy.module, forward)
-        optimizer = adamw(policy.trainable, self.loaded.device, fused=not self._ranks.shards_weights)
-        for name, parameter in policy.trainable.items():
-            if f"exp_avg.{name}" in saved:
-                moments = {key: saved[f"{key}.{name}"] for key in MOMENTS}
-                optimizer.state[parameter] = {
-                    key: shards_like(value, parameter) if value.shape == parameter.shape else value.to(parameter.device)
-                    for key, value in moments.items()
-                }
+        with open_optimizer(folder or self._origin_folder) as saved:
+            if not saved and self._origin.step + self.version:
+                logger.warning(
+                    "%s has no optimizer state: AdamW starts with new moments", folder or self._origin_folder
+                )
+            masters = {name: f"weights.{name}" for name in policy.trainable}
+            policy.overwrite((name, saved.read(key)) for name, key in masters.items() if key in saved)
+            forward = PolicyForward(policy.module, self._compute_logprobs)
+            self._ranks.shard(policy.module, forward)
+            optimizer = adamw(policy.trainable, self.loaded.device, fused=not self._ranks.shards_weights)
+            for name, parameter in policy.trainable.items():
+                if f"exp_avg.{name}" in saved:
+                    optimizer.state[parameter] = {key: saved.read_part(f"{key}.{name}", parameter) for key in MOMENTS}
         return TrainState(
             *(policy, forward, optimizer, self._compute_logprobs, self._workers),
             reference=lambda: self._reference,
@@ -345,7 +344,8 @@ class Learner:
         dtype = str(self.loaded.dtype).removeprefix("torch.")
         return load_model(self._origin.started_from, str(self.loaded.device), dtype).module
 
-    def _save_checkpoint(self, state: TrainState, served: nn.Module, job: JobRecord) -> Path:
+    def _save_checkpoint(self, state: TrainState, served: nn.Module | None, job: JobRecord) -> Path:
+        """Rank 0 writes the model, all ranks the optimizer state. Raises JobFailed on all of them alike."""
         version = self.version + 1
         target = self._folder_of(version)
         record = TrainingRecord(
@@ -357,22 +357,27 @@ class Learner:
         )
         tensors: dict[str, Tensor] = {}
         for name, parameter in state.policy.trainable.items():
-            tensors |= {f"{key}.{name}": whole(value) for key, value in state.optimizer.state[parameter].items()}
+            tensors |= {f"{key}.{name}": value for key, value in state.optimizer.state[parameter].items()}
             if self.loaded.dtype != torch.float32:
-                tensors[f"weights.{name}"] = whole(parameter.detach())
+                tensors[f"weights.{name}"] = parameter.detach()
 
-        def write() -> None:
-            try:
-                with new_folder(target) as draft:
-                    state.policy.save(draft, served)
-                    for name, content in self._tokenizer_files.items():
-                        (draft / name).write_bytes(content)
-                    write_training_state(draft, record, tensors)
-            except (OSError, SafetensorError) as error:
-                reason = f"the checkpoint {target} cannot be written: {error}"
-                raise JobFailed(f"{reason}; the weights from before the job were restored") from error
+        def write_model() -> Path:
+            draft = folder.enter_context(new_folder(target))
+            assert served is not None  # on rank 0
+            state.policy.save(draft, served)
+            for name, content in self._tokenizer_files.items():
+                (draft / name).write_bytes(content)
+            return draft
 
-        self._ranks.on_first(write)
+        try:
+            with contextlib.ExitStack() as folder:
+                draft = self._ranks.on_first(write_model)
+                write_optimizer(draft, tensors, self._ranks)
+                self._ranks.on_first(lambda: write_record(draft, record))
+                self._ranks.on_first(folder.close)
+        except (OSError, SafetensorError) as error:
+            reason = f"the checkpoint {target} cannot be written: {error}"
+            raise JobFailed(f"{reason}; the weights from before the job were restored") from error
         return target
 
     @functools.cached_property

@@ -14,15 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from insitu.backend.model import LoadedModel, complete_model, first_not_finite, quiet_peft, wrap_errors
 from insitu.backend.training.batches import Row
-from insitu.backend.training.ranks import whole
-from insitu.checkpoint_files import OPTIMIZER_FILE, TrainingRecord, check_optimizer_file, write_record
+from insitu.backend.training.ranks import Ranks, whole
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
@@ -67,7 +65,7 @@ class TrainablePolicy:
         """Whether the backward pass recomputes the activations of each layer. Raises BackendError if it cannot."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        layers = [layer for layer in self.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        layers: list[Any] = [layer for layer in self.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
         if enabled and not layers:
             model = type(self.loaded.module).__name__
             raise BackendError(f"gradient_checkpointing is true, but transformers does not support it for {model}")
@@ -78,13 +76,30 @@ class TrainablePolicy:
 
     def served(self) -> nn.Module:
         """A frozen copy in the dtypes of the loaded model, sharing its untrained tensors."""
-        if self.lora is not None:
-            base, dtypes = self.module, dict.fromkeys(self.trainable, self.loaded.dtype)
-        else:
-            base = self.loaded.module
-            dtypes = {name: p.dtype for name, p in base.named_parameters()}
-        weights = {name: whole(p.detach()).to(dtypes[name], copy=True) for name, p in self.trainable.items()}
+        base, dtypes = self._served_form()
+        weights = {name: p.detach().to(dtypes[name], copy=True) for name, p in self.trainable.items()}
         return replace_weights(base, weights).requires_grad_(False)
+
+    def served_by_first(self, ranks: Ranks) -> nn.Module | None:
+        """`served` on rank 0, None on the others. All ranks must call it.
+
+        Distributed weights are gathered one after the other, into the CPU's memory.
+        """
+        if not ranks.shards_weights:
+            return self.served() if ranks.index == 0 else None
+        base, dtypes = self._served_form()
+        weights = {}
+        for name, parameter in self.trainable.items():
+            gathered = whole(parameter.detach())
+            if ranks.index == 0:
+                weights[name] = gathered.to("cpu", dtypes[name], copy=True)
+        return replace_weights(base, weights).requires_grad_(False).to("cpu") if ranks.index == 0 else None
+
+    def _served_form(self) -> tuple[nn.Module, dict[str, torch.dtype]]:
+        """The module whose other tensors are served, and the dtypes of the trained ones."""
+        if self.lora is not None:
+            return self.module, dict.fromkeys(self.trainable, self.loaded.dtype)
+        return self.loaded.module, {name: p.dtype for name, p in self.loaded.module.named_parameters()}
 
     def save(self, folder: Path, served: nn.Module) -> None:
         """Saves adapters in float32, full weights in the served dtype."""
@@ -209,27 +224,6 @@ def check_finite(module: Any, settings: TrainingSettings, rows: Sequence[Row]) -
         )
 
 
-def read_optimizer(folder: Path) -> dict[str, Tensor]:
-    """The optimizer state; empty if there is none."""
-    path = folder / OPTIMIZER_FILE
-    return _load_tensors(path) if path.is_file() else {}
-
-
-def check_optimizer(folder: Path, *, required: bool) -> None:
-    """Raises BackendError if the optimizer state is damaged, or is missing and `required`."""
-    check_optimizer_file(folder, required=required)
-    path = folder / OPTIMIZER_FILE
-    if path.is_file():
-        with wrap_errors(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
-            file.keys()
-
-
 def _load_tensors(path: Path) -> dict[str, Tensor]:
     with wrap_errors(f"{path} cannot be read"):
         return load_file(path)
-
-
-def write_training_state(folder: Path, record: TrainingRecord, optimizer: dict[str, Tensor]) -> None:
-    """Completes a checkpoint whose model has been saved."""
-    save_file(optimizer, folder / OPTIMIZER_FILE)
-    write_record(folder, record)

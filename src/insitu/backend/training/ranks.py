@@ -47,6 +47,10 @@ class Ranks:
         """Calls it on rank 0 only, and returns its result on all. An exception is raised on all."""
         return function()
 
+    def on_each(self, function: Callable[[], object]) -> None:
+        """Calls it on every rank. An exception is raised on all."""
+        function()
+
     def shard(self, module: nn.Module, root: nn.Module) -> None:
         """Distributes the weights of `module` over the ranks, if that is the strategy.
 
@@ -111,6 +115,17 @@ class ProcessGroup(Ranks):
         result: T = outcome[0]
         return result
 
+    def on_each(self, function: Callable[[], object]) -> None:
+        error = None
+        try:
+            function()
+        except Exception as raised:  # raised below, on all ranks
+            error = raised
+        errors: list[Exception | None] = [None] * self.count
+        self._dist.all_gather_object(errors, error)
+        if (first := next(filter(None, errors), None)) is not None:
+            raise first
+
     def shard(self, module: nn.Module, root: nn.Module) -> None:
         if not self.shards_weights:
             return
@@ -127,18 +142,12 @@ class ProcessGroup(Ranks):
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether the ranks hold parts of it: it is a DTensor, whose import takes long."""
+    return hasattr(tensor, "full_tensor")
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The tensor with the parts of all ranks, which all must ask for."""
-    full_tensor = getattr(tensor, "full_tensor", None)  # of a DTensor, whose import takes long
-    result: Tensor = tensor if full_tensor is None else full_tensor()
+    result: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return result
-
-
-def shards_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that is to be distributed as `like` is."""
-    if not hasattr(like, "full_tensor"):
-        return tensor.to(like.device)
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(like, DTensor)
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
