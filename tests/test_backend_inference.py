@@ -25,8 +25,8 @@ from tokenizers.processors import TemplateProcessing
 from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.engine import Engine
+from insitu.backend.inference.sampler import OutputDelta
 from insitu.backend.inference.sampling import GenerationRequest, SamplingParams
-from insitu.backend.inference.scheduler import OutputDelta
 from insitu.backend.inference.tokenizer import ChatTokenizer, IncrementalDetokenizer, StopChecker
 from insitu.backend.model import load_model
 from insitu.backend.protocols.openai.chat import (

@@ -18,7 +18,8 @@ from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralFo
 
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.cache import Chunk, PrefixCache
-from insitu.backend.inference.engine import Engine, WeightVersion
+from insitu.backend.inference.engine import Engine
+from insitu.backend.inference.sampler import OutputDelta, WeightVersion
 from insitu.backend.inference.sampling import (
     GenerationRequest,
     SamplingMetadata,
@@ -27,7 +28,7 @@ from insitu.backend.inference.sampling import (
     sample,
     uniforms,
 )
-from insitu.backend.inference.scheduler import EngineOptions, OutputDelta
+from insitu.backend.inference.scheduler import EngineOptions
 from insitu.backend.model import load_model
 from insitu.errors import BackendError, RequestRefused
 
@@ -217,7 +218,7 @@ async def test_requests_under_way_finish_with_the_weights_they_began_with(folder
         reference = pairs((await engine.complete(asks([5, 6, 7], [params(1, 200)])))[0])
         under_way = asyncio.ensure_future(engine.complete(asks([5, 6, 7], [params(1, 200)])))
         await asyncio.sleep(0.03)
-        await engine._compute.call(engine.publish, changed, 1)
+        await engine.publish(WeightVersion(1), changed)
         after = (await engine.complete(asks([5, 6, 7], [params(1, 200)])))[0]
         before = (await under_way)[0]
         again = (await engine.complete(asks([5, 6, 7], [params(1, 200)]), WeightVersion(0)))[0]
@@ -234,7 +235,7 @@ async def test_lanes_of_old_weights_are_dropped(folders):
 
     async with running(folders["llama"], load_version=load_version, kept_versions=2) as engine:
         for version in (1, 2, 3, 4):
-            await engine._compute.call(engine.publish, engine._loaded.module, version)
+            await engine.publish(WeightVersion(version), engine._loaded.module)
         for version in (0, 1, 2, 3):
             assert (await engine.complete(asks([1], [params(0, 2)]), WeightVersion(version)))[0].version == version
         await engine.complete(asks([1], [params(0, 2)]))
@@ -257,19 +258,19 @@ async def test_lineages_share_the_start_and_nothing_else(folders):
         start = pairs((await engine.complete(asked))[0])
         assert pairs((await engine.complete(asked, WeightVersion(None, "a")))[0]) == start
         assert len(engine._schedulers) == 1
-        await engine._compute.call(engine.publish, changed, 1, "a")
-        await engine._compute.call(engine.publish, engine._loaded.module, 1, "b")
+        await engine.publish(WeightVersion(1, "a"), changed)
+        await engine.publish(WeightVersion(1, "b"), engine._loaded.module)
         newest = (await engine.complete(asked, WeightVersion(None, "a")))[0]
         assert (newest.version, engine.version) == (1, 0)
         assert pairs(newest) == pairs((await engine.complete(asked, WeightVersion(1, "a")))[0]) != start
         for weights in (WeightVersion(0, "a"), WeightVersion(None, "b"), WeightVersion()):
             assert pairs((await engine.complete(asked, weights))[0]) == start
-        await engine._compute.call(engine.publish, changed, 1)
+        await engine.publish(WeightVersion(1), changed)
         assert set(engine._schedulers) == {WeightVersion(1), WeightVersion(1, "a"), WeightVersion(1, "b")}
         assert (
             pairs((await engine.complete(asked, WeightVersion(None, "c")))[0]) == start
         )  # from the loaded model again
-        await engine._compute.call(engine.retire, WeightVersion(None, "a"))
+        await engine.retire(WeightVersion(None, "a"))
         assert set(engine._schedulers) == {WeightVersion(0), WeightVersion(1), WeightVersion(1, "b")}
 
 

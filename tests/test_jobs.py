@@ -19,6 +19,7 @@ from tiny_models import byte_tokenizer, save_tiny_model
 
 from insitu.backend.compute import ComputeThread
 from insitu.backend.http import EXCEPTION_HANDLERS
+from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.model import load_model
 from insitu.backend.protocols.native import job_routes
@@ -51,7 +52,12 @@ async def serving(loaded, folder):
     learner = Learner(loaded, folder)
     learner.resume()
     published: list[int] = []
-    jobs = TrainingQueue(learner, compute, lambda module, version, policy: published.append(version), folder)
+
+    async def publish(weights: WeightVersion, module: torch.nn.Module | None) -> None:
+        assert weights.version is not None
+        published.append(weights.version)
+
+    jobs = TrainingQueue(learner, compute, publish, folder)
     app = Starlette(
         routes=job_routes(
             jobs,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiny_models import save_tiny_model
 
 from insitu.backend import BackendOptions
-from insitu.backend.inference.engine import WeightVersion
+from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.inference.sampling import GenerationRequest, SamplingParams
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.server import Backend, create_backend
@@ -144,7 +144,7 @@ async def test_a_version_in_use_is_not_deleted(loaded: LoadedModel, tmp_path: Pa
         for _ in range(2):
             await train(backend)
         request = GenerationRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=200, ignore_eos=True))
-        sampling = asyncio.create_task(backend.engine.complete([request], WeightVersion(1)))
+        sampling = asyncio.create_task(backend.sampler.complete([request], WeightVersion(1)))
         await asyncio.sleep(0)
         job = backend.jobs.submit(None, settings, [row], keep=keep)
         assert job.task is not None

@@ -25,7 +25,9 @@ import insitu
 from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread
 from insitu.backend.http import EXCEPTION_HANDLERS, JSON, AccessGate, ApiRoute, openapi_document
-from insitu.backend.inference.engine import Engine, ModelRegistry, PolicyModels
+from insitu.backend.inference.engine import Engine
+from insitu.backend.inference.model_names import ModelRegistry, PolicyModels
+from insitu.backend.inference.sampler import Sampler, WeightVersion
 from insitu.backend.inference.scheduler import EngineOptions
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.protocols import Services, protocol_routes
@@ -63,7 +65,7 @@ class Backend:
 
     app: ASGIApp
     compute: ComputeThread
-    engine: Engine
+    sampler: Sampler
     jobs: TrainingQueue
     learner: Learner
     group: RankGroup | None
@@ -72,27 +74,26 @@ class Backend:
         """Starts serving the model. Raises BackendError if it is not supported."""
         self.compute.start()
         try:
-            await self.engine.start()
+            await self.sampler.start()
             if self.learner.version:
-                await self.compute.call(self._publish_latest)
-        except BaseException:  # the thread must not outlive a failed start; re-raised
+                await self.sampler.publish(WeightVersion(self.learner.version))
+        except BaseException:  # the thread and other processes must not outlive a failed start; re-raised
+            await self.sampler.close()
             self.compute.close()
             raise
-
-    def _publish_latest(self) -> None:
-        self.engine.publish(self.learner.load_version(self.learner.version), self.learner.version)
 
     async def close(self) -> None:
         """Cancels all jobs and stops the compute thread, each within `GRACE_SECONDS`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.jobs.close(), GRACE_SECONDS)
+        await self.sampler.close()
         self.compute.close(timeout=GRACE_SECONDS)
         if self.group is not None:
             self.group.close()
 
 
 def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> Backend:
-    """Creates engine, learners and the routes of every protocol, not yet started.
+    """Creates sampler, learners and the routes of every protocol, not yet started.
 
     Continues the training in `output_dir`, if it is of this model. Raises RequestRefused if it is of another.
     """
@@ -108,15 +109,15 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
         prefix_bytes=2**31 if on_gpu else 2**28,
         threads=options.threads,
     )
-    engine = Engine(loaded, compute, learners.load_version, limits)
-    retention = functools.partial(apply_retention, engine)
-    jobs = TrainingQueue(learners.default, compute, engine.publish, output_dir, retention)
+    sampler: Sampler = Engine(loaded, compute, learners.load_version, limits)
+    retention = functools.partial(apply_retention, sampler, compute)
+    jobs = TrainingQueue(learners.default, compute, sampler.publish, output_dir, retention, sampler.check)
     models = ModelRegistry(PolicyModels(options.name, lambda: learners.default.versions))
-    services = Services(options, loaded, compute, engine, learners, jobs, models, output_dir)
+    services = Services(options, loaded, compute, sampler, learners, jobs, models, output_dir)
 
     async def health(request: Request) -> Response:
         compute.check_alive()
-        return JSON({"status": "ok", "policy_version": engine.version, "vocab_size": engine.vocab_size})
+        return JSON({"status": "ok", "policy_version": sampler.version, "vocab_size": sampler.vocab_size})
 
     async def openapi(request: Request) -> Response:
         return JSON(openapi_document(routes, insitu.__version__))
@@ -128,7 +129,7 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     ]
     app: ASGIApp = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
     app = AccessGate(app, options.access(), {route.path for route in routes if route.public})
-    return Backend(app, compute, engine, jobs, learners.default, group)
+    return Backend(app, compute, sampler, jobs, learners.default, group)
 
 
 def _rank_group(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> RankGroup | None:

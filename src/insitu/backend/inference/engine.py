@@ -1,9 +1,8 @@
-"""Continuous batching over every weight version in use, and the model names that select one.
+"""The embedded sampler: continuous batching over every weight version in use.
 
     await engine.complete(requests)  ->  inbox  ->  step(): admit, prefill, decode  ->  OutputDelta on the event loop
 
-Weights are identified by policy and version. The policy "" is the backend's own; version 0 of every policy is the
-loaded model. Each version has one or more schedulers, which sample in parallel. Publishing weights opens schedulers for
+Each version has one or more schedulers, which sample in parallel. Publishing weights opens schedulers for
 them; idle ones are dropped with their weights unless the version is the latest of its policy or among the few older
 ones that were requested recently.
 """
@@ -16,18 +15,27 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from insitu.backend.compute import ComputeThread, call_in_loop, set_outcome
 from insitu.backend.inference.runner import BatchShapes, check_supported
+from insitu.backend.inference.sampler import (
+    LATEST,
+    OutputDelta,
+    WeightVersion,
+    canonical,
+    check_in_flight,
+    eos_token_ids,
+)
 from insitu.backend.inference.sampling import GenerationRequest
-from insitu.backend.inference.scheduler import EngineOptions, OutputDelta, Scheduler, SequenceState
-from insitu.backend.inference.tokenizer import ChatTokenizer, IncrementalDetokenizer, StopChecker
+from insitu.backend.inference.scheduler import EngineOptions, Scheduler, SequenceState
+from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.model import LoadedModel
-from insitu.errors import BackendError, RequestRefused
+from insitu.errors import BackendError
+from insitu.schemas.training_jobs import LoRASettings
 
 Result = tuple[SequenceState, OutputDelta | BaseException]
 
@@ -42,16 +50,6 @@ MAX_SCHEDULERS = 4
 """Per weight version; more would wait for the interpreter's lock."""
 PREFIX_AFFINITY = 8
 """A scheduler that holds a request's prompt prefix is preferred while it has at most this many more requests."""
-
-
-class WeightVersion(NamedTuple):
-    """A version of a policy's weights; None is the latest."""
-
-    version: int | None = None
-    policy: str = ""
-
-
-LATEST = WeightVersion()
 
 
 class Engine:
@@ -105,7 +103,17 @@ class Engine:
             self._pool = ThreadPoolExecutor(workers, "insitu-sampling", torch.set_num_threads, (1,))
         check_supported(module)
         self._shapes = BatchShapes(module, options.max_batch, options.prefill_tokens, options.max_length)
-        self.publish(module, 0)
+        self._publish(WeightVersion(0), module)
+
+    async def close(self) -> None:
+        """The compute thread is closed by its owner."""
+
+    def check(self, lora: LoRASettings | None) -> None:
+        """Whatever can be trained can be served."""
+
+    @property
+    def max_length(self) -> int:
+        return self.options.max_length
 
     @property
     def version(self) -> int:
@@ -118,20 +126,28 @@ class Engine:
         waiting = sum(len(sequences) for sequences, _ in tuple(self._inbox))
         return sum(len(scheduler.sequences) for scheduler in self._all_schedulers()), waiting
 
-    def publish(self, module: nn.Module, version: int, policy: str = "") -> None:
-        """Serves these weights from the next request on; in-flight requests keep theirs. Runs in the compute thread."""
-        self._open(module, _canonical(version, policy))
-        self._latest[policy] = version
+    async def publish(self, weights: WeightVersion, module: nn.Module | None = None) -> None:
+        """Serves these weights from the next request on; in-flight requests keep theirs."""
+        await self._compute.call(self._publish, weights, module)
+
+    def _publish(self, weights: WeightVersion, module: nn.Module | None) -> None:
+        assert weights.version is not None
+        self._open(module if module is not None else self._load_version(weights), canonical(*weights))
+        self._latest[weights.policy] = weights.version
         self._drop_idle()
 
-    def versions_in_use(self, policy: str) -> set[int]:
-        """The versions of a policy that unfinished requests sample from. Runs in the compute thread."""
-        running = [w for w, group in self._schedulers.items() if any(scheduler.sequences for scheduler in group)]
-        waiting = [weights for _, weights in tuple(self._inbox)]
-        return {w.version for w in (*running, *waiting) if w.policy == policy and w.version is not None}
+    async def versions_in_use(self, policy: str) -> set[int]:
+        def read() -> set[int]:
+            running = [w for w, group in self._schedulers.items() if any(scheduler.sequences for scheduler in group)]
+            waiting = [weights for _, weights in tuple(self._inbox)]
+            return {w.version for w in (*running, *waiting) if w.policy == policy and w.version is not None}
 
-    def retire(self, weights: WeightVersion) -> None:
-        """Stops serving a version (None: the whole policy) that was deleted. Runs in the compute thread."""
+        return await self._compute.call(read)
+
+    async def retire(self, weights: WeightVersion) -> None:
+        await self._compute.call(self._retire, weights)
+
+    def _retire(self, weights: WeightVersion) -> None:
         for each in list(self._recent):
             if each.policy == weights.policy and weights.version in (None, each.version):
                 del self._recent[each]
@@ -142,7 +158,6 @@ class Engine:
     async def complete(
         self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
     ) -> list[OutputDelta]:
-        """One completion per request, all by the same weights."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[OutputDelta]] = [loop.create_future() for _ in requests]
         notify = [functools.partial(set_outcome, future) for future in futures]
@@ -151,16 +166,12 @@ class Engine:
             outputs = await asyncio.gather(*futures)
         self.num_completed += len(outputs)
         for output, sequence in zip(outputs, sequences, strict=True):
-            if sequence.detokenizer is None:
-                ids = [token.id for token in output.tokens]
-                # The token that ended the turn is not part of the text, whether it is a special token or not.
-                output.text = self.tokenizer.decode(ids[:-1] if output.finish_reason == "stop" else ids)
+            sequence.add_text(output, self.tokenizer)
         return outputs
 
     async def stream(
         self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
     ) -> AsyncIterator[tuple[int, OutputDelta]]:
-        """Like `complete`, but yields (choice index, delta) as tokens are sampled."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, OutputDelta | BaseException]] = asyncio.Queue()
 
@@ -187,13 +198,11 @@ class Engine:
 
         Raises RequestRefused (429) if too many sequences are waiting already.
         """
-        if (waiting := len(self._in_flight)) >= self.options.max_in_flight:
-            raise RequestRefused(f"{waiting} completions are waiting already", status=429, code="queue_full")
+        check_in_flight(len(self._in_flight), self.options.max_in_flight)
         for sequence in sequences:
             sequence.loop = loop
             if sequence.streamed or sequence.params.stop:
-                sequence.detokenizer = IncrementalDetokenizer(self.tokenizer)
-                sequence.stop_checker = StopChecker(sequence.params.stop)
+                sequence.detokenize(self.tokenizer)
         self._in_flight.update(dict.fromkeys(sequences))
         self._inbox.append((sequences, weights))
         self._compute.wake()
@@ -244,7 +253,7 @@ class Engine:
 
     def _schedulers_for(self, weights: WeightVersion) -> list[Scheduler]:
         version = self._latest.get(weights.policy, 0) if weights.version is None else weights.version
-        weights = _canonical(version, weights.policy)
+        weights = canonical(version, weights.policy)
         if not self._is_latest(weights):
             self._recent[weights] = None
             self._recent.move_to_end(weights)
@@ -263,7 +272,7 @@ class Engine:
     def _open(self, module: nn.Module, weights: WeightVersion) -> None:
         if self._shapes is None:
             raise BackendError("weights were published before the engine was started")
-        assert weights.version is not None  # see _canonical
+        assert weights.version is not None  # see `canonical`
         parts = module, weights.version, self._shapes, self.tokenizer, self.options
         self._schedulers[weights] = [Scheduler(*parts) for _ in range(self._schedulers_per_version)]
 
@@ -293,84 +302,6 @@ class Engine:
             call_in_loop(loop, _notify_all, batch)
 
 
-def _canonical(version: int, policy: str) -> WeightVersion:
-    """Version 0 of every policy is the loaded model."""
-    return WeightVersion(version, policy if version else "")
-
-
-def eos_token_ids(module: nn.Module) -> set[int]:
-    """End-of-turn token ids from the model's config and generation config."""
-    ids: set[int] = set()
-    for source in (getattr(module, "generation_config", None), module.config):
-        value = getattr(source, "eos_token_id", None)
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
-    return ids
-
-
 def _notify_all(batch: list[tuple[Callable[[Any], None], Any]]) -> None:
     for notify, output in batch:
         notify(output)
-
-
-class ServedModel(NamedTuple):
-    """Weights behind a model name, and their current version.
-
-    `returns_token_ids`: the client sends completions back for training, so each choice carries logprobs, sampled token
-    ids (as `token_id:N`) and prompt token ids even if the request does not ask for them.
-    """
-
-    weights: WeightVersion
-    version: int
-    returns_token_ids: bool = False
-
-
-class ModelProvider(Protocol):
-    """A source of model names, such as a protocol's trained models."""
-
-    def find(self, name: str) -> ServedModel | None: ...
-
-    def names(self) -> list[str]: ...
-
-
-class PolicyModels:
-    """`NAME` for the latest weights of the backend's own policy, `NAME@K` for version K."""
-
-    def __init__(self, name: str, versions: Callable[[], Sequence[int]]) -> None:
-        self._name = name
-        self._versions = versions
-
-    def find(self, name: str) -> ServedModel | None:
-        if name == self._name:
-            return ServedModel(LATEST, self._versions()[-1])
-        policy, _, version = name.rpartition("@")
-        if policy == self._name and version.isdecimal() and int(version) in self._versions():
-            return ServedModel(WeightVersion(int(version)), int(version))
-        return None
-
-    def names(self) -> list[str]:
-        return [self._name, *(f"{self._name}@{version}" for version in self._versions())]
-
-
-class ModelRegistry:
-    """All served model names; protocols add theirs with `add`."""
-
-    def __init__(self, *providers: ModelProvider) -> None:
-        self._providers = list(providers)
-
-    def add(self, provider: ModelProvider) -> None:
-        self._providers.append(provider)
-
-    def find(self, name: str) -> ServedModel:
-        """Raises RequestRefused (404) with the existing names."""
-        for provider in self._providers:
-            if model := provider.find(name):
-                return model
-        raise RequestRefused(
-            f"no such model: {name!r}; known models: {', '.join(self.names())}",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
-
-    def names(self) -> list[str]:
-        return [name for provider in self._providers for name in provider.names()]

@@ -9,7 +9,7 @@ import asyncio
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from torch import nn
 
 from insitu.backend.inference.cache import Chunk, PrefixCache
 from insitu.backend.inference.runner import BatchShapes, Runner, Span, next_span, width_for
-from insitu.backend.inference.sampling import SamplerOutput, SamplingMetadata, SamplingParams, sample
-from insitu.backend.inference.tokenizer import ChatTokenizer, IncrementalDetokenizer, StopChecker
+from insitu.backend.inference.sampler import MAX_IN_FLIGHT, Completion, OutputDelta, SampledToken
+from insitu.backend.inference.sampling import SamplerOutput, SamplingMetadata, sample
+from insitu.backend.inference.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True)
@@ -37,41 +38,19 @@ class EngineOptions:
     prefill_tokens: int = 512
     prefix_bytes: int = 256 * 2**20
     kept_versions: int = 2
-    max_in_flight: int = 8192
+    max_in_flight: int = MAX_IN_FLIGHT
     threads: int | None = None
     schedulers: int | None = None
 
 
-@dataclass(slots=True)
-class SampledToken:
-    """`top` holds the most likely tokens as (id, logprob), if requested."""
-
-    id: int
-    logprob: float
-    top: list[tuple[int, float]] | None = None
-
-
-@dataclass(slots=True)
-class OutputDelta:
-    """New text and tokens of a completion, or all of them without streaming; the last delta has a finish reason."""
-
-    version: int
-    text: str
-    tokens: list[SampledToken]
-    finish_reason: str | None = None
-
-
 @dataclass(slots=True, eq=False)
-class SequenceState:
+class SequenceState(Completion):
     """One in-flight completion. `notify` receives its deltas, or the error that ended it, on the event loop.
 
     `computed` counts the prompt tokens whose keys and values are in the slot, `sent` the tokens already delivered;
-    `pending_text` is text not yet delivered. Without `streamed` there is a single delta at the end. `detokenizer` and
-    `stop_checker` are set only if the sequence streams or has stop strings.
+    `pending_text` is text not yet delivered. Without `streamed` there is a single delta at the end.
     """
 
-    prompt: list[int]
-    params: SamplingParams
     notify: Callable[[OutputDelta | BaseException], None]
     streamed: bool = False
     loop: asyncio.AbstractEventLoop | None = None
@@ -79,29 +58,7 @@ class SequenceState:
     computed: int = 0
     sent: int = 0
     pending_text: str = ""
-    tokens: list[SampledToken] = field(default_factory=list)
-    detokenizer: IncrementalDetokenizer | None = None
-    stop_checker: StopChecker | None = None
     aborted: bool = False
-
-    def append(self, token: SampledToken, tokenizer: ChatTokenizer, max_length: int) -> tuple[str, str | None]:
-        """Adds a token; returns the text that is now final, and the finish reason if the sequence ends."""
-        self.tokens.append(token)
-        if token.id in tokenizer.eos_token_ids and not self.params.ignore_eos:
-            return self._flush(), "stop"
-        text = ""
-        if self.detokenizer is not None and self.stop_checker is not None:
-            text = self.stop_checker.add(self.detokenizer.add(token.id))
-            if self.stop_checker.matched:
-                return text, "stop"
-        if len(self.tokens) >= self.params.max_tokens or len(self.prompt) + len(self.tokens) >= max_length:
-            return text + self._flush(), "length"
-        return text, None
-
-    def _flush(self) -> str:
-        if self.detokenizer is None or self.stop_checker is None:
-            return ""
-        return self.stop_checker.add(self.detokenizer.flush()) + self.stop_checker.flush()
 
 
 Delivery = tuple[SequenceState, OutputDelta]

@@ -12,7 +12,8 @@ from pkgutil import iter_modules
 from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread
 from insitu.backend.http import ApiRoute
-from insitu.backend.inference.engine import Engine, ModelRegistry
+from insitu.backend.inference.model_names import ModelRegistry
+from insitu.backend.inference.sampler import Sampler
 from insitu.backend.model import LoadedModel
 from insitu.backend.training.jobs import TrainingQueue
 from insitu.backend.training.learners import Learners
@@ -25,7 +26,7 @@ class Services:
     options: BackendOptions
     loaded: LoadedModel
     compute: ComputeThread
-    engine: Engine
+    sampler: Sampler
     learners: Learners
     jobs: TrainingQueue
     models: ModelRegistry

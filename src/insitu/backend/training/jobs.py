@@ -4,20 +4,21 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from insitu.backend.compute import ComputeThread
+from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.training.batches import Row
 from insitu.backend.training.learner import Learner, TrainedVersion
 from insitu.backend.training.optimizer_loop import Progress
 from insitu.backend.training.retention import ApplyRetention
 from insitu.errors import InsituError, JobFailed, RequestRefused
 from insitu.files import write_file
-from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
+from insitu.schemas.training_jobs import JobState, LoRASettings, Retention, TrainingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ MAX_UNFINISHED_JOBS = 64
 KEPT_JOBS = 256
 """Ended jobs that can be looked up; the records of all are in files."""
 
-PublishWeights = Callable[[nn.Module, int, str], None]
-"""Called with (module, version, policy name) on the compute thread once a job's new weights are ready to serve."""
+PublishWeights = Callable[[WeightVersion, nn.Module | None], Awaitable[None]]
+"""Awaited once a job's new weights are on disk and ready to serve; the module has them, if they are in memory."""
 
 
 class TrainingJob:
@@ -45,7 +46,7 @@ class TrainingJob:
         self.diverged = False
         """Whether the job failed because of its rows or settings: they made the loss or a weight infinite."""
         self.recording = False
-        """Whether the outcome is being written to disk: it is too late to cancel."""
+        """Whether new weights are being published and the outcome written to disk: it is too late to cancel."""
         self._changed = asyncio.Event()
 
     @property
@@ -87,10 +88,15 @@ def _completed(trained: TrainedVersion) -> dict[str, Any]:
     }
 
 
+async def _keep_all(learner: Learner, keep: Retention) -> None:
+    """Deletes no checkpoints."""
+
+
 class TrainingQueue:
     """The training jobs of this process, and those of earlier ones whose checkpoints `learner` continues.
 
-    `learner` trains jobs submitted without one. `apply_retention` is called after jobs with a retention policy.
+    `learner` trains jobs submitted without one. `apply_retention` is awaited after jobs with a retention policy.
+    `check_lora` raises RequestRefused if weights trained with these adapters could not be served.
     """
 
     def __init__(
@@ -99,12 +105,14 @@ class TrainingQueue:
         compute: ComputeThread,
         publish_weights: PublishWeights,
         output_dir: Path,
-        apply_retention: ApplyRetention = lambda learner, keep: None,
+        apply_retention: ApplyRetention = _keep_all,
+        check_lora: Callable[[LoRASettings | None], None] = lambda lora: None,
     ) -> None:
         self._learner = learner
         self._compute = compute
         self._publish_weights = publish_weights
         self._apply_retention = apply_retention
+        self._check_lora = check_lora
         self._folder = output_dir / "jobs"
         self._jobs: dict[str, TrainingJob] = {}
         self._by_idempotency_key: dict[str, TrainingJob] = {}
@@ -139,6 +147,7 @@ class TrainingQueue:
     async def check(self, settings: TrainingSettings) -> None:
         """Raises RequestRefused if no job with these settings could be trained."""
         await self._compute.call(self._learner.verify, settings)
+        self._check_lora(self._learner.adapters(settings))
 
     def submit(
         self,
@@ -157,6 +166,7 @@ class TrainingQueue:
         self.check_room()
         learner = learner or self._learner
         learner.check(settings)
+        self._check_lora(learner.adapters(settings))
         self._forget_oldest()
         job = TrainingJob(idempotency_key, learner)
         self._add(job)
@@ -209,20 +219,14 @@ class TrainingQueue:
         self, job: TrainingJob, settings: TrainingSettings, rows: Sequence[Row], keep: Retention | None
     ) -> None:
         """Runs the job after all earlier ones; leaves it in a final state, which is on disk before it is shown."""
-        result: TrainedVersion | None = None
+        trained: TrainedVersion | None = None
         outcome: dict[str, Any] = {}
 
-        def train_and_publish() -> Generator[Progress | None, None, None]:
-            """No other work runs between the last training step and the publication."""
-            nonlocal result
+        def train() -> Generator[Progress | None, None, None]:
+            nonlocal trained
             if keep is not None:
                 job.learner.kept_optimizer_states = keep.optimizer
             trained = yield from job.learner.run(settings, rows, job.state.id, job.state.key)
-            assert trained.module is not None
-            self._publish_weights(trained.module, trained.version, job.learner.policy_name)
-            result = trained
-            if keep is not None:
-                self._apply_retention(job.learner, keep)
 
         def report(event: Progress) -> None:
             metrics = {} if event.metrics is None else {"metrics": event.metrics}
@@ -231,19 +235,27 @@ class TrainingQueue:
         try:
             async with self._lock:
                 job.update(status="running", metrics={"rows": len(rows)})
-                await self._compute.run_interleaved(train_and_publish(), report)
+                try:
+                    await self._compute.run_interleaved(train(), report)
+                except asyncio.CancelledError:
+                    if trained is None:
+                        raise
+                    # The new weights are those that training continues from, so they are served.
+                job.recording = True
+                assert trained is not None
+                await self._publish_weights(WeightVersion(trained.version, job.learner.policy_name), trained.module)
+                outcome = _completed(trained)
+                if keep is not None:
+                    await self._apply_retention(job.learner, keep)
         except asyncio.CancelledError:
-            # If canceled after publication, the new weights are live, so the job counts as completed.
-            if result is None:
-                outcome = {"status": "canceled", "message": "canceled; the weights are unchanged"}
+            unchanged = {"status": "canceled", "message": "canceled; the weights are unchanged"}
+            outcome = unchanged if trained is None else _completed(trained)
         except InsituError as error:
             job.diverged = isinstance(error, JobFailed)
-            outcome = {"status": "failed", "message": str(error)}
+            outcome = outcome or {"status": "failed", "message": str(error)}
         except Exception as error:  # e.g. a model or disk error: fail this job, keep the server running
             logger.exception("job %s failed", job.state.id)
-            outcome = {"status": "failed", "message": f"{type(error).__name__}: {error}"}
-        if result is not None:
-            outcome = _completed(result)
+            outcome = outcome or {"status": "failed", "message": f"{type(error).__name__}: {error}"}
         job.recording = True
         await asyncio.to_thread(self._write_record, job.state.model_copy(update=outcome))
         job.update(**outcome)

@@ -47,7 +47,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class TrainedVersion(NamedTuple):
-    """The result of a job; `module` is a frozen copy in the served dtype, None if an earlier process trained it."""
+    """The result of a job; `module` is a frozen copy in the served dtype, None if it is in the checkpoint only."""
 
     module: nn.Module | None
     version: int
@@ -64,7 +64,8 @@ class Learner:
 
     The latest checkpoint (before the first: the loaded model) is the authoritative state. A failed or canceled job
     drops the state in memory, and the next job restores it from there. The loaded module is never modified. `lora`
-    applies to jobs without a `lora` block. With a `group`, other processes train; `ranks` are set in those.
+    applies to jobs without a `lora` block. With a `group`, other processes train; `ranks` are set in those. This
+    process samples if `served_here`.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class Learner:
         lora: LoRASettings | None = None,
         ranks: Ranks = ALONE,
         group: TrainsJobs | None = None,
+        served_here: bool = True,
     ) -> None:
         self.version = 0
+        self._served_here = served_here
         self._ranks = ranks
         self._group = group
         self.loaded = loaded
@@ -177,13 +180,17 @@ class Learner:
                 code="lora_fixed",
             )
 
+    def adapters(self, settings: TrainingSettings) -> LoRASettings | None:
+        """The adapters that a job with these settings trains; None: all weights."""
+        return self._lora if self._lora_fixed else settings.lora or self._default_lora
+
     def verify(self, settings: TrainingSettings) -> None:
         """Raises RequestRefused if no job with these settings can be trained, regardless of its rows.
 
         Runs in the compute thread.
         """
         self.check(settings)
-        lora = self._adapters(settings)
+        lora = self.adapters(settings)
         try:
             if (lora is not None and not self._lora_fixed) or settings.gradient_checkpointing:
                 build_policy(self.loaded, lora, settings.seed).checkpoint_activations(settings.gradient_checkpointing)
@@ -220,6 +227,14 @@ class Learner:
         """The weights of a version, from its checkpoint, frozen and in the served dtype."""
         if version == 0:
             return self.loaded.module
+        folder = self.folder(version)
+        check_model(folder)
+        policy = build_policy(self.loaded, self._lora, seed=0)
+        policy.load(folder)
+        return policy.served()
+
+    def folder(self, version: int) -> Path:
+        """The files of a version above 0. Raises RequestRefused if there are none."""
         if version not in self._checkpoints:
             known = ", ".join(map(str, self.versions))
             reason = "was deleted" if 0 < version < self.version else "does not exist"
@@ -229,10 +244,7 @@ class Learner:
                 param="model",
                 code="model_not_found",
             )
-        check_model(self._checkpoints[version])
-        policy = build_policy(self.loaded, self._lora, seed=0)
-        policy.load(self._checkpoints[version])
-        return policy.served()
+        return self._checkpoints[version]
 
     def _train(
         self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
@@ -255,18 +267,18 @@ class Learner:
     def _train_in_group(
         self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
     ) -> Generator[Progress | None, None, tuple[TrainedVersion, LoRASettings | None]]:
-        """The ranks hold the weights being trained; those to serve are read from their checkpoint."""
+        """The ranks hold the weights being trained; those to serve in this process are read from their checkpoint."""
         assert self._group is not None
-        settings = settings.model_copy(update={"lora": self._lora if self._lora_fixed else self._adapters(settings)})
+        settings = settings.model_copy(update={"lora": self.adapters(settings)})
         done = yield from self._group.train(self._folder.parent, self.policy_name, settings, rows, job)
         checkpoint = Path(done["checkpoint"])
-        policy = build_policy(self.loaded, settings.lora, seed=0)
-        policy.load(checkpoint)
+        module = None
+        if self._served_here:
+            policy = build_policy(self.loaded, settings.lora, seed=0)
+            policy.load(checkpoint)
+            module = policy.served()
         record = job.model_copy(update={"metrics": done["metrics"]})
-        return TrainedVersion(policy.served(), self.version + 1, checkpoint, record), settings.lora
-
-    def _adapters(self, settings: TrainingSettings) -> LoRASettings | None:
-        return settings.lora or self._default_lora
+        return TrainedVersion(module, self.version + 1, checkpoint, record), settings.lora
 
     def _train_here(
         self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
@@ -298,7 +310,7 @@ class Learner:
 
     def _restore(self, settings: TrainingSettings) -> TrainState:
         """The state of the latest checkpoint, or of the loaded model."""
-        lora = self._lora if self._lora_fixed else self._adapters(settings)
+        lora = self.adapters(settings)
         policy = build_policy(self.loaded, lora, settings.seed)
         folder = self._checkpoints.get(self.version)
         if folder is not None:

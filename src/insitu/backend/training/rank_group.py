@@ -9,9 +9,7 @@ import logging
 import os
 import re
 import secrets
-import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Generator, Sequence
 from hmac import compare_digest
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 
+from insitu.backend.child_process import ChildProcess, describe_exit
 from insitu.backend.model import LoadedModel
 from insitu.backend.training.batches import Row
 from insitu.backend.training.optimizer_loop import Progress
@@ -48,7 +47,7 @@ class RankGroup:
         self._options = options
         self._loaded = loaded
         self._folder = output_dir / "learner"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._connection: socket.socket | None = None
         self._received = b""
 
@@ -96,9 +95,7 @@ class RankGroup:
             self._connection.close()
             self._connection = None
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._process.kill()
             self._process = None
         self._received = b""
 
@@ -120,15 +117,11 @@ class RankGroup:
             arguments = ["--standalone", "--nproc-per-node", str(self._options.processes), "--max-restarts", "0"]
             command = [sys.executable, "-m", "torch.distributed.run", *arguments]
             threads = str(max(1, (os.cpu_count() or 1) // self._options.processes))
-            with (self._folder / LOG).open("wb") as log:
-                self._process = subprocess.Popen(
-                    [*command, "-m", "insitu.backend.training.rank_process", str(path)],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                    env={**os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": threads},
-                )
+            self._process = ChildProcess(
+                [*command, "-m", "insitu.backend.training.rank_process", str(path)],
+                self._folder / LOG,
+                {**os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": threads},
+            )
             while self._connection is None:
                 yield None
                 self._check_alive()
@@ -187,24 +180,23 @@ class RankGroup:
         return message
 
     def _check_alive(self) -> None:
-        if self._process is not None and self._process.poll() is not None:
+        if self._process is not None and self._process.ended:
             raise self._failure()
 
     def _failure(self) -> JobFailed:
         """Which rank has ended how, from torchrun's summary, with the last lines of the log."""
         assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(20)  # torchrun stops the other ranks first
-        log = (self._folder / LOG).read_text(errors="replace")
+        self._process.wait(20)  # torchrun stops the other ranks first
+        log = self._process.output()
         found = re.search(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", log, re.DOTALL)
         if found is None:
             return JobFailed(
                 f"the learner's processes have ended{_last_error(log, '')} ({self._folder / LOG}); {RESTORED}"
             )
         rank, code = map(int, found.groups())
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         error = _last_error(log, f"[rank{rank}]: ")
-        return JobFailed(f"rank {rank} of {self._options.processes} {how}{error} ({self._folder / LOG}); {RESTORED}")
+        which = f"rank {rank} of {self._options.processes}"
+        return JobFailed(f"{which} {describe_exit(code)}{error} ({self._folder / LOG}); {RESTORED}")
 
 
 def _last_error(log: str, prefix: str) -> str:

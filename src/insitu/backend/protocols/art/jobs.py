@@ -109,7 +109,7 @@ class ArtJobs:
         self._models = models
         self._queue = services.jobs
         self._loaded = services.loaded
-        self._tokenizer = services.engine.tokenizer
+        self._tokenizer = services.sampler.tokenizer
         self._jobs: OrderedDict[str, ArtJob] = OrderedDict()
         self._latest: dict[str, ArtJob] = {}  # by model key
         self._refused: deque[dict[str, Any]] = deque(maxlen=KEPT_JOBS)

@@ -15,7 +15,8 @@ from typing import Any
 from urllib.parse import quote
 
 from insitu.algorithms.file_names import MAX_NAME_BYTES
-from insitu.backend.inference.engine import ServedModel, WeightVersion
+from insitu.backend.inference.model_names import ServedModel
+from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.settings import parse_plan
 from insitu.backend.protocols.art.trajectories import ArtGroup, ArtModel, optional, optional_dict
@@ -144,7 +145,7 @@ class ArtModels:
 
     def __init__(self, services: Services) -> None:
         self._learners = services.learners
-        self._engine = services.engine
+        self._sampler = services.sampler
         self._compute = services.compute
         self._source, self._name = services.options.model, services.options.name
         self._folder = services.output_dir / "art"
@@ -200,6 +201,8 @@ class ArtModels:
                 raise RequestRefused(problem, status=409, code="too_many_models")
             folder = self.folder(model)
             learner = await self._compute.call(self._open_learner, model, folder)
+            if learner.version:
+                await self._sampler.publish(WeightVersion(learner.version, model.key))
             if model.key not in self._models:  # another request may have registered it meanwhile
                 self._models[model.key] = RegisteredModel(model, learner, MetricsLog(folder))
         return self._models[model.key]
@@ -208,8 +211,6 @@ class ArtModels:
         learner = self._learners.open(model.key, folder)
         settings = parse_plan(model, {}, {}).settings
         learner.verify(settings.model_copy(update={"lora": settings.lora or learner.lora}))
-        if learner.version:
-            self._engine.publish(learner.load_version(learner.version), learner.version, model.key)
         return learner
 
     def get(self, model_id: str) -> RegisteredModel:
@@ -221,18 +222,14 @@ class ArtModels:
 
     async def delete_steps(self, registered: RegisteredModel, steps: Iterable[int]) -> list[int]:
         """Deletes checkpoints except the latest and the loaded model (step 0); returns the deleted steps."""
-        return await self._compute.call(delete_versions, self._engine, registered.learner, steps)
+        return await delete_versions(self._sampler, self._compute, registered.learner, steps)
 
     async def delete(self, registered: RegisteredModel) -> None:
         """Deletes the model with all its checkpoints and logs."""
         policy_name = registered.learner.policy_name
         del self._models[registered.model.key]
-
-        def delete() -> None:
-            self._learners.close(policy_name)
-            self._engine.retire(WeightVersion(None, policy_name))
-
-        await self._compute.call(delete)
+        await self._compute.call(self._learners.close, policy_name)
+        await self._sampler.retire(WeightVersion(None, policy_name))
         shutil.rmtree(self.folder(registered.model), ignore_errors=True)
 
     def folder(self, model: ArtModel) -> Path:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from insitu.backend.http import ApiRoute
-from insitu.backend.inference.engine import Engine
+from insitu.backend.inference.sampler import Sampler
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.art.documents import (
     ArtKeepRequest,
@@ -45,15 +45,15 @@ _UNSUPPORTED = (
 )
 
 
-def _metrics_route(engine: Engine) -> ApiRoute:
+def _metrics_route(sampler: Sampler) -> ApiRoute:
     started = time.time()
 
     async def metrics(request: Request) -> Response:
-        running, waiting = engine.num_requests
+        running, waiting = sampler.num_requests
         values = {
             "vllm:num_requests_running": running,
             "vllm:num_requests_waiting": waiting,
-            "vllm:request_success_total": engine.num_completed,
+            "vllm:request_success_total": sampler.num_completed,
             "process_start_time_seconds": started,
         }
         return PlainTextResponse("".join(f"{name} {value}\n" for name, value in values.items()))
@@ -78,7 +78,7 @@ def art_run_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads, services:
 
     return [
         get("/healthcheck", endpoints.health, "ART: health check", public=True),
-        _metrics_route(services.engine),
+        _metrics_route(services.sampler),
         post("/close", endpoints.close, "close a client's session; the server keeps running", None),
         post("/register", endpoints.register, "check that a model can be trained here", ArtModelBody),
         post("/_get_step", endpoints.step, "a model's latest step", ArtModelBody),

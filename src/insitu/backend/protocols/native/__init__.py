@@ -23,7 +23,7 @@ MAX_SETTINGS_BYTES = 1 << 20
 def routes(services: Services) -> list[ApiRoute]:
     loaded = services.loaded
     limits = Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length)
-    return job_routes(services.jobs, limits, services.engine.tokenizer, services.options.keep)
+    return job_routes(services.jobs, limits, services.sampler.tokenizer, services.options.keep)
 
 
 def job_routes(

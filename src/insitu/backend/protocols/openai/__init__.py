@@ -1,6 +1,6 @@
 """The OpenAI-compatible endpoints: completions of chats and of texts, and the list of models.
 
-completions  the endpoint of both kinds: a request in, the engine's outputs out, streamed or not
+completions  the endpoint of both kinds: a request in, the sampler's outputs out, streamed or not
 chat, text   the two kinds: request, prompt, and format of the response; base: what both share
 """
 
@@ -31,7 +31,7 @@ class ModelList(BaseModel):
 
 
 def routes(services: Services) -> list[ApiRoute]:
-    engine, models = services.engine, services.models
+    sampler, models = services.sampler, services.models
     log = SampleLog(services.options.log_samples) if services.options.log_samples else None
 
     async def list_models(request: Request) -> Response:
@@ -47,7 +47,7 @@ def routes(services: Services) -> list[ApiRoute]:
         ApiRoute(
             "POST",
             "/v1/chat/completions",
-            CompletionEndpoint(ChatRequest, engine, models, log),
+            CompletionEndpoint(ChatRequest, sampler, models, log),
             "Chat completion; with `stream`, events that end with [DONE]",
             request=[ChatRequest],
             response=ChatCompletion,
@@ -56,7 +56,7 @@ def routes(services: Services) -> list[ApiRoute]:
         ApiRoute(
             "POST",
             "/v1/completions",
-            CompletionEndpoint(TextRequest, engine, models, log),
+            CompletionEndpoint(TextRequest, sampler, models, log),
             "Text completion; with `stream`, events that end with [DONE]",
             request=[TextRequest],
             response=TextCompletion,

@@ -1,4 +1,4 @@
-"""What chat and text completions share: the request, its translation for the engine, and the response format."""
+"""What chat and text completions share: the request, its translation for the sampler, and the response format."""
 
 import secrets
 import time
@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu.backend.http import StopAtFirstError, validation_refusal
+from insitu.backend.inference.sampler import OutputDelta
 from insitu.backend.inference.sampling import MAX_TEMPERATURE, GenerationRequest, SamplingParams, choice_seed
-from insitu.backend.inference.scheduler import OutputDelta
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.errors import RequestRefused
 from insitu.http_format import format_token_id

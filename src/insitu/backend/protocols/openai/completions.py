@@ -1,4 +1,4 @@
-"""The endpoint of chat and text completions: a request in, the engine's outputs out."""
+"""The endpoint of chat and text completions: a request in, the sampler's outputs out."""
 
 import asyncio
 import logging
@@ -10,9 +10,9 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from insitu.backend.http import read_body, refused_response, wait_for_disconnect
-from insitu.backend.inference.engine import Engine, ModelRegistry, WeightVersion
+from insitu.backend.inference.model_names import ModelRegistry
+from insitu.backend.inference.sampler import OutputDelta, Sampler, WeightVersion
 from insitu.backend.inference.sampling import GenerationRequest
-from insitu.backend.inference.scheduler import OutputDelta
 from insitu.backend.protocols.openai.base import ResponseFormatter, SamplingRequest, parse_request
 from insitu.errors import BackendError, RequestRefused
 from insitu.http_format import DONE, error_body, format_event
@@ -63,17 +63,17 @@ class CompletionEndpoint:
     """A plain ASGI application, because every sampled token passes through it."""
 
     def __init__(
-        self, kind: type[SamplingRequest], engine: Engine, models: ModelRegistry, log: SampleLog | None = None
+        self, kind: type[SamplingRequest], sampler: Sampler, models: ModelRegistry, log: SampleLog | None = None
     ) -> None:
         self._kind = kind
-        self._engine = engine
+        self._sampler = sampler
         self._models = models
         self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             request, requests, weights = await parse_body(self._parse, await read_body(receive, MAX_BODY))
-            formatter = request.formatter([each.prompt for each in requests], self._engine.tokenizer)
+            formatter = request.formatter([each.prompt for each in requests], self._sampler.tokenizer)
             respond = self._stream if request.stream else self._complete
             await respond((request, requests, weights), formatter, receive, send)
         except RequestRefused as error:
@@ -84,8 +84,8 @@ class CompletionEndpoint:
         model = self._models.find(request.model)
         if model.returns_token_ids:
             request.enable_token_ids()
-        prompts, key = request.prompts(self._engine.tokenizer), request.prompt_key
-        vocab_size, max_length = self._engine.vocab_size, self._engine.options.max_length
+        prompts, key = request.prompts(self._sampler.tokenizer), request.prompt_key
+        vocab_size, max_length = self._sampler.vocab_size, self._sampler.max_length
         for prompt in prompts:
             if not prompt:
                 raise RequestRefused(f"{key} gives a prompt without tokens", param=key)
@@ -99,7 +99,7 @@ class CompletionEndpoint:
 
     async def _complete(self, job: Job, formatter: ResponseFormatter, receive: Receive, send: Send) -> None:
         _, requests, weights = job
-        outputs = await _cancel_on_disconnect(self._engine.complete(requests, weights), receive)
+        outputs = await _cancel_on_disconnect(self._sampler.complete(requests, weights), receive)
         if outputs is None:
             return
         if self._log is not None:
@@ -122,7 +122,7 @@ class CompletionEndpoint:
         watcher = asyncio.create_task(wait_for_disconnect(receive))
         watcher.add_done_callback(cancel)
         try:
-            async for index, delta in self._engine.stream(requests, weights):
+            async for index, delta in self._sampler.stream(requests, weights):
                 if not any(deltas):
                     no_cache = (b"cache-control", b"no-cache")
                     await send(_response_start(delta.version, b"text/event-stream; charset=utf-8", no_cache))
