@@ -12,10 +12,9 @@ import hypothesis
 import pytest
 import yaml
 from fake_openai import FakeOpenAI
-from processes import fork_server, forked_python
+from processes import ONE_THREAD, fork_server, forked_python
 
-# One thread each: the models are tiny, and several processes share the cores. Child processes inherit it.
-os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(ONE_THREAD)
 
 # No test depends on how fast the machine is.
 hypothesis.settings.register_profile("insitu", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

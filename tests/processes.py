@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""The models are tiny, and several processes share the cores. The threads of OpenMP do not survive a fork."""
 _ADDRESS = "INSITU_TEST_FORK_SERVER"
 """The environment variable by which the pytest workers find the fork server of their controller."""
 HANGS = 600
@@ -35,7 +37,8 @@ def fork_server() -> Iterator[None]:
         python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {shlex.quote(__file__)} "$@"\n')
         python.chmod(0o755)
         command = [sys.executable, TESTS / "fork_server.py", address, python]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        environment = os.environ | ONE_THREAD
+        with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment) as process:
             while not os.path.exists(address):
                 assert process.poll() is None
                 time.sleep(0.01)
