@@ -5,6 +5,7 @@ On two CPU cores with gloo, in float32.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -220,6 +221,45 @@ def rank_processes(order: Path) -> dict[int, int]:
     return {int(p.info["environ"]["RANK"]): p.pid for p in found if "RANK" in (p.info["environ"] or {})}
 
 
+def test_ranks_on_several_machines(
+    model: LoadedModel, tmp_path: Path, groups: list[RankGroup], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second machine is this one; what it runs is the logged command, in the loop of the guide."""
+    settings: dict[str, Any] = {"num_iterations": 4, "mini_batch_size": 2}
+    alone = Learner(model, tmp_path / "alone")
+    expected = [run(alone, job, **settings) for job in range(2)]
+    options = LearnerOptions(processes=1, nodes=2, rendezvous=f"127.0.0.1:{free_port()}")
+    groups.append(RankGroup(options, model, tmp_path / "ranks"))
+    together = Learner(model, tmp_path / "ranks", group=groups[0])
+    of_job = TrainingSettings(learning_rate=1e-4, micro_batch_tokens=64, **settings)
+    steps = together.run(of_job, rows_of(0), "job-0", "key-0")
+    wait_until(lambda: next(steps) is None and "training waits for machine 1 of 1; run there: " in caplog.text)
+    command = caplog.text.splitlines()[-1].split("run there: ")[1]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    other = subprocess.Popen(["bash", "-c", f"until {command}; do sleep 1; done"], env=os.environ | {"PATH": path})
+    try:
+        wait_until(lambda: (progress := next(steps)) is not None and progress.percent > 0)
+        os.kill(rank_processes(tmp_path / "ranks/learner/order.json")[1], signal.SIGKILL)
+        with pytest.raises(JobFailed, match="the weights from before the job were restored"):
+            for _ in steps:
+                pass
+        assert together.version == 0
+        for job in range(2):
+            got = run(together, job, **settings)
+            assert difference(saved(got.checkpoint), saved(expected[job].checkpoint)) < TOLERANCE
+        groups[0].close()
+        assert other.wait(30) == 0
+    finally:
+        other.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
 def test_a_failed_job_says_why_and_the_next_one_runs(
     model: LoadedModel, tmp_path: Path, groups: list[RankGroup]
 ) -> None:
@@ -278,9 +318,18 @@ def test_no_rank_outlives_its_backend(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(psutil.pid_exists, ranks.values())))
 
 
-def test_gpus_must_be_as_many_as_the_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("learner", "problem"),
+    [
+        ('{"processes": 2, "gpus": [0]}', "gpus is [0]; 2 processes need as many different ones"),
+        ('{"nodes": 2}', "nodes is 2 and rendezvous None; set both, or none on one machine"),
+        ('{"rendezvous": "a:1"}', "nodes is 1 and rendezvous a:1; set both, or none on one machine"),
+        ('{"nodes": 2, "rendezvous": "node0"}', "rendezvous is 'node0'; it must be HOST:PORT, such as node0:29400"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path, learner: str, problem: str) -> None:
     digits_project(tmp_path)
-    done = finetune(tmp_path, "-o", "trainer_adapters.backend.learner", '{"processes": 2, "gpus": [0]}')
+    done = finetune(tmp_path, "-o", "trainer_adapters.backend.learner", learner)
     _, err = done.communicate()
     assert done.returncode == 2
-    assert "trainer_adapters.backend.learner: gpus is [0]; 2 processes need as many different ones" in err
+    assert f"trainer_adapters.backend.learner: {problem}" in err

@@ -31,7 +31,8 @@ class BackendOptions:
     model. `log_samples` is a file that gets a JSON line per completion. The process stops when `parent_pid` ends. With
     `lora_rank`, jobs without a `lora` block train adapters of that rank instead of all weights.
     With `learner_processes` above 1, that many processes train instead of the backend's own, on the GPUs
-    `learner_gpus`; `learner_strategy` says whether they divide the weights.
+    `learner_gpus`; `learner_strategy` says whether they divide the weights. With `learner_nodes` above 1, as many train
+    on each of the other machines, which find this one at `learner_rendezvous`.
     `keep_last` and `keep_every` say which checkpoints are kept after jobs that do not.
     """
 
@@ -54,6 +55,8 @@ class BackendOptions:
     learner_processes: int = 1
     learner_gpus: tuple[int, ...] = ()
     learner_strategy: str = "auto"
+    learner_nodes: int = 1
+    learner_rendezvous: str | None = None
     keep_last: int = 3
     keep_every: int | None = None
 

@@ -134,12 +134,14 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
 
 def _rank_group(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> RankGroup | None:
     """None if this process trains. Raises BackendError if the options do not fit."""
-    if options.learner_processes == 1:
+    if options.learner_processes == options.learner_nodes == 1:
         return None
     try:
         settings = LearnerOptions(
             processes=options.learner_processes,
             gpus=[*options.learner_gpus] or None,
+            nodes=options.learner_nodes,
+            rendezvous=options.learner_rendezvous,
             strategy=options.learner_strategy,  # type: ignore[arg-type]  # validated here
         )
     except ValidationError as error:

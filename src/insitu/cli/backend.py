@@ -63,6 +63,8 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--learner_processes", type=click.IntRange(min=1), default=1, help="Processes that train together.")
 @click.option("--learner_gpus", callback=_numbers, help="Their GPUs, as 0,1,2 (default: the first ones).")
 @click.option("--learner_strategy", type=click.Choice(["auto", "ddp", "fsdp"]), default="auto", help="How they share.")
+@click.option("--learner_nodes", type=click.IntRange(min=1), default=1, help="Machines that train together.")
+@click.option("--learner_rendezvous", help="HOST:PORT of this machine for the others.")
 @click.option("--log_samples", type=click.Path(path_type=Path), help="Append a JSON line per completion.")
 @click.option("--keep_last", type=click.IntRange(min=1), default=3, help="Checkpoints to keep, the latest ones.")
 @click.option("--keep_every", type=click.IntRange(min=1), help="Also keep every Nth checkpoint; 1 keeps all.")

@@ -85,14 +85,20 @@ class LoRASettings(BaseModel):
 
 
 class LearnerOptions(BaseModel):
-    """The processes that train a model together, started by `torchrun` on the backend's machine."""
+    """The processes that train a model together, started by `torchrun`."""
 
     model_config = _SETTINGS
 
     processes: int = Field(default=1, ge=1)
-    """1: the backend's own process trains."""
+    """Processes on each machine. 1, on one machine: the backend's own process trains."""
     gpus: list[int] | None = None
     """The GPU of each process; none: the first ones. On a CPU it has no effect."""
+    nodes: int = Field(default=1, ge=1)
+    """Machines, the backend's among them. On each of the others you start `torchrun`, with the command that the backend
+    logs; all must see its `output_dir` and the model under the same paths."""
+    rendezvous: str | None = None
+    """With `nodes`: HOST:PORT, the address of the backend's machine, and a free port there that the other machines can
+    connect to."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """ddp: each process holds all weights; fsdp: a part of them (FSDP2). auto: ddp for LoRA, fsdp for all weights."""
 
@@ -101,6 +107,22 @@ class LearnerOptions(BaseModel):
         if self.gpus is not None and len({*self.gpus}) != self.processes:
             raise ValueError(f"gpus is {self.gpus}; {self.processes} processes need as many different ones")
         return self
+
+    @model_validator(mode="after")
+    def _an_address_for_several_machines(self) -> Self:
+        if (self.nodes > 1) != (self.rendezvous is not None):
+            raise ValueError(
+                f"nodes is {self.nodes} and rendezvous {self.rendezvous}; set both, or none on one machine"
+            )
+        host, _, port = (self.rendezvous or "host:1").rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"rendezvous is {self.rendezvous!r}; it must be HOST:PORT, such as node0:29400")
+        return self
+
+    @property
+    def total(self) -> int:
+        """The processes of all machines."""
+        return self.processes * self.nodes
 
 
 class LossSettings(BaseModel):

@@ -92,10 +92,12 @@ class InsituTrainerAdapter(TrainerAdapter):
             options = {key: str(getattr(self.config, key)) for key in ("name", "device", "dtype")}
             options |= {"model": model, "output_dir": str(folder)}
             learner = self.config.learner
-            if learner.processes > 1:
+            if learner.total > 1:
                 gpus = ",".join(map(str, learner.gpus or ()))
                 options |= {"learner_processes": str(learner.processes), "learner_gpus": gpus}
-                options |= {"learner_strategy": learner.strategy}
+                options |= {"learner_strategy": learner.strategy, "learner_nodes": str(learner.nodes)}
+                if learner.rendezvous is not None:
+                    options["learner_rendezvous"] = learner.rendezvous
             arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
             self._process = BackendProcess(arguments, folder / "backend.log", self.config.max_restarts)
             self._base_url = await self._process.start(self.config.startup_timeout)

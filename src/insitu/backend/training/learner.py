@@ -271,7 +271,7 @@ class Learner:
         assert self._group is not None
         settings = settings.model_copy(update={"lora": self.adapters(settings)})
         done = yield from self._group.train(self._folder.parent, self.policy_name, settings, rows, job)
-        checkpoint = Path(done["checkpoint"])
+        checkpoint = self._folder_of(self.version + 1)
         module = None
         if self._served_here:
             policy = build_policy(self.loaded, settings.lora, seed=0)

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import socket
 import sys
 from collections.abc import Generator, Sequence
@@ -32,11 +33,13 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.02
 """How long one step of a job waits for the ranks: sampling waits for that long."""
 LOG = "learner.log"
+_END_SECONDS = 5.0
+"""How long ranks that are waiting for a job may take to end."""
 RESTORED = "the weights from before the job were restored"
 
 
 class RankGroup:
-    """The processes of `options.processes` ranks. `train` runs in the compute thread, `close` also after that ended."""
+    """The ranks of `options`. `train` runs in the compute thread, `close` also after that ended."""
 
     def __init__(self, options: LearnerOptions, loaded: LoadedModel, output_dir: Path) -> None:
         """Raises BackendError if there are not enough GPUs."""
@@ -46,7 +49,7 @@ class RankGroup:
             raise BackendError(f"learner: the processes need the GPUs {needed}, but torch finds {devices} GPUs")
         self._options = options
         self._loaded = loaded
-        self._folder = output_dir / "learner"
+        self._folder = (output_dir / "learner").resolve()
         self._process: ChildProcess | None = None
         self._connection: socket.socket | None = None
         self._received = b""
@@ -56,7 +59,7 @@ class RankGroup:
     ) -> Generator[Progress | None, None, dict[str, Any]]:
         """Yields while the ranks train, None if there is nothing to report.
 
-        Returns {"version", "checkpoint", "metrics"}. Raises JobFailed with the reason of the ranks, or with the last
+        Returns {"version", "metrics"}. Raises JobFailed with the reason of the ranks, or with the last
         error of one that has ended. If the generator is closed, the ranks are stopped.
         """
         path = self._folder / "rows.safetensors"
@@ -66,7 +69,7 @@ class RankGroup:
             write_rows(path, rows)
             self._send(
                 {
-                    "folder": str(folder),
+                    "folder": str(folder.resolve()),
                     "policy": policy,
                     "settings": settings.model_dump(mode="json"),
                     "rows": str(path),
@@ -84,13 +87,19 @@ class RankGroup:
                 else:
                     return message
         except BaseException:  # re-raised: the ranks are in an unknown state
-            self.close()
+            self._stop()
             raise
         finally:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Stops the ranks."""
+        """Ends the ranks, on other machines too if they are waiting for a job."""
+        if self._connection is not None and self._process is not None:
+            self._connection.close()
+            self._process.wait(_END_SECONDS)
+        self._stop()
+
+    def _stop(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -106,7 +115,7 @@ class RankGroup:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.settimeout(POLL_SECONDS)
             order = {
-                "model": self._loaded.source,
+                "model": str(source.resolve()) if (source := Path(self._loaded.source)).exists() else str(source),
                 "dtype": str(self._loaded.dtype).removeprefix("torch."),
                 "strategy": self._strategy(lora),
                 "gpus": self._gpus(),
@@ -114,11 +123,12 @@ class RankGroup:
             }
             path = self._folder / "order.json"
             path.write_text(json.dumps(order))
-            arguments = ["--standalone", "--nproc-per-node", str(self._options.processes), "--max-restarts", "0"]
-            command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+            arguments = ["-m", "insitu.backend.training.rank_process", str(path)]
+            if self._options.nodes > 1:
+                self._ask_for_other_machines(arguments)
             threads = str(max(1, (os.cpu_count() or 1) // self._options.processes))
             self._process = ChildProcess(
-                [*command, "-m", "insitu.backend.training.rank_process", str(path)],
+                [sys.executable, "-m", "torch.distributed.run", *self._torchrun_options(node=0), *arguments],
                 self._folder / LOG,
                 {**os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": threads},
             )
@@ -132,6 +142,19 @@ class RankGroup:
         if not compare_digest(str(first.get("token")), token):
             raise JobFailed("another process has connected to the port of the learner's processes")
         yield from self._wait_for_message()  # that all have loaded the model
+
+    def _torchrun_options(self, node: int) -> list[str]:
+        options = ["--nproc-per-node", str(self._options.processes), "--max-restarts", "0"]
+        if self._options.rendezvous is None:
+            return ["--standalone", *options]
+        host, _, port = self._options.rendezvous.rpartition(":")
+        nodes = ["--nnodes", str(self._options.nodes), "--node-rank", str(node)]
+        return [*nodes, "--master-addr", host, "--master-port", port, *options]
+
+    def _ask_for_other_machines(self, arguments: Sequence[str]) -> None:
+        for node in range(1, self._options.nodes):
+            command = shlex.join(["torchrun", *self._torchrun_options(node), *arguments])
+            logger.warning("training waits for machine %d of %d; run there: %s", node, self._options.nodes - 1, command)
 
     def _wait_for_message(self) -> Generator[None, None, dict[str, Any]]:
         while (message := self._receive()) is None:
@@ -195,7 +218,7 @@ class RankGroup:
             )
         rank, code = map(int, found.groups())
         error = _last_error(log, f"[rank{rank}]: ")
-        which = f"rank {rank} of {self._options.processes}"
+        which = f"rank {rank} of {self._options.total}"
         return JobFailed(f"{which} {describe_exit(code)}{error} ({self._folder / LOG}); {RESTORED}")
 
 

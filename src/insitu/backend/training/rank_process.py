@@ -82,7 +82,7 @@ def _trained(learner: Learner, job: dict[str, Any], server: _Server) -> dict[str
             progress = next(steps)
         except StopIteration as end:
             trained: TrainedVersion = end.value
-            return {"version": trained.version, "checkpoint": str(trained.checkpoint), "metrics": trained.metrics}
+            return {"version": trained.version, "metrics": trained.metrics}
         if progress is not None:
             server.send({"progress": progress})
 

@@ -67,7 +67,7 @@ class TrainsJobs(Protocol):
     def train(
         self, folder: Path, policy: str, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
     ) -> Generator[Any, None, dict[str, Any]]:
-        """Yields the job's progress; returns {"version", "checkpoint", "metrics"}. Raises JobFailed."""
+        """Yields the job's progress; returns {"version", "metrics"}. Raises JobFailed."""
 
 
 class ProcessGroup(Ranks):
