@@ -41,6 +41,7 @@ ORDER = [
     "gateway",
     "frameworks",
     "evaluation",
+    "plain",
     "interfaces",
     "trajectories",
     "training",

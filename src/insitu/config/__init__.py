@@ -1,11 +1,9 @@
 """Loads a YAML file into a Config: overrides, environment variables, and a check of every key."""
 
-import importlib
 import logging
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,12 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from insitu import registry as reg
 from insitu.advantages.targeting import matching_llms
 from insitu.algorithms.file_names import file_name_problem
+from insitu.config.code import import_module, load_code
 from insitu.config.keys import holds_secret, is_set_by_run, references, secret_values, unknown_keys
 from insitu.config.yaml_loader import expand, override, parse_yaml, type_name
-from insitu.errors import ConfigError, PluginError
+from insitu.errors import ConfigError
 from insitu.redaction import hide_url_secrets, remember_environment, remember_secret, remember_settings
 from insitu.registry import Kind, not_found, registry
-from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, TypedBaseModel
+from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, TypedBaseModel
 from insitu.schemas.finetuning import FinetuneConfig, TrainerAdapterConfig
 
 logger = logging.getLogger(__name__)
@@ -255,17 +254,11 @@ class _Validator:
             raise ConfigError("\n".join([f"{self.path}:", *(f"  {p}" for p in self.problems)]))
 
     def _import_plugins(self, config: Config) -> None:
-        folder = str(config.folder)
-        if config.general.plugins and folder not in sys.path:
-            sys.path.insert(0, folder)
         for module in config.general.plugins:
             try:
-                importlib.import_module(module)
-            except Exception as error:  # a plugin's import may raise anything
-                if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
-                    self.problems.append(f"general.plugins: no module named {module!r} (also searched in {folder})")
-                    continue
-                raise PluginError(f"general.plugins: {module!r} could not be imported: {error!r}") from error
+                import_module(module, "general.plugins", config.folder)
+            except ConfigError as error:
+                self.problems.append(str(error))
 
     def _store(self, config: Config, kind: Kind, name: Any, block: Any, where: str) -> None:
         self.present.add((kind.section, str(name)))
@@ -344,7 +337,10 @@ class _Validator:
         for (section, name), block in config.blocks.items():
             where = "workflow" if name == WORKFLOW else f"{section}.{name}"
             for key, ref in references(block, where):
-                self._exists(key, ref.section, ref)
+                if isinstance(ref, CodeRef):
+                    self._importable(key, ref, config.folder)
+                else:
+                    self._exists(key, ref.section, ref)
         finetuning = config.finetuning
         for key in ("trainer", "trajectory_builder", "trainer_adapter"):
             self._exists(f"finetuning.{key}", f"{key}s", getattr(finetuning, key))
@@ -360,6 +356,12 @@ class _Validator:
         if target is not None and not matching_llms(target, models):
             known = dict.fromkeys([*models, *(m for m in models.values() if m)])
             self.problems.append(not_found("finetuning.target_model:", target, known))
+
+    def _importable(self, where: str, ref: str, folder: Path) -> None:
+        try:
+            load_code(ref, where, folder)
+        except ConfigError as error:
+            self.problems.append(str(error))
 
     def _exists(self, where: str, section: str, name: str | None) -> None:
         names = sorted(n for s, n in self.present if s == section and n != WORKFLOW)

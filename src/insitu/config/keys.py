@@ -106,6 +106,7 @@ def references(node: Any, where: str) -> Iterator[tuple[str, ComponentRef]]:
             yield from walk(getattr(node, name), f"{where}.{name}")
     elif isinstance(node, dict):
         for key, value in node.items():
+            yield from walk(key, where)
             yield from walk(value, f"{where}.{key}")
     elif isinstance(node, list | tuple | set):
         for index, value in enumerate(node):

@@ -136,6 +136,10 @@ class TTCStrategyRef(ComponentRef, section="ttc_strategies"):
     """A key of `ttc_strategies`."""
 
 
+class CodeRef(ComponentRef):
+    """Python code, as MODULE:NAME; `config` checks that it can be imported."""
+
+
 ConfigT = TypeVar("ConfigT", bound=TypedBaseModel)
 
 

@@ -114,19 +114,33 @@ class ModelClient:
 
         return ChatCompletion
 
-    async def complete(self, messages: list[dict[str, Any]], **overrides: Any) -> "ChatCompletion":
-        """One chat completion with the configured parameters; `overrides` take precedence."""
-        request: dict[str, Any] = {"model": self.model, "messages": messages, **self.params, **overrides}
+    async def complete(self, messages: str | list[dict[str, Any]], **overrides: Any) -> "ChatCompletion":
+        """One chat completion with the configured parameters; `overrides` take precedence. Text is a user's message."""
+        request: dict[str, Any] = {"model": self.model, "messages": as_messages(messages), **self.params, **overrides}
         if _is_plain_json(request):
             # `create` walks the request for objects that are not JSON, which takes a quarter of the client's CPU time
             return await self.client.post("/chat/completions", cast_to=self._completion_type, body=request)
         return await self.client.chat.completions.create(**request)
+
+    async def ask(self, messages: str | list[dict[str, Any]], **overrides: Any) -> str:
+        """The text of one completion."""
+        return text_of(await self.complete(messages, **overrides))
 
     async def aclose(self) -> None:
         for close in self.closers:
             closing = close()
             if inspect.isawaitable(closing):
                 await closing
+
+
+def as_messages(messages: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Text as the message of a user."""
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+
+
+def text_of(completion: "ChatCompletion") -> str:
+    """Empty if the message has tool calls only."""
+    return completion.choices[0].message.content or ""
 
 
 def _is_plain_json(request: dict[str, Any]) -> bool:
