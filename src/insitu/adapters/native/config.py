@@ -6,6 +6,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from insitu.http_format import split_userinfo
 from insitu.schemas.finetuning import TrainerAdapterConfig
+from insitu.schemas.samplers import SamplerOptions
 from insitu.schemas.training_jobs import KeepConfig, LearnerOptions, TrainingOptions
 
 
@@ -33,6 +34,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     ended."""
     learner: LearnerOptions = Field(default_factory=LearnerOptions)
     """The processes that train, if one is not enough."""
+    sampler: SamplerOptions = Field(default_factory=SamplerOptions)
+    """What samples: the backend itself, or vLLM."""
     read_timeout: float = Field(default=60.0, gt=0)
     """Seconds without data from the backend after which a request has failed. During training the backend sends a
     heartbeat every 15 seconds."""
@@ -68,9 +71,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
             raise ValueError(f"url is {self.url!r}; it must begin with http:// or https://")
         if self.api_key is not None and split_userinfo(self.url or "")[1] is not None:
             raise ValueError("url has a user or password and api_key is set; give the token in one of them")
-        ignored = (
-            ("api_key",) if self.url is None else ("device", "dtype", "startup_timeout", "max_restarts", "learner")
-        )
+        of_process = ("device", "dtype", "startup_timeout", "max_restarts", "learner", "sampler")
+        ignored = ("api_key",) if self.url is None else of_process
         if unused := sorted(self.model_fields_set.intersection(ignored)):
             raise ValueError(f"{', '.join(unused)}: allowed with {'url' if self.url is None else 'model'} only")
         return self

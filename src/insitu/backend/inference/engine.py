@@ -132,7 +132,9 @@ class Engine:
 
     def _publish(self, weights: WeightVersion, module: nn.Module | None) -> None:
         assert weights.version is not None
-        self._open(module if module is not None else self._load_version(weights), canonical(*weights))
+        self._open(
+            module if module is not None else self._load_version(weights), canonical(weights.version, weights.policy)
+        )
         self._latest[weights.policy] = weights.version
         self._drop_idle()
 
