@@ -16,13 +16,15 @@ from typing import NamedTuple
 from insitu.backend.inference.sampler import WeightVersion, canonical
 from insitu.backend.vllm.replica import STARTED_WITH, Replica
 from insitu.backend.vllm.routing import PrefixRouter
-from insitu.backend.vllm.servers import StartedServer
+from insitu.backend.vllm.servers import StartedServer, model_files
 from insitu.errors import BackendError, BackendUnavailable, InsituError, RequestRefused
 
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 2.0
 """Interval of the health checks."""
+LONGEST_DELAY = 60.0
+"""Between attempts to use a server that responds, but cannot be used."""
 WAIT_SECONDS = 600.0
 """How long completions and new versions wait for a server."""
 MAX_STARTS = 3
@@ -43,7 +45,8 @@ class Place(NamedTuple):
 class Fleet:
     """`servers` are those that this process starts, in the order of `replicas`; it has none at given addresses.
 
-    `folder_of` gives the files of a version or raises RequestRefused; `probe` raises BackendError if the model of that
+    `folder_of` gives the files of a version or raises RequestRefused. Files for the servers to read are made in
+    `scratch`. `probe` raises BackendError if the model of that
     name on a server is not the loaded one.
     """
 
@@ -53,6 +56,7 @@ class Fleet:
         servers: Sequence[StartedServer],
         max_length: int,
         folder_of: Callable[[WeightVersion], Path],
+        scratch: Path,
         probe: Callable[[Replica, str], Awaitable[None]],
     ) -> None:
         self.replicas = list(replicas)
@@ -60,12 +64,15 @@ class Fleet:
         self._servers = list(servers)
         self._max_length = max_length
         self._folder_of = folder_of
+        self._scratch = scratch
         self._probe = probe
         self._base: WeightVersion | None = None
         """The full weights that every server must have."""
         self._recent: OrderedDict[WeightVersion, None] = OrderedDict()
         self._router: PrefixRouter[Replica] = PrefixRouter()
         self._starts: Counter[Replica] = Counter()
+        self._failures: Counter[Replica] = Counter()
+        self._retry_at: dict[Replica, float] = {}
         self._changed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._publishing = asyncio.Lock()
@@ -201,7 +208,9 @@ class Fleet:
         if not replica.can_reload:
             raise BackendError(f"{replica.name} cannot load weights: start it with VLLM_SERVER_DEV_MODE=1")
         weights = self._base or WeightVersion(0)
-        await replica.reload(self._base, str(self._folder_of(weights)), self._new_name(weights))
+        name = self._new_name(weights)
+        with model_files(self._folder_of(weights), self._scratch / name) as folder:
+            await replica.reload(self._base, folder, name)
 
     async def _replace_base(self, replica: Replica) -> None:
         await self._load_base(replica)
@@ -233,7 +242,7 @@ class Fleet:
                     await self._load_adapter(replica, WeightVersion(0))
                 await self._probe(replica, self.model_name(replica, WeightVersion(0)))
             replica.ready, replica.problem = True, ""
-            self._starts[replica] = 0
+            self._starts[replica] = self._failures[replica] = 0
         self._notify()
 
     async def _watch(self) -> None:
@@ -253,7 +262,11 @@ class Fleet:
                 logger.error("%s\nstarting it again (%d of %d)", report, self._starts[replica], MAX_STARTS)
                 await asyncio.to_thread(self._servers[index].start)
             await replica.check_health()
-            if (not replica.ready or replica.base != self._base) and not replica.lock.locked():
+            now = asyncio.get_running_loop().time()
+            waits = now < self._retry_at.get(replica, now) or replica.lock.locked()
+            if (not replica.ready or replica.base != self._base) and not waits:
+                self._failures[replica] += 1
+                self._retry_at[replica] = now + min(LONGEST_DELAY, 2.0 ** self._failures[replica])
                 await self._prepare(replica)
                 logger.warning("%s is used again", replica.name)
         except InsituError as error:

@@ -81,7 +81,7 @@ class Replica:
 
     async def leave_out(self, problem: str) -> None:
         """Gives it no completions until it has been checked again; ends those that it has."""
-        if self.ready:
+        if problem != self.problem:
             logger.warning("%s is left out: %s", self.name, problem)
         self.ready, self.problem = False, problem
         await self._connection.close()

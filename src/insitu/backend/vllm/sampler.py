@@ -81,7 +81,7 @@ class VllmSampler:
         async def probe(replica: Replica, model: str) -> None:
             await check_answers(replica, model, loaded, compute)
 
-        self._fleet = Fleet(replicas, servers, max_length, folder_of, probe)
+        self._fleet = Fleet(replicas, servers, max_length, folder_of, folder / "vllm", probe)
 
     async def start(self) -> None:
         await self._fleet.start()

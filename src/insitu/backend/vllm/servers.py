@@ -1,18 +1,20 @@
 """The vLLM servers that the backend starts: their command, their log, and their end."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from insitu.backend import SAMPLER_KEY_VARIABLE, TOKEN_VARIABLE
 from insitu.backend.child_process import ChildProcess
 from insitu.backend.model import LoadedModel, base_and_adapter
+from insitu.checkpoint_files import OPTIMIZER_FILE
 from insitu.errors import BackendError, install_command
 from insitu.schemas.samplers import SamplerOptions
 
@@ -59,6 +61,29 @@ class StartedServer:
         shutil.rmtree(self.socket.parent, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def model_files(folder: Path, links: Path) -> Iterator[str]:
+    """A folder for vLLM to load a model from: it takes every file of tensors for weights, the optimizer's state too.
+
+    For a checkpoint, `links` gets links to its other files; it is deleted afterwards.
+    """
+    if not (folder / OPTIMIZER_FILE).is_file():
+        yield str(folder)
+        return
+    link_model(folder, links)
+    try:
+        yield str(links)
+    finally:
+        shutil.rmtree(links, ignore_errors=True)
+
+
+def link_model(folder: Path, links: Path) -> None:
+    links.mkdir(parents=True)
+    for path in folder.resolve().iterdir():
+        if path.name != OPTIMIZER_FILE:
+            (links / path.name).symlink_to(path)
+
+
 def started_servers(
     options: SamplerOptions, loaded: LoadedModel, max_length: int, adapter_rank: int | None, folder: Path
 ) -> list[StartedServer]:
@@ -67,7 +92,13 @@ def started_servers(
         raise BackendError(f"sampler: vllm is not installed in the Python of the backend ({install_command('vllm')})")
     size = options.tensor_parallel
     groups = [options.gpus[at : at + size] for at in range(0, len(options.gpus), size)] if options.gpus else [None]
-    settings = _settings(options, loaded, max_length, adapter_rank)
+    model = base_and_adapter(loaded.source)[0]
+    if (Path(model) / OPTIMIZER_FILE).is_file():
+        links = folder / "vllm" / "model"
+        shutil.rmtree(links, ignore_errors=True)
+        link_model(Path(model), links)
+        model = str(links)
+    settings = _settings(options, model, loaded, max_length, adapter_rank)
     command = [sys.executable, "-m", SERVER_MODULE, *_arguments(settings)]
     servers = []
     for index, gpus in enumerate(groups):
@@ -78,10 +109,10 @@ def started_servers(
 
 
 def _settings(
-    options: SamplerOptions, loaded: LoadedModel, max_length: int, adapter_rank: int | None
+    options: SamplerOptions, model: str, loaded: LoadedModel, max_length: int, adapter_rank: int | None
 ) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        "model": base_and_adapter(loaded.source)[0],
+        "model": model,
         "served-model-name": "base",
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "max-model-len": max_length,
