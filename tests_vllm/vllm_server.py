@@ -76,6 +76,7 @@ def save_player(folder: Path) -> Path:
     config = starting_model.build_model(tokenizer, make_model.LAYERS, 0).config
     config.num_attention_heads = config.num_key_value_heads = 2
     config.head_dim = starting_model.HIDDEN // 2
+    torch.set_num_threads(1)  # the cores are shared with others
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
 

@@ -1,5 +1,6 @@
 """The configuration block of the adapter."""
 
+import json
 from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
@@ -57,6 +58,30 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         address, userinfo = split_userinfo(self.url or "")
         password = userinfo.partition(":")[2] if userinfo is not None else None
         return address.rstrip("/"), self.api_key.get_secret_value() if self.api_key is not None else password
+
+    def learner_options(self) -> dict[str, str]:
+        """The options of `insitu backend` for the processes that train."""
+        if self.learner.processes == 1:
+            return {}
+        gpus = ",".join(map(str, self.learner.gpus or ()))
+        options = {"learner_processes": str(self.learner.processes), "learner_gpus": gpus}
+        return options | {"learner_strategy": self.learner.strategy}
+
+    def sampler_options(self) -> dict[str, str]:
+        """The options of `insitu backend` for what samples; a vLLM that it starts must be made for LoRA adapters."""
+        sampler, lora = self.sampler, self.training.lora
+        if sampler.type == "embedded":
+            return {}
+        options: dict[str, str] = {"sampler": sampler.type}
+        if sampler.addresses:
+            return options | {"sampler_addresses": ",".join(sampler.addresses)}
+        if sampler.gpus is not None:
+            options["sampler_gpus"] = ",".join(map(str, sampler.gpus))
+        if sampler.args:
+            options["sampler_args"] = json.dumps(sampler.args)
+        if lora is not None:
+            options["lora_rank"] = str(lora.rank)
+        return options | {"sampler_tensor_parallel": str(sampler.tensor_parallel)}
 
     def starting_from(self, checkpoint: str) -> Self | None:
         return self.model_copy(update={"model": checkpoint}) if self.model is not None else None

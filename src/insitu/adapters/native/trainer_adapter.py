@@ -92,12 +92,7 @@ class InsituTrainerAdapter(TrainerAdapter):
             model = await asyncio.to_thread(self._starting_model, folder, self.config.model)
             options = {key: str(getattr(self.config, key)) for key in ("name", "device", "dtype")}
             options |= {"model": model, "output_dir": str(folder)}
-            learner = self.config.learner
-            if learner.processes > 1:
-                gpus = ",".join(map(str, learner.gpus or ()))
-                options |= {"learner_processes": str(learner.processes), "learner_gpus": gpus}
-                options |= {"learner_strategy": learner.strategy}
-            options |= self._sampler_options()
+            options |= self.config.learner_options() | self.config.sampler_options()
             arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
             key = self.config.sampler.api_key
             secrets = {SAMPLER_KEY_VARIABLE: key.get_secret_value()} if key is not None else {}
@@ -121,22 +116,6 @@ class InsituTrainerAdapter(TrainerAdapter):
             raise ConfigError(f"trainer_adapters: {problem}; set name to {served!r} or omit it")
         self._connection.verified = True
         self._first_version = 0 if self._process is not None else self._version
-
-    def _sampler_options(self) -> dict[str, str]:
-        """The options of `insitu backend`; a vLLM that it starts must be made for the adapters that will be trained."""
-        sampler, lora = self.config.sampler, self.config.training.lora
-        if sampler.type == "embedded":
-            return {}
-        options: dict[str, str] = {"sampler": sampler.type}
-        if sampler.gpus is not None:
-            options["sampler_gpus"] = ",".join(map(str, sampler.gpus))
-        if sampler.addresses:
-            options["sampler_addresses"] = ",".join(sampler.addresses)
-        else:
-            options |= {"sampler_tensor_parallel": str(sampler.tensor_parallel)}
-            options |= {"sampler_args": orjson.dumps(sampler.args).decode()} if sampler.args else {}
-            options |= {"lora_rank": str(lora.rank)} if lora is not None else {}
-        return options
 
     def _token(self) -> str:
         if self._process is not None:
