@@ -19,7 +19,7 @@ CPU = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "64", "--max-m
 ADAPTERS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
 COMPLETE = (*CPU, *ADAPTERS, "--enable-scale-out", "--max-logprobs", "21")
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-TAUGHT_STEPS = 200
+TAUGHT_STEPS = 80
 
 
 class VllmServer:

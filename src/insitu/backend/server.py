@@ -132,7 +132,7 @@ def _sampler(
     """Raises BackendError if the options do not fit."""
     max_length = min(options.max_length or loaded.max_length, loaded.max_length)
     chosen = _sampler_options(options)
-    if chosen.type == "vllm":
+    if chosen.kind == "vllm":
         from insitu.backend.vllm.sampler import VllmSampler
 
         lora = learners.default.lora

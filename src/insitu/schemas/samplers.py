@@ -16,11 +16,9 @@ SET_BY_BACKEND = frozenset(
 class SamplerOptions(BaseModel):
     """What samples: the backend's own process, or vLLM, which the backend starts unless it is at `addresses`."""
 
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, populate_by_name=True, serialize_by_alias=True
-    )
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, serialize_by_alias=True)
 
-    type: Literal["embedded", "vllm"] = Field(default="embedded", alias="_type")
+    kind: Literal["embedded", "vllm"] = Field(default="embedded", alias="_type")
     """`embedded`: the backend's own process. `vllm`: vLLM servers."""
     gpus: list[int] | None = None
     """GPUs of the vLLM that the backend starts; none: those that vLLM chooses. There is a server for each
@@ -36,8 +34,8 @@ class SamplerOptions(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = self.model_fields_set - {"type"}
-        if self.type == "embedded" and given:
+        given = self.model_fields_set - {"kind"}
+        if self.kind == "embedded" and given:
             raise ValueError(f"{', '.join(sorted(given))}: allowed with _type: vllm only")
         if self.addresses and (unused := sorted(given & {"gpus", "tensor_parallel", "args"})):
             raise ValueError(f"{', '.join(unused)}: allowed without addresses only, for a vLLM that the backend starts")

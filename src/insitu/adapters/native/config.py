@@ -70,9 +70,9 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     def sampler_options(self) -> dict[str, str]:
         """The options of `insitu backend` for what samples; a vLLM that it starts must be made for LoRA adapters."""
         sampler, lora = self.sampler, self.training.lora
-        if sampler.type == "embedded":
+        if sampler.kind == "embedded":
             return {}
-        options: dict[str, str] = {"sampler": sampler.type}
+        options: dict[str, str] = {"sampler": sampler.kind}
         if sampler.addresses:
             return options | {"sampler_addresses": ",".join(sampler.addresses)}
         if sampler.gpus is not None:
