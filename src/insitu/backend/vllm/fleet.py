@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from insitu.backend.inference.sampler import WeightVersion, canonical
-from insitu.backend.vllm.replica import STARTED_WITH, Replica
+from insitu.backend.vllm.replica import STARTED_WITH, Replica, WrongWeights
 from insitu.backend.vllm.routing import PrefixRouter
 from insitu.backend.vllm.servers import StartedServer, model_files
 from insitu.errors import BackendError, BackendUnavailable, InsituError, RequestRefused
@@ -139,6 +139,15 @@ class Fleet:
                 return replica
             await self._change(replica, lambda replica: self._load_adapter(replica, weights))
 
+    async def failed(self, replica: Replica, error: BackendError) -> None:
+        """A completion has failed: leaves the server out, unless it responds and the reason may have been transient."""
+        if isinstance(error, BackendUnavailable) and not isinstance(error, WrongWeights):
+            with contextlib.suppress(InsituError):
+                await replica.check_health()
+                return
+        await replica.leave_out(str(error))
+        self._notify()
+
     def model_name(self, replica: Replica, weights: WeightVersion) -> str:
         return replica.adapters.get(weights, replica.model)
 
@@ -214,7 +223,7 @@ class Fleet:
 
     async def _replace_base(self, replica: Replica) -> None:
         await self._load_base(replica)
-        replica.ready, replica.problem = True, ""
+        replica.take_back()
 
     def _new_name(self, weights: WeightVersion) -> str:
         """A name of weights that vLLM has never had."""
@@ -241,7 +250,7 @@ class Fleet:
                 if self._place(WeightVersion(0)).is_adapter:
                     await self._load_adapter(replica, WeightVersion(0))
                 await self._probe(replica, self.model_name(replica, WeightVersion(0)))
-            replica.ready, replica.problem = True, ""
+            replica.take_back()
             self._starts[replica] = self._failures[replica] = 0
         self._notify()
 
@@ -268,8 +277,9 @@ class Fleet:
                 self._failures[replica] += 1
                 self._retry_at[replica] = now + min(LONGEST_DELAY, 2.0 ** self._failures[replica])
                 await self._prepare(replica)
-                logger.warning("%s is used again", replica.name)
         except InsituError as error:
+            if not isinstance(error, BackendUnavailable) and str(error) != replica.problem:
+                logger.warning("%s cannot be used: %s", replica.name, error)
             if not replica.lock.locked():
                 await replica.leave_out(str(error))
         finally:

@@ -26,12 +26,18 @@ LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter
 STARTED_WITH = "default"
 """vLLM's name of the weights that it was started with."""
 HEALTH_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 2.0
+"""vLLM closes idle connections after 5 seconds; a request on one that it is just closing would fail."""
 LOAD_SECONDS = 600.0
 """Loading weights and waiting for running completions may take long."""
 
 
 class Overloaded(BackendUnavailable):
     """The server works, and has too much to do."""
+
+
+class WrongWeights(BackendUnavailable):
+    """The server has other weights than it was asked for."""
 
 
 class Replica:
@@ -55,12 +61,20 @@ class Replica:
         self.in_flight: Counter[WeightVersion] = Counter()
         self.lock = asyncio.Lock()
         """Held while its weights change."""
+        self._reported = False
+        """Whether the log says that it is left out."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         connector = _connector(socket)
         self._connection = Connection(name, headers, HEALTH_SECONDS, 0.0, connector=connector)
+
+    def take_back(self) -> None:
+        """Gives it completions from now on."""
+        if self._reported:
+            logger.warning("%s is used again", self.name)
+        self.ready, self.problem, self._reported = True, "", False
 
     @property
     def load(self) -> int:
@@ -81,9 +95,9 @@ class Replica:
 
     async def leave_out(self, problem: str) -> None:
         """Gives it no completions until it has been checked again; ends those that it has."""
-        if problem != self.problem:
+        if not self._reported:
             logger.warning("%s is left out: %s", self.name, problem)
-        self.ready, self.problem = False, problem
+        self.ready, self.problem, self._reported = False, problem, True
         await self._connection.close()
 
     async def close(self) -> None:
@@ -235,5 +249,5 @@ def _reason(body: Any) -> str:
 def _connector(socket: Path | None) -> Callable[[], aiohttp.BaseConnector]:
     """A connection for each completion, over TCP or the socket of a server that this process has started."""
     if socket is None:
-        return lambda: aiohttp.TCPConnector(limit=0)
-    return lambda: aiohttp.UnixConnector(str(socket), limit=0)
+        return lambda: aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
+    return lambda: aiohttp.UnixConnector(str(socket), limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)

@@ -29,7 +29,7 @@ from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.model import LoadedModel
 from insitu.backend.vllm.fleet import Fleet
 from insitu.backend.vllm.probe import check_answers
-from insitu.backend.vllm.replica import STARTED_WITH, Overloaded, Replica
+from insitu.backend.vllm.replica import STARTED_WITH, Overloaded, Replica, WrongWeights
 from insitu.backend.vllm.requests import request_body, sampled_tokens, weight_tags
 from insitu.backend.vllm.servers import started_servers
 from insitu.errors import BackendUnavailable, RequestRefused
@@ -203,7 +203,7 @@ class VllmSampler:
             except (BackendUnavailable, RequestRefused) as error:
                 if isinstance(error, RequestRefused) and error.status != 404:  # an adapter may have been lost
                     raise
-                await replica.leave_out(str(error))
+                await self._fleet.failed(replica, error)
                 if attempts == MAX_ATTEMPTS or not first:
                     raise BackendUnavailable(str(error)) from error
 
@@ -215,7 +215,7 @@ class VllmSampler:
         answer = await replica.generate(request_body(model, completion, self.tokenizer.eos_token_ids, stream=False))
         choice = answer["choices"][0]
         if answer.get("model") != model or weight_tags(choice) - {tag or STARTED_WITH}:
-            raise BackendUnavailable(_other_weights(replica, answer.get("model"), choice))
+            raise WrongWeights(_other_weights(replica, answer.get("model"), choice))
         await self._check_tag(replica, tag, choice)
         finish_reason = self._append(completion, choice)[1]
         if finish_reason is None:
@@ -236,7 +236,7 @@ class VllmSampler:
                     new, finish_reason = self._append(completion, choice)
                     text += new
                     if weight_tags(choice) - {tag or STARTED_WITH}:
-                        raise BackendUnavailable(_other_weights(replica, model, choice))
+                        raise WrongWeights(_other_weights(replica, model, choice))
                     if finish_reason is not None:
                         await self._check_tag(replica, tag, choice)
                     if finish_reason is not None or (streamed and len(completion.tokens) > sent):
@@ -260,7 +260,7 @@ class VllmSampler:
     async def _check_tag(self, replica: Replica, tag: str | None, choice: dict[str, Any]) -> None:
         """Asks for the weights of a completion whose answer does not name them, as it was ended by us."""
         if tag is not None and not weight_tags(choice) and (now := await replica.weight_tag()) != tag:
-            raise BackendUnavailable(f"{replica.name} has the weights {now!r}, and had {tag!r} before a completion")
+            raise WrongWeights(f"{replica.name} has the weights {now!r}, and had {tag!r} before a completion")
 
 
 def _other_weights(replica: Replica, model: Any, choice: dict[str, Any]) -> str:
