@@ -57,12 +57,13 @@ INTEGRATIONS = {
     "adapters/customizer": None,
     "backend/protocols/art": None,
     "backend/protocols/native": None,
+    "backend/vllm": "backend/server.py",
     "frameworks/*": None,
 }
 BACKEND_MAY = {
     *("errors", "redaction", "files", "folder_lock", "schemas", "checkpoint_files", "algorithms"),
     *("model_files", "advantages"),
-    *("http_format", "http_access", "http_limits", "backend"),
+    *("http_format", "http_access", "http_limits", "connection", "backend"),
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]

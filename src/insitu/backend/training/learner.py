@@ -23,6 +23,7 @@ from insitu.backend.training.policy import (
     build_policy,
     check_finite,
     loaded_adapter,
+    same_adapters,
 )
 from insitu.backend.training.ranks import ALONE, Ranks, TrainsJobs
 from insitu.checkpoint_files import (
@@ -168,7 +169,7 @@ class Learner:
 
     def check(self, settings: TrainingSettings) -> None:
         """Raises RequestRefused if the job's adapters differ from those being trained."""
-        if self._lora_fixed and not _same_adapters(settings.lora or self._default_lora, self._lora):
+        if self._lora_fixed and not same_adapters(settings.lora or self._default_lora, self._lora):
             allowed = self._lora.model_dump_json() if self._lora else "none (all weights)"
             raise RequestRefused(
                 f"settings.lora differs from the adapters this backend trains; allowed: {allowed}",
@@ -372,12 +373,3 @@ class Learner:
         with tempfile.TemporaryDirectory() as folder:
             self.loaded.tokenizer.save_pretrained(folder)
             return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
-
-
-def _same_adapters(requested: LoRASettings | None, current: LoRASettings | None) -> bool:
-    if requested is None or current is None:
-        return requested is current
-    named, trained = (sorted(m) if isinstance(m := lora.target_modules, list) else m for lora in (requested, current))
-    # A checkpoint of adapters lists the modules that a name such as `all-linear` selected.
-    same_targets = named == trained or (isinstance(named, str) and not isinstance(trained, str))
-    return same_targets and requested == current.model_copy(update={"target_modules": requested.target_modules})
