@@ -33,7 +33,8 @@ _NOT_SENT = ("retries", "result")  # applied by the sender, between and after at
 class ServedPolicy(BaseModel):
     """Where the trainer's model is served, for the llms of `_type: policy` in this episode.
 
-    `renamed`: the model's name changes with every version of the weights.
+    `renamed`: the model's name changes with every version of the weights. The workers of an executor, but not workflow
+    services, get `trained` (it is the model under training) and `base_model`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -42,6 +43,8 @@ class ServedPolicy(BaseModel):
     model: str
     api_key: str = Field(default="none", repr=False)
     renamed: bool = False
+    trained: bool = Field(default=False, exclude=True)
+    base_model: str | None = Field(default=None, exclude=True)
 
     @classmethod
     def of(cls, endpoint: PolicyEndpoint) -> "ServedPolicy":

@@ -37,12 +37,15 @@ class _PolicyBuilder(Builder):
 
     def __init__(self, config: Config, policy: ServedPolicy) -> None:
         super().__init__(config)
-        self._policy = policy
+        current_model = (lambda: _current_model.get(policy.model)) if policy.renamed else None
+        self._endpoint = PolicyEndpoint(
+            policy.base_url, policy.model, policy.api_key, base_model=policy.base_model, current_model=current_model
+        )
+        if policy.trained:
+            self.trained_policy = self._endpoint
 
     async def policy_endpoint(self) -> PolicyEndpoint:
-        served = self._policy
-        current_model = (lambda: _current_model.get(served.model)) if served.renamed else None
-        return PolicyEndpoint(served.base_url, served.model, served.api_key, current_model=current_model)
+        return self._endpoint
 
 
 class _Deployment:

@@ -6,11 +6,9 @@ from typing import NamedTuple
 import aiohttp
 
 from insitu.builder import Builder
-from insitu.evaluation.collector import stray_completions
-from insitu.registry import LLM
+from insitu.evaluation.collector import outside_completions, stray_completions
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.workflow.llms import ModelClient
 
 _COMPLETED, _STARTED = "vllm:request_success_total", "process_start_time_seconds"
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
@@ -79,9 +77,7 @@ class PolicyTraffic:
 
     def _outside(self) -> int:
         """Completions that were requested outside every episode through the run's own clients."""
-        llms = [llm for llm in self._builder.built(LLM) if isinstance(llm, ModelClient)]
-        server = _normal(self._served.base_url) if self._served is not None else None
-        return sum(llm.recorder.outside_completions for llm in llms if _normal(llm.recorder.server) == server)
+        return outside_completions(self._builder, self._served.base_url) if self._served is not None else 0
 
     async def _count(self) -> _Count | None:
         """The server's metrics; None if it has none, or no server responds."""
