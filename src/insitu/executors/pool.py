@@ -214,7 +214,7 @@ class WorkerPool:
         if not self._ready:
             raise BackendError(
                 f"{KEY}: no worker has started within start_timeout: {limit:g} s; the machines of the cluster have "
-                f"room for {room} of {self._size} workers with cpus_per_worker: {self._cluster.config.cpus_per_worker:g}"
+                f"room for {room} of {self._size} workers"
             )
         self._has_started = True
         if len(self._ready) < self._size:
