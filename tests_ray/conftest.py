@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -120,12 +119,17 @@ def own_cluster() -> Iterator[RayCluster]:
 
 
 @contextmanager
-def project(folder: Path, **options: Any) -> Iterator[Path]:
-    """A training run on `digits_plugin`, with a new backend."""
+def project(folder: Path, workflow: str | None = None) -> Iterator[Path]:
+    """A training run on `digits_plugin`, or on a workflow of `worker_plugin`, with a new backend."""
     folder.mkdir()
     command = ("backend", "--model", MODEL, "--port", "0", "--output_dir", folder / "backend", "--threads", "1")
     with serving(*command, "--token", TOKEN) as (_, address):
-        yield digits_project(folder, url=address, api_key=TOKEN, **options)
+        digits_project(folder, workflow={"_type": workflow} if workflow else None, url=address, api_key=TOKEN)
+        config = yaml.safe_load((folder / "config.yml").read_text())
+        config["general"]["plugins"] = ["digits_plugin", "worker_plugin"]
+        (folder / "config.yml").write_text(yaml.safe_dump(config, sort_keys=False))
+        shutil.copy(HERE / "worker_plugin.py", folder)
+        yield folder
 
 
 def wait_for(holds: Callable[[], Any], process: "subprocess.Popen[str]") -> None:
@@ -134,7 +138,3 @@ def wait_for(holds: Callable[[], Any], process: "subprocess.Popen[str]") -> None
     if process.poll() is not None:
         assert process.stdout is not None
         raise AssertionError(process.stdout.read())
-
-
-def interrupt(process: "subprocess.Popen[str]") -> None:
-    process.send_signal(signal.SIGINT)

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -67,6 +69,7 @@ async def connected(settings: RayExecutorConfig, config: Config) -> AsyncIterato
     await _check_address(settings.address)
     await asyncio.to_thread(_connect, ray, settings.address, runtime_env)
     try:
+        _take_signals_back()
         yield cluster
     finally:
         await asyncio.to_thread(ray.shutdown)
@@ -88,6 +91,13 @@ def _connect(ray: Any, address: str, runtime_env: dict[str, Any]) -> None:
         raise ConfigError(f"{KEY}: Ray refuses the address or runtime_env: {_first_line(error)}") from error
     finally:
         chatter.setLevel(level)
+
+
+def _take_signals_back() -> None:
+    """Installs Python's handlers again: Ray has replaced that of SIGTERM by one that ends the process."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.getsignal(number))
 
 
 def _first_line(error: Exception) -> str:
