@@ -97,6 +97,7 @@ def test_episodes_of_a_lost_worker_or_node_are_run_again(undisturbed: Path, tmp_
             wait_for(lambda: marks(folder) == 1 + 16, process)
             if lost == "node":
                 cluster.tell("remove")
+                cluster.tell("add")
             else:
                 cluster.workers()[0].kill()
             wait_for(lambda: marks(folder) == 1 + 16 + 8, process)
@@ -104,6 +105,7 @@ def test_episodes_of_a_lost_worker_or_node_are_run_again(undisturbed: Path, tmp_
             out, _ = process.communicate()
         assert process.returncode == 0, out
         assert "has ended; its 8 episodes are run again by others" in out
+    assert [record["unknown_completions"] for record in read_lines(folder / "run/training_metrics.jsonl")] == [None]
     check_equal(outcome(folder / "run"), outcome(undisturbed / "run"))
     assert weights(folder) == weights(undisturbed)
     assert episodes(folder) == episodes(undisturbed)

@@ -24,6 +24,11 @@ class Executor(ABC):
         """The same by URL of the server."""
         return Counter()
 
+    @property
+    def lost_workers(self) -> int:
+        """How many processes have ended without saying what their episodes had requested."""
+        return 0
+
     async def check(self, builder: Builder) -> None:
         """Raises ConfigError or BackendError if no episode could be run; called before anything else is started."""
         return

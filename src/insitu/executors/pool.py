@@ -159,6 +159,7 @@ class WorkerPool:
         self._has_started = False
         self._ended_stray, self._ended_outside = Counter[str](), Counter[str]()
         self._numbers = count(1)
+        self.lost_workers = 0
 
     @property
     def working_dir(self) -> str | None:
@@ -270,6 +271,7 @@ class WorkerPool:
         self._ready.remove(worker)
         self._ended_stray.update(worker.stray)
         self._ended_outside.update(worker.outside)
+        self.lost_workers += 1
         logger.warning(
             "%s has ended; its %d episodes are run again by others (%s)",
             worker.place,

@@ -45,6 +45,10 @@ class RayExecutor(Executor):
     def outside_completions(self) -> Counter[str]:
         return self._pool.outside if self._pool is not None else Counter()
 
+    @property
+    def lost_workers(self) -> int:
+        return self._pool.lost_workers if self._pool is not None else 0
+
     async def aclose(self) -> None:
         """Ends the workers and disconnects."""
         self._pool = None
