@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help install quickstart example-dpo test test-chaos test-hostile test-art test-customizer test-frameworks \
-	test-preferences test-javascript test-distributed test-vllm check bench clean
+	test-preferences test-javascript test-distributed test-vllm test-ray check bench clean
 
 help:
 	@echo "make quickstart   install into .venv and train the tic-tac-toe player (about 3 minutes)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-preferences  compares DPO and KTO with TRL and Liger, in an environment with both"
 	@echo "make test-distributed  trains by two processes under torchrun and compares with one (about 5 minutes)"
 	@echo "make test-vllm    trains on samples of real vLLM servers on the CPU (about 20 minutes)"
+	@echo "make test-ray     runs episodes on a Ray cluster of two nodes, in an environment with Ray (about 10 minutes)"
 	@echo "make test-javascript  trains an agent that uses the openai package of npm (needs node)"
 	@echo "make check        lint, formatting and types"
 	@echo "make bench        measure side by side and write benchmarks/RESULTS.md"
@@ -134,6 +135,15 @@ test-distributed: $(VENV)/.installed-dev
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest tests_vllm -o pythonpath=tests
 
+# Ray, without torch: the backend runs in ours.
+.venv-ray/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
+	@touch $@
+
+test-ray: $(VENV)/.installed-dev .venv-ray/.installed
+	$(BIN)/python -m pytest tests_ray -o pythonpath=tests
+
 examples/javascript/node_modules: examples/javascript/package.json
 	npm install --prefix examples/javascript --no-audit --no-fund --no-package-lock --silent
 	@touch $@
@@ -150,5 +160,5 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) .venv-art .venv-customizer .venv-frameworks .venv-preferences .venv-schemathesis .venv-vllm examples/javascript/node_modules runs \
+	rm -rf $(VENV) .venv-* examples/javascript/node_modules runs \
 		.pytest_cache .mypy_cache .ruff_cache

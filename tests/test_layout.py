@@ -47,6 +47,7 @@ ORDER = [
     "toolkit",
     "plugin_api",
     "adapters",
+    "executors",
     "cli",
 ]
 # Leaves: nothing imports them, except the one module that lists or mounts them.
@@ -55,6 +56,7 @@ INTEGRATIONS = {
     "adapters/art": None,
     "adapters/native": None,
     "adapters/customizer": None,
+    "executors": None,
     "backend/protocols/art": None,
     "backend/protocols/native": None,
     "backend/vllm": "backend/server.py",
