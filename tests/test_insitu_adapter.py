@@ -47,6 +47,7 @@ OPTIONS: dict[str, Any] = {
     "mini_batch_size": 15,
     "num_iterations": 3,
     "micro_batch_tokens": 999,
+    "gradient_checkpointing": True,
     "lora": {"rank": 3, "alpha": 5.0, "dropout": 0.1, "target_modules": ["q_proj"]},
     "dpo": None,
     "kto": None,

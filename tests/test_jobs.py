@@ -596,7 +596,7 @@ async def test_sampling_continues_while_a_checkpoint_is_written(loaded, tmp_path
         continued.append(steps[0] >= before + 3)
         write_optimizer(*args)
 
-    monkeypatch.setattr("insitu.backend.training.learner.write_optimizer", write)
+    monkeypatch.setattr("insitu.backend.training.checkpoint_writer.write_optimizer", write)
     async with serving(loaded, tmp_path) as backend:
         backend.compute.sampling_step = sampling_step
         _, job = await backend.post(lines([row()]))
@@ -617,7 +617,7 @@ async def test_a_job_that_is_canceled_while_its_checkpoint_is_written_leaves_non
 
         loop = asyncio.get_running_loop()
         with monkeypatch.context() as patch:
-            patch.setattr("insitu.backend.training.learner.write_optimizer", write)
+            patch.setattr("insitu.backend.training.checkpoint_writer.write_optimizer", write)
             _, job = await backend.post(lines([row()]))
             await writing.wait()
             _, state = await backend.post(path=f"{JOBS}/{job['id']}/cancel")

@@ -48,6 +48,7 @@ ORDER = [
     "toolkit",
     "plugin_api",
     "adapters",
+    "executors",
     "cli",
 ]
 # Leaves: nothing imports them, except the one module that lists or mounts them.
@@ -56,14 +57,16 @@ INTEGRATIONS = {
     "adapters/art": None,
     "adapters/native": None,
     "adapters/customizer": None,
+    "executors": None,
     "backend/protocols/art": None,
     "backend/protocols/native": None,
+    "backend/vllm": "backend/server.py",
     "frameworks/*": None,
 }
 BACKEND_MAY = {
     *("errors", "redaction", "files", "folder_lock", "schemas", "checkpoint_files", "algorithms"),
     *("model_files", "advantages"),
-    *("http_format", "http_access", "http_limits", "backend"),
+    *("http_format", "http_access", "http_limits", "connection", "backend"),
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]

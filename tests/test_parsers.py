@@ -28,8 +28,8 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
 from insitu.errors import TrajectoryError
-from insitu.evaluation.remote import decode, read_step
-from insitu.evaluation.remote import encode as as_json
+from insitu.evaluation.attempt_records import decode, read_step
+from insitu.evaluation.attempt_records import encode as as_json
 from insitu.frameworks.langchain import make_llm
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, StreamEventData, TraceMetadata
 from insitu.toolkit.parsers import adk_parser, langchain_parser, llama_index_parser

@@ -41,7 +41,7 @@ from insitu.config import load_config
 from insitu.config.resolved import resolved_config
 from insitu.config.yaml_loader import _Loader
 from insitu.errors import BackendError, ConfigError, RequestRefused
-from insitu.evaluation.remote import ServedPolicy
+from insitu.evaluation.attempt_records import ServedPolicy
 from insitu.evaluation.service import WorkflowService
 from insitu.http_access import AccessPolicy
 from insitu.plugin_api import Builder, FunctionBaseConfig, register_function

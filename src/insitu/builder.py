@@ -15,6 +15,7 @@ from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, PluginError, describe_error, install_command
 from insitu.registry import (
     EVALUATOR,
+    EXECUTOR,
     FRAMEWORK_GROUP,
     FUNCTION,
     LLM,
@@ -165,17 +166,29 @@ class Builder:
         return made
 
     async def _build(self, kind: Kind, name: str) -> Any:
-        config = self.block(kind, name)
+        where = "workflow" if name == WORKFLOW else f"{kind.section}.{name}"
+        return await self._make(kind, name, where, self.block(kind, name))
+
+    async def _make(self, kind: Kind, name: str, where: str, config: TypedBaseModel) -> Any:
         registration = registry.find(kind, config.type)
         if registration is None:
-            raise ConfigError(registry.unknown(kind, f"{kind.section}.{name}: _type", config.type))
-        with _naming("workflow" if name == WORKFLOW else f"{kind.section}.{name}", config):
+            raise ConfigError(registry.unknown(kind, f"{where}: _type", config.type))
+        with _naming(where, config):
             made = registration.factory(config, self)
             if hasattr(made, "__aenter__"):
                 made = await self._stack.enter_async_context(made)
             elif inspect.isawaitable(made):
                 made = await made
         return made if registration.finish is None else registration.finish(name, config, made)
+
+    async def get_executor(self) -> Any:
+        """What runs the episodes, for a run and the other files that it evaluates; None: this process."""
+        if self.parent is not None:
+            return await self.parent.get_executor()
+        config = self.config.general.executor
+        if config is None:
+            return None
+        return await self._once((EXECUTOR.section, ""), lambda: self._make(EXECUTOR, "", EXECUTOR.section, config))
 
     async def get_function(self, name: str) -> Any:
         """The function of a block under `functions`; `<workflow>` is the block `workflow`."""

@@ -159,7 +159,8 @@ def _is_refused(error: BaseException | None) -> bool:
 class Connection:
     """An HTTP session with one server, named `server` in messages.
 
-    A request fails after `read_timeout` seconds in which the server neither takes nor sends data.
+    A request fails after `read_timeout` seconds in which the server neither takes nor sends data. `connector` makes
+    what its sockets come from, if not aiohttp's default: TCP, at most 100 of them.
     """
 
     def __init__(
@@ -169,9 +170,11 @@ class Connection:
         read_timeout: float,
         retry_timeout: float,
         exit_report: Callable[[], str | None] = lambda: None,
+        connector: Callable[[], aiohttp.BaseConnector | None] = lambda: None,
     ) -> None:
         self.server = server
         self.retry = Retry(server, retry_timeout, exit_report)
+        self._connector = connector
         self.verified = False
         """Whether the server is known to be the right one. Until then a body that cannot be parsed is final."""
         self.refused = 0
@@ -199,7 +202,7 @@ class Connection:
         `read_timeout` overrides that of the connection; `math.inf` allows any silence.
         """
         if self._session is None or self._session.closed:
-            self._session = aiohttp.ClientSession(headers=self._headers)
+            self._session = aiohttp.ClientSession(headers=self._headers, connector=self._connector())
         silence = self._read_timeout if read_timeout is None else read_timeout
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=_finite(silence))
         upload = _Upload(data, silence)  # aiohttp limits the time between reads, not that between writes

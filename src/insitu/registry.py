@@ -23,6 +23,7 @@ from typing import Any
 from insitu.errors import PluginError
 from insitu.schemas.components import (
     DatasetBaseConfig,
+    ExecutorBaseConfig,
     FunctionBaseConfig,
     LLMBaseConfig,
     TTCStrategyBaseConfig,
@@ -72,12 +73,13 @@ LLM = Kind("llms", LLMBaseConfig)
 FUNCTION = Kind("functions", FunctionBaseConfig)
 EVALUATOR = Kind("eval.evaluators", EvaluatorBaseConfig)
 DATASET = Kind("eval.general.dataset", DatasetBaseConfig)
+EXECUTOR = Kind("general.executor", ExecutorBaseConfig)
 TTC_STRATEGY = Kind("ttc_strategies", TTCStrategyBaseConfig)
 TRAJECTORY_BUILDER = Kind("trajectory_builders", TrajectoryBuilderConfig)
 TRAINER_ADAPTER = Kind("trainer_adapters", TrainerAdapterConfig)
 TRAINER = Kind("trainers", TrainerConfig)
 
-KINDS = (LLM, FUNCTION, EVALUATOR, DATASET, TTC_STRATEGY, TRAJECTORY_BUILDER, TRAINER_ADAPTER, TRAINER)
+KINDS = (LLM, FUNCTION, EVALUATOR, DATASET, EXECUTOR, TTC_STRATEGY, TRAJECTORY_BUILDER, TRAINER_ADAPTER, TRAINER)
 
 Finish = Callable[[str, Any, Any], Any]
 """Turns what a factory yielded into the live object: `finish(name, config, yielded)`."""
@@ -201,6 +203,7 @@ def decorator(kind: Kind, finish: Finish | None = None) -> Callable[..., Callabl
 register_llm_provider = decorator(LLM)
 register_evaluator = decorator(EVALUATOR)
 register_dataset_loader = decorator(DATASET)
+register_executor = decorator(EXECUTOR)
 register_ttc_strategy = decorator(TTC_STRATEGY)
 register_trajectory_builder = decorator(TRAJECTORY_BUILDER)
 register_trainer_adapter = decorator(TRAINER_ADAPTER)

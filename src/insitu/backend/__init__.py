@@ -2,8 +2,9 @@
 
 server       creates the parts, listens and stops; http: what its routes share
 protocols/   the HTTP interfaces, one package each: openai, native (training jobs), art (OpenPipe ART)
-inference/   sampling: from token ids to completions
+inference/   sampling: from token ids to completions; vllm/: sampling by vLLM servers
 training/    training: from rows to new weights
+child_process  commands that work for the backend
 compute      the thread that touches the weights, shared by inference and training
 model        loads Hugging Face causal language models, after insitu.model_files has checked their files
 """
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "INSITU_BACKEND_TOKEN"
 """The environment variable with the bearer token."""
+SAMPLER_KEY_VARIABLE = "INSITU_SAMPLER_API_KEY"
+"""The environment variable with the API key of vLLM servers."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class BackendOptions:
     With `learner_processes` above 1, that many processes train instead of the backend's own, on the GPUs
     `learner_gpus`; `learner_strategy` says whether they divide the weights. With `learner_nodes` above 1, as many train
     on each of the other machines, which find this one at `learner_rendezvous`.
+    `sampler` is `embedded` or `vllm`; the options that begin with its name are the keys of `SamplerOptions`, with
+    `sampler_args` as JSON.
     `keep_last` and `keep_every` say which checkpoints are kept after jobs that do not.
     """
 
@@ -57,6 +62,12 @@ class BackendOptions:
     learner_strategy: str = "auto"
     learner_nodes: int = 1
     learner_rendezvous: str | None = None
+    sampler: str = "embedded"
+    sampler_gpus: tuple[int, ...] = ()
+    sampler_tensor_parallel: int = 1
+    sampler_args: str | None = None
+    sampler_addresses: tuple[str, ...] = ()
+    sampler_api_key: str | None = field(default=None, repr=False)
     keep_last: int = 3
     keep_every: int | None = None
 

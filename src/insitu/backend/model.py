@@ -56,7 +56,7 @@ def load_model(source: str, device: str = "auto", dtype: str = "auto") -> Loaded
     """
     torch_device = _device(device)
     check_model(Path(source))
-    base, adapter = _base_and_adapter(source)
+    base, adapter = base_and_adapter(source)
     base = str(Path(base).resolve()) if Path(base).exists() else base  # stored in adapter checkpoints
     config = _config(base)
     tokenizer = _tokenizer(source if adapter and (Path(source) / "tokenizer.json").exists() else base)
@@ -92,7 +92,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _base_and_adapter(source: str) -> tuple[str, bool]:
+def base_and_adapter(source: str) -> tuple[str, bool]:
     """Source of the full weights, and whether `source` is an adapter for them."""
     folder = Path(source)
     if not folder.exists():

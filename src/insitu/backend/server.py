@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
 import uvicorn
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
@@ -41,6 +42,7 @@ from insitu.files import writable_folder
 from insitu.folder_lock import FolderLock
 from insitu.http_format import http_url
 from insitu.http_limits import IDLE_SECONDS
+from insitu.schemas.samplers import SamplerOptions
 from insitu.schemas.training_jobs import LearnerOptions, LoRASettings
 
 logger = logging.getLogger(__name__)
@@ -100,16 +102,8 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     compute = ComputeThread()
     lora = LoRASettings(rank=options.lora_rank, alpha=2 * options.lora_rank) if options.lora_rank else None
     group = _rank_group(loaded, options, output_dir)
-    learners = Learners(loaded, output_dir, lora, group)
-    on_gpu = loaded.device.type != "cpu"
-    limits = EngineOptions(
-        max_length=min(options.max_length or loaded.max_length, loaded.max_length),
-        max_batch=options.max_batch or (256 if on_gpu else 128),
-        prefill_tokens=8192 if on_gpu else 512,
-        prefix_bytes=2**31 if on_gpu else 2**28,
-        threads=options.threads,
-    )
-    sampler: Sampler = Engine(loaded, compute, learners.load_version, limits)
+    learners = Learners(loaded, output_dir, lora, group, served_here=options.sampler == "embedded")
+    sampler = _sampler(loaded, options, compute, learners, output_dir)
     retention = functools.partial(apply_retention, sampler, compute)
     jobs = TrainingQueue(learners.default, compute, sampler.publish, output_dir, retention, sampler.check)
     models = ModelRegistry(PolicyModels(options.name, lambda: learners.default.versions))
@@ -132,6 +126,51 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     return Backend(app, compute, sampler, jobs, learners.default, group)
 
 
+def _sampler(
+    loaded: LoadedModel, options: BackendOptions, compute: ComputeThread, learners: Learners, output_dir: Path
+) -> Sampler:
+    """Raises BackendError if the options do not fit."""
+    max_length = min(options.max_length or loaded.max_length, loaded.max_length)
+    chosen = _sampler_options(options)
+    if chosen.kind == "vllm":
+        from insitu.backend.vllm.sampler import VllmSampler
+
+        lora = learners.default.lora
+        rank = lora.rank if lora is not None else None
+        return VllmSampler(
+            *(chosen, loaded, compute, learners.folder, max_length, rank, output_dir), threads=options.threads
+        )
+    on_gpu = loaded.device.type != "cpu"
+    limits = EngineOptions(
+        max_length=max_length,
+        max_batch=options.max_batch or (256 if on_gpu else 128),
+        prefill_tokens=8192 if on_gpu else 512,
+        prefix_bytes=2**31 if on_gpu else 2**28,
+        threads=options.threads,
+    )
+    return Engine(loaded, compute, learners.load_version, limits)
+
+
+def _sampler_options(options: BackendOptions) -> SamplerOptions:
+    values = {
+        "gpus": [*options.sampler_gpus] or None,
+        "tensor_parallel": options.sampler_tensor_parallel if options.sampler_tensor_parallel > 1 else None,
+        "args": orjson.loads(options.sampler_args) if options.sampler_args else None,
+        "addresses": [*options.sampler_addresses] or None,
+        "api_key": options.sampler_api_key if options.sampler_addresses else None,
+    }
+    given = {key: value for key, value in values.items() if value is not None}
+    try:
+        return SamplerOptions.model_validate({"_type": options.sampler, **given})
+    except ValidationError as error:
+        raise _option_error("sampler", error) from None
+
+
+def _option_error(option: str, error: ValidationError) -> BackendError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    return BackendError(f"{option}: {first['msg'].removeprefix('Value error, ')}")
+
+
 def _rank_group(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> RankGroup | None:
     """None if this process trains. Raises BackendError if the options do not fit."""
     if options.learner_processes == options.learner_nodes == 1:
@@ -145,8 +184,7 @@ def _rank_group(loaded: LoadedModel, options: BackendOptions, output_dir: Path) 
             strategy=options.learner_strategy,  # type: ignore[arg-type]  # validated here
         )
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise BackendError(f"learner: {first['msg'].removeprefix('Value error, ')}") from None
+        raise _option_error("learner", error) from None
     return RankGroup(settings, loaded, output_dir)
 
 

@@ -1,6 +1,7 @@
 """The command `backend`."""
 
 import asyncio
+import json
 import os
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import click
 
-from insitu.backend import TOKEN_VARIABLE, BackendOptions
+from insitu.backend import SAMPLER_KEY_VARIABLE, TOKEN_VARIABLE, BackendOptions
 from insitu.cli import options
 from insitu.errors import InsituError, install_command, memory_problem
 
@@ -47,6 +48,19 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
         raise click.BadParameter(f"{value!r}; give numbers such as 0,1") from None
 
 
+def _addresses(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
+    return tuple(filter(None, (each.strip() for each in (value or "").split(","))))
+
+
+def _object(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    try:
+        if value is None or isinstance(json.loads(value), dict):
+            return value
+    except ValueError:
+        pass
+    raise click.BadParameter(f'{value!r}; give a JSON object such as {{"max-num-seqs": 64}}')
+
+
 @click.command("backend")
 @click.option("--model", required=True, help="A Hugging Face model folder or Hub name.")
 @click.option("--name", default="policy", help="The name the model is served under.")
@@ -65,10 +79,17 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--learner_strategy", type=click.Choice(["auto", "ddp", "fsdp"]), default="auto", help="How they share.")
 @click.option("--learner_nodes", type=click.IntRange(min=1), default=1, help="Machines that train together.")
 @click.option("--learner_rendezvous", help="HOST:PORT of this machine for the others.")
+@click.option("--sampler", type=click.Choice(["embedded", "vllm"]), default="embedded", help="What samples.")
+@click.option("--sampler_gpus", callback=_numbers, help="GPUs of the vLLM to start, as 0,1.")
+@click.option("--sampler_tensor_parallel", type=click.IntRange(min=1), default=1, help="GPUs for each vLLM server.")
+@click.option("--sampler_args", callback=_object, metavar="JSON", help="Further arguments of vLLM, as a JSON object.")
+@click.option("--sampler_addresses", callback=_addresses, help="URLs of running vLLM servers, separated by commas.")
 @click.option("--log_samples", type=click.Path(path_type=Path), help="Append a JSON line per completion.")
 @click.option("--keep_last", type=click.IntRange(min=1), default=3, help="Checkpoints to keep, the latest ones.")
 @click.option("--keep_every", type=click.IntRange(min=1), help="Also keep every Nth checkpoint; 1 keeps all.")
 @click.option("--parent_pid", type=int, help="Exit when this process has exited.")
 def command(**values: Any) -> None:
     """Serve and train a model: inference and training jobs on one port."""
+    if values["sampler_addresses"]:
+        values["sampler_api_key"] = os.environ.get(SAMPLER_KEY_VARIABLE) or None
     sys.exit(serve(BackendOptions(**values)))

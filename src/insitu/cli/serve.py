@@ -57,7 +57,7 @@ async def _serve(
         async with service.listening(host, port) as url:
             needs_trainer = any(config.block(LLM, name).type == "policy" for name in config.names(LLM))
             if checkpoint is not None or not needs_trainer:
-                async with service.workflow():
+                async with service.hosted.workflow():
                     pass  # fails now if it cannot be built
             print(f"insitu serve ready at {url}", flush=True)
             await asyncio.Event().wait()

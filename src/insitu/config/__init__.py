@@ -1,5 +1,6 @@
 """Loads a YAML file into a Config: overrides, environment variables, and a check of every key."""
 
+import copy
 import logging
 import math
 import os
@@ -27,7 +28,7 @@ from insitu.schemas.finetuning import FinetuneConfig, TrainerAdapterConfig
 logger = logging.getLogger(__name__)
 
 _STRICT = ConfigDict(extra="ignore", use_attribute_docstrings=True, arbitrary_types_allowed=True)
-_COMPONENT_SECTIONS = tuple(kind for kind in reg.KINDS if not kind.section.startswith("eval."))
+_COMPONENT_SECTIONS = tuple(kind for kind in reg.KINDS if "." not in kind.section)
 _SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
 _SECRET = re.compile(r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$", re.IGNORECASE)
 _UNRECOGNISED = (
@@ -45,6 +46,8 @@ class GeneralConfig(BaseModel):
     """Seed for dataset order, sampling, subsampling and, on CPU, training."""
     plugins: list[str] = Field(default_factory=list)
     """Modules imported before the file is checked; the file's own folder is importable."""
+    executor: Any = None
+    """Where episodes run: a block whose `_type` is `local` (in this process, the default) or `ray` (on a cluster)."""
 
 
 class OutputConfig(BaseModel):
@@ -97,7 +100,9 @@ class EvalGeneralConfig(BaseModel):
 class Config:
     """A checked file. `blocks` holds the validated block of every component, by (section, name).
 
-    During a run, `moved` maps the folders that it has moved aside to where they are now.
+    `data` is what was checked, before its variables were expanded: `check_config` makes the same of it in another
+    process with these `variables` of the environment. During a run, `moved` maps the folders that it has moved aside to
+    where they are now.
     """
 
     general: GeneralConfig = field(default_factory=GeneralConfig)
@@ -107,6 +112,8 @@ class Config:
     folder: Path = field(default_factory=Path.cwd)
     source: str = "configuration"
     moved: dict[Path, Path] = field(default_factory=dict)
+    data: dict[str, Any] | None = field(default=None, repr=False)
+    variables: frozenset[str] = frozenset()
 
     @property
     def max_concurrency(self) -> int:
@@ -202,6 +209,11 @@ def load_config(source: Any, overrides: Iterable[tuple[str, str]] = ()) -> Confi
         raise ConfigError(f"{path} must hold a mapping of sections ({', '.join(_SECTIONS)})")
     for key, value in overrides:
         override(data, key, value)
+    return check_config(data, path)
+
+
+def check_config(data: dict[str, Any], path: Path) -> Config:
+    """Checks the contents of the file at `path`; raises ConfigError with all their problems."""
     return _Validator(path).run(data)
 
 
@@ -215,12 +227,14 @@ class _Validator:
         self.from_environment: dict[str, str] = {}
 
     def run(self, data: dict[str, Any]) -> Config:
+        given = copy.deepcopy(data)
         data = expand(data, self.problems, self.from_environment)
         remember_environment({name: os.environ.get(name, "") for name in self.from_environment.values()})
         if unrecognised := remember_settings(data):
             _warn_once(_UNRECOGNISED.format(file=self.path, keys=", ".join(unrecognised)))
         self._fail_if_any()
-        config = Config(folder=self.path.resolve().parent, source=str(self.path))
+        config = Config(folder=self.path.resolve().parent, source=str(self.path), data=given)
+        config.variables = frozenset(self.from_environment.values())
         for key in data:
             if key not in _SECTIONS:
                 self.problems.append(not_found("section", str(key), _SECTIONS))
@@ -229,6 +243,8 @@ class _Validator:
             self._fail_if_any()
         config.general = general
         self._import_plugins(config)
+        if general.executor is not None:
+            general.executor = self._component(reg.EXECUTOR, general.executor, "general.executor")
         for kind in _COMPONENT_SECTIONS:
             for name, block in self._mapping_of(data.get(kind.section), kind.section).items():
                 self._store(config, kind, name, block, f"{kind.section}.{name}")

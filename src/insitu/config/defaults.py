@@ -9,9 +9,11 @@ from insitu.config import EvalGeneralConfig, GeneralConfig
 from insitu.config.describing import models_of
 from insitu.config.resolved import leaves
 from insitu.errors import InsituError
-from insitu.registry import DATASET, KINDS, Kind, registry
+from insitu.registry import DATASET, EXECUTOR, KINDS, Kind, registry
 from insitu.schemas.finetuning import FinetuneConfig
 
+_SINGLE = (DATASET, EXECUTOR)
+"""Kinds of which a file has one block, without a name."""
 _ANY: TypeAdapter[Any] = TypeAdapter(Any)
 _SECTIONS: dict[str, type[BaseModel]] = {
     "general": GeneralConfig,
@@ -28,12 +30,14 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for section, model in _SECTIONS.items():
         values = dict(_section(config, section))
-        dataset = values.pop(DATASET.section.rpartition(".")[2], None) if section == "eval.general" else None
+        for kind in _SINGLE:
+            place, _, key = kind.section.rpartition(".")
+            block = values.pop(key, None) if place == section else None
+            if isinstance(block, Mapping):
+                changed |= _changed(block, _model(kind, block.get("type")), f"{kind.section}.")
         changed |= _changed(values, model, f"{section}.")
-        if isinstance(dataset, Mapping):
-            changed |= _changed(dataset, _model(DATASET, dataset.get("type")), f"{DATASET.section}.")
     for kind in KINDS:
-        for name, block in _section(config, kind.section).items() if kind is not DATASET else ():
+        for name, block in _section(config, kind.section).items() if kind not in _SINGLE else ():
             if isinstance(block, Mapping):
                 changed |= _changed(block, _model(kind, block.get("_type")), f"{kind.section}.{name}.")
     return changed

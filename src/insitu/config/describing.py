@@ -17,9 +17,9 @@ BOUNDS = {Ge: "at least {}", Gt: "above {}", Le: "at most {}", Lt: "below {}"}
 
 
 def shown_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields that a file sets."""
+    """The fields that a file sets, by their keys there."""
     return {
-        name: field
+        field.alias or name: field
         for name, field in model.model_fields.items()
         if name not in ("type", "run_configuration") and not is_set_by_run(name, field)
     }

@@ -23,12 +23,13 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from insitu.builder import Builder
-from insitu.errors import InsituError, WorkflowError
-from insitu.evaluation.episodes import Attempt, EpisodeOptions, in_process, run_episode
+from insitu.errors import ConfigError, InsituError, WorkflowError
+from insitu.evaluation.episodes import Attempt, EpisodeOptions, run_episode
+from insitu.evaluation.executors import LocalExecutor, LocalExecutorConfig
 from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.shared_run import RunState
 from insitu.evaluation.watchdog import Watchdog, doing
-from insitu.registry import FUNCTION, LLM
+from insitu.registry import EXECUTOR, FUNCTION, LLM
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
@@ -98,7 +99,18 @@ async def collect(
 def stray_completions(builder: Builder) -> Counter[str]:
     """Completions requested outside every episode so far, by key of `llms`."""
     recorders = {llm.name: llm.recorder for llm in builder.built(LLM) if isinstance(llm, ModelClient)}
-    return Counter({name: recorder.stray_completions for name, recorder in recorders.items()})
+    stray = Counter({name: recorder.stray_completions for name, recorder in recorders.items()})
+    for executor in builder.built(EXECUTOR):
+        stray.update(executor.stray_completions)
+    return stray
+
+
+def outside_completions(builder: Builder, server: str) -> int:
+    """Completions requested from `server` outside every episode so far, by evaluators too."""
+    recorders = [llm.recorder for llm in builder.built(LLM) if isinstance(llm, ModelClient)]
+    counts = [Counter({recorder.server: recorder.outside_completions}) for recorder in recorders]
+    counts += [executor.outside_completions for executor in builder.built(EXECUTOR)]
+    return sum(count for each in counts for url, count in each.items() if url.rstrip("/") == server.rstrip("/"))
 
 
 async def _server_was_down(episode: Episode, run: RunState, started: float) -> bool:
@@ -121,7 +133,7 @@ async def open_workflow(
     trained: Collection[str] = (),
     run: RunState | None = None,
 ) -> AsyncIterator[Attempt]:
-    """Runs attempts in this process, or in the service at `endpoint`.
+    """Runs attempts where `general.executor` says, or in the service at `endpoint`.
 
     Raises BackendUnavailable if the service does not respond, ConfigError if it is not a workflow service or lacks one
     of the llms in `trained`, RequestRefused if it may not send requests to the policy.
@@ -130,8 +142,15 @@ async def open_workflow(
     # a service runs the workflow of the run, not that of another file
     own_workflow = run is not None and run.builder is not builder and WORKFLOW in config.names(FUNCTION)
     if service is None or service.endpoint is None or own_workflow:
-        yield in_process(await builder.get_workflow())
+        executor = await builder.get_executor() or LocalExecutor()
+        async with executor.open(builder) as attempt:
+            yield attempt
         return
+    if not isinstance(config.general.executor, LocalExecutorConfig | None):
+        raise ConfigError(
+            f"endpoint is {service.endpoint!r}, whose service runs the episodes, but general.executor is "
+            f"{config.general.executor.type}: leave one of them out"
+        )
     async with RemoteWorkflow(service.endpoint, service.endpoint_timeout) as remote:
         if any(config.block(LLM, name).type == "policy" for name in config.names(LLM)):
             remote.policy = await builder.policy_endpoint()

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.config import Config
 from insitu.errors import ConfigError, install_command
-from insitu.evaluation.remote import has_lone_surrogate, read_step
+from insitu.evaluation.attempt_records import has_lone_surrogate, read_step
 from insitu.registry import DATASET, not_found, register_dataset_loader, registry
 from insitu.schemas.components import DatasetBaseConfig
 from insitu.schemas.evaluation import EvalInputItem

@@ -41,11 +41,11 @@ class _Wait:
 
     def __init__(self, name: str, activity: Activity) -> None:
         self.activities = [activity]
-        self._name = name
+        self.name = name
         self._since = time.monotonic()
 
     def describe(self) -> str:
-        return f"{self._name} (started {seconds_since(self._since)} ago; {self.activities[-1]()})"
+        return f"{self.name} (started {seconds_since(self._since)} ago; {self.activities[-1]()})"
 
 
 _current: ContextVar[_Wait | None] = ContextVar("insitu_wait", default=None)
@@ -101,6 +101,10 @@ class Watchdog:
             _current.reset(token)
             del self._waits[wait]
             self.note_progress()
+
+    def activities(self) -> dict[str, str]:
+        """What is in progress, by the name it was given, and what it is doing."""
+        return {wait.name: wait.activities[-1]() for wait in [*self._waits]}
 
     def note_progress(self) -> None:
         self._moved_at = time.monotonic()
@@ -158,8 +162,7 @@ class Watchdog:
         reported_at = 0.0
         while not ended.wait(interval):
             now, ran_at = time.monotonic(), self._loop_ran_at
-            frame = sys._current_frames().get(thread)
-            place = users_place((each.f_code.co_filename, line) for each, line in reversed([*walk_stack(frame)]))
+            place = where_thread_is(thread)
             report = f"the event loop, and so every episode, has been blocked for {seconds_since(ran_at)} by {place}"
             if self._timeout is not None and now - ran_at >= self._timeout and give_up is not None:
                 give_up(f"{report}; {self._gave_up}")
@@ -175,6 +178,12 @@ class Watchdog:
         oldest = "; ".join(wait.describe() for wait in [*self._waits][:_LISTED])
         more = f"; and {len(self._waits) - _LISTED} more" if len(self._waits) > _LISTED else ""
         return f"nothing has completed for {seconds_since(self._moved_at)}, waiting for {oldest}{more}"
+
+
+def where_thread_is(thread: int) -> str:
+    """The user's line that a thread is executing."""
+    frame = sys._current_frames().get(thread)
+    return users_place((each.f_code.co_filename, line) for each, line in reversed([*walk_stack(frame)]))
 
 
 def seconds_since(moment: float) -> str:

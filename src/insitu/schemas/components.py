@@ -90,6 +90,10 @@ class DatasetBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """The block `eval.general.dataset`."""
 
 
+class ExecutorBaseConfig(TypedBaseModel, BaseModelRegistryTag):
+    """The block `general.executor`."""
+
+
 class TTCStrategyBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """A block of the section `ttc_strategies` (strategies that spend test-time compute)."""
 

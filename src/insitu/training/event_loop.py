@@ -39,9 +39,7 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
     raised after cleanup. A second signal, cleanup that takes longer than `STOP_SECONDS`, or an agent that blocks the
     loop for `eval.general.stall_timeout` ends the process.
     """
-    loop = _new_loop()
-    executor = ThreadPoolExecutor(_MOST_THREADS, _THREAD_NAME)
-    loop.set_default_executor(executor)
+    loop, executor = new_loop()
     context = copy_context()
     context.run(end_process.set, lambda reason: _end_process(f"failed: {reason}", 1))
     task = loop.create_task(main, context=context)
@@ -58,7 +56,8 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
             _close(loop, executor, everything=stopping.is_set())
 
 
-def _new_loop() -> asyncio.AbstractEventLoop:
+def new_loop() -> tuple[asyncio.AbstractEventLoop, ThreadPoolExecutor]:
+    """An event loop for episodes, and its threads."""
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -75,7 +74,9 @@ def _new_loop() -> asyncio.AbstractEventLoop:
             return super().run_in_executor(executor, func, *args)
 
     loop: asyncio.AbstractEventLoop = Loop()
-    return loop
+    executor = ThreadPoolExecutor(_MOST_THREADS, _THREAD_NAME)
+    loop.set_default_executor(executor)
+    return loop, executor
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from insitu.trajectories.stored import EPISODES_FILE
 logger = logging.getLogger(__name__)
 
 _HARMLESS = (
-    *("finetuning.num_epochs", "finetuning.output_dir", "finetuning.validation.interval"),
+    *("general.executor*", "finetuning.num_epochs", "finetuning.output_dir", "finetuning.validation.interval"),
     *("eval.general.max_concurrency", "eval.general.output*", "eval.general.evaluator_timeout", "eval.general.stall_*"),
     *("*.file_path", "*.api_key", "*.base_url", "*.url", "llms.*.timeout", "llms.*.max_retries"),
     *("trainer_adapters.*.device", "trainer_adapters.*.*_timeout", "trainer_adapters.*.keep*"),

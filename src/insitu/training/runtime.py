@@ -309,6 +309,9 @@ async def _check_inputs(config: Config, request: FinetuneRunConfig) -> None:
                     f"{held_out.source}: the evaluator that gives the reward,", reward.name, held_out.names(EVALUATOR)
                 )
             )
+    async with Builder(config) as components:
+        if (executor := await components.get_executor()) is not None:
+            await executor.check(components)
     if request.endpoint is not None:
         async with RemoteWorkflow(request.endpoint, request.endpoint_timeout) as remote:
             await remote.check(config.trained_llms())

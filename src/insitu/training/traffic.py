@@ -6,11 +6,10 @@ from typing import NamedTuple
 import aiohttp
 
 from insitu.builder import Builder
-from insitu.evaluation.collector import stray_completions
-from insitu.registry import LLM
+from insitu.evaluation.collector import outside_completions, stray_completions
+from insitu.registry import EXECUTOR
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.workflow.llms import ModelClient
 
 _COMPLETED, _STARTED = "vllm:request_success_total", "process_start_time_seconds"
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
@@ -22,7 +21,8 @@ class Leftovers(NamedTuple):
     stray_completions: int
     """Requested through the run's own clients, but outside every episode and evaluator."""
     unknown_completions: int | None
-    """Sampled by the policy's server, but not requested by the run; None if it does not count them or was restarted."""
+    """Sampled by the policy's server, but not requested by the run; None if it does not count them or was restarted, or
+    if a process that runs episodes has ended."""
     abandoned_attempts: int
     """Attempts at episodes whose code ignored its cancellation."""
 
@@ -48,9 +48,10 @@ class PolicyTraffic:
         self._stray_before = 0
         self._outside_before = 0
         self._served_before: _Count | None = None
+        self._lost_before = 0
 
     async def start(self) -> None:
-        self._stray_before = self._stray()
+        self._stray_before, self._lost_before = self._stray(), self._lost_workers()
         self._outside_before, self._served_before = self._outside(), await self._count()
 
     def add(self, episode: Episode) -> None:
@@ -62,7 +63,14 @@ class PolicyTraffic:
         stray = self._stray() - self._stray_before
         after = await self._count()
         before = self._served_before
-        if after is None or before is None or self._served is None or after.started != before.started:
+        is_complete = self._lost_workers() == self._lost_before
+        if (
+            not is_complete
+            or after is None
+            or before is None
+            or self._served is None
+            or after.started != before.started
+        ):
             return Leftovers(stray, None, self._abandoned), None
         server = _normal(self._served.base_url)
         completed = after.completed - before.completed
@@ -77,11 +85,12 @@ class PolicyTraffic:
     def _stray(self) -> int:
         return stray_completions(self._builder).total()
 
+    def _lost_workers(self) -> int:
+        return sum(executor.lost_workers for executor in self._builder.built(EXECUTOR))
+
     def _outside(self) -> int:
         """Completions that were requested outside every episode through the run's own clients."""
-        llms = [llm for llm in self._builder.built(LLM) if isinstance(llm, ModelClient)]
-        server = _normal(self._served.base_url) if self._served is not None else None
-        return sum(llm.recorder.outside_completions for llm in llms if _normal(llm.recorder.server) == server)
+        return outside_completions(self._builder, self._served.base_url) if self._served is not None else 0
 
     async def _count(self) -> _Count | None:
         """The server's metrics; None if it has none, or no server responds."""

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from insitu.errors import BackendUnavailable
@@ -48,15 +48,22 @@ class BackendProcess:
     """An `insitu backend` child process that logs to `log_path`.
 
     It exits when this process ends, even if this process is killed with SIGKILL. `keep_running` starts it again up to
-    `max_restarts` times.
+    `max_restarts` times. `secret_variables` are added to its environment.
     """
 
-    def __init__(self, cli_arguments: Sequence[str], log_path: Path, max_restarts: int = 0) -> None:
+    def __init__(
+        self,
+        cli_arguments: Sequence[str],
+        log_path: Path,
+        max_restarts: int = 0,
+        secret_variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.token = secrets.token_urlsafe()
         """Required with every request, to keep other users of this machine out."""
         remember_secret(self.token)
         self._cli_arguments = cli_arguments
         self._log_path = log_path
+        self._secret_variables = dict(secret_variables or {})
         self._port = 0
         self._startup_timeout = 0.0
         self._max_restarts = max_restarts
@@ -85,7 +92,7 @@ class BackendProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "INSITU_BACKEND_TOKEN": self.token},
+                env={**os.environ, **self._secret_variables, "INSITU_BACKEND_TOKEN": self.token},
             )
         transport, output = self._started
         try:

@@ -1,11 +1,13 @@
 """The configuration block of the adapter."""
 
+import json
 from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
 from insitu.http_format import split_userinfo
 from insitu.schemas.finetuning import TrainerAdapterConfig
+from insitu.schemas.samplers import SamplerOptions
 from insitu.schemas.training_jobs import KeepConfig, LearnerOptions, TrainingOptions
 
 
@@ -33,6 +35,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     ended."""
     learner: LearnerOptions = Field(default_factory=LearnerOptions)
     """The processes that train, if one is not enough."""
+    sampler: SamplerOptions = Field(default_factory=SamplerOptions)
+    """What samples: the backend itself, or vLLM."""
     read_timeout: float = Field(default=60.0, gt=0)
     """Seconds without data from the backend after which a request has failed. During training the backend sends a
     heartbeat every 15 seconds."""
@@ -55,6 +59,31 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         password = userinfo.partition(":")[2] if userinfo is not None else None
         return address.rstrip("/"), self.api_key.get_secret_value() if self.api_key is not None else password
 
+    def learner_options(self) -> dict[str, str]:
+        """The options of `insitu backend` for the processes that train."""
+        learner = self.learner
+        if learner.total == 1:
+            return {}
+        options = {"learner_processes": str(learner.processes), "learner_gpus": ",".join(map(str, learner.gpus or ()))}
+        options |= {"learner_strategy": learner.strategy, "learner_nodes": str(learner.nodes)}
+        return options | ({"learner_rendezvous": learner.rendezvous} if learner.rendezvous is not None else {})
+
+    def sampler_options(self) -> dict[str, str]:
+        """The options of `insitu backend` for what samples; a vLLM that it starts must be made for LoRA adapters."""
+        sampler, lora = self.sampler, self.training.lora
+        if sampler.kind == "embedded":
+            return {}
+        options: dict[str, str] = {"sampler": sampler.kind}
+        if sampler.addresses:
+            return options | {"sampler_addresses": ",".join(sampler.addresses)}
+        if sampler.gpus is not None:
+            options["sampler_gpus"] = ",".join(map(str, sampler.gpus))
+        if sampler.args:
+            options["sampler_args"] = json.dumps(sampler.args)
+        if lora is not None:
+            options["lora_rank"] = str(lora.rank)
+        return options | {"sampler_tensor_parallel": str(sampler.tensor_parallel)}
+
     def starting_from(self, checkpoint: str) -> Self | None:
         return self.model_copy(update={"model": checkpoint}) if self.model is not None else None
 
@@ -68,9 +97,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
             raise ValueError(f"url is {self.url!r}; it must begin with http:// or https://")
         if self.api_key is not None and split_userinfo(self.url or "")[1] is not None:
             raise ValueError("url has a user or password and api_key is set; give the token in one of them")
-        ignored = (
-            ("api_key",) if self.url is None else ("device", "dtype", "startup_timeout", "max_restarts", "learner")
-        )
+        of_process = ("device", "dtype", "startup_timeout", "max_restarts", "learner", "sampler")
+        ignored = ("api_key",) if self.url is None else of_process
         if unused := sorted(self.model_fields_set.intersection(ignored)):
             raise ValueError(f"{', '.join(unused)}: allowed with {'url' if self.url is None else 'model'} only")
         return self

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BACKEND = "insitu"
+SAMPLER_KEY_VARIABLE = "INSITU_SAMPLER_API_KEY"
 _WATCH_SECONDS = 5.0
 """Interval of the health checks while the backend is in use."""
 _RECONNECT_DELAY = 0.25
@@ -91,15 +92,11 @@ class InsituTrainerAdapter(TrainerAdapter):
             model = await asyncio.to_thread(self._starting_model, folder, self.config.model)
             options = {key: str(getattr(self.config, key)) for key in ("name", "device", "dtype")}
             options |= {"model": model, "output_dir": str(folder)}
-            learner = self.config.learner
-            if learner.total > 1:
-                gpus = ",".join(map(str, learner.gpus or ()))
-                options |= {"learner_processes": str(learner.processes), "learner_gpus": gpus}
-                options |= {"learner_strategy": learner.strategy, "learner_nodes": str(learner.nodes)}
-                if learner.rendezvous is not None:
-                    options["learner_rendezvous"] = learner.rendezvous
+            options |= self.config.learner_options() | self.config.sampler_options()
             arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
-            self._process = BackendProcess(arguments, folder / "backend.log", self.config.max_restarts)
+            key = self.config.sampler.api_key
+            secrets = {SAMPLER_KEY_VARIABLE: key.get_secret_value()} if key is not None else {}
+            self._process = BackendProcess(arguments, folder / "backend.log", self.config.max_restarts, secrets)
             self._base_url = await self._process.start(self.config.startup_timeout)
         if self._connection is None:
             self._connection = Connection(

@@ -19,6 +19,7 @@ MAX_TEMPERATURE = 1e6
 """Beyond this float32 overflows; the distribution is uniform long before."""
 MAX_TOP_LOGPROBS = 20
 """The OpenAI API's limit."""
+LOGITS_NOT_FINITE = "the model's logits are not finite: its weights are unusable, or too large for its dtype"
 
 _WEYL = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -98,7 +99,7 @@ def sample(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput
         top = (best.indices.tolist(), best.values.tolist())
     tokens, logprobs = tokens_B.tolist(), chosen_B.tolist()
     if any(map(math.isnan, logprobs)):
-        raise BackendError("the model's logits are not finite: its weights are unusable, or too large for its dtype")
+        raise BackendError(LOGITS_NOT_FINITE)
     return SamplerOutput(tokens, logprobs, top)
 
 

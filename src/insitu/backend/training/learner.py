@@ -1,6 +1,5 @@
 """Trains a policy: a job's rows to the next version's weights, ready to serve, and their checkpoint."""
 
-import contextlib
 import functools
 import logging
 import math
@@ -10,21 +9,21 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from insitu.backend.compute import in_another_thread
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.training.batches import Row
+from insitu.backend.training.checkpoint_writer import write_checkpoint
 from insitu.backend.training.logprobs import LogprobComputer, PolicyForward
-from insitu.backend.training.optimizer_file import check_optimizer, open_optimizer, write_optimizer
+from insitu.backend.training.optimizer_file import check_optimizer, open_optimizer
 from insitu.backend.training.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers
 from insitu.backend.training.policy import (
     adamw,
     build_policy,
     check_finite,
     loaded_adapter,
+    same_adapters,
 )
 from insitu.backend.training.ranks import ALONE, Ranks, TrainsJobs
 from insitu.checkpoint_files import (
@@ -35,10 +34,9 @@ from insitu.checkpoint_files import (
     expired,
     read_record,
     saved_checkpoints,
-    write_record,
 )
-from insitu.errors import BackendError, JobFailed, RequestRefused
-from insitu.files import delete_drafts, delete_folder, new_folder
+from insitu.errors import BackendError, RequestRefused
+from insitu.files import delete_drafts, delete_folder
 from insitu.schemas.training_jobs import LoRASettings, Retention, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -171,7 +169,7 @@ class Learner:
 
     def check(self, settings: TrainingSettings) -> None:
         """Raises RequestRefused if the job's adapters differ from those being trained."""
-        if self._lora_fixed and not _same_adapters(settings.lora or self._default_lora, self._lora):
+        if self._lora_fixed and not same_adapters(settings.lora or self._default_lora, self._lora):
             allowed = self._lora.model_dump_json() if self._lora else "none (all weights)"
             raise RequestRefused(
                 f"settings.lora differs from the adapters this backend trains; allowed: {allowed}",
@@ -357,7 +355,6 @@ class Learner:
         return load_model(self._origin.started_from, str(self.loaded.device), dtype).module
 
     def _save_checkpoint(self, state: TrainState, served: nn.Module | None, job: JobRecord) -> Path:
-        """Rank 0 writes the model, all ranks the optimizer state. Raises JobFailed on all of them alike."""
         version = self.version + 1
         target = self._folder_of(version)
         record = TrainingRecord(
@@ -367,29 +364,7 @@ class Learner:
             lora=state.policy.lora,
             job=job,
         )
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in state.policy.trainable.items():
-            tensors |= {f"{key}.{name}": value for key, value in state.optimizer.state[parameter].items()}
-            if self.loaded.dtype != torch.float32:
-                tensors[f"weights.{name}"] = parameter.detach()
-
-        def write_model() -> Path:
-            draft = folder.enter_context(new_folder(target))
-            assert served is not None  # on rank 0
-            state.policy.save(draft, served)
-            for name, content in self._tokenizer_files.items():
-                (draft / name).write_bytes(content)
-            return draft
-
-        try:
-            with contextlib.ExitStack() as folder:
-                draft = self._ranks.on_first(write_model)
-                write_optimizer(draft, tensors, self._ranks)
-                self._ranks.on_first(lambda: write_record(draft, record))
-                self._ranks.on_first(folder.close)
-        except (OSError, SafetensorError) as error:
-            reason = f"the checkpoint {target} cannot be written: {error}"
-            raise JobFailed(f"{reason}; the weights from before the job were restored") from error
+        write_checkpoint(target, state, served, record, self._tokenizer_files)
         return target
 
     @functools.cached_property
@@ -398,12 +373,3 @@ class Learner:
         with tempfile.TemporaryDirectory() as folder:
             self.loaded.tokenizer.save_pretrained(folder)
             return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
-
-
-def _same_adapters(requested: LoRASettings | None, current: LoRASettings | None) -> bool:
-    if requested is None or current is None:
-        return requested is current
-    named, trained = (sorted(m) if isinstance(m := lora.target_modules, list) else m for lora in (requested, current))
-    # A checkpoint of adapters lists the modules that a name such as `all-linear` selected.
-    same_targets = named == trained or (isinstance(named, str) and not isinstance(trained, str))
-    return same_targets and requested == current.model_copy(update={"target_modules": requested.target_modules})

@@ -170,6 +170,16 @@ def loaded_adapter(module: nn.Module) -> LoRASettings | None:
     )
 
 
+def same_adapters(requested: LoRASettings | None, current: LoRASettings | None) -> bool:
+    """Whether a job may train with the requested adapters where the current ones are trained."""
+    if requested is None or current is None:
+        return requested is current
+    named, trained = (sorted(m) if isinstance(m := lora.target_modules, list) else m for lora in (requested, current))
+    # A checkpoint of adapters lists the modules that a name such as `all-linear` selected.
+    same_targets = named == trained or (isinstance(named, str) and not isinstance(trained, str))
+    return same_targets and requested == current.model_copy(update={"target_modules": requested.target_modules})
+
+
 def replace_weights(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     """A copy of the module with the parameters in `weights` replaced and all other tensors shared."""
     shared: dict[int, object] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}

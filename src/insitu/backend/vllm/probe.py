@@ -1,0 +1,70 @@
+"""Whether a vLLM server has the model of this process, and returns what training needs."""
+
+import asyncio
+import math
+
+import torch
+
+from insitu.backend.compute import ComputeThread
+from insitu.backend.inference.sampler import Completion
+from insitu.backend.inference.sampling import SamplingParams
+from insitu.backend.model import LoadedModel
+from insitu.backend.vllm.replica import LOAD_SECONDS, Replica
+from insitu.backend.vllm.requests import request_body, sampled_tokens
+from insitu.errors import BackendError, BackendUnavailable, RequestRefused
+
+_TOKENS = 16
+_TEMPERATURE = 2.0
+"""Not 1, so that log-probabilities after temperature differ from the model's own."""
+_TOLERANCES = {torch.float32: 0.01}
+_TOLERANCE = 0.25
+"""Mean difference in nats for 16-bit weights, whose rounding depends on the kernels."""
+
+
+async def check_answers(replica: Replica, model: str, loaded: LoadedModel, compute: ComputeThread) -> None:
+    """Compares the log-probabilities of a completion with those computed here. Raises BackendError if they differ."""
+    last = min(max(loaded.tokenizer.get_vocab().values()), loaded.vocab_size - 1)
+    prompt = [last, *range(min(8, last))]
+    params = SamplingParams(seed=0, max_tokens=_TOKENS, temperature=_TEMPERATURE, ignore_eos=True)
+    body = request_body(model, Completion(prompt, params), (), stream=False)
+    try:
+        async with asyncio.timeout(LOAD_SECONDS):
+            answer = await replica.generate(body)
+    except RequestRefused as error:
+        raise BackendError(f"{replica.name} has another vocabulary or model than {loaded.source}: {error}") from None
+    except TimeoutError:
+        raise BackendUnavailable(f"{replica.name} has not answered within {LOAD_SECONDS:g} s") from None
+    tokens = sampled_tokens(answer["choices"][0], 0)
+    ids = [token.id for token in tokens]
+    if not ids:
+        raise BackendError(f"{replica.name} returns no tokens with log-probabilities: start it with --max-logprobs 21")
+    if max(ids) >= loaded.vocab_size:
+        problem = f"it has sampled token {max(ids)}, but that of {loaded.source} ends at {loaded.vocab_size - 1}"
+        raise BackendError(f"{replica.name} has another vocabulary: {problem}")
+    sampled = [token.logprob for token in tokens]
+    own, tempered = await compute.call(_logprobs, loaded, prompt, ids)
+    tolerance = _TOLERANCES.get(loaded.dtype, _TOLERANCE)
+    if (gap := _mean_gap(sampled, own)) <= tolerance:
+        return
+    if _mean_gap(sampled, tempered) <= tolerance:
+        problem = "returns log-probabilities after temperature: start it with --logprobs-mode raw_logprobs"
+        raise BackendError(f"{replica.name} {problem}")
+    problem = f"the log-probabilities of its samples differ by {gap:.2g} on average (allowed: {tolerance:g})"
+    raise BackendError(f"{replica.name} has another model than {loaded.source}: {problem}")
+
+
+def _logprobs(loaded: LoadedModel, prompt: list[int], ids: list[int]) -> tuple[list[float], list[float]]:
+    """Of the tokens `ids` after the prompt: the model's own log-probabilities, and those after temperature."""
+    tokens = torch.tensor([prompt + ids], device=loaded.device)
+    with torch.inference_mode():
+        logits_TV = loaded.module(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    chosen_T1 = tokens[0, len(prompt) :, None]
+    own, tempered = (
+        torch.log_softmax(logits_TV / temperature, -1).gather(-1, chosen_T1)[:, 0].tolist()
+        for temperature in (1.0, _TEMPERATURE)
+    )
+    return own, tempered
+
+
+def _mean_gap(one: list[float], other: list[float]) -> float:
+    return math.fsum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
