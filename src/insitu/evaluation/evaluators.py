@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from insitu.capture.ledger import OUTSIDE, SCORING, current_call_site
-from insitu.errors import describe_error
+from insitu.errors import InsituError, describe_error, format_error
 from insitu.evaluation.episodes import isolated
 from insitu.evaluation.watchdog import doing, seconds_since
 from insitu.schemas.episodes import DropReason
@@ -36,12 +36,17 @@ class BaseEvaluator(ABC):
             async with semaphore:
                 scored = await isolated(lambda: self.evaluate_item(item))
                 if scored.value is None:
-                    problem = "it returned None" if scored.error is None else describe_error(scored.error)
-                    return EvalOutputItem(id=item.id, rep=item.rep, error=problem)
+                    return EvalOutputItem(id=item.id, rep=item.rep, error=_problem(scored.error))
                 return scored.value
 
         items = await asyncio.gather(*(evaluate_one(item) for item in eval_input.eval_input_items))
         return EvalOutput(average_score=average(items), eval_output_items=list(items))
+
+
+def _problem(error: BaseException | None) -> str:
+    if error is None:
+        return "it returned None"
+    return format_error(error) if isinstance(error, InsituError) else describe_error(error)
 
 
 async def score(

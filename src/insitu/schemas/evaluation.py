@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from insitu.schemas.components import BaseModelRegistryTag, TypedBaseModel
 from insitu.schemas.steps import IntermediateStep
 
+Row = dict[str, Any]
+"""A row of a dataset, by column."""
+
 
 class EvaluatorBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """A block of the section `eval.evaluators`."""

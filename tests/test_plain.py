@@ -1,0 +1,282 @@
+"""Plain Python functions as agents and scores, and the evaluators for common cases."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from factories import digits_project, read_lines, write_rows
+from fake_openai import FakeOpenAI
+from processes import run_project
+
+from insitu.builder import Builder
+from insitu.config import load_config
+from insitu.registry import EVALUATOR
+from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutputItem
+
+AGENT = """
+import insitu
+from digits_plugin import mean_digit
+
+async def answer(question: dict, model: insitu.Model) -> str:
+    return await model.ask(question["say"])
+
+def answer_in_a_thread(question: dict, model):
+    return model.ask(question["say"])
+
+async def pieces(question: dict, model: insitu.Model):
+    for piece in await model.ask(question["say"]):
+        yield piece
+
+class Agent:
+    def __init__(self, prefix):
+        self.prefix = prefix
+
+    async def __call__(self, question, model, seed, row, suffix=""):
+        assert row["question"] == question and isinstance(seed, int)
+        return self.prefix + await model.ask(question["say"]) + suffix
+
+    def greet(self, question):
+        return "hello"
+
+agent = Agent("")
+
+def score(answer: str, row: insitu.Row) -> float:
+    return mean_digit(answer)
+
+async def score_with_reason(answer, question, expected, weight):
+    return mean_digit(answer) * weight, f"{question} {expected}"
+
+def score_in_numpy(answer):
+    import numpy
+    return numpy.float32(mean_digit(answer))
+
+def text_score(answer):
+    return "good"
+
+number = 3
+"""
+ANSWER, SCORE = {"function": "my_agent:answer", "model": "player"}, {"function": "my_agent:score"}
+
+
+def project(folder: Path, workflow: dict[str, Any], score: dict[str, Any]) -> Path:
+    """`digits_project` with an agent and a score of `my_agent`."""
+    digits_project(folder)
+    (folder / "my_agent.py").write_text(AGENT)
+    path = folder / "config.yml"
+    config = yaml.safe_load(path.read_text())
+    del config["general"]["plugins"]
+    config["workflow"] = {"_type": "python", **workflow}
+    config["eval"]["evaluators"]["score"] = {"_type": "python", **score}
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    write_rows(folder, [{"say": f"Row {i}"} for i in range(6)])
+    return folder
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """Those that do not depend on the machine's speed."""
+    code, _, err = run_project(folder)
+    assert code == 0, err
+    changing = ("seconds", "tokens_per_second", "time_left_seconds")
+    lines = read_lines(folder / "run/training_metrics.jsonl")
+    return [{k: v for k, v in line.items() if not any(name in k for name in changing)} for line in lines]
+
+
+def test_functions_are_trained_as_registered_components_are(tmp_path: Path) -> None:
+    (registered := tmp_path / "registered").mkdir()
+    digits_project(registered)
+    write_rows(registered, [{"say": f"Row {i}"} for i in range(6)])
+    expected = [line["avg_reward"] for line in metrics_of(registered)]
+    for name, workflow, score in (
+        ("async", {"function": "my_agent:answer", "model": "player"}, {"function": "my_agent:score"}),
+        (
+            "thread",
+            {"function": "my_agent:answer_in_a_thread", "model": "player"},
+            {"function": "my_agent:score_with_reason", "arguments": {"weight": 1}},
+        ),
+        ("stream", {"function": "my_agent:pieces", "model": "player"}, {"function": "my_agent:score_in_numpy"}),
+        ("object", {"function": "my_agent:agent", "models": {"model": "player"}}, {"function": "my_agent:score"}),
+    ):
+        (folder := tmp_path / name).mkdir()
+        got = [line["avg_reward"] for line in metrics_of(project(folder, workflow, score))]
+        assert got == pytest.approx(expected, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("workflow", "score", "problems"),
+    [
+        (
+            {"function": "my_agent:answr"},
+            {},
+            ["in my_agent, 'answr' does not exist (did you mean 'answer'?)"],
+        ),
+        ({"function": "no_agent:answer"}, {}, ["workflow.function: no module named 'no_agent' (also searched in "]),
+        ({"function": "answer"}, {}, ["workflow.function is 'answer'; it must be MODULE:NAME, such as my_agent:"]),
+        ({"function": "my_agent:number"}, {}, ["workflow.function: my_agent:number is a int; it must be a function"]),
+        (
+            {"model": "nobody"},
+            {"function": "x"},
+            ["workflow.model: 'nobody' does not exist", "eval.evaluators.score.function is 'x'"],
+        ),
+        ({"function": 3}, {}, ["workflow.function: Input should be a valid string"]),
+    ],
+)
+def test_what_cannot_be_imported_is_refused(
+    tmp_path: Path, workflow: dict[str, Any], score: dict[str, Any], problems: list[str]
+) -> None:
+    """All problems of a file together, before anything is started."""
+    project(
+        tmp_path, {"function": "my_agent:answer", "model": "player"} | workflow, {"function": "my_agent:score"} | score
+    )
+    code, _, err = run_project(tmp_path, command="validate")
+    assert code == 2
+    assert all(problem in err for problem in problems), err
+
+
+@pytest.mark.parametrize(
+    ("workflow", "score", "problem"),
+    [
+        ({"model": None}, {}, "workflow.model is missing: my_agent:answer takes a model; available under llms: player"),
+        (
+            {"arguments": {"size": 3}},
+            {},
+            "(my_agent:answer): the parameter 'size' does not exist; available: ",
+        ),
+        (
+            {},
+            {"function": "my_agent:score_with_reason"},
+            "evaluators.score (my_agent:score_with_reason): nothing is given for the parameter weight",
+        ),
+        ({"framework": "langchains"}, {}, "'langchains' does not exist (did you mean 'langchain'?)"),
+    ],
+)
+def test_parameters_that_nobody_fills_are_refused(
+    tmp_path: Path, workflow: dict[str, Any], score: dict[str, Any], problem: str
+) -> None:
+    project(
+        tmp_path, {"function": "my_agent:answer", "model": "player"} | workflow, {"function": "my_agent:score"} | score
+    )
+    code, _, err = run_project(tmp_path)
+    assert code != 0
+    assert problem in err
+
+
+def test_a_score_that_is_no_number_is_the_evaluators_error(tmp_path: Path) -> None:
+    project(tmp_path, {"function": "my_agent:answer", "model": "player"}, {"function": "my_agent:text_score"})
+    code, _, err = run_project(tmp_path)
+    assert code != 0
+    assert "the score is 'good'; it must be a number, or a number and a text" in err
+
+
+async def scored(
+    folder: Path, evaluators: dict[str, Any], answer: Any, expected: Any = None, **others: Any
+) -> EvalOutputItem:
+    """By the last of the evaluators."""
+    (folder / "c.yml").write_text(yaml.safe_dump({"eval": {"evaluators": evaluators}, **others}))
+    config = load_config(folder / "c.yml")
+    async with Builder(config) as builder:
+        info = await builder.get_evaluator(config.names(EVALUATOR)[-1])
+        item = EvalInputItem(id="1", input_obj="q", output_obj=answer, expected_output_obj=expected)
+        (result,) = (await info.evaluate_fn(EvalInput(eval_input_items=[item]))).eval_output_items
+        return result
+
+
+EXACT, CONTAINS, REGEX = {"_type": "exact_match"}, {"_type": "contains"}, {"_type": "regex", "pattern": r"#+ *(\d+)"}
+JSON, NUMERIC = {"_type": "json_fields"}, {"_type": "numeric"}
+
+
+@pytest.mark.parametrize(
+    ("block", "answer", "expected", "score"),
+    [
+        (EXACT, " a  b ", "a b", 1.0),
+        (EXACT, "A b", "a b", 0.0),
+        (EXACT | {"ignore_case": True}, "A b", "a b", 1.0),
+        (EXACT | {"ignore_space": False}, "a  b", "a b", 0.0),
+        (EXACT, "2", ["1", 2], 1.0),
+        (EXACT, 3, 3, 1.0),
+        (CONTAINS, "it is in Paris, France", ["Paris", "France"], 1.0),
+        (CONTAINS, "it is in Paris", ["Paris", "France"], 0.0),
+        (CONTAINS | {"require": "any"}, "it is in paris", ["Paris", "France"], 0.0),
+        (CONTAINS | {"require": "any", "ignore_case": True}, "it is in paris", ["Paris", "France"], 1.0),
+        (REGEX, "no", "42", 0.0),
+        (REGEX, "#### 41", "42", 1.0),
+        (REGEX | {"group": 1}, "#### 41", "42", 0.0),
+        (REGEX | {"group": 1}, "#### 41 or #### 42", 42, 1.0),
+        (JSON, '```json\n{"a": 1, "b": {"c": [2]}}\n```', '{"a": 1, "b": {"c": [2]}}', 1.0),
+        (JSON, {"a": 1}, {"a": 1, "b": 2}, 0.5),
+        (JSON | {"fields": ["b.c", "a"]}, {"a": 1, "b": {"c": 3}}, {"a": 1, "b": {"c": 2}}, 0.5),
+        (JSON, "not JSON", {"a": 1}, 0.0),
+        (NUMERIC, "so it is 1,234.50 dollars", "1234.5", 1.0),
+        (NUMERIC, "first 3, then 5", 3, 0.0),
+        (NUMERIC | {"tolerance": 2}, "5", 3, 1.0),
+        (NUMERIC | {"zero_at": 4}, "5", 3, 0.5),
+        (NUMERIC | {"zero_at": 1}, "-5", 3, 0.0),
+        (NUMERIC, "none", 3, 0.0),
+    ],
+)
+async def test_comparisons(tmp_path: Path, block: dict[str, Any], answer: Any, expected: Any, score: float) -> None:
+    result = await scored(tmp_path, {"score": block}, answer, expected)
+    assert (result.score, result.error) == (score, None)
+    assert result.reasoning
+
+
+@pytest.mark.parametrize("block", [EXACT, CONTAINS, JSON, NUMERIC, REGEX | {"group": 1}])
+async def test_a_row_without_an_expected_answer_is_an_error(tmp_path: Path, block: dict[str, Any]) -> None:
+    result = await scored(tmp_path, {"score": block}, "## 3", None)
+    assert result.score is None
+    assert "expected answer" in (result.error or "")
+
+
+@pytest.mark.parametrize(
+    ("block", "problem"),
+    [
+        ({"_type": "regex", "pattern": "("}, "it is not a regular expression: missing )"),
+        ({"_type": "regex", "pattern": "a", "group": 1}, "group is 1, but the pattern has the groups [0]"),
+        ({"_type": "weighted_sum", "weights": {"scor": 1}}, "eval.evaluators.s.weights: 'scor' does not exist"),
+        ({"_type": "weighted_sum", "weights": {}}, "at least 1 item"),
+        ({"_type": "llm_judge", "llm": "j", "rubric": "r"}, "eval.evaluators.s.llm: 'j' does not exist"),
+    ],
+)
+async def test_settings_that_make_no_sense_are_refused(tmp_path: Path, block: dict[str, Any], problem: str) -> None:
+    with pytest.raises(Exception, match=r"c\.yml") as raised:
+        await scored(tmp_path, {"s": block}, "a")
+    assert problem in str(raised.value)
+
+
+async def test_a_judge_grades_by_a_rubric(tmp_path: Path, server: FakeOpenAI) -> None:
+    llm = {"_type": "openai", "model_name": "judge", "base_url": server.base_url, "api_key": "none-needed"}
+    block = {"_type": "llm_judge", "llm": "j", "rubric": "Is it kind?", "scale": [0, 5]}
+    asked = len(server.requests)
+    for answer, score in (("Score: 4", 0.8), ("Score: 1. No: Score: 0", 0.0), ("Score: 9", None), ("?", None)):
+        result = await scored(tmp_path, {"s": block}, answer, "a reference", llms={"j": llm})
+        assert result.score == score
+        assert (result.error is None) == (score is not None)
+    request = server.requests[asked]
+    assert request["temperature"] == 0
+    assert "Is it kind?" in request["messages"][0]["content"]
+    assert "a reference" in request["messages"][1]["content"]
+
+
+def test_a_model_does_not_grade_itself(tmp_path: Path) -> None:
+    project(tmp_path, ANSWER, SCORE)
+    text = (tmp_path / "config.yml").read_text()
+    config = yaml.safe_load(text)
+    config["eval"]["evaluators"]["judge"] = {"_type": "llm_judge", "llm": "player", "rubric": "?"}
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(config))
+    code, _, err = run_project(tmp_path)
+    assert code != 0
+    assert "eval.evaluators.judge.llm is 'player', which is trained: a model must not grade itself" in err
+
+
+async def test_a_weighted_sum_needs_all_its_scores(tmp_path: Path) -> None:
+    evaluators = {
+        "a": EXACT,
+        "b": NUMERIC | {"zero_at": 4},
+        "s": {"_type": "weighted_sum", "weights": {"a": 1, "b": 0.5}},
+    }
+    result = await scored(tmp_path, evaluators, "5", "3")
+    assert result.score == pytest.approx(0.25)
+    assert result.reasoning == {"a": 0.0, "b": 0.5}
+    result = await scored(tmp_path, evaluators, "5", "three")
+    assert result.score is None
+    assert result.error == "b: WorkflowError: the row's expected answer 'three' is not a number"
