@@ -210,6 +210,18 @@ def test_names_clash_even_between_classes_of_the_same_name() -> None:
         mine.add(FUNCTION, other, factory)
 
 
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_a_plugins_evaluator_may_have_the_name_of_one_of_ours(ours_first: bool) -> None:
+    from insitu.plain.comparisons import ContainsConfig
+
+    registry, mine = Registry(), type("Mine", (EVALUATOR.base,), {"__module__": "my_plugin"}, name="contains")
+    for config_type in (ContainsConfig, mine) if ours_first else (mine, ContainsConfig):
+        registry.add(EVALUATOR, config_type, factory)
+    found = registry.find(EVALUATOR, "contains")
+    assert found is not None
+    assert found.config_type is mine
+
+
 def test_a_plugin_cannot_take_the_name_of_a_part_of_ours() -> None:
     mine = type("Mine", (LLM.base,), {"__module__": "my_plugin"}, name="openai")
     with pytest.raises(PluginError, match="'openai' of llms is built into insitu"):

@@ -46,6 +46,8 @@ class Kind:
 
     section: str
     base: type[TypedBaseModel]
+    replaceable: bool = False
+    """Whether a plugin's component may have the name of a built-in one, and then takes its place."""
 
     @property
     def built_in(self) -> dict[str, str]:
@@ -71,7 +73,7 @@ def _built_in() -> dict[str, dict[str, str]]:
 
 LLM = Kind("llms", LLMBaseConfig)
 FUNCTION = Kind("functions", FunctionBaseConfig)
-EVALUATOR = Kind("eval.evaluators", EvaluatorBaseConfig)
+EVALUATOR = Kind("eval.evaluators", EvaluatorBaseConfig, replaceable=True)
 DATASET = Kind("eval.general.dataset", DatasetBaseConfig)
 EXECUTOR = Kind("general.executor", ExecutorBaseConfig)
 TTC_STRATEGY = Kind("ttc_strategies", TTCStrategyBaseConfig)
@@ -122,9 +124,14 @@ class Registry:
             )
         if not issubclass(config_type, kind.base):
             raise PluginError(f"{config_type.__name__} ({name}) is not a {kind.base.__name__}")
-        if name in kind.built_in and not config_type.__module__.startswith("insitu."):
-            raise PluginError(f"{name!r} of {kind.section} is built into insitu; {config_type} needs another name")
         known = self._known.get((kind.section, name))
+        if name in kind.built_in:
+            if not kind.replaceable and not _is_own(config_type):
+                raise PluginError(f"{name!r} of {kind.section} is built into insitu; {config_type} needs another name")
+            if known is not None and _is_own(config_type) and not _is_own(known.config_type):
+                return
+            if known is not None and _is_own(known.config_type):
+                known = None
         if known is not None and _qualified_name(known.config_type) != _qualified_name(config_type):
             clash = f"two components of {kind.section} are called {name!r}: {known.config_type} and {config_type}"
             if not self._loading:
@@ -171,6 +178,10 @@ class Registry:
         sentence = not_found(what, name, self.names(kind))
         broken = "; ".join(self._broken)
         return f"{sentence} (installed plugins that could not be imported: {broken})" if broken else sentence
+
+
+def _is_own(config_type: type) -> bool:
+    return config_type.__module__.startswith("insitu.")
 
 
 def _qualified_name(config_type: type) -> tuple[str, str]:
