@@ -45,9 +45,8 @@ class Place(NamedTuple):
 class Fleet:
     """`servers` are those that this process starts, in the order of `replicas`; it has none at given addresses.
 
-    `folder_of` gives the files of a version or raises RequestRefused. Files for the servers to read are made in
-    `scratch`. `probe` raises BackendError if the model of that
-    name on a server is not the loaded one.
+    `folder_of` gives the files of a version or raises RequestRefused. `scratch` gets files for the servers to read.
+    `probe` raises BackendError if the model of that name on a server is not the loaded one.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Fleet:
         self._failures: Counter[Replica] = Counter()
         self._retry_at: dict[Replica, float] = {}
         self._changed = asyncio.Event()
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self._publishing = asyncio.Lock()
         self._session = secrets.token_hex(4)
         self._num_names = 0
@@ -84,7 +83,8 @@ class Fleet:
         for server in self._servers:
             await asyncio.to_thread(server.start)
         await asyncio.gather(*(self._first_check(index) for index in range(len(self.replicas))))
-        self._watching = asyncio.create_task(self._watch(), name="vllm-watch")
+        for index, replica in enumerate(self.replicas):
+            self._watching.append(asyncio.create_task(self._watch(index), name=f"watch {replica.name}"))
 
     async def _first_check(self, index: int) -> None:
         replica = self.replicas[index]
@@ -101,9 +101,9 @@ class Fleet:
             raise BackendError(f"sampler: {error}") from error
 
     async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
         for replica in self.replicas:
             await replica.close()
         for server in self._servers:
@@ -152,16 +152,20 @@ class Fleet:
         return replica.adapters.get(weights, replica.model)
 
     async def publish(self, weights: WeightVersion) -> None:
-        """Returns when a server has the weights, or after `WAIT_SECONDS`: the others get them when they can."""
+        """Returns when a server has the weights, or after `WAIT_SECONDS`: the others get them when they can.
+
+        Raises BackendError if all servers refuse them.
+        """
         assert weights.version is not None
         async with self._publishing:
             place = self._place(weights)
             if place.is_adapter:
-                await self._on_each(lambda replica: self._load_adapter(replica, weights))
+                errors = await self._on_each(lambda replica: self._load_adapter(replica, weights))
+                await self._raise_if_refused(weights, errors)
             self.latest[weights.policy] = weights.version
             if not place.is_adapter:
                 self._base = place.base
-                await self._on_each(self._replace_base)
+                await self._raise_if_refused(weights, await self._on_each(self._replace_base))
             await self._on_each(self._unload_adapters)
             try:
                 await self.acquire(canonical(weights.version, weights.policy), ())
@@ -188,17 +192,35 @@ class Fleet:
             return Place(None, folder.resolve(), True)
         return Place(weights if weights.version else None, folder, False)
 
-    async def _on_each(self, change: Callable[[Replica], Awaitable[None]]) -> None:
-        await asyncio.gather(*(self._change(replica, change) for replica in self.replicas if replica.ready))
+    async def _raise_if_refused(self, weights: WeightVersion, errors: Sequence[InsituError | None]) -> None:
+        """Raises BackendError if none of the servers took a version, although one responds."""
+        if not errors or None in errors:
+            return
+        if await self._any_responds():
+            problem = f"version {weights.version} is trained and saved, but cannot be served"
+            raise BackendError(f"{problem}: {errors[0]}")
 
-    async def _change(self, replica: Replica, change: Callable[[Replica], Awaitable[None]]) -> None:
-        """Changes the weights of a server; one that fails is left out."""
+    async def _any_responds(self) -> bool:
+        for replica in self.replicas:
+            with contextlib.suppress(InsituError):
+                await replica.check_health()
+                return True
+        return False
+
+    async def _on_each(self, change: Callable[[Replica], Awaitable[None]]) -> list[InsituError | None]:
+        return await asyncio.gather(*(self._change(replica, change) for replica in self.replicas if replica.ready))
+
+    async def _change(self, replica: Replica, change: Callable[[Replica], Awaitable[None]]) -> InsituError | None:
+        """Changes the weights of a server; one that fails is left out, and its error is returned."""
         try:
             async with replica.lock:
                 await change(replica)
         except InsituError as error:
             await replica.leave_out(str(error))
-        self._notify()
+            return error
+        finally:
+            self._notify()
+        return None
 
     async def _load_adapter(self, replica: Replica, weights: WeightVersion) -> None:
         if weights not in replica.adapters:
@@ -254,11 +276,11 @@ class Fleet:
             self._starts[replica] = self._failures[replica] = 0
         self._notify()
 
-    async def _watch(self) -> None:
-        """Checks every server's health, and takes those back that were left out, when they can be used again."""
+    async def _watch(self, index: int) -> None:
+        """Checks a server's health; takes it back after it was left out, when it can be used again."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            await asyncio.gather(*(self._check(index) for index in range(len(self.replicas))))
+            await self._check(index)
 
     async def _check(self, index: int) -> None:
         replica = self.replicas[index]
@@ -280,8 +302,7 @@ class Fleet:
         except InsituError as error:
             if not isinstance(error, BackendUnavailable) and str(error) != replica.problem:
                 logger.warning("%s cannot be used: %s", replica.name, error)
-            if not replica.lock.locked():
-                await replica.leave_out(str(error))
+            await replica.leave_out(str(error))
         finally:
             self._notify()
 

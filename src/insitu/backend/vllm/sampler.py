@@ -5,6 +5,7 @@ A completion is given to the caller only if the server says that all its tokens 
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ from insitu.backend.vllm.replica import STARTED_WITH, Overloaded, Replica, Wrong
 from insitu.backend.vllm.requests import request_body, sampled_tokens, weight_tags
 from insitu.backend.vllm.servers import started_servers
 from insitu.errors import BackendUnavailable, RequestRefused
+from insitu.redaction import remember_secret
 from insitu.schemas.samplers import SamplerOptions
 from insitu.schemas.training_jobs import LoRASettings
 
@@ -65,12 +67,14 @@ class VllmSampler:
         self.vocab_size = loaded.vocab_size
         self.num_completed = 0
         self.max_length = max_length
-        self._in_flight = 0
+        self._in_flight: Counter[WeightVersion] = Counter()
         self._started_rank = adapter_rank if not options.addresses else None
         self._is_started = not options.addresses
         if threads is not None:
             torch.set_num_threads(threads)
         key = options.api_key.get_secret_value() if options.api_key is not None else None
+        if key is not None:
+            remember_secret(key)
         if options.addresses:
             servers = []
             replicas = [Replica(f"the server at {address}", address, key) for address in options.addresses]
@@ -96,7 +100,7 @@ class VllmSampler:
     @property
     def num_requests(self) -> tuple[int, int]:
         running = sum(replica.load for replica in self._fleet.replicas)
-        return running, self._in_flight - running
+        return running, self._in_flight.total() - running
 
     def check(self, lora: LoRASettings | None) -> None:
         for replica in self._fleet.replicas:
@@ -115,7 +119,7 @@ class VllmSampler:
         await self._fleet.publish(weights)
 
     async def versions_in_use(self, policy: str) -> set[int]:
-        used = {weights for each in self._fleet.replicas for weights, count in each.in_flight.items() if count}
+        used = (weights for weights, count in self._in_flight.items() if count)
         return {w.version for w in used if w.policy == policy and w.version is not None}
 
     async def retire(self, weights: WeightVersion) -> None:
@@ -125,7 +129,7 @@ class VllmSampler:
         self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
     ) -> list[OutputDelta]:
         version = self._fleet.resolve(weights)
-        with self._counted(len(requests)):
+        with self._counted(len(requests), version):
             tasks = [asyncio.create_task(self._whole(request, version)) for request in requests]
             try:
                 outputs = await asyncio.gather(*tasks)
@@ -148,7 +152,7 @@ class VllmSampler:
             except Exception as error:  # raised again where the stream is read
                 queue.put_nowait((index, error))
 
-        with self._counted(len(requests)):
+        with self._counted(len(requests), version):
             tasks = [asyncio.create_task(forward(index, request)) for index, request in enumerate(requests)]
             try:
                 unfinished = len(requests)
@@ -164,13 +168,14 @@ class VllmSampler:
                 await _cancel(tasks)
 
     @contextmanager
-    def _counted(self, count: int) -> Iterator[None]:
-        check_in_flight(self._in_flight, MAX_IN_FLIGHT)
-        self._in_flight += count
+    def _counted(self, count: int, weights: WeightVersion) -> Iterator[None]:
+        check_in_flight(self._in_flight.total(), MAX_IN_FLIGHT)
+        self._in_flight[weights] += count
         try:
             yield
         finally:
-            self._in_flight -= count
+            self._in_flight[weights] -= count
+            self._in_flight += Counter()  # forgets versions without completions
 
     async def _whole(self, request: GenerationRequest, weights: WeightVersion) -> OutputDelta:
         async with aclosing(self._deltas(request, weights, streamed=False)) as deltas:

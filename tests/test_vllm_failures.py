@@ -1,0 +1,208 @@
+"""Completions by vLLM servers that fail, restart or have other weights, with a small server of vLLM's routes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_vllm import FakeVllm
+from processes import HANGS
+from tiny_models import save_tiny_model
+
+from insitu.backend.compute import ComputeThread
+from insitu.backend.inference.sampler import LATEST, OutputDelta, WeightVersion
+from insitu.backend.inference.sampling import GenerationRequest, SamplingParams
+from insitu.backend.model import LoadedModel, load_model
+from insitu.backend.vllm import fleet
+from insitu.backend.vllm.sampler import MAX_ATTEMPTS, VllmSampler
+from insitu.errors import BackendError, BackendUnavailable, RequestRefused
+from insitu.schemas.samplers import SamplerOptions
+
+REQUEST = GenerationRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=3, ignore_eos=True))
+ADAPTERS, FULL = "adapter_config.json", "config.json"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(fleet, "LONGEST_DELAY", 0.02)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(str(save_tiny_model(tmp_path_factory.mktemp("model"))), "cpu")
+
+
+@asynccontextmanager
+async def sampling(loaded: LoadedModel, folder: Path, servers: int = 1) -> AsyncIterator[Any]:
+    """A sampler by `servers`; `make(version, kind)` makes the files of a version of adapters or of all weights."""
+    compute = ComputeThread()
+    compute.start()
+
+    def make(version: int, kind: str) -> WeightVersion:
+        (folder / str(version)).mkdir()
+        (folder / str(version) / kind).touch()
+        return WeightVersion(version)
+
+    def folder_of(weights: WeightVersion) -> Path:
+        return folder / str(weights.version) if weights.version else Path(loaded.source)
+
+    async with AsyncExitStack() as stack:
+        vllms = [await stack.enter_async_context(FakeVllm(loaded.module)) for _ in range(servers)]
+        options = SamplerOptions.model_validate({"_type": "vllm", "addresses": [vllm.address for vllm in vllms]})
+        sampler = VllmSampler(options, loaded, compute, folder_of, 256, None, folder)
+        await sampler.start()
+        for vllm in vllms:
+            vllm.asked.clear()
+        try:
+            yield SimpleNamespace(sampler=sampler, vllms=vllms, vllm=vllms[0], make=make, folder=folder)
+        finally:
+            await sampler.close()
+            compute.close()
+
+
+async def complete(sampler: VllmSampler, weights: WeightVersion = LATEST) -> OutputDelta:
+    (output,) = await sampler.complete([REQUEST], weights)
+    assert len(output.tokens) == 3
+    return output
+
+
+async def stream(sampler: VllmSampler, received: list[OutputDelta] | None = None) -> list[OutputDelta]:
+    received = [] if received is None else received
+    async for _, delta in sampler.stream([REQUEST]):
+        received.append(delta)
+    return received
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    async with asyncio.timeout(HANGS):
+        while not holds():  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_a_transient_error_is_asked_again_of_the_same_server(
+    loaded: LoadedModel, tmp_path: Path, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        parts.vllm.faults.append({"status": status})
+        await complete(parts.sampler)
+        assert parts.vllm.asked == ["base", "base"]
+        assert "left out" not in caplog.text
+        parts.vllm.faults += [{"status": status}] * MAX_ATTEMPTS
+        with pytest.raises(BackendUnavailable, match=f"answers /inference/v1/generate with {status}: a fault"):
+            await complete(parts.sampler)
+
+
+async def test_a_request_that_vllm_refuses_is_not_repeated(loaded: LoadedModel, tmp_path: Path) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        parts.vllm.faults.append({"status": 400})
+        with pytest.raises(RequestRefused, match="answers /inference/v1/generate with 400"):
+            await complete(parts.sampler)
+
+
+@pytest.mark.parametrize("tags", [["default", "insitu-1"], ["insitu-1"]], ids=["two versions", "another version"])
+async def test_tokens_of_other_weights_are_never_returned(
+    loaded: LoadedModel, tmp_path: Path, tags: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        parts.vllm.faults.append({"tags": tags})
+        assert (await complete(parts.sampler)).version == 0
+        assert "has sampled from other weights than asked for" in caplog.text
+        parts.vllm.faults.append({"tags": tags})
+        with pytest.raises(BackendUnavailable, match="has sampled from other weights"):  # its first tokens are out
+            await stream(parts.sampler)
+
+
+async def test_a_stream_is_repeated_only_before_its_first_token(loaded: LoadedModel, tmp_path: Path) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        parts.vllm.faults.append({"cut": 0})
+        deltas = await stream(parts.sampler)
+        assert [len(delta.tokens) for delta in deltas] == [1, 1, 1]
+        assert deltas[-1].finish_reason == "length"
+        parts.vllm.faults.append({"cut": 2})
+        received: list[OutputDelta] = []
+        with pytest.raises(BackendUnavailable):
+            await stream(parts.sampler, received)
+        assert len(received) == 2
+
+
+async def test_adapters_get_a_new_name_for_each_load_and_are_unloaded(loaded: LoadedModel, tmp_path: Path) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        for version in (1, 2):
+            await parts.sampler.publish(parts.make(version, ADAPTERS))
+            assert (await complete(parts.sampler)).version == version
+        assert parts.vllm.loaded == [str(tmp_path / "1"), str(tmp_path / "2")]
+        assert list(parts.vllm.adapters.values()) == [str(tmp_path / "2")]
+        assert (await complete(parts.sampler, WeightVersion(1))).version == 1
+        assert (await complete(parts.sampler, WeightVersion(0))).version == 0
+        first, second, again, base = parts.vllm.asked
+        assert len({first, second, again}) == 3
+        assert base == "base"
+        assert parts.vllm.loaded[2:] == [str(tmp_path / "1")]
+
+
+@pytest.mark.parametrize("kind", [ADAPTERS, FULL])
+async def test_a_server_that_was_started_again_gets_the_weights_before_any_completion(
+    loaded: LoadedModel, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even if it was away for so short a time that no health check has seen it."""
+    async with sampling(loaded, tmp_path) as parts:
+        await parts.sampler.publish(parts.make(1, kind))
+        assert (await complete(parts.sampler)).version == 1
+        await parts.vllm.stop()
+        parts.vllm.loaded.clear()
+        await parts.vllm.start()
+        outputs = await asyncio.gather(*(complete(parts.sampler) for _ in range(3)))
+        assert {output.version for output in outputs} == {1}
+        assert set(parts.vllm.loaded) == {str(tmp_path / "1")}
+        assert "is left out" in caplog.text
+        assert "is used again" in caplog.text
+
+
+async def test_full_weights_are_replaced_when_completions_have_ended(loaded: LoadedModel, tmp_path: Path) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        parts.vllm.gate.clear()
+        running = asyncio.create_task(complete(parts.sampler))
+        await until(lambda: parts.vllm.asked)
+        publishing = asyncio.create_task(parts.sampler.publish(parts.make(1, FULL)))
+        await until(lambda: parts.sampler.version == 1)
+        later = asyncio.create_task(complete(parts.sampler))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not parts.vllm.loaded
+        assert await parts.sampler.versions_in_use("") == {0, 1}
+        parts.vllm.gate.set()
+        await publishing
+        assert ((await running).version, (await later).version) == (0, 1)
+        assert parts.vllm.loaded == [str(tmp_path / "1")]
+        for old in (WeightVersion(0), parts.make(2, FULL)):
+            with pytest.raises(RequestRefused, match="is not served: vLLM has one version of all weights, the latest"):
+                await complete(parts.sampler, old)
+
+
+async def test_another_server_takes_over_and_the_lost_one_is_taken_back(
+    loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with sampling(loaded, tmp_path, servers=2) as parts:
+        one, two = parts.vllms
+        await one.stop()
+        await parts.sampler.publish(parts.make(1, ADAPTERS))
+        assert {output.version for output in [await complete(parts.sampler) for _ in range(4)]} == {1}
+        assert (len(one.asked), len(two.asked)) == (0, 4)
+        await one.start()
+        await until(lambda: "is used again" in caplog.text)
+        outputs = await asyncio.gather(*(complete(parts.sampler) for _ in range(20)))
+        assert {output.version for output in outputs} == {1}
+        assert set(one.asked) == set(one.adapters) | {"base"}
+
+
+async def test_a_version_that_no_server_takes_fails_its_job(loaded: LoadedModel, tmp_path: Path) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        parts.vllm.refuses_weights = True
+        with pytest.raises(BackendError, match=r"version 1 is trained and saved, but cannot be served: .*LoRA rank 4"):
+            await parts.sampler.publish(parts.make(1, ADAPTERS))
+        assert (await complete(parts.sampler)).version == 0
