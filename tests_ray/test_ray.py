@@ -73,7 +73,7 @@ def marks(folder: Path) -> int:
 
 
 WAITING = [{"say": f"Row {i}", "wait": True, "earn": 0.1 * i} for i in range(4)]
-ONE_EPOCH = ("-o", "finetuning.num_epochs", "1", "-o", "eval.general.episode_timeout", "null")
+ONE_EPOCH = (*VALIDATION, "-o", "finetuning.num_epochs", "1", "-o", "eval.general.episode_timeout", "null")
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,7 @@ def undisturbed(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     with project(folder, "worker"):
         write_rows(folder, WAITING)
+        write_rows(folder, [{"say": "Held out"}], "validation.jsonl")
         (folder / "released").touch()
         code, out = cluster.run(folder, *ONE_EPOCH)
         assert code == 0, out
@@ -93,6 +94,7 @@ def test_episodes_of_a_lost_worker_or_node_are_run_again(undisturbed: Path, tmp_
     """All 16 episodes are in flight when it ends; no file shows that half of them were run twice."""
     with ray_cluster() as cluster, project(tmp_path / "there", "worker") as folder:
         write_rows(folder, WAITING)
+        write_rows(folder, [{"say": "Held out"}], "validation.jsonl")
         with cluster.start(folder, *ONE_EPOCH, *cluster.executor()) as process:
             wait_for(lambda: marks(folder) == 1 + 16, process)
             if lost == "node":
@@ -136,6 +138,7 @@ def test_an_agent_that_ends_its_process_every_time_fails_only_its_own_episodes(
 def test_an_interrupted_run_leaves_no_worker_behind(cluster: RayCluster, tmp_path: Path, number: int) -> None:
     with project(tmp_path / "there", "worker") as folder:
         write_rows(folder, WAITING)
+        write_rows(folder, [{"say": "Held out"}], "validation.jsonl")
         with cluster.start(folder, *ONE_EPOCH, *cluster.executor()) as process:
             wait_for(lambda: marks(folder) == 1 + 16, process)
             process.send_signal(number)

@@ -37,7 +37,7 @@ class Cluster(NamedTuple):
         """The handle of a new worker, which runs once the cluster has room for it."""
         options = {
             "num_cpus": self.config.cpus_per_worker,
-            "max_concurrency": 2 * capacity + 16,  # attempts, cancellations of others, reports
+            "max_concurrency": 16 + capacity,  # calls, cancellations among them
             "max_restarts": 0,
             "scheduling_strategy": "SPREAD",
         }
