@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import Any, Self
 
-from insitu import __version__, errors
-from insitu.errors import BackendError, ConfigError, InsituError, format_error
+from insitu import __version__
+from insitu.errors import BackendError, ConfigError, InsituError, PluginError, format_error
 from insitu.evaluation.attempt_records import encode
 from insitu.evaluation.watchdog import seconds_since
 from insitu.executors.openings import Opening
@@ -50,6 +50,7 @@ class Worker:
         self._opened: set[str] = set()
         self._activities: dict[str, str] = {}
         self._blocked: str | None = None
+        self._host = ""
         self._heard = time.monotonic()
         self._released = asyncio.Event()
         self._attempts: dict[int, asyncio.Future[bytes]] = {}
@@ -78,6 +79,7 @@ class Worker:
 
     async def start(self, environment: dict[str, str]) -> None:
         about = await self.call("start", environment)
+        self._host = about["host"]
         self.place = f"the worker with pid {about['pid']} on {about['host']}"
         if about["insitu"] != __version__:
             raise ConfigError(
@@ -92,10 +94,13 @@ class Worker:
         """Raises the error that it reports."""
         if self.has(opening):
             return
-        report = await self.call("open", encode(opening))
-        if "error" in report:
-            kind = getattr(errors, report["error"], InsituError)
-            raise kind(f"{KEY}: {self.place}: {report['message']}")
+        try:
+            opening.check_host(self._host)
+            report = await self.call("open", encode(opening))
+            if "error" in report:
+                raise (ConfigError if report["in_file"] else PluginError)(report["error"])
+        except (ConfigError, PluginError) as error:
+            raise type(error)(f"{KEY}: {self.place}: {error}") from None
         self._opened.add(opening.id)
 
     async def attempt(self, number: int, opening: str, model: str | None, request: bytes) -> bytes:

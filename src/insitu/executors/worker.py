@@ -2,7 +2,7 @@
 
     worker = EpisodeWorker()
     await worker.start(environment)
-    await worker.open(opening)                      # {"llms": [...]} or {"error": "ConfigError", "message": "..."}
+    await worker.open(opening)                      # {"llms": [...]}, or {"error": "...", "in_file": True}
     await worker.submit([(1, opening_id, "policy", request)])
     [(number, lines, error)], report = await worker.results(5.0)        # the lines of `attempt_records`
 
@@ -26,12 +26,12 @@ from typing import Any, TypeVar
 import aiohttp
 
 from insitu import __version__
-from insitu.errors import BackendUnavailable, ConfigError, InsituError, PluginError, describe_error
+from insitu.errors import ConfigError, InsituError, PluginError, describe_error
 from insitu.evaluation.attempt_records import EpisodeRequest, ServedPolicy, decode, end_lines, line
 from insitu.evaluation.collector import stray_completions
 from insitu.evaluation.hosted import HostedWorkflow
 from insitu.evaluation.watchdog import Watchdog, where_thread_is
-from insitu.executors.openings import Opening, Target, read_config
+from insitu.executors.openings import Opening, Target, read_config, this_host
 from insitu.gateway.programs import kill_programs
 from insitu.http_limits import raise_file_limit
 from insitu.redaction import redact, redact_stream, remember_environment, remember_secret
@@ -88,14 +88,14 @@ class EpisodeWorker:
         return {
             "insitu": __version__,
             "python": sys.version.split()[0],
-            "host": os.uname().nodename,
+            "host": this_host(),
             "pid": os.getpid(),
         }
 
     async def open(self, opening: bytes) -> dict[str, Any]:
         """Loads a file, checks that its policy can be reached, and builds its workflow.
 
-        Returns the error's class and message if that fails.
+        Returns the error if that fails, and whether it is the file's.
         """
         return await self._run(self._open(Opening.model_validate_json(opening)))
 
@@ -168,7 +168,7 @@ class EpisodeWorker:
             if opening.build and (policy is None or policy.model):  # otherwise its name is known when an episode begins
                 async with hosted.workflow(policy):
                     pass
-        except Exception as error:  # building runs user code; the class and the message are reported
+        except Exception as error:  # building runs user code
             return _failure(error)
         return {"llms": hosted.config.names(LLM)}
 
@@ -233,12 +233,12 @@ def _lines(episode: Episode, transient: bool) -> list[bytes]:
 
 
 def _failure(error: Exception) -> dict[str, Any]:
-    kind = type(error).__name__ if isinstance(error, InsituError) else PluginError.__name__
-    return {"error": kind, "message": redact(str(error) if isinstance(error, InsituError) else describe_error(error))}
+    text = str(error) if isinstance(error, InsituError) else describe_error(error)
+    return {"error": redact(text), "in_file": isinstance(error, ConfigError)}
 
 
 async def _reach(target: Target, policy: ServedPolicy | None) -> None:
-    """Raises BackendUnavailable unless the server answers requests from here."""
+    """Raises ConfigError unless the server answers requests from here."""
     key = policy.api_key if policy is not None else "none"
     timeout = aiohttp.ClientTimeout(total=_REACH_SECONDS)
     try:
@@ -254,10 +254,7 @@ async def _reach(target: Target, policy: ServedPolicy | None) -> None:
             return
         else:
             problem = f"it answers with status {status}"
-    raise BackendUnavailable(
-        f"{target.key}: the model is served at {target.base_url}, which cannot be reached from there ({problem}): "
-        "serve it at an address that all nodes of the cluster can reach (insitu backend --host) and set that"
-    )
+    raise target.unreachable(problem)
 
 
 def _lists(body: bytes, model: str) -> bool:
