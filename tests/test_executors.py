@@ -1,6 +1,7 @@
 """Where episodes run: the worker of an executor without a cluster, and what is refused without Ray."""
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from test_endpoint import RULES, content, key, known, openai_at
 
 from insitu.builder import Builder
 from insitu.config import Config, load_config
+from insitu.config.resolved import resolved_config
 from insitu.errors import ConfigError
 from insitu.evaluation.attempt_records import encode, request_fields
 from insitu.evaluation.collector import open_workflow
@@ -26,6 +28,7 @@ from insitu.executors.worker import EpisodeWorker
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.training.resume import check_same_run
 
 OPTIONS = EpisodeOptions(seed=7, training=frozenset({"player"}))
 RAY = {"_type": "ray", "workers": 2}
@@ -190,6 +193,21 @@ async def test_the_local_executor_may_be_named(tmp_path: Path, server: FakeOpenA
     async with Builder(config) as builder, open_workflow(builder, None) as run:
         episode = await run_episode(run, EvalInputItem(id="x", input_obj={"do": "plain"}), key("x"), RULES)
     assert episode.outcome == "ok"
+
+
+def test_a_run_may_be_resumed_elsewhere(tmp_path: Path) -> None:
+    before, now = load(tmp_path, {"_type": "policy"}), load(tmp_path, {"_type": "policy"}, executor=RAY)
+    (tmp_path / "run.json").write_text(json.dumps({"config": resolved_config(before)}))
+    changes = check_same_run(tmp_path, now, None, force=False)
+    assert changes
+    assert all(change.startswith("general.executor") for change in changes)
+
+
+def test_secrets_of_the_workers_are_shown_nowhere(tmp_path: Path) -> None:
+    variables = {"MY_PAT": "pat-of-the-worker-1", "LEVEL": 3}
+    config = load(tmp_path, {"_type": "policy"}, executor={**RAY, "runtime_env": {"env_vars": variables}})
+    assert resolved_config(config)["general"]["executor"]["runtime_env"]["env_vars"] == {"MY_PAT": "***", "LEVEL": "3"}
+    assert " data=" not in repr(config)
 
 
 @pytest.mark.parametrize(

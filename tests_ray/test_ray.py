@@ -243,7 +243,7 @@ def test_what_is_refused(cluster: RayCluster, refused: Path, settings: dict[str,
 def test_another_server_is_no_cluster(cluster: RayCluster, refused: Path) -> None:
     with FakeOpenAI() as server:
         address = server.base_url.removeprefix("http://").removesuffix("/v1")
-        code, out = cluster.run(refused, *cluster.executor(address=address), RAY_gcs_rpc_server_connect_timeout_s="2")
+        code, out = cluster.run(refused, *cluster.executor(address=address))
     assert code == 2, out
     assert f"general.executor.address is '{address}'" in out
 
@@ -261,6 +261,46 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with project(tmp_path_factory.mktemp("refused") / "there") as folder:
         write_rows(folder, ROWS)
         yield folder
+
+
+def test_the_policy_must_be_reachable_from_all_machines(refused: Path) -> None:
+    """It listens on 127.0.0.1, and one of the nodes has another host name, as a machine or a container has."""
+    with ray_cluster() as cluster, cluster.other_machine():
+        code, out = cluster.run(refused, *cluster.executor(workers=3))
+    assert code == 2, out
+    place = r"general.executor: the worker with pid \d+ on elsewhere: trainer_adapters.backend: "
+    assert re.search(
+        place + r"the model is served at http://127.0.0.1:\d+/v1, which is out of reach from there", out
+    ), out
+    assert "set url or base_url to that" in out
+
+
+def test_an_evaluation_is_the_same(cluster: RayCluster, refused: Path, tmp_path: Path) -> None:
+    """The model is served already; its files are those of an evaluation in one process."""
+    found = []
+    for name, options in (("here", ()), ("there", cluster.executor())):
+        folder = tmp_path / name
+        code, out = cluster.run(refused, "-o", "eval.general.output_dir", folder, *options, command="eval")
+        assert code == 0, out
+        answers = json.loads((folder / "workflow_output.json").read_text())
+        found.append(
+            {row["id"]: (row["generated_answer"], row["error"], len(row["intermediate_steps"])) for row in answers}
+        )
+        found.append(json.loads((folder / "score_output.json").read_text()))
+    assert found[2:] == found[:2]
+
+
+def test_a_run_in_one_process_does_not_import_ray(cluster: RayCluster, refused: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['insitu', 'eval', '--config_file', 'config.yml']\n"
+        "from insitu.cli import main\n"
+        "try: main()\n"
+        "finally: print('imported:', *sys.modules)"
+    )
+    done = subprocess.run([PYTHON, "-c", code], cwd=refused, capture_output=True, text=True, check=True)
+    imported = done.stdout.rpartition("imported:")[2].split()
+    assert "insitu.evaluation.collector" in imported
+    assert not {"ray", "insitu.executors"} & set(imported)
 
 
 def test_a_workflow_that_workers_cannot_import(cluster: RayCluster, refused: Path, tmp_path: Path) -> None:
