@@ -73,8 +73,8 @@ async def connected(settings: RayExecutorConfig, config: Config) -> AsyncIterato
             await asyncio.to_thread(_connect, ray, settings.address, runtime_env)
     except TimeoutError:  # Ray tries again for ever if another server answers
         raise ConfigError(
-            f"{KEY}.address is {settings.address!r}, where no Ray cluster has answered for {_JOIN_SECONDS:g} s: set the "
-            "address of its head, as ray start --head prints it"
+            f"{KEY}.address is {settings.address!r}, where no Ray cluster answers within {_JOIN_SECONDS:g} s: set "
+            "the address of its head, as ray start --head prints it"
         ) from None
     try:
         _take_signals_back()
