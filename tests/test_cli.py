@@ -47,7 +47,19 @@ def test_help_imports_little(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     shown, _, imported = done.stdout.rpartition("imported:")
     assert "Usage: insitu" in shown
-    heavy = {"torch", "transformers", "openai", "pydantic", "aiohttp", "numpy", "matplotlib", "rich", "yaml", "uvloop"}
+    heavy = {
+        "torch",
+        "transformers",
+        "openai",
+        "pydantic",
+        "aiohttp",
+        "numpy",
+        "matplotlib",
+        "rich",
+        "yaml",
+        "uvloop",
+        "ray",
+    }
     assert not heavy & {name.partition(".")[0] for name in imported.split()}
     assert len(imported.split()) < 200
 

@@ -1,6 +1,7 @@
 """A Ray cluster, and runs that use it; both in their own environment."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -60,6 +61,32 @@ class RayCluster:
             except psutil.Error:
                 continue
         return found
+
+    @contextmanager
+    def other_machine(self) -> Iterator[None]:
+        """Adds a node with another host name."""
+        options = ["--num-cpus=1", f"--object-store-memory={80 * 2**20}", "--disable-usage-stats", "--block"]
+        start = shlex.join([str(PYTHON.with_name("ray")), "start", f"--address={self.address}", *options])
+        namespace = ["unshare", "--uts", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
+        with subprocess.Popen(
+            [*namespace, "sh", "-c", f"hostname elsewhere && exec {start}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **self.environment},
+        ) as process:
+            assert process.stdout is not None
+            printed = []
+            for line in process.stdout:
+                printed.append(line)
+                if "Ray runtime started" in line:
+                    break
+            else:
+                raise AssertionError("".join(printed))
+            try:
+                yield
+            finally:
+                process.terminate()
 
     def close(self) -> None:
         self._process.communicate(timeout=HANGS)

@@ -2,9 +2,11 @@
 
 import hashlib
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
@@ -12,6 +14,7 @@ from insitu.builder import Builder
 from insitu.config import Config, check_config
 from insitu.errors import ConfigError
 from insitu.evaluation.attempt_records import ServedPolicy, encode
+from insitu.http_access import is_loopback_address
 from insitu.registry import LLM
 from insitu.schemas.finetuning import PolicyEndpoint
 
@@ -21,6 +24,13 @@ class Target(BaseModel):
 
     key: str
     base_url: str
+
+    def unreachable(self, problem: str) -> ConfigError:
+        return ConfigError(
+            f"{self.key}: the model is served at {self.base_url}, which is out of reach from there ({problem}): serve "
+            "it at an address that all nodes of the cluster can reach (insitu backend --host) and set url or base_url "
+            "to that"
+        )
 
 
 class Opening(BaseModel):
@@ -39,6 +49,12 @@ class Opening(BaseModel):
     policy: dict[str, Any] | None = None
     targets: list[Target] = []
     build: bool = True
+
+    def check_host(self, host: str) -> None:
+        """Raises ConfigError if a server is only at a loopback address, which on another machine is another one's."""
+        for target in self.targets:
+            if host != this_host() and is_loopback_address(urlsplit(target.base_url).hostname or ""):
+                raise target.unreachable("that is another machine's address of itself")
 
 
 @dataclass(frozen=True)
@@ -68,6 +84,11 @@ class Policy:
         if self.served is None:
             return None
         return self.served.model_dump() | {"trained": self.served.trained, "base_model": self.served.base_model}
+
+
+def this_host() -> str:
+    """The name of this machine, or of this container."""
+    return socket.gethostname()
 
 
 def opening_of(config: Config, policy: Policy, working_dir: str | None) -> Opening:

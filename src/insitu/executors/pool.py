@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import Any, Self
 
-from insitu import __version__, errors
-from insitu.errors import BackendError, ConfigError, InsituError, format_error
+from insitu import __version__
+from insitu.errors import BackendError, ConfigError, InsituError, PluginError, format_error
 from insitu.evaluation.attempt_records import encode
 from insitu.evaluation.watchdog import seconds_since
 from insitu.executors.openings import Opening
 from insitu.executors.ray_cluster import KEY, Cluster
+from insitu.executors.worker import Submitted
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,11 @@ class Worker:
         self._opened: set[str] = set()
         self._activities: dict[str, str] = {}
         self._blocked: str | None = None
+        self._host = ""
         self._heard = time.monotonic()
-        self._ended, self._released = asyncio.Event(), asyncio.Event()
+        self._released = asyncio.Event()
+        self._attempts: dict[int, asyncio.Future[bytes]] = {}
+        self._outbox: list[Submitted] = []
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Raises WorkerLost if the process has ended."""
@@ -68,11 +72,14 @@ class Worker:
     def note_lost(self, why: str) -> None:
         if self.lost is None:
             self.lost, self.lost_episodes = why, self.in_flight
-            self._ended.set()
             self._released.set()
+            for attempt in self._attempts.values():
+                if not attempt.done():
+                    attempt.set_exception(WorkerLost(why))
 
     async def start(self, environment: dict[str, str]) -> None:
         about = await self.call("start", environment)
+        self._host = about["host"]
         self.place = f"the worker with pid {about['pid']} on {about['host']}"
         if about["insitu"] != __version__:
             raise ConfigError(
@@ -87,31 +94,63 @@ class Worker:
         """Raises the error that it reports."""
         if self.has(opening):
             return
-        report = await self.call("open", encode(opening))
-        if "error" in report:
-            kind = getattr(errors, report["error"], InsituError)
-            raise kind(f"{KEY}: {self.place}: {report['message']}")
+        try:
+            opening.check_host(self._host)
+            report = await self.call("open", encode(opening))
+            if "error" in report:
+                raise (ConfigError if report["in_file"] else PluginError)(report["error"])
+        except (ConfigError, PluginError) as error:
+            raise type(error)(f"{KEY}: {self.place}: {error}") from None
         self._opened.add(opening.id)
 
     async def attempt(self, number: int, opening: str, model: str | None, request: bytes) -> bytes:
+        """The lines of an attempt; raises WorkerLost. Attempts that begin at the same time are sent together."""
+        if self.lost is not None:
+            raise WorkerLost(self.lost)
+        loop = asyncio.get_running_loop()
+        ended = self._attempts[number] = loop.create_future()
+        self._outbox.append((number, opening, model, request))
+        if len(self._outbox) == 1:
+            loop.call_soon(self._send)
         try:
-            lines: bytes = await self.call("attempt", number, opening, model, request)
+            return await ended
         except asyncio.CancelledError:
             if self.lost is None:
                 self._actor.cancel.remote(number)
             raise
-        return lines
+        finally:
+            del self._attempts[number]
+
+    def _send(self) -> None:
+        attempts, self._outbox = self._outbox, []
+        if self.lost is None:
+            self._actor.submit.remote(attempts)
 
     async def watch(self, interval: float) -> None:
-        """Asks what the episodes are doing until the process has ended."""
-        with suppress(WorkerLost):
+        """Takes the results of attempts, and reports of what they are doing, until the process has ended."""
+        try:
             while self.lost is None:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._ended.wait(), interval)
-                report = await self.call("report")
+                ended, report = await self.call("results", interval)
                 self._heard = time.monotonic()
-                self._activities, self._blocked = report["activities"], report["blocked"]
-                self.stray, self.outside = Counter(report["stray"]), Counter(report["outside"])
+                for number, lines, error in ended:
+                    self._take(number, lines, error)
+                if report is not None:
+                    self._activities, self._blocked = report["activities"], report["blocked"]
+                    self.stray, self.outside = Counter(report["stray"]), Counter(report["outside"])
+        except WorkerLost:
+            return
+        except InsituError as error:
+            self.note_lost(str(error))
+            raise
+
+    def _take(self, number: int, lines: bytes, error: str | None) -> None:
+        attempt = self._attempts.get(number)
+        if attempt is None or attempt.done():  # it has been cancelled
+            return
+        if error is None:
+            attempt.set_result(lines)
+        else:
+            attempt.set_exception(InsituError(f"{self.place} failed to run an attempt: {error}: a fault of insitu"))
 
     async def until_alone(self) -> None:
         """Waits until one attempt is left, or the process has ended."""

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 KEY = "general.executor"
 _CONNECT_SECONDS = 5.0
+_JOIN_SECONDS = 45.0
 _CLIENT_VARIABLES = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "NVIDIA_API_KEY")
 """Those that llms are configured by."""
 
@@ -37,7 +38,7 @@ class Cluster(NamedTuple):
         """The handle of a new worker, which runs once the cluster has room for it."""
         options = {
             "num_cpus": self.config.cpus_per_worker,
-            "max_concurrency": 2 * capacity + 16,  # attempts, cancellations of others, reports
+            "max_concurrency": 16 + capacity,  # calls, cancellations among them
             "max_restarts": 0,
             "scheduling_strategy": "SPREAD",
         }
@@ -67,7 +68,14 @@ async def connected(settings: RayExecutorConfig, config: Config) -> AsyncIterato
         yield cluster
         return
     await _check_address(settings.address)
-    await asyncio.to_thread(_connect, ray, settings.address, runtime_env)
+    try:
+        async with asyncio.timeout(_JOIN_SECONDS):
+            await asyncio.to_thread(_connect, ray, settings.address, runtime_env)
+    except TimeoutError:  # Ray tries again for ever if another server answers
+        raise ConfigError(
+            f"{KEY}.address is {settings.address!r}, where no Ray cluster answers within {_JOIN_SECONDS:g} s: set "
+            "the address of its head, as ray start --head prints it"
+        ) from None
     try:
         _take_signals_back()
         yield cluster

@@ -4,6 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from insitu.redaction import remember_environment
 from insitu.schemas.components import ExecutorBaseConfig
 
 
@@ -35,13 +36,17 @@ class RuntimeEnvConfig(BaseModel):
     @field_validator("env_vars", mode="before")
     @classmethod
     def _as_text(cls, variables: Any) -> Any:
-        """Numbers of YAML are written as text."""
+        """Numbers of YAML are text in an environment."""
         if not isinstance(variables, dict):
             return variables
-        return {
-            name: str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v
-            for name, v in variables.items()
-        }
+        numbers = {name: str(v) for name, v in variables.items() if type(v) in (int, float)}
+        return variables | numbers
+
+    @field_validator("env_vars")
+    @classmethod
+    def _remember_secrets(cls, variables: dict[str, str]) -> dict[str, str]:
+        remember_environment(variables)
+        return variables
 
 
 class RayExecutorConfig(ExecutorBaseConfig, name="ray"):

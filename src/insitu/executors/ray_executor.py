@@ -102,7 +102,7 @@ class RayExecutor(Executor):
                 try:
                     async with pool.worker(alone=losses >= _LOSSES_TOGETHER) as (worker, number):
                         activity = partial(worker.activity, number)
-                        return _result(key, await worker.attempt(number, opening, policy.current_model(), request))
+                        return result_of(key, await worker.attempt(number, opening, policy.current_model(), request))
                 except WorkerLost as error:
                     activity, lost = pool.activity, error
         problem = f"its worker has ended {self.config.max_losses + 1} times while it ran (max_losses): {lost}"
@@ -110,7 +110,8 @@ class RayExecutor(Executor):
         return AttemptResult(episode)
 
 
-def _result(key: EpisodeKey, lines: bytes) -> AttemptResult:
+def result_of(key: EpisodeKey, lines: bytes) -> AttemptResult:
+    """An attempt from its lines."""
     episode = Episode(key, Outcome.OK)
     for line in lines.splitlines():
         if (end := take_line(episode, decode(line))) is not None:

@@ -2,8 +2,9 @@
 
     worker = EpisodeWorker()
     await worker.start(environment)
-    await worker.open(opening)                      # {"llms": [...]} or {"error": "ConfigError", "message": "..."}
-    lines = await worker.attempt(1, opening_id, "policy", request)
+    await worker.open(opening)                      # {"llms": [...]}, or {"error": "...", "in_file": True}
+    await worker.submit([(1, opening_id, "policy", request)])
+    [(number, lines, error)], report = await worker.results(5.0)        # the lines of `attempt_records`
 
 All arguments and results are plain data. The methods run in the caller's event loop; workflows run in a loop and a
 thread of the worker, so that it answers even while an agent blocks them.
@@ -15,20 +16,22 @@ import logging
 import os
 import sys
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack, nullcontext, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
 
 from insitu import __version__
-from insitu.errors import BackendUnavailable, ConfigError, InsituError, PluginError, describe_error
+from insitu.errors import ConfigError, InsituError, PluginError, describe_error
 from insitu.evaluation.attempt_records import EpisodeRequest, ServedPolicy, decode, end_lines, line
 from insitu.evaluation.collector import stray_completions
 from insitu.evaluation.hosted import HostedWorkflow
 from insitu.evaluation.watchdog import Watchdog, where_thread_is
-from insitu.executors.openings import Opening, Target, read_config
+from insitu.executors.openings import Opening, Target, read_config, this_host
 from insitu.gateway.programs import kill_programs
 from insitu.http_limits import raise_file_limit
 from insitu.redaction import redact, redact_stream, remember_environment, remember_secret
@@ -45,6 +48,16 @@ _REACH_SECONDS = 10.0
 _CLOSE_SECONDS = 8.0
 """How long attempts and workflows may take to end."""
 _BLOCKED_SECONDS = 1.0
+_BATCH_BYTES = 64 * 2**10
+"""Of results that are returned together: Ray passes larger ones through shared memory, which costs more."""
+
+
+Submitted = tuple[int, str, str | None, bytes]
+"""A number for the attempt, the id of its workflow, the policy's current name if that changes, and its request."""
+
+
+Ended = tuple[int, bytes, str | None]
+"""The number of an attempt that has ended, the lines of `attempt_records`, and why there are none, if so."""
 
 
 class EpisodeWorker:
@@ -58,9 +71,15 @@ class EpisodeWorker:
         self._opened: dict[str, tuple[HostedWorkflow, ServedPolicy | None]] = {}
         self._attempts: dict[int, asyncio.Task[bytes]] = {}
         self._watchdog = Watchdog(None, None)
+        self._ended: deque[Ended] = deque()
+        self._has_ended = asyncio.Event()
+        self._callers: asyncio.AbstractEventLoop | None = None
+        """The loop in which the methods run."""
+        self._reported_at = 0.0
 
     async def start(self, environment: dict[str, str]) -> dict[str, Any]:
         """Sets environment variables, among them secrets, which then appear in no output of this process."""
+        self._callers = asyncio.get_running_loop()
         os.environ.update(environment)
         remember_environment(os.environ)
         redact_stream(sys.stdout)
@@ -69,32 +88,44 @@ class EpisodeWorker:
         return {
             "insitu": __version__,
             "python": sys.version.split()[0],
-            "host": os.uname().nodename,
+            "host": this_host(),
             "pid": os.getpid(),
         }
 
     async def open(self, opening: bytes) -> dict[str, Any]:
         """Loads a file, checks that its policy can be reached, and builds its workflow.
 
-        Returns the error's class and message if that fails.
+        Returns the error if that fails, and whether it is the file's.
         """
         return await self._run(self._open(Opening.model_validate_json(opening)))
 
-    async def attempt(self, number: int, opening_id: str, model: str | None, request: bytes) -> bytes:
-        """Makes one attempt; returns the lines of `attempt_records`, none if it was cancelled.
-
-        `model` is the current name of the policy.
-        """
-        try:
-            return await self._run(self._attempt(number, opening_id, model, request))
-        except asyncio.CancelledError:
-            return b""
+    async def submit(self, attempts: list[Submitted]) -> None:
+        """Begins attempts."""
+        self._loop.call_soon_threadsafe(self._begin, attempts)
 
     async def cancel(self, number: int) -> None:
-        if (task := self._attempts.get(number)) is not None:
-            self._loop.call_soon_threadsafe(task.cancel)
+        self._loop.call_soon_threadsafe(self._cancel, number)
 
-    async def report(self) -> dict[str, Any]:
+    async def results(self, wait: float) -> tuple[list[Ended], dict[str, Any] | None]:
+        """The attempts that have ended, and a report now and then; waits up to `wait` seconds for either."""
+        due = self._reported_at + wait - time.monotonic()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(due, 0.0)):
+                await self._has_ended.wait()
+        self._has_ended.clear()
+        ended: list[Ended] = []
+        size = 0
+        while self._ended and size < _BATCH_BYTES:
+            ended.append(self._ended.popleft())
+            size += len(ended[-1][1])
+        if self._ended:
+            self._has_ended.set()
+        if time.monotonic() < self._reported_at + wait:
+            return ended, None
+        self._reported_at = time.monotonic()
+        return ended, await self._report()
+
+    async def _report(self) -> dict[str, Any]:
         """What each attempt is doing, and the completions requested outside all of them so far."""
         blocked = None
         answered = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
@@ -137,7 +168,7 @@ class EpisodeWorker:
             if opening.build and (policy is None or policy.model):  # otherwise its name is known when an episode begins
                 async with hosted.workflow(policy):
                     pass
-        except Exception as error:  # building runs user code; the class and the message are reported
+        except Exception as error:  # building runs user code
             return _failure(error)
         return {"llms": hosted.config.names(LLM)}
 
@@ -154,19 +185,33 @@ class EpisodeWorker:
         policy = ServedPolicy(**opening.policy) if opening.policy is not None else None
         self._opened[opening.id] = hosted, policy
 
+    def _begin(self, attempts: list[Submitted]) -> None:
+        for attempt in attempts:
+            number = attempt[0]
+            task = self._attempts[number] = self._loop.create_task(self._attempt(*attempt), name="episode")
+            task.add_done_callback(partial(self._end, number))
+
+    def _cancel(self, number: int) -> None:
+        if (task := self._attempts.get(number)) is not None:
+            task.cancel()
+
+    def _end(self, number: int, task: "asyncio.Task[bytes]") -> None:
+        del self._attempts[number]
+        if task.cancelled():
+            return
+        error = task.exception()
+        self._ended.append((number, task.result(), None) if error is None else (number, b"", describe_error(error)))
+        if self._callers is not None:
+            self._callers.call_soon_threadsafe(self._has_ended.set)
+
     async def _attempt(self, number: int, opening_id: str, model: str | None, request: bytes) -> bytes:
-        task = self._attempts[number] = asyncio.current_task()  # type: ignore[assignment]
-        try:
-            hosted, policy = self._opened[opening_id]
-            body = EpisodeRequest.model_validate(decode(request))
-            if policy is not None:
-                body.policy = policy if model is None else policy.model_copy(update={"model": model})
-            with self._watchdog.waiting(str(number), lambda: "it begins"):
-                episode, transient = await hosted.attempt(body)
-            return b"".join(_lines(episode, transient))
-        finally:
-            if self._attempts.get(number) is task:
-                del self._attempts[number]
+        hosted, policy = self._opened[opening_id]
+        body = EpisodeRequest.model_validate(decode(request))
+        if policy is not None:
+            body.policy = policy if model is None else policy.model_copy(update={"model": model})
+        with self._watchdog.waiting(str(number), lambda: "it begins"):
+            episode, transient = await hosted.attempt(body)
+        return b"".join(_lines(episode, transient))
 
     async def _close(self) -> None:
         tasks = [*self._attempts.values()]
@@ -188,12 +233,12 @@ def _lines(episode: Episode, transient: bool) -> list[bytes]:
 
 
 def _failure(error: Exception) -> dict[str, Any]:
-    kind = type(error).__name__ if isinstance(error, InsituError) else PluginError.__name__
-    return {"error": kind, "message": redact(str(error) if isinstance(error, InsituError) else describe_error(error))}
+    text = str(error) if isinstance(error, InsituError) else describe_error(error)
+    return {"error": redact(text), "in_file": isinstance(error, ConfigError)}
 
 
 async def _reach(target: Target, policy: ServedPolicy | None) -> None:
-    """Raises BackendUnavailable unless the server answers requests from here."""
+    """Raises ConfigError unless the server answers requests from here."""
     key = policy.api_key if policy is not None else "none"
     timeout = aiohttp.ClientTimeout(total=_REACH_SECONDS)
     try:
@@ -209,10 +254,7 @@ async def _reach(target: Target, policy: ServedPolicy | None) -> None:
             return
         else:
             problem = f"it answers with status {status}"
-    raise BackendUnavailable(
-        f"{target.key}: the model is served at {target.base_url}, which cannot be reached from there ({problem}): "
-        "serve it at an address that all nodes of the cluster can reach (insitu backend --host) and set that"
-    )
+    raise target.unreachable(problem)
 
 
 def _lists(body: bytes, model: str) -> bool:

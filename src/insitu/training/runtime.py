@@ -23,6 +23,7 @@ from insitu.errors import (
 )
 from insitu.evaluation.datasets import dataset_config, load_dataset
 from insitu.evaluation.episodes import ResultPath
+from insitu.evaluation.executors import LocalExecutorConfig
 from insitu.evaluation.remote import RemoteWorkflow
 from insitu.evaluation.shared_run import RunState, current_run, share
 from insitu.evaluation.validation import held_out_config
@@ -278,6 +279,8 @@ def check_ready(config: Config) -> None:
 
 def check_open_files(config: Config) -> None:
     """Raises ConfigError if the configured concurrency needs more open files than the system lets this process have."""
+    if not isinstance(config.general.executor, LocalExecutorConfig | None):
+        return  # it opens none for an episode
     blocks = (config.block(FUNCTION, name) for name in config.names(FUNCTION))
     per_episode = max((getattr(block, "files_per_episode", 1) for block in blocks), default=1)
     episodes = config.max_concurrency

@@ -1,0 +1,64 @@
+"""What an episode that runs on a Ray cluster costs the process that trains.
+
+    python benchmarks/ray_driver.py ADDRESS        prints figures as JSON, in an environment with the extra `ray`
+
+2,000 episodes of one call each to an endpoint that answers after 50 ms; two workers on the cluster at ADDRESS, 128
+episodes in flight. The driver's own part is everything but the agent: sending rows, reading episodes, an evaluator, and
+every episode written to disk. Its CPU time is `time.process_time()`, which includes the threads of Ray's client.
+`tests_ray` holds it to 1.5 ms an episode.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from collect import CONFIG, question, stub_endpoint
+
+ROWS, GENERATIONS, CONCURRENCY, LATENCY, WORKERS = 250, 8, 128, 0.05, 2
+
+
+async def collect(url: str, address: str, folder: Path) -> dict[str, float]:
+    """A whole collection, after a first one that starts the workers."""
+    from insitu.builder import Builder
+    from insitu.config import load_config
+    from insitu.schemas.finetuning import FinetuneRunConfig
+    from insitu.training.store import RunStore
+
+    file = folder / "config.yml"
+    names = {"url": url, "through": "openai", "concurrency": CONCURRENCY, "generations": GENERATIONS}
+    file.write_text(CONFIG.format(**names))
+    (folder / "collect_agent.py").write_text(Path(__file__).with_name("collect_agent.py").read_text())
+    rows = (json.dumps({"id": row, "question": question(row), "answer": ""}) for row in range(ROWS))
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    executor = json.dumps({"_type": "ray", "address": address, "workers": WORKERS})
+    config = load_config(file, [("general.executor", executor)])
+    config.finetuning.run_configuration = FinetuneRunConfig(config_file=file)
+    store = RunStore(folder / "run")
+    async with Builder(config) as builder:
+        episodes = await builder.get_trajectory_builder("episodes")
+        await episodes.initialize(config.finetuning)
+        await episodes.rehearse("bench")
+        await asyncio.sleep(1)  # what Ray does at the start
+        cpu, wall = time.process_time(), time.perf_counter()
+        await episodes.start_run("bench", {"epoch": 1, "on_group": lambda group: store.append_group(group, 1)})
+        collection = await episodes.finalize("bench")
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    store.close()
+    count = sum(len(group) for group in collection.trajectories)
+    if count != ROWS * GENERATIONS:
+        raise SystemExit(f"{count} episodes; expected {ROWS * GENERATIONS}: {collection.dropped}")
+    return {"episodes": count, "wall_s": wall, "driver_cpu_ms_per_episode": cpu / count * 1e3}
+
+
+def main() -> None:
+    from insitu.training.event_loop import run_async
+
+    with stub_endpoint(LATENCY) as url, TemporaryDirectory() as folder:
+        print(json.dumps(run_async(collect(url, sys.argv[1], Path(folder)))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Where episodes run: the worker of an executor without a cluster, and what is refused without Ray."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import served_plugin
+import yaml
+from fake_openai import FakeOpenAI
+from test_endpoint import RULES, content, key, known, openai_at
+
+from insitu.builder import Builder
+from insitu.config import Config, load_config
+from insitu.config.resolved import resolved_config
+from insitu.errors import ConfigError
+from insitu.evaluation.attempt_records import encode, request_fields
+from insitu.evaluation.collector import open_workflow
+from insitu.evaluation.episodes import AttemptResult, EpisodeOptions, run_episode
+from insitu.executors.openings import Opening, Policy, Target, opening_of, this_host
+from insitu.executors.ray_executor import result_of
+from insitu.executors.worker import EpisodeWorker
+from insitu.schemas.episodes import Episode, EpisodeKey
+from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
+from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.training.resume import check_same_run
+
+OPTIONS = EpisodeOptions(seed=7, training=frozenset({"player"}))
+RAY = {"_type": "ray", "workers": 2}
+
+
+def load(folder: Path, llm: dict[str, Any], **general: Any) -> Config:
+    data = content(llm)
+    data["general"] |= general
+    (folder / "config.yml").write_text(yaml.safe_dump(data))
+    return load_config(folder / "config.yml")
+
+
+@pytest.fixture
+def config(tmp_path: Path, server: FakeOpenAI) -> Config:
+    return load(tmp_path, openai_at(server.base_url))
+
+
+@asynccontextmanager
+async def working() -> AsyncIterator[EpisodeWorker]:
+    worker = EpisodeWorker()
+    await worker.start({})
+    try:
+        yield worker
+    finally:
+        await worker.close()
+
+
+async def opened(worker: EpisodeWorker, opening: Opening) -> dict[str, Any]:
+    return await worker.open(encode(opening))
+
+
+async def results(worker: EpisodeWorker) -> list[tuple[int, bytes, str | None]]:
+    while not (ended := (await worker.results(0.05))[0]):
+        pass
+    return ended
+
+
+async def attempt(worker: EpisodeWorker, opening: str, question: Any, model: str | None = None) -> Episode:
+    async def make(item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> AttemptResult:
+        await worker.submit([(1, opening, model, encode(request_fields(item, key, options)))])
+        [(number, lines, error)] = await results(worker)
+        assert (number, error) == (1, None)
+        return result_of(key, lines)
+
+    return await run_episode(make, EvalInputItem(id="x", input_obj=question), key("x"), OPTIONS)
+
+
+@pytest.mark.parametrize("do", ["plain", "chain", "steps", "nest", "raise", "model"])
+async def test_an_episode_of_a_worker_is_the_same_as_in_this_process(config: Config, do: str) -> None:
+    question = {"do": do, "say": f"Tell: {do} é"}
+    async with Builder(config) as builder, open_workflow(builder, None) as run:
+        here = await run_episode(run, EvalInputItem(id="x", input_obj=question), key("x"), OPTIONS)
+    async with working() as worker:
+        opening = opening_of(config, Policy(), None)
+        assert await opened(worker, opening) == {"llms": ["player"]}
+        there = await attempt(worker, opening.id, question)
+    if do == "model":
+        here.output = here.output.model_dump()  # as JSON
+    assert known(there) == known(here)
+
+
+async def test_a_file_that_was_changed_on_the_command_line(tmp_path: Path, server: FakeOpenAI) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SERVER", server.base_url)
+        load(tmp_path, openai_at("${SERVER}"))
+        config = load_config(tmp_path / "config.yml", [("llms.player.model_name", "other")])
+    assert config.variables == {"SERVER"}
+    opening = opening_of(config, Policy(), None)
+    worker = EpisodeWorker()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SERVER", raising=False)
+        report = await opened(worker, opening)
+        assert "the environment variable SERVER is not set" in report["error"]
+        assert report["in_file"]
+        await worker.start({"SERVER": server.base_url})
+        assert "error" not in await opened(worker, opening)
+        episode = await attempt(worker, opening.id, {"do": "plain"})
+        await worker.close()
+        patch.delenv("SERVER")
+    assert [call.model for call in episode.calls] == ["other"]
+
+
+async def test_the_policy_of_a_worker(tmp_path: Path) -> None:
+    """Its name may change with every version; a workflow is built for each policy, and for none of its names."""
+    config = load(tmp_path, {"_type": "policy"})
+    names = iter(["m@0", "m@1", "m@2"])
+    with FakeOpenAI() as server:
+        async with Builder(config) as builder, working() as worker:
+            endpoint = PolicyEndpoint(server.base_url, "m", "key", current_model=lambda: next(names))
+            builder.policy_endpoint = lambda: asyncio.sleep(0, endpoint)  # type: ignore[method-assign]
+            policy = await Policy.of(builder)
+            opening = opening_of(config, policy, None)
+            await opened(worker, opening)
+            for expected in ("m@1", "m@2"):
+                episode = await attempt(worker, opening.id, {"do": "plain"}, policy.current_model())
+                assert [call.model for call in episode.calls] == [expected]
+            assert len(served_plugin.built) == 2  # it and its inner function
+
+
+async def test_a_server_that_workers_cannot_reach(config: Config, server: FakeOpenAI) -> None:
+    opening = opening_of(config, Policy(), None)
+    async with working() as worker:
+        for url, problem in (("http://127.0.0.1:9/v1", "ClientConnectorError"), (f"{server.base_url}/not/there", "")):
+            opening.targets = [Target(key="trainer_adapters.a", base_url=url)]
+            report = await opened(worker, opening)
+            if problem:
+                assert report["error"].startswith(
+                    f"trainer_adapters.a: the model is served at {url}, which is out of reach"
+                )
+                assert problem in report["error"]
+            else:
+                assert "error" not in report  # it is another route of a server that answers
+        opening.targets[0].base_url = "http://localhost:8700/v1"
+        opening.check_host(this_host())
+        with pytest.raises(ConfigError, match="that is another machine's address of itself"):
+            opening.check_host("elsewhere")
+
+
+async def test_an_attempt_is_cancelled_and_a_blocked_worker_says_by_whom(config: Config, tmp_path: Path) -> None:
+    opening = opening_of(config, Policy(), None)
+    async with working() as worker:
+        await opened(worker, opening)
+        item = EvalInputItem(id="x", input_obj={"do": "hang"})
+        request = encode(request_fields(item, key("x"), OPTIONS))
+        await worker.submit([(1, opening.id, None, request), (2, opening.id, None, request)])
+        while (report := (await worker.results(0.01))[1]) is None or len(report["activities"]) < 2:
+            pass
+        assert set(report["activities"]) == {"1", "2"}
+        await worker.cancel(1)
+        while report is None or set(report["activities"]) != {"2"}:
+            _, report = await worker.results(0.01)
+        release = threading.Event()
+        worker._loop.call_soon_threadsafe(release.wait)
+        while report is None or report["blocked"] is None:
+            _, report = await worker.results(0.01)
+        release.set()
+        assert "threading.py" in report["blocked"] or __file__ in report["blocked"]
+
+
+async def test_ray_is_not_installed(tmp_path: Path, server: FakeOpenAI) -> None:
+    config = load(tmp_path, openai_at(server.base_url), executor=RAY)
+    async with Builder(config) as builder:
+        with pytest.raises(
+            ConfigError, match=r"general.executor: _type ray needs the package 'ray': pip install"
+        ) as error:
+            async with open_workflow(builder, None):
+                pass
+    assert ".[ray]" in str(error.value)
+
+
+async def test_two_keys_say_where_episodes_run(tmp_path: Path, server: FakeOpenAI) -> None:
+    config = load(tmp_path, openai_at(server.base_url), executor=RAY)
+    service = EvaluationRunConfig(config_file=config, endpoint="http://127.0.0.1:9")
+    async with Builder(config) as builder:
+        with pytest.raises(ConfigError, match=r"endpoint is 'http://127.0.0.1:9', .* but general.executor is ray"):
+            async with open_workflow(builder, service):
+                pass
+
+
+async def test_the_local_executor_may_be_named(tmp_path: Path, server: FakeOpenAI) -> None:
+    config = load(tmp_path, openai_at(server.base_url), executor={"_type": "local"})
+    async with Builder(config) as builder, open_workflow(builder, None) as run:
+        episode = await run_episode(run, EvalInputItem(id="x", input_obj={"do": "plain"}), key("x"), RULES)
+    assert episode.outcome == "ok"
+
+
+def test_a_run_may_be_resumed_elsewhere(tmp_path: Path) -> None:
+    before, now = load(tmp_path, {"_type": "policy"}), load(tmp_path, {"_type": "policy"}, executor=RAY)
+    (tmp_path / "run.json").write_text(json.dumps({"config": resolved_config(before)}))
+    changes = check_same_run(tmp_path, now, None, force=False)
+    assert changes
+    assert all(change.startswith("general.executor") for change in changes)
+
+
+def test_secrets_of_the_workers_are_shown_nowhere(tmp_path: Path) -> None:
+    variables = {"MY_PAT": "pat-of-the-worker-1", "LEVEL": 3}
+    config = load(tmp_path, {"_type": "policy"}, executor={**RAY, "runtime_env": {"env_vars": variables}})
+    assert resolved_config(config)["general"]["executor"]["runtime_env"]["env_vars"] == {"MY_PAT": "***", "LEVEL": "3"}
+    assert " data=" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("executor", "message"),
+    [
+        ({"_type": "rai"}, "general.executor: _type 'rai' does not exist (did you mean 'ray'?); available: local, ray"),
+        ({"_type": "ray"}, "general.executor.workers is missing"),
+        (
+            {"_type": "ray", "workers": 0},
+            "general.executor.workers: Input should be greater than or equal to 1 (got 0)",
+        ),
+        ({**RAY, "runtime_env": {"env": {}}}, "general.executor.runtime_env: key 'env' does not exist"),
+        ("ray", "general.executor must be a mapping with the key _type"),
+    ],
+)
+def test_wrong_executors(tmp_path: Path, executor: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, {"_type": "policy"}, executor=executor)
+    assert message in str(raised.value)
+
+
+def test_a_run_without_ray_ends_before_it_begins(tmp_path: Path) -> None:
+    from factories import digits_project, write_rows
+
+    write_rows(digits_project(tmp_path), [{"say": "Row"}])
+    code, _, err = processes.run_project(tmp_path, "-o", "general.executor", "{_type: ray, workers: 2}")
+    assert code == 2
+    assert "general.executor: _type ray needs the package 'ray'" in err
+    assert not (tmp_path / "run").exists()
