@@ -19,7 +19,7 @@ class FakeVllm:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.faults: deque[dict[str, Any]] = deque()
-        """{"status": N}, {"tags": [...]}: versions of the weights, {"cut": N}: closes a stream after N tokens."""
+        """{"status": N}, {"body": ...}, {"tags": versions of the weights}, {"cut": N} to end a stream after N tokens."""
         self.asked: list[str] = []
         self.loaded: list[str] = []
         self.refuses_weights = False
@@ -109,6 +109,8 @@ class FakeVllm:
         await self.gate.wait()
         if "status" in fault:
             return _error(fault["status"], "a fault", {"Retry-After": "0.01"})
+        if "body" in fault:
+            return web.json_response(fault["body"])
         if body["model"] not in ("base", *self.adapters):
             return _error(404, f"The model `{body['model']}` does not exist")
         entries = self._sample(body["token_ids"], body["sampling_params"]["max_tokens"])

@@ -104,6 +104,16 @@ async def test_a_request_that_vllm_refuses_is_not_repeated(loaded: LoadedModel, 
             await complete(parts.sampler)
 
 
+@pytest.mark.parametrize("body", [{}, {"model": "base", "choices": [{"token_ids": [1], "logprobs": {"content": [1]}}]}])
+async def test_an_answer_of_an_unexpected_shape_is_an_error_of_the_server(
+    loaded: LoadedModel, tmp_path: Path, body: Any
+) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        parts.vllm.faults += [{"body": body}] * MAX_ATTEMPTS
+        with pytest.raises(BackendUnavailable, match=r"returned unexpected data|sampled from other weights"):
+            await complete(parts.sampler)
+
+
 @pytest.mark.parametrize("tags", [["default", "insitu-1"], ["insitu-1"]], ids=["two versions", "another version"])
 async def test_tokens_of_other_weights_are_never_returned(
     loaded: LoadedModel, tmp_path: Path, tags: list[str], caplog: pytest.LogCaptureFixture

@@ -30,10 +30,11 @@ from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.model import LoadedModel
 from insitu.backend.vllm.fleet import Fleet
 from insitu.backend.vllm.probe import check_answers
-from insitu.backend.vllm.replica import STARTED_WITH, Overloaded, Replica, WrongWeights
+from insitu.backend.vllm.replica import GENERATE, STARTED_WITH, Overloaded, Replica, WrongWeights
 from insitu.backend.vllm.requests import request_body, sampled_tokens, weight_tags
 from insitu.backend.vllm.servers import started_servers
 from insitu.errors import BackendUnavailable, RequestRefused
+from insitu.http_format import MALFORMED
 from insitu.redaction import remember_secret
 from insitu.schemas.samplers import SamplerOptions
 from insitu.schemas.training_jobs import LoRASettings
@@ -201,6 +202,10 @@ class VllmSampler:
                             first = False
                             yield delta
                 return
+            except MALFORMED as error:
+                raise BackendUnavailable(
+                    f"{replica.name} returned unexpected data for {GENERATE}: {error!r}"
+                ) from error
             except Overloaded as error:
                 if attempts == MAX_ATTEMPTS or not first:
                     raise
