@@ -19,7 +19,7 @@ class FakeVllm:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.faults: deque[dict[str, Any]] = deque()
-        """{"status": N}, {"body": ...}, {"tags": versions of the weights}, {"cut": N} to end a stream after N tokens."""
+        """{"status": N}, {"body": ...}, {"tags": versions of the weights}, {"cut": N}: ends a stream after N tokens."""
         self.asked: list[str] = []
         self.loaded: list[str] = []
         self.refuses_weights = False

@@ -30,7 +30,7 @@ from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.model import LoadedModel
 from insitu.backend.vllm.fleet import Fleet
 from insitu.backend.vllm.probe import check_answers
-from insitu.backend.vllm.replica import GENERATE, STARTED_WITH, Overloaded, Replica, WrongWeights
+from insitu.backend.vllm.replica import STARTED_WITH, Overloaded, Replica, WrongWeights
 from insitu.backend.vllm.requests import request_body, sampled_tokens, weight_tags
 from insitu.backend.vllm.servers import started_servers
 from insitu.errors import BackendUnavailable, RequestRefused
@@ -203,9 +203,7 @@ class VllmSampler:
                             yield delta
                 return
             except MALFORMED as error:
-                raise BackendUnavailable(
-                    f"{replica.name} returned unexpected data for {GENERATE}: {error!r}"
-                ) from error
+                raise BackendUnavailable(f"{replica.name} returned unexpected data: {error!r}") from error
             except Overloaded as error:
                 if attempts == MAX_ATTEMPTS or not first:
                     raise
