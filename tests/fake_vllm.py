@@ -19,10 +19,12 @@ class FakeVllm:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.faults: deque[dict[str, Any]] = deque()
-        """{"status": N}, {"tags": [...]}: versions of the weights, {"cut": N}: closes a stream after N tokens."""
+        """{"status": N}, {"body": ...}, {"tags": versions of the weights}, {"cut": N}: ends a stream after N tokens."""
         self.asked: list[str] = []
         self.loaded: list[str] = []
         self.refuses_weights = False
+        self.wrong = 1.0
+        """What log-probabilities of prompts are multiplied by."""
         self.gate = asyncio.Event()
         """Completions wait while it is not set."""
         self.gate.set()
@@ -104,11 +106,15 @@ class FakeVllm:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if not body or "prompt_logprobs" in body["sampling_params"]:
+            return self._score(body.get("token_ids") or [0])
         self.asked.append(body["model"])
         fault = self.faults.popleft() if self.faults else {}
         await self.gate.wait()
         if "status" in fault:
             return _error(fault["status"], "a fault", {"Retry-After": "0.01"})
+        if "body" in fault:
+            return web.json_response(fault["body"])
         if body["model"] not in ("base", *self.adapters):
             return _error(404, f"The model `{body['model']}` does not exist")
         entries = self._sample(body["token_ids"], body["sampling_params"]["max_tokens"])
@@ -128,6 +134,12 @@ class FakeVllm:
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    def _score(self, ids: list[int]) -> web.Response:
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(self.module(input_ids=torch.tensor([ids])).logits[0].float(), -1) * self.wrong
+        scores = [None, *({str(ids[i + 1]): {"logprob": float(logprobs[i, ids[i + 1]])}} for i in range(len(ids) - 1))]
+        return web.json_response({"prompt_logprobs": scores})
 
     def _sample(self, prompt: list[int], count: int) -> list[dict[str, Any]]:
         ids, entries = list(prompt), []

@@ -53,7 +53,7 @@ async def sampling(loaded: LoadedModel, folder: Path, servers: int = 1) -> Async
     async with AsyncExitStack() as stack:
         vllms = [await stack.enter_async_context(FakeVllm(loaded.module)) for _ in range(servers)]
         options = SamplerOptions.model_validate({"_type": "vllm", "addresses": [vllm.address for vllm in vllms]})
-        sampler = VllmSampler(options, loaded, compute, folder_of, 256, None, folder)
+        sampler = VllmSampler(options, loaded, compute, folder_of, lambda weights: loaded.module, 256, None, folder)
         await sampler.start()
         for vllm in vllms:
             vllm.asked.clear()
@@ -101,6 +101,16 @@ async def test_a_request_that_vllm_refuses_is_not_repeated(loaded: LoadedModel, 
     async with sampling(loaded, tmp_path) as parts:
         parts.vllm.faults.append({"status": 400})
         with pytest.raises(RequestRefused, match="answers /inference/v1/generate with 400"):
+            await complete(parts.sampler)
+
+
+@pytest.mark.parametrize("body", [{}, {"model": "base", "choices": [{"token_ids": [1], "logprobs": {"content": [1]}}]}])
+async def test_an_answer_of_an_unexpected_shape_is_an_error_of_the_server(
+    loaded: LoadedModel, tmp_path: Path, body: Any
+) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        parts.vllm.faults += [{"body": body}] * MAX_ATTEMPTS
+        with pytest.raises(BackendUnavailable, match=r"returned unexpected data|sampled from other weights"):
             await complete(parts.sampler)
 
 
@@ -198,6 +208,23 @@ async def test_another_server_takes_over_and_the_lost_one_is_taken_back(
         outputs = await asyncio.gather(*(complete(parts.sampler) for _ in range(20)))
         assert {output.version for output in outputs} == {1}
         assert set(one.asked) == set(one.adapters) | {"base"}
+
+
+@pytest.mark.parametrize("kind", [ADAPTERS, FULL])
+async def test_a_server_that_computes_with_other_weights_than_it_says_is_not_used(
+    loaded: LoadedModel, tmp_path: Path, kind: str
+) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        parts.vllm.wrong = 1.01
+        with pytest.raises(BackendError, match="computes with other weights than it was given: log-probabilities diff"):
+            await parts.sampler.publish(parts.make(1, kind))
+        asked = len(parts.vllm.asked)
+        waiting = asyncio.create_task(complete(parts.sampler))
+        if kind == FULL:
+            await asyncio.sleep(0.1)
+            assert len(parts.vllm.asked) == asked
+            parts.vllm.wrong = 1.0
+        assert (await waiting).version == (1 if kind == FULL else 0)
 
 
 async def test_a_version_that_no_server_takes_fails_its_job(loaded: LoadedModel, tmp_path: Path) -> None:

@@ -64,8 +64,11 @@ class VllmServer:
             return False
 
 
-def save_player(folder: Path) -> Path:
-    """The example's starting model with heads of 32 dimensions: vLLM's CPU kernels take no smaller ones."""
+def save_player(folder: Path, tied: bool = False) -> Path:
+    """The example's starting model with heads of 32 dimensions: vLLM's CPU kernels take no smaller ones.
+
+    Not `tied`: vLLM 0.32 on a CPU does not replace the output layer of models with tied embeddings.
+    """
     sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "tic_tac_toe")]
     import make_model
     import starting_model
@@ -76,6 +79,7 @@ def save_player(folder: Path) -> Path:
     config = starting_model.build_model(tokenizer, make_model.LAYERS, 0).config
     config.num_attention_heads = config.num_key_value_heads = 2
     config.head_dim = starting_model.HIDDEN // 2
+    config.tie_word_embeddings = tied
     torch.set_num_threads(1)  # the cores are shared with others
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)

@@ -138,7 +138,8 @@ def _sampler(
         lora = learners.default.lora
         rank = lora.rank if lora is not None else None
         return VllmSampler(
-            *(chosen, loaded, compute, learners.folder, max_length, rank, output_dir), threads=options.threads
+            *(chosen, loaded, compute, learners.folder, learners.load_version, max_length, rank, output_dir),
+            threads=options.threads,
         )
     on_gpu = loaded.device.type != "cpu"
     limits = EngineOptions(

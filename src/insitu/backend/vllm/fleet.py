@@ -46,7 +46,8 @@ class Fleet:
     """`servers` are those that this process starts, in the order of `replicas`; it has none at given addresses.
 
     `folder_of` gives the files of a version or raises RequestRefused. `scratch` gets files for the servers to read.
-    `probe` raises BackendError if the model of that name on a server is not the loaded one.
+    `probe` raises BackendError if the model of that name on a server is not the loaded one, and `check_weights` if it
+    has other weights than those of a fingerprint.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Fleet:
         folder_of: Callable[[WeightVersion], Path],
         scratch: Path,
         probe: Callable[[Replica, str], Awaitable[None]],
+        check_weights: Callable[[Replica, str, list[float]], Awaitable[None]],
     ) -> None:
         self.replicas = list(replicas)
         self.latest: dict[str, int] = {"": 0}
@@ -65,6 +67,9 @@ class Fleet:
         self._folder_of = folder_of
         self._scratch = scratch
         self._probe = probe
+        self._check_weights = check_weights
+        self._fingerprints: dict[str, list[float]] = {}
+        """Of the latest versions, by policy."""
         self._base: WeightVersion | None = None
         """The full weights that every server must have."""
         self._recent: OrderedDict[WeightVersion, None] = OrderedDict()
@@ -151,18 +156,24 @@ class Fleet:
     def model_name(self, replica: Replica, weights: WeightVersion) -> str:
         return replica.adapters.get(weights, replica.model)
 
-    async def publish(self, weights: WeightVersion) -> None:
+    async def publish(self, weights: WeightVersion, fingerprint: list[float]) -> None:
         """Returns when a server has the weights, or after `WAIT_SECONDS`: the others get them when they can.
 
         Raises BackendError if all servers refuse them.
         """
         assert weights.version is not None
+
+        async def load_adapter(replica: Replica) -> None:
+            await self._load_adapter(replica, weights)
+            await self._check_weights(replica, self.model_name(replica, weights), fingerprint)
+
         async with self._publishing:
             place = self._place(weights)
             if place.is_adapter:
-                errors = await self._on_each(lambda replica: self._load_adapter(replica, weights))
+                errors = await self._on_each(load_adapter)
                 await self._raise_if_refused(weights, errors)
             self.latest[weights.policy] = weights.version
+            self._fingerprints[weights.policy] = fingerprint
             if not place.is_adapter:
                 self._base = place.base
                 await self._raise_if_refused(weights, await self._on_each(self._replace_base))
@@ -175,6 +186,7 @@ class Fleet:
     async def retire(self, weights: WeightVersion) -> None:
         if weights.version is None:
             self.latest.pop(weights.policy, None)
+            self._fingerprints.pop(weights.policy, None)
             if self._base is not None and self._base.policy == weights.policy:
                 self._base = None
                 await self._on_each(self._replace_base)
@@ -245,6 +257,8 @@ class Fleet:
 
     async def _replace_base(self, replica: Replica) -> None:
         await self._load_base(replica)
+        if self._base is not None:
+            await self._check_weights(replica, replica.model, self._fingerprints[self._base.policy])
         replica.take_back()
 
     def _new_name(self, weights: WeightVersion) -> str:
@@ -268,6 +282,9 @@ class Fleet:
                 weights = canonical(version, policy)
                 if self._place(weights).is_adapter:
                     await self._load_adapter(replica, weights)
+                if weights.version and self._place(weights).base == self._base:
+                    name = self.model_name(replica, weights)
+                    await self._check_weights(replica, name, self._fingerprints[policy])
             if replica.base is None:
                 if self._place(WeightVersion(0)).is_adapter:
                     await self._load_adapter(replica, WeightVersion(0))

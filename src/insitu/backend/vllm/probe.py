@@ -4,6 +4,7 @@ import asyncio
 import math
 
 import torch
+from torch import nn
 
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.sampler import Completion
@@ -17,6 +18,8 @@ _TOKENS = 16
 _TEMPERATURE = 2.0
 """Not 1, so that log-probabilities after temperature differ from the model's own."""
 _TOLERANCES = {torch.float32: 0.01}
+_WEIGHT_TOLERANCES = {torch.float32: 0.001}
+"""Smaller: a training job changes little."""
 _TOLERANCE = 0.25
 """Mean difference in nats for 16-bit weights, whose rounding depends on the kernels."""
 
@@ -51,6 +54,33 @@ async def check_answers(replica: Replica, model: str, loaded: LoadedModel, compu
         raise BackendError(f"{replica.name} {problem}")
     problem = f"the log-probabilities of its samples differ by {gap:.2g} on average (allowed: {tolerance:g})"
     raise BackendError(f"{replica.name} has another model than {loaded.source}: {problem}")
+
+
+def fingerprint(loaded: LoadedModel, module: nn.Module) -> list[float]:
+    """Log-probabilities of a fixed text by some weights of the loaded model. Runs in the compute thread."""
+    tokens = torch.tensor([_text(loaded)], device=loaded.device)
+    with torch.inference_mode():
+        logprobs_TV = torch.log_softmax(module(input_ids=tokens, use_cache=False).logits[0, :-1].float(), -1)
+    return logprobs_TV.gather(-1, tokens[0, 1:, None])[:, 0].tolist()
+
+
+async def check_weights(replica: Replica, model: str, loaded: LoadedModel, expected: list[float]) -> None:
+    """Compares the weights of a model with those of a fingerprint. Raises BackendError if they differ."""
+    text = _text(loaded)
+    params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+    async with asyncio.timeout(LOAD_SECONDS):
+        answer = await replica.generate({"model": model, "token_ids": text, "sampling_params": params})
+    found = [entry[str(token)]["logprob"] for token, entry in zip(text[1:], answer["prompt_logprobs"][1:], strict=True)]
+    tolerance = _WEIGHT_TOLERANCES.get(loaded.dtype, _TOLERANCE)
+    if (gap := _mean_gap(found, expected)) > tolerance:
+        problem = f"log-probabilities differ by {gap:.2g} on average (allowed: {tolerance:g})"
+        if getattr(loaded.module.config, "tie_word_embeddings", False):
+            problem += "; vLLM may have kept the output layer, as the embeddings are tied: train with lora"
+        raise BackendError(f"{replica.name} computes with other weights than it was given: {problem}")
+
+
+def _text(loaded: LoadedModel) -> list[int]:
+    return [index * 7919 % loaded.vocab_size for index in range(1, min(32, loaded.max_length))]
 
 
 def _logprobs(loaded: LoadedModel, prompt: list[int], ids: list[int]) -> tuple[list[float], list[float]]:

@@ -126,7 +126,7 @@ class Replica:
         if length < max_length:
             problem = f"allows {length} tokens of prompt and completion, but this model {max_length}"
             raise BackendError(f"{self.name} {problem}: start it with --max-model-len {max_length}")
-        if not await self._has(GENERATE):
+        if not await self._returns_token_ids():
             raise BackendError(f"{self.name} cannot return token ids: start it with --enable-scale-out")
         self.can_load_adapters = await self._has_adapters()
         self.can_reload = await self._has("/collective_rpc") and await self._has("/weight_info")
@@ -191,6 +191,14 @@ class Replica:
                 if "error" in event:
                     raise BackendUnavailable(f"{self.name} failed: {_reason(event)}")
                 yield event
+
+    async def _returns_token_ids(self) -> bool:
+        """The route may be there, and closed."""
+        try:
+            await self._json("POST", GENERATE, {})
+        except RequestRefused as error:
+            return error.status not in (403, 404, 405)
+        return True
 
     async def _has_adapters(self) -> bool:
         """The route may be there although the server was started without adapters."""

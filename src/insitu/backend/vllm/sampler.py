@@ -29,11 +29,12 @@ from insitu.backend.inference.sampling import GenerationRequest
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.model import LoadedModel
 from insitu.backend.vllm.fleet import Fleet
-from insitu.backend.vllm.probe import check_answers
+from insitu.backend.vllm.probe import check_answers, check_weights, fingerprint
 from insitu.backend.vllm.replica import STARTED_WITH, Overloaded, Replica, WrongWeights
 from insitu.backend.vllm.requests import request_body, sampled_tokens, weight_tags
 from insitu.backend.vllm.servers import started_servers
 from insitu.errors import BackendUnavailable, RequestRefused
+from insitu.http_format import MALFORMED
 from insitu.redaction import remember_secret
 from insitu.schemas.samplers import SamplerOptions
 from insitu.schemas.training_jobs import LoRASettings
@@ -47,8 +48,10 @@ BUSY_SECONDS = 1.0
 
 
 class VllmSampler:
-    """`folder_of` gives the files of a version or raises RequestRefused. `adapter_rank`: that of the adapters that will
-    be trained, None for all weights; the servers that this process starts, with logs in `folder`, are made for it.
+    """`folder_of` gives the files of a version or raises RequestRefused, `load_version` its module.
+
+    `adapter_rank`: that of the adapters that will be trained, None for all weights. The servers that this process
+    starts, with logs in `folder`, are made for it.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class VllmSampler:
         loaded: LoadedModel,
         compute: ComputeThread,
         folder_of: Callable[[WeightVersion], Path],
+        load_version: Callable[[WeightVersion], nn.Module],
         max_length: int,
         adapter_rank: int | None,
         folder: Path,
@@ -85,7 +89,11 @@ class VllmSampler:
         async def probe(replica: Replica, model: str) -> None:
             await check_answers(replica, model, loaded, compute)
 
-        self._fleet = Fleet(replicas, servers, max_length, folder_of, folder / "vllm", probe)
+        async def check(replica: Replica, model: str, expected: list[float]) -> None:
+            await check_weights(replica, model, loaded, expected)
+
+        self._loaded, self._compute, self._load_version = loaded, compute, load_version
+        self._fleet = Fleet(replicas, servers, max_length, folder_of, folder / "vllm", probe, check)
 
     async def start(self) -> None:
         await self._fleet.start()
@@ -116,7 +124,10 @@ class VllmSampler:
             raise RequestRefused(f"{problem}: start the backend with --lora_rank {lora.rank}", param="settings.lora")
 
     async def publish(self, weights: WeightVersion, module: nn.Module | None = None) -> None:
-        await self._fleet.publish(weights)
+        def compute_fingerprint() -> list[float]:
+            return fingerprint(self._loaded, module if module is not None else self._load_version(weights))
+
+        await self._fleet.publish(weights, await self._compute.call(compute_fingerprint))
 
     async def versions_in_use(self, policy: str) -> set[int]:
         used = (weights for weights, count in self._in_flight.items() if count)
@@ -201,6 +212,8 @@ class VllmSampler:
                             first = False
                             yield delta
                 return
+            except MALFORMED as error:
+                raise BackendUnavailable(f"{replica.name} returned unexpected data: {error!r}") from error
             except Overloaded as error:
                 if attempts == MAX_ATTEMPTS or not first:
                     raise
