@@ -61,7 +61,7 @@ Ended = tuple[int, bytes, str | None]
 
 
 Counts = tuple[dict[str, int], dict[str, int]]
-"""Completions requested outside every episode: by code of workflows, by key of `llms`; and all, by URL of the server."""
+"""Completions requested outside every episode, by key of `llms` and by URL of the server."""
 
 
 class EpisodeWorker:
