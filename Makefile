@@ -18,7 +18,7 @@ help:
 	@echo "make test-customizer  tests the NeMo Customizer plugin with the official clients, each in its own environment"
 	@echo "make test-frameworks  trains each agent framework through the backend, each in its own environment"
 	@echo "make test-preferences  compares DPO and KTO with TRL and Liger, in an environment with both"
-	@echo "make test-distributed  trains by two processes under torchrun and compares with one (about 5 minutes)"
+	@echo "make test-distributed  trains by two processes under torchrun and compares with one (about 10 minutes)"
 	@echo "make test-vllm    trains on samples of real vLLM servers on the CPU (about 20 minutes)"
 	@echo "make test-ray     runs episodes on a Ray cluster of two nodes, in an environment with Ray (about 10 minutes)"
 	@echo "make test-javascript  trains an agent that uses the openai package of npm (needs node)"

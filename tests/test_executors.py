@@ -147,6 +147,20 @@ async def test_a_server_that_workers_cannot_reach(config: Config, server: FakeOp
             opening.check_host("elsewhere")
 
 
+async def test_completions_outside_every_episode_are_counted(config: Config) -> None:
+    opening = opening_of(config, Policy(), None)
+    async with working() as worker:
+        await opened(worker, opening)
+        hosted, _ = worker._opened[opening.id]
+        async with hosted.workflow():
+            (builder,) = hosted.builders
+            player = await builder.get_llm("player")
+        await player.complete([{"role": "user", "content": "Nobody asked"}])
+        _, (stray, outside), _ = await worker.results(0.0)
+    assert stray == {"player": 1}
+    assert outside == {player.recorder.server: 1}
+
+
 async def test_an_attempt_is_cancelled_and_a_blocked_worker_says_by_whom(config: Config, tmp_path: Path) -> None:
     opening = opening_of(config, Policy(), None)
     async with working() as worker:
@@ -154,16 +168,16 @@ async def test_an_attempt_is_cancelled_and_a_blocked_worker_says_by_whom(config:
         item = EvalInputItem(id="x", input_obj={"do": "hang"})
         request = encode(request_fields(item, key("x"), OPTIONS))
         await worker.submit([(1, opening.id, None, request), (2, opening.id, None, request)])
-        while (report := (await worker.results(0.01))[1]) is None or len(report["activities"]) < 2:
+        while (report := (await worker.results(0.01))[2]) is None or len(report["activities"]) < 2:
             pass
         assert set(report["activities"]) == {"1", "2"}
         await worker.cancel(1)
         while report is None or set(report["activities"]) != {"2"}:
-            _, report = await worker.results(0.01)
+            _, _, report = await worker.results(0.01)
         release = threading.Event()
         worker._loop.call_soon_threadsafe(release.wait)
         while report is None or report["blocked"] is None:
-            _, report = await worker.results(0.01)
+            _, _, report = await worker.results(0.01)
         release.set()
         assert "threading.py" in report["blocked"] or __file__ in report["blocked"]
 

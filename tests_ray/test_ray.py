@@ -248,13 +248,6 @@ def test_another_server_is_no_cluster(cluster: RayCluster, refused: Path) -> Non
     assert f"general.executor.address is '{address}'" in out
 
 
-def test_auto_without_a_cluster(cluster: RayCluster, refused: Path, tmp_path: Path) -> None:
-    (tmp_path / "ray").mkdir()
-    code, out = cluster.run(refused, *cluster.executor(address="auto"), RAY_TMPDIR=str(tmp_path))
-    assert code == 2, out
-    assert re.search("general.executor.address is 'auto', but no Ray cluster can be reached there: start one", out), out
-
-
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A project whose runs do not begin."""

@@ -130,13 +130,13 @@ class Worker:
         """Takes the results of attempts, and reports of what they are doing, until the process has ended."""
         try:
             while self.lost is None:
-                ended, report = await self.call("results", interval)
+                ended, (stray, outside), report = await self.call("results", interval)
                 self._heard = time.monotonic()
+                self.stray, self.outside = Counter(stray), Counter(outside)
                 for number, lines, error in ended:
                     self._take(number, lines, error)
                 if report is not None:
                     self._activities, self._blocked = report["activities"], report["blocked"]
-                    self.stray, self.outside = Counter(report["stray"]), Counter(report["outside"])
         except WorkerLost:
             return
         except InsituError as error:

@@ -4,7 +4,7 @@
     await worker.start(environment)
     await worker.open(opening)                      # {"llms": [...]}, or {"error": "...", "in_file": True}
     await worker.submit([(1, opening_id, "policy", request)])
-    [(number, lines, error)], report = await worker.results(5.0)        # the lines of `attempt_records`
+    [(number, lines, error)], counts, report = await worker.results(5.0)    # the lines of `attempt_records`
 
 All arguments and results are plain data. The methods run in the caller's event loop; workflows run in a loop and a
 thread of the worker, so that it answers even while an agent blocks them.
@@ -60,6 +60,10 @@ Ended = tuple[int, bytes, str | None]
 """The number of an attempt that has ended, the lines of `attempt_records`, and why there are none, if so."""
 
 
+Counts = tuple[dict[str, int], dict[str, int]]
+"""Completions requested outside every episode, by key of `llms` and by URL of the server."""
+
+
 class EpisodeWorker:
     """Runs attempts at episodes of the workflows that it has opened."""
 
@@ -106,8 +110,11 @@ class EpisodeWorker:
     async def cancel(self, number: int) -> None:
         self._loop.call_soon_threadsafe(self._cancel, number)
 
-    async def results(self, wait: float) -> tuple[list[Ended], dict[str, Any] | None]:
-        """The attempts that have ended, and a report now and then; waits up to `wait` seconds for either."""
+    async def results(self, wait: float) -> tuple[list[Ended], Counts, dict[str, Any] | None]:
+        """The attempts that have ended, what was requested outside all of them so far, and a report now and then.
+
+        Waits up to `wait` seconds for an attempt to end.
+        """
         due = self._reported_at + wait - time.monotonic()
         with suppress(TimeoutError):
             async with asyncio.timeout(max(due, 0.0)):
@@ -121,18 +128,22 @@ class EpisodeWorker:
         if self._ended:
             self._has_ended.set()
         if time.monotonic() < self._reported_at + wait:
-            return ended, None
+            return ended, self._counts(), None
         self._reported_at = time.monotonic()
-        return ended, await self._report()
+        return ended, self._counts(), await self._report()
 
     async def _report(self) -> dict[str, Any]:
-        """What each attempt is doing, and the completions requested outside all of them so far."""
+        """What each attempt is doing, and where an agent blocks all of them."""
         blocked = None
         answered = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
         try:
             await asyncio.wait_for(asyncio.wrap_future(answered), _BLOCKED_SECONDS)
         except TimeoutError:
             blocked = where_thread_is(self._thread.ident or 0)
+        activities = {name: redact(text) for name, text in self._watchdog.activities().items()}
+        return {"activities": activities, "blocked": blocked}
+
+    def _counts(self) -> Counts:
         stray, outside = Counter[str](), Counter[str]()
         for hosted, _ in [*self._opened.values()]:
             for builder in [*hosted.builders]:
@@ -140,8 +151,7 @@ class EpisodeWorker:
                 for llm in builder.built(LLM):
                     if isinstance(llm, ModelClient):
                         outside[llm.recorder.server] += llm.recorder.outside_completions
-        activities = {name: redact(text) for name, text in self._watchdog.activities().items()}
-        return {"activities": activities, "blocked": blocked, "stray": dict(stray), "outside": dict(outside)}
+        return dict(stray), dict(outside)
 
     async def close(self) -> None:
         """Ends all attempts, closes the workflows, and kills the programs of external agents."""
