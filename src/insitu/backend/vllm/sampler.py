@@ -70,6 +70,9 @@ class VllmSampler:
         self.tokenizer = ChatTokenizer(loaded.tokenizer, eos_token_ids(loaded.module))
         self.vocab_size = loaded.vocab_size
         self.num_completed = 0
+        self._dtype = str(loaded.dtype).removeprefix("torch.")
+        is_tied = getattr(loaded.module.config, "tie_word_embeddings", False)
+        self._hides_old_output_layer = is_tied and loaded.dtype != torch.float32
         self.max_length = max_length
         self._in_flight: Counter[WeightVersion] = Counter()
         self._started_rank = adapter_rank if not options.addresses else None
@@ -111,6 +114,13 @@ class VllmSampler:
         return running, self._in_flight.total() - running
 
     def check(self, lora: LoRASettings | None) -> None:
+        if lora is None and self._hides_old_output_layer:
+            problem = (
+                "all weights are trained, and this model's embeddings are tied: vLLM may keep the old output layer"
+            )
+            raise RequestRefused(
+                f"sampler: {problem}, which cannot be seen in {self._dtype}: train with lora, or set dtype: float32"
+            )
         for replica in self._fleet.replicas:
             if lora is None and not replica.can_reload:
                 problem = f"all weights are trained, but {replica.name} cannot load new ones"
