@@ -23,6 +23,7 @@ class FakeVllm:
         self.asked: list[str] = []
         self.loaded: list[str] = []
         self.refuses_weights = False
+        self.lists_no_models = False
         self.wrong = 1.0
         """What log-probabilities of prompts are multiplied by."""
         self.gate = asyncio.Event()
@@ -75,6 +76,9 @@ class FakeVllm:
         return web.json_response({"version": "0.32.0"})
 
     async def _models(self, request: web.Request) -> web.Response:
+        if self.lists_no_models:
+            self.asked.append("models")
+            return web.json_response({"data": []})
         data = [{"id": "base", "root": "base", "parent": None, "max_model_len": 10_000}]
         data += [{"id": i, "root": root, "parent": "base", "max_model_len": None} for i, root in self.adapters.items()]
         return web.json_response({"data": data})

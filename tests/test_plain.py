@@ -228,6 +228,26 @@ async def test_a_row_without_an_expected_answer_is_an_error(tmp_path: Path, bloc
 
 
 @pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (EXACT, []),
+        (CONTAINS, []),
+        (CONTAINS, ""),
+        (CONTAINS, ["Paris", " "]),
+        (JSON | {"fields": ["a", "b"]}, {"a": 1}),
+        (JSON, {}),
+    ],
+)
+async def test_nothing_to_compare_with_is_an_error(tmp_path: Path, block: dict[str, Any], expected: Any) -> None:
+    """Otherwise every answer would be right, or wrong."""
+    result = await scored(
+        tmp_path, {"score": block}, {"a": 1} if block["_type"] == "json_fields" else "Paris", expected
+    )
+    assert result.score is None
+    assert "expected answer" in (result.error or "")
+
+
+@pytest.mark.parametrize(
     ("block", "problem"),
     [
         ({"_type": "regex", "pattern": "("}, "it is not a regular expression: missing )"),

@@ -235,6 +235,17 @@ async def test_a_version_that_no_server_takes_fails_its_job(loaded: LoadedModel,
         assert (await complete(parts.sampler)).version == 0
 
 
+async def test_a_server_that_answers_nonsense_is_taken_back_when_it_recovers(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        parts.vllm.lists_no_models = True
+        await parts.sampler._fleet.replicas[0].leave_out("a test")
+        await until(lambda: parts.vllm.asked.count("models") > 1)
+        parts.vllm.lists_no_models = False
+        await complete(parts.sampler)
+
+
 async def test_weights_that_cannot_be_checked_are_not_trained(tmp_path: Path) -> None:
     """vLLM 0.32 keeps the output layer of a model with tied embeddings; in 16 bits that is within rounding."""
     model = load_model(str(save_tiny_model(tmp_path / "model", tie_word_embeddings=True)), "cpu", "bfloat16")

@@ -91,7 +91,7 @@ class Backend:
         await self.sampler.close()
         self.compute.close(timeout=GRACE_SECONDS)
         if self.group is not None:
-            self.group.close()
+            await asyncio.to_thread(self.group.close)
 
 
 def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> Backend:

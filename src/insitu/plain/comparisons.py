@@ -28,6 +28,12 @@ def _text(value: Any, what: str) -> str:
     return text
 
 
+def _alternatives(expected: Any) -> list[Any]:
+    if expected == []:
+        raise WorkflowError("the row's expected answer is an empty list")
+    return expected if isinstance(expected, list) else [expected]
+
+
 class TextConfig(EvaluatorBaseConfig):
     """What counts as the same text."""
 
@@ -115,18 +121,19 @@ def _comparison(config_type: type[ConfigT]) -> Callable[[Callable[[ConfigT, Any,
 
 @_comparison(ExactMatchConfig)
 def exact_match(config: ExactMatchConfig, answer: Any, expected: Any) -> Score:
-    allowed = expected if isinstance(expected, list) else [expected]
-    texts = [config.normalize(_text(each, "expected answer")) for each in allowed]
+    texts = [config.normalize(_text(each, "expected answer")) for each in _alternatives(expected)]
     return float(config.normalize(_text(answer, "answer")) in texts), f"expected {expected!r:.200}"
 
 
 @_comparison(ContainsConfig)
 def contains(config: ContainsConfig, answer: Any, expected: Any) -> Score:
-    wanted = expected if isinstance(expected, list) else [expected]
+    wanted = [config.normalize(_text(each, "expected answer")) for each in _alternatives(expected)]
+    if "" in wanted:
+        raise WorkflowError(f"the row's expected answer {expected!r:.80} is empty: every answer contains it")
     text = config.normalize(_text(answer, "answer"))
-    missing = [each for each in wanted if config.normalize(_text(each, "expected answer")) not in text]
+    missing = [each for each in wanted if each not in text]
     enough = len(missing) < len(wanted) if config.require == "any" else not missing
-    return float(enough), f"missing: {', '.join(map(str, missing)) or 'nothing'}"
+    return float(enough), f"missing: {', '.join(missing) or 'nothing'}"
 
 
 @_comparison(RegexConfig)
@@ -153,6 +160,8 @@ def json_fields(config: JsonFieldsConfig, answer: Any, expected: Any) -> Score:
     names = config.fields if config.fields is not None else list(wanted)
     if not names:
         raise WorkflowError("there is no field to compare: the expected answer is empty")
+    if unknown := [name for name in names if _field(wanted, name) is _MISSING]:
+        raise WorkflowError(f"the row's expected answer has no field {', '.join(unknown)}")
     wrong = [name for name in names if _field(found, name) != _field(wanted, name)]
     return 1 - len(wrong) / len(names), f"different: {', '.join(wrong) or 'nothing'}"
 

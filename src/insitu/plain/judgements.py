@@ -33,7 +33,7 @@ sentences. Then end with a line "Score: N", where N is a number from {lowest:g} 
 
 
 class JudgeConfig(EvaluatorBaseConfig, name="llm_judge"):
-    """The grade of a model that is told a rubric, from 0 (worst) to 1 (best). Replies without a grade are errors."""
+    """Another model grades the answer by a rubric, from 0 (worst) to 1 (best). A reply without a grade is an error."""
 
     llm: LLMRef
     """The model that grades; it must not be the one that is trained."""
@@ -88,7 +88,8 @@ async def llm_judge(config: JudgeConfig, builder: Builder) -> AsyncIterator[Eval
 
 
 class WeightedSumConfig(EvaluatorBaseConfig, name="weighted_sum"):
-    """The weighted sum of other evaluators' scores. An answer without one of them has none."""
+    """The weighted sum of other evaluators' scores. An answer that one of them cannot score has none. It runs these
+    evaluators itself, so where they are run on their own too, a judge is asked twice."""
 
     weights: dict[EvaluatorRef, Annotated[float, Field(allow_inf_nan=False)]] = Field(min_length=1)
     """The weight of each, by the evaluator's name."""

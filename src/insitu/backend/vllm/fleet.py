@@ -17,7 +17,7 @@ from insitu.backend.inference.sampler import WeightVersion, canonical
 from insitu.backend.vllm.replica import STARTED_WITH, Replica, WrongWeights
 from insitu.backend.vllm.routing import PrefixRouter
 from insitu.backend.vllm.servers import StartedServer, model_files
-from insitu.errors import BackendError, BackendUnavailable, InsituError, RequestRefused
+from insitu.errors import BackendError, BackendUnavailable, InsituError, RequestRefused, format_error
 
 logger = logging.getLogger(__name__)
 
@@ -227,9 +227,10 @@ class Fleet:
         try:
             async with replica.lock:
                 await change(replica)
-        except InsituError as error:
-            await replica.leave_out(str(error))
-            return error
+        except Exception as error:  # also an answer of another shape: it must not end what waits for other servers
+            failure = _failure(replica, error)
+            await replica.leave_out(str(failure))
+            return failure
         finally:
             self._notify()
         return None
@@ -316,10 +317,11 @@ class Fleet:
                 self._failures[replica] += 1
                 self._retry_at[replica] = now + min(LONGEST_DELAY, 2.0 ** self._failures[replica])
                 await self._prepare(replica)
-        except InsituError as error:
-            if not isinstance(error, BackendUnavailable) and str(error) != replica.problem:
-                logger.warning("%s cannot be used: %s", replica.name, error)
-            await replica.leave_out(str(error))
+        except Exception as error:  # also an answer of another shape: the server must be checked again
+            failure = _failure(replica, error)
+            if not isinstance(failure, BackendUnavailable) and str(failure) != replica.problem:
+                logger.warning("%s cannot be used: %s", replica.name, failure)
+            await replica.leave_out(str(failure))
         finally:
             self._notify()
 
@@ -339,3 +341,9 @@ class Fleet:
         except TimeoutError:
             problems = "; ".join(each.problem for each in self.replicas if each.problem)
             raise BackendUnavailable(f"no vLLM server is ready: {problems}") from None
+
+
+def _failure(replica: Replica, error: Exception) -> InsituError:
+    if isinstance(error, InsituError):
+        return error
+    return BackendError(f"{replica.name} cannot be used: {format_error(error)}")
