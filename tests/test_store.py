@@ -20,6 +20,7 @@ from insitu.files import Block, read_block
 from insitu.folder_lock import FolderLock
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
+from insitu.training import plot as plot_module
 from insitu.training.plot import RewardPlot
 from insitu.training.store import RUN_FILES, RunStore, set_aside
 from insitu.trajectories.builder import GroupRecord
@@ -111,6 +112,35 @@ def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
     asyncio.run(plot.finish(rewards, []))
     assert (tmp_path / "reward_plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+async def test_a_plot_is_not_drawn_twice_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is interrupted while its plot is drawn draws it again at its end."""
+    drawing, begun, may_end = [], threading.Event(), threading.Event()
+    draw = plot_module._draw
+
+    def watched(path: Path, *records: Any) -> None:
+        drawing.append("begin")
+        begun.set()
+        may_end.wait()
+        draw(path, *records)
+        drawing.append("end")
+
+    monkeypatch.setattr(plot_module, "_draw", watched)
+    plot = RewardPlot(tmp_path / "reward_plot.png")
+    rewards = [{"epoch": 1, "avg_reward": 0.5}]
+    update = asyncio.create_task(plot.update(rewards, []))
+    await asyncio.to_thread(begun.wait)
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    finish = asyncio.create_task(plot.finish(rewards, []))
+    for _ in range(5):  # its thread, if it did not wait, would begin
+        await asyncio.to_thread(len, [])
+    may_end.set()
+    await finish
+    assert drawing == ["begin", "end"] * 2
+    assert [file.name for file in tmp_path.iterdir()] == ["reward_plot.png"]
 
 
 def test_what_is_written_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

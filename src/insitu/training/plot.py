@@ -23,6 +23,7 @@ class RewardPlot:
         self._path = path
         self._drawn = (0, 0)
         self._due = 0.0
+        self._drawing: asyncio.Future[None] | None = None
 
     async def update(self, rewards: Records, validations: Records) -> None:
         """Draws the plot, unless that was done a moment ago; `finish` then draws what is missing."""
@@ -31,11 +32,14 @@ class RewardPlot:
 
     async def finish(self, rewards: Records, validations: Records) -> None:
         """Draws the plot if there is anything new. Raises InsituError if it cannot be written."""
+        if self._drawing is not None:  # a run that is interrupted meanwhile does not end its thread
+            await asyncio.gather(self._drawing, return_exceptions=True)
         given = (len(rewards), len(validations))
         if given == self._drawn:
             return
         started = time.monotonic()
-        await asyncio.to_thread(_draw, self._path, [*rewards], [*validations])
+        self._drawing = asyncio.ensure_future(asyncio.to_thread(_draw, self._path, [*rewards], [*validations]))
+        await asyncio.shield(self._drawing)
         ended = time.monotonic()
         self._drawn, self._due = given, ended + (ended - started) / _SHARE_OF_TIME
 
