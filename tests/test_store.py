@@ -114,7 +114,7 @@ def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "reward_plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-async def test_a_plot_is_not_drawn_twice_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plot_is_not_drawn_twice_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is interrupted while its plot is drawn draws it again at its end."""
     drawing, begun, may_end = [], threading.Event(), threading.Event()
     draw = plot_module._draw
@@ -129,16 +129,20 @@ async def test_a_plot_is_not_drawn_twice_at_the_same_time(tmp_path: Path, monkey
     monkeypatch.setattr(plot_module, "_draw", watched)
     plot = RewardPlot(tmp_path / "reward_plot.png")
     rewards = [{"epoch": 1, "avg_reward": 0.5}]
-    update = asyncio.create_task(plot.update(rewards, []))
-    await asyncio.to_thread(begun.wait)
-    update.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await update
-    finish = asyncio.create_task(plot.finish(rewards, []))
-    for _ in range(5):  # its thread, if it did not wait, would begin
-        await asyncio.to_thread(len, [])
-    may_end.set()
-    await finish
+
+    async def interrupted() -> None:
+        update = asyncio.create_task(plot.update(rewards, []))
+        await asyncio.to_thread(begun.wait)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        finish = asyncio.create_task(plot.finish(rewards, []))
+        for _ in range(5):  # its thread, if it did not wait, would begin
+            await asyncio.to_thread(len, [])
+        may_end.set()
+        await finish
+
+    asyncio.run(interrupted())
     assert drawing == ["begin", "end"] * 2
     assert [file.name for file in tmp_path.iterdir()] == ["reward_plot.png"]
 

@@ -39,7 +39,11 @@ class RewardPlot:
             return
         started = time.monotonic()
         self._drawing = asyncio.ensure_future(asyncio.to_thread(_draw, self._path, [*rewards], [*validations]))
-        await asyncio.shield(self._drawing)
+        try:
+            await asyncio.shield(self._drawing)
+        finally:
+            if self._drawing.done():
+                self._drawing = None
         ended = time.monotonic()
         self._drawn, self._due = given, ended + (ended - started) / _SHARE_OF_TIME
 
