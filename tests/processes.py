@@ -194,15 +194,17 @@ def run(*arguments: Any, folder: Path | None = None, **variables: str) -> subpro
         return subprocess.CompletedProcess(["insitu", *arguments], process.wait(), out, err)
 
 
-def start_project(folder: Path, *arguments: Any, command: str = "finetune") -> Process:
+def start_project(folder: Path, *arguments: Any, command: str = "finetune", file: str = "config.yml") -> Process:
     """A command on the project in `folder`, warnings being errors."""
     variables = {"PYTHONWARNINGS": "error", "COLUMNS": "200", "INSITU_BACKEND_TOKEN": "of another backend"}
-    return start(command, "--config_file", "config.yml", *arguments, folder=folder, **variables)
+    return start(command, "--config_file", file, *arguments, folder=folder, **variables)
 
 
-def run_project(folder: Path, *arguments: Any, command: str = "finetune") -> tuple[int, str, str]:
+def run_project(
+    folder: Path, *arguments: Any, command: str = "finetune", file: str = "config.yml"
+) -> tuple[int, str, str]:
     """Its exit code and what it has printed on stdout and stderr."""
-    with start_project(folder, *arguments, command=command) as process:
+    with start_project(folder, *arguments, command=command, file=file) as process:
         out, err = process.communicate(HANGS)
         return process.wait(), out, err
 

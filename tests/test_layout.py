@@ -49,6 +49,8 @@ ORDER = [
     "plugin_api",
     "adapters",
     "executors",
+    "api",
+    "starter",
     "cli",
 ]
 # Leaves: nothing imports them, except the one module that lists or mounts them.

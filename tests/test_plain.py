@@ -111,7 +111,11 @@ def test_functions_are_trained_as_registered_components_are(tmp_path: Path) -> N
             ["in my_agent, 'answr' does not exist (did you mean 'answer'?)"],
         ),
         ({"function": "no_agent:answer"}, {}, ["workflow.function: no module named 'no_agent' (also searched in "]),
-        ({"function": "answer"}, {}, ["workflow.function is 'answer'; it must be MODULE:NAME, such as my_agent:"]),
+        (
+            {"function": "answer"},
+            {},
+            ["workflow.function is 'answer'; it must be MODULE:NAME or FILE.py:NAME, such as "],
+        ),
         ({"function": "my_agent:number"}, {}, ["workflow.function: my_agent:number is a int; it must be a function"]),
         (
             {"model": "nobody"},

@@ -36,7 +36,6 @@ from tiny_models import save_tiny_model
 
 from insitu.backend import BackendOptions
 from insitu.backend.model import load_model
-from insitu.cli import consoles
 from insitu.config import load_config
 from insitu.config.resolved import resolved_config
 from insitu.config.yaml_loader import _Loader
@@ -54,6 +53,7 @@ from insitu.redaction import (
     remember_settings,
 )
 from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.training import consoles
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, OpenAIConfig
 

@@ -3,19 +3,36 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from insitu.api.calls import evaluate as evaluate
+    from insitu.api.calls import finetune as finetune
+    from insitu.api.results import Evaluation as Evaluation
+    from insitu.api.results import Run as Run
+    from insitu.plain.scores import Score as Score
     from insitu.schemas.evaluation import Row as Row
     from insitu.workflow.llms import ModelClient as Model  # noqa: F401
 
 __version__ = "0.1.0"
 
-_LAZY = {"Model": ("insitu.workflow.llms", "ModelClient"), "Row": ("insitu.schemas.evaluation", "Row")}
+_LAZY = {
+    "Evaluation": ("insitu.api.results", "Evaluation"),
+    "Model": ("insitu.workflow.llms", "ModelClient"),
+    "Row": ("insitu.schemas.evaluation", "Row"),
+    "Run": ("insitu.api.results", "Run"),
+    "Score": ("insitu.plain.scores", "Score"),
+    "evaluate": ("insitu.api.calls", "evaluate"),
+    "finetune": ("insitu.api.calls", "finetune"),
+}
 """Imported when they are used, so that the command line starts quickly."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'insitu' has no attribute {name!r}")
+        raise AttributeError(f"module 'insitu' has no attribute {name!r}; it has: {', '.join(sorted(_LAZY))}")
     from importlib import import_module
 
     module, attribute = _LAZY[name]
     return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -8,6 +8,7 @@ import sys
 import click
 
 _COMMANDS = {
+    "init": "Write a small project to start from.",
     "finetune": "Train the model behind a workflow.",
     "eval": "Score a workflow on a dataset.",
     "run": "Run a workflow on one input.",

@@ -1,12 +1,12 @@
 """The command `eval`."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from insitu.cli import consoles, options
+from insitu.cli import options
+from insitu.training import consoles
 
 if TYPE_CHECKING:
     from insitu.schemas.evaluation import EvaluationRunConfig
@@ -30,35 +30,11 @@ def command(checkpoint: Path | None, **run_options: Any) -> None:
 
 
 async def _evaluate(run_config: "EvaluationRunConfig", checkpoint: Path | None) -> None:
-    from insitu.builder import Builder
-    from insitu.config import load_config
-    from insitu.errors import ConfigError, InsituError
-    from insitu.evaluation.datasets import load_dataset
+    from insitu.errors import InsituError
     from insitu.evaluation.evaluators import parse_score
-    from insitu.evaluation.run import EvaluationRun
-    from insitu.training.report import Report, evaluation_table
-    from insitu.training.runtime import check_open_files, serve_policy
+    from insitu.training.runtime import evaluation_main
 
-    config = load_config(run_config.config_file, run_config.override)
-    check_open_files(config)
-    report = Report(consoles.results())
-    rows = load_dataset(config, run_config.dataset, run_config.skip_workflow or run_config.skip_completed_entries)
-    total = sum(row.output_obj is None for row in rows) * run_config.reps
-    if run_config.skip_workflow and checkpoint is not None:
-        raise ConfigError("--checkpoint cannot be combined with --skip_workflow, which runs nothing")
-    run_config = run_config.model_copy(update={"config_file": config, "override": ()})
-    async with Builder(config) as builder:
-        run = EvaluationRun(run_config, builder, on_episode=lambda _: report.advance())
-        served = (
-            nullcontext() if run_config.skip_workflow else serve_policy(config, builder, checkpoint, consoles.notes())
-        )
-        async with served:
-            report.begin("evaluating", total)
-            try:
-                output = await run.run_and_evaluate()
-            finally:
-                report.end()
-    report.console.print(evaluation_table(output))
+    output = await evaluation_main(run_config, checkpoint, consoles.results(), consoles.notes())
     for path in (output.workflow_output_file, *output.evaluator_output_files):
         print(path)
     items = output.eval_input.eval_input_items

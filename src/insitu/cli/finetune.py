@@ -5,7 +5,8 @@ from typing import Any
 
 import click
 
-from insitu.cli import consoles, options
+from insitu.cli import options
+from insitu.training import consoles
 
 
 @click.command("finetune")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from insitu.cli import consoles
+from insitu.training import consoles
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from insitu.cli import consoles, options
+from insitu.cli import options
+from insitu.training import consoles
 
 
 @click.command("serve")

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from insitu.cli import consoles, options
+from insitu.cli import options
 from insitu.cli.episode_view import MAX_CHARACTERS, View, print_episode, print_list
+from insitu.training import consoles
 
 if TYPE_CHECKING:
     from insitu.training.export import ExportSummary

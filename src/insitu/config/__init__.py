@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _STRICT = ConfigDict(extra="ignore", use_attribute_docstrings=True, arbitrary_types_allowed=True)
 _COMPONENT_SECTIONS = tuple(kind for kind in reg.KINDS if "." not in kind.section)
-_SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
+SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
 _SECRET = re.compile(r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$", re.IGNORECASE)
 _UNRECOGNISED = (
     "{file}: {keys}: a secret that is a number or shorter than 8 characters is hidden only where settings are shown; "
@@ -44,6 +44,9 @@ class GeneralConfig(BaseModel):
 
     seed: int = 0
     """Seed for dataset order, sampling, subsampling and, on CPU, training."""
+    folder: Path | None = None
+    """The folder for relative paths that do not exist in the working directory, and for modules, in place of the YAML
+    file's; relative to that."""
     plugins: list[str] = Field(default_factory=list)
     """Modules imported before the file is checked; the file's own folder is importable."""
     executor: Any = None
@@ -195,6 +198,14 @@ def load_config(source: Any, overrides: Iterable[tuple[str, str]] = ()) -> Confi
             raise ConfigError("overrides apply to a file, not to a loaded configuration")
         return source
     path = Path(source)
+    data = read_settings(path)
+    for key, value in overrides:
+        override(data, key, value)
+    return check_config(data, path)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The contents of a file, unchecked. Raises ConfigError if it cannot be read, or is no mapping of sections."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -206,10 +217,8 @@ def load_config(source: Any, overrides: Iterable[tuple[str, str]] = ()) -> Confi
     except ConfigError as error:
         raise ConfigError(f"{path} is {error}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections ({', '.join(_SECTIONS)})")
-    for key, value in overrides:
-        override(data, key, value)
-    return check_config(data, path)
+        raise ConfigError(f"{path} must hold a mapping of sections ({', '.join(SECTIONS)})")
+    return data
 
 
 def check_config(data: dict[str, Any], path: Path) -> Config:
@@ -236,12 +245,16 @@ class _Validator:
         config = Config(folder=self.path.resolve().parent, source=str(self.path), data=given)
         config.variables = frozenset(self.from_environment.values())
         for key in data:
-            if key not in _SECTIONS:
-                self.problems.append(not_found("section", str(key), _SECTIONS))
+            if key not in SECTIONS:
+                self.problems.append(not_found("section", str(key), SECTIONS))
         general = self._model(GeneralConfig, data.get("general"), "general")
         if general is None:
             self._fail_if_any()
         config.general = general
+        if general.folder is not None:
+            config.folder = config.folder / general.folder
+            if not config.folder.is_dir():
+                self.problems.append(f"general.folder: {config.folder} is not a folder")
         self._import_plugins(config)
         if general.executor is not None:
             general.executor = self._component(reg.EXECUTOR, general.executor, "general.executor")

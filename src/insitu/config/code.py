@@ -1,14 +1,46 @@
-"""Python code that a file names: `my_agent:answer`."""
+"""Python code that a file names: `my_agent:answer`, or `agents/my_agent.py:answer`."""
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from insitu.errors import ConfigError, PluginError, describe_error
 from insitu.registry import not_found
+from insitu.schemas.components import CodeRef
+
+_importing: ContextVar[bool] = ContextVar("insitu_importing", default=False)
+
+
+class ImportStopped(BaseException):
+    """A script that is imported for its functions has reached the call that runs it, which ends its import.
+
+    Not an Exception: the script must not catch it.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        super().__init__(module.__name__)
+        self.module = module
+
+
+def stop_import(name: str) -> None:
+    """Ends the import of the module called `name` if a file names it; otherwise does nothing."""
+    if _importing.get() and name in sys.modules:
+        raise ImportStopped(sys.modules[name])
+
+
+@contextmanager
+def _importing_code() -> Iterator[None]:
+    token = _importing.set(True)
+    try:
+        yield
+    finally:
+        _importing.reset(token)
 
 
 def make_importable(folder: Path) -> None:
@@ -18,28 +50,75 @@ def make_importable(folder: Path) -> None:
 
 
 def import_module(name: str, key: str, folder: Path) -> Any:
-    """Raises ConfigError if there is no such module, PluginError if it cannot be imported."""
+    """Raises ConfigError if there is no such module, PluginError if it cannot be imported.
+
+    The module may be a script that calls `insitu.finetune`: it is imported as far as to that call.
+    """
     make_importable(folder)
     try:
-        return importlib.import_module(name)
+        with _importing_code():
+            return importlib.import_module(name)
+    except ImportStopped as stopped:
+        return _as_far_as_imported(stopped.module, name, key)
     except Exception as error:  # its code may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
             raise ConfigError(f"{key}: no module named {name!r} (also searched in {folder})") from None
         raise PluginError(f"{key}: {name!r} could not be imported: {describe_error(error)}") from error
 
 
-def load_code(ref: str, key: str, folder: Path) -> Callable[..., Any]:
-    """The function that `MODULE:NAME` stands for. Raises ConfigError or PluginError."""
-    module_name, _, name = ref.partition(":")
-    if not module_name or not name:
-        raise ConfigError(f"{key} is {ref!r}; it must be MODULE:NAME, such as my_agent:answer")
-    module = import_module(module_name, key, folder)
+def _as_far_as_imported(module: ModuleType, name: str, key: str) -> ModuleType:
+    if module.__name__ != name:
+        raise PluginError(
+            f"{key}: {name!r} could not be imported: {module.__name__!r}, which it imports, starts a run; put its call "
+            'of insitu under `if __name__ == "__main__":`'
+        )
+    sys.modules[name] = module  # Python forgets a module whose import has failed
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, module)
+    return module
+
+
+def place_of(file: Path) -> tuple[Path, str]:
+    """The folder from which a file is imported, and the name of its module: `pkg.agent` if it is in a package."""
+    file = file.resolve()
+    folder, name = file.parent, file.stem
+    while (folder / "__init__.py").is_file():
+        folder, name = folder.parent, f"{folder.name}.{name}"
+    return folder, name
+
+
+def load_code(ref: str, key: str, folder: Path) -> Any:
+    """What `MODULE:NAME` or `FILE.py:NAME` stands for, a function or another object; files are relative to `folder`.
+
+    Raises ConfigError or PluginError.
+    """
+    if isinstance(ref, CodeRef) and ref.code is not None:
+        return ref.code
+    place, _, name = ref.rpartition(":")
+    if not place or not name:
+        raise ConfigError(
+            f"{key} is {ref!r}; it must be MODULE:NAME or FILE.py:NAME, such as my_agent:answer or my_agent.py:answer"
+        )
+    module = _import_file(folder / Path(place).expanduser(), key) if place.endswith(".py") else None
+    if module is None:
+        module = import_module(place, key, folder)
     try:
         code = attrgetter(name)(module)
     except AttributeError:
         own = [each for each, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise ConfigError(not_found(f"{key}: in {module_name},", name, own)) from None
-    if not callable(code):
+        raise ConfigError(not_found(f"{key}: in {place},", name, own)) from None
+    if not callable(code) and type(code).__module__ == "builtins":
         raise ConfigError(f"{key}: {ref} is a {type(code).__name__}; it must be a function")
-    function: Callable[..., Any] = code
-    return function
+    return code
+
+
+def _import_file(file: Path, key: str) -> ModuleType:
+    if not file.is_file():
+        raise ConfigError(f"{key}: {file} does not exist")
+    folder, name = place_of(file)
+    module: ModuleType = import_module(name, key, folder)
+    found = getattr(module, "__file__", None)
+    if found is None or not file.samefile(found):
+        raise ConfigError(f"{key}: {file} is the module {name!r}, of which there is another: {found}; rename the file")
+    return module

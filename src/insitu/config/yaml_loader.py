@@ -4,6 +4,7 @@ import copy
 import os
 import re
 from collections.abc import Hashable
+from pathlib import PurePath
 from typing import Any
 
 import yaml
@@ -103,6 +104,26 @@ def parse_yaml(text: str) -> Any:
         raise ConfigError(f"not valid YAML: {error}") from None
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `parse_yaml` would not read as text; writes no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+_Dumper.add_multi_representer(str, lambda dumper, text: dumper.represent_str(str(text)))
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
+
+
+def dump_yaml(data: Any) -> str:
+    """The text that `parse_yaml` reads as `data`. Raises ConfigError if it holds anything but YAML's values."""
+    try:
+        return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    except yaml.representer.RepresenterError as error:
+        raise ConfigError(f"{error.args[-1]!r:.80} is no value of YAML") from None
+
+
 def override(data: dict[str, Any], key: str, text: str) -> None:
     """Applies `-o KEY VALUE`: KEY is a dotted path (numbers index lists), VALUE is parsed as YAML."""
     try:
@@ -139,7 +160,7 @@ def expand(node: Any, problems: list[str], taken: dict[str, str], where: str = "
         return {k: expand(v, problems, taken, f"{where}.{k}" if where else str(k)) for k, v in node.items()}
     if isinstance(node, list):
         return [expand(v, problems, taken, f"{where}.{i}") for i, v in enumerate(node)]
-    if not isinstance(node, str):
+    if type(node) is not str:  # a subclass holds more than its text
         return node
 
     def value(match: re.Match[str]) -> str:

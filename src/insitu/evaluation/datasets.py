@@ -116,14 +116,19 @@ for _name, _reader in (
 _BY_SUFFIX = {".json": "json", ".jsonl": "jsonl", ".csv": "csv", ".parquet": "parquet", ".xls": "xls", ".xlsx": "xls"}
 
 
+def file_format(file: Path) -> str:
+    """The `_type` of a dataset by the suffix of its file; raises ConfigError if there is none."""
+    if file.suffix.lower() not in _BY_SUFFIX:
+        raise ConfigError(not_found(f"dataset {file}: the file format", file.suffix, _BY_SUFFIX))
+    return _BY_SUFFIX[file.suffix.lower()]
+
+
 def dataset_file(config: Config, path: str | Path | None = None) -> tuple[Path, str]:
     """The file of the configured dataset, or of `path`, and the name of its format."""
     shape = config.eval.dataset
     if path is not None:
         file, where = Path(path), "dataset"
-        if file.suffix.lower() not in _BY_SUFFIX:
-            raise ConfigError(not_found(f"dataset {file}: the file format", file.suffix, _BY_SUFFIX))
-        kind = _BY_SUFFIX[file.suffix.lower()]
+        kind = file_format(file)
     elif shape is not None:
         file, kind, where = Path(shape.file_path), shape.type, "eval.general.dataset.file_path"
     else:

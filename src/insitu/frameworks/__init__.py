@@ -18,6 +18,9 @@ the framework has them, and otherwise provides an object for the agent's constru
     with tools.around(name, arguments) as returned:      from a hook that wraps the run
         returned(await proceed())                        or with error=..., if the framework caught one
 
+A module may also have two functions for plain agents (`insitu.plain`): `ask_agent(agent, question)` returns the answer
+of the framework's agent object, and `with_model(agent, model)` a copy of it with another model.
+
 Model calls are recorded as LLM_ steps automatically. `push` is for frameworks that report more about them.
 """
 

@@ -8,10 +8,13 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from google.adk.agents import BaseAgent, LlmAgent
 from google.adk.models.lite_llm import LiteLlm
 from google.adk.models.llm_request import LlmRequest
 from google.adk.models.llm_response import LlmResponse
 from google.adk.plugins.base_plugin import BasePlugin
+from google.adk.runners import InMemoryRunner
+from google.genai.types import Content, Part
 
 from insitu.frameworks import ToolSteps, async_client, push
 from insitu.schemas.steps import IntermediateStepType, StreamEventData, TraceMetadata
@@ -25,6 +28,22 @@ def make_llm(llm: ModelClient) -> LiteLlm:
     """For `LlmAgent(model=...)`."""
     timeout = {} if llm.config.timeout is None else {"timeout": llm.config.timeout}
     return _ReportingLlm(model=f"openai/{llm.model}", client=async_client(llm), **timeout)
+
+
+async def ask_agent(agent: BaseAgent, question: Any) -> str:
+    """The text of the last final response, in a session of its own."""
+    runner = InMemoryRunner(agent, plugins=[ToolReports()])
+    session = await runner.session_service.create_session(app_name=runner.app_name, user_id="user")
+    asked = Content(role="user", parts=[Part(text=str(question))])
+    events = runner.run_async(user_id="user", session_id=session.id, new_message=asked)
+    final = [event async for event in events if event.is_final_response()]
+    parts = (final[-1].content.parts or () if final and final[-1].content else ()) or ()
+    return "".join(part.text for part in parts if part.text and not part.thought)
+
+
+def with_model(agent: LlmAgent, model: LiteLlm) -> LlmAgent:
+    """Sub-agents with a model keep theirs."""
+    return agent.clone(update={"model": model})
 
 
 class _ReportingLlm(LiteLlm):

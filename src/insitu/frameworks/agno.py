@@ -7,6 +7,7 @@ agent = Agent(model=model, tools=[look], tool_hooks=[tool_hook])
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from agno.agent import Agent
 from agno.models.openai.like import OpenAILike
 
 from insitu.frameworks import ToolSteps, async_client, sync_client
@@ -18,6 +19,15 @@ _TOOLS = ToolSteps("agno")
 def make_llm(llm: ModelClient) -> OpenAILike:
     """For `Agent(model=...)`."""
     return OpenAILike(id=llm.model, client=sync_client(llm), async_client=async_client(llm))
+
+
+async def ask_agent(agent: Agent, question: Any) -> Any:
+    """The content of a run."""
+    return (await agent.arun(question)).content
+
+
+def with_model(agent: Agent, model: OpenAILike) -> Agent:
+    return agent.deep_copy(update={"model": model})
 
 
 async def tool_hook(function_name: str, function_call: Callable[..., Awaitable[Any]], arguments: dict[str, Any]) -> Any:

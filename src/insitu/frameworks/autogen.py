@@ -7,6 +7,7 @@ agent = AssistantAgent("looker", client, workbench=ReportingWorkbench([FunctionT
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+from autogen_agentchat.base import TaskRunner
 from autogen_core.models import ModelFamily
 from autogen_core.tools import StaticStreamWorkbench, ToolResult
 from autogen_ext.models.openai import OpenAIChatCompletionClient
@@ -35,6 +36,11 @@ def make_llm(llm: ModelClient) -> OpenAIChatCompletionClient:
         max_retries=llm.client.max_retries,
         http_client=async_http(llm),
     )
+
+
+async def ask_agent(agent: TaskRunner, question: Any) -> Any:
+    """The content of the last message."""
+    return getattr((await agent.run(task=question)).messages[-1], "content", None)
 
 
 class ReportingWorkbench(StaticStreamWorkbench):

@@ -5,7 +5,9 @@ event bus dispatches them on a thread pool, where the end of a run can arrive be
 """
 
 import uuid
+from typing import Any
 
+from crewai import Agent
 from crewai.hooks import ToolCallHookContext, register_after_tool_call_hook, register_before_tool_call_hook
 from crewai.llms.providers.openai.completion import OpenAICompletion
 
@@ -31,6 +33,12 @@ def make_llm(llm: ModelClient) -> OpenAICompletion:
     # Its http_client parameter cannot serve both the sync and the async client.
     model._client, model._async_client = sync_client(llm), async_client(llm)
     return model
+
+
+async def ask_agent(agent: Any, question: Any) -> Any:
+    """What an agent answers, or a crew, which gets a mapping as the inputs of its tasks."""
+    inputs = question if isinstance(question, dict) or isinstance(agent, Agent) else {"question": question}
+    return (await agent.kickoff_async(inputs)).raw
 
 
 def _before(context: ToolCallHookContext) -> None:

@@ -43,6 +43,16 @@ def make_llm(llm: ModelClient) -> ChatOpenAI:
     )
 
 
+async def ask_agent(agent: Any, question: Any) -> Any:
+    """The text of the last message of a graph, or what another runnable returns. A mapping is a graph's whole input."""
+    is_graph = type(agent).__module__.startswith("langgraph.")
+    asked = {"messages": [{"role": "user", "content": question}]}
+    answer = await agent.ainvoke(asked if is_graph and isinstance(question, str) else question)
+    if is_graph and isinstance(answer, dict) and answer.get("messages"):
+        answer = answer["messages"][-1]
+    return answer.text if isinstance(answer, BaseMessage) else answer
+
+
 class StepReporter(BaseCallbackHandler):
     """Pushes LLM_ and TOOL_ steps to the current episode."""
 

@@ -5,6 +5,7 @@ Importing this module adds handlers to LlamaIndex's root dispatcher; outside an 
 
 from typing import Any
 
+from llama_index.core.agent.workflow import BaseWorkflowAgent
 from llama_index.core.base.llms.types import CompletionResponse
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
@@ -49,6 +50,15 @@ def make_llm(llm: ModelClient) -> OpenAILike:
         http_client=sync_http(llm),
         async_http_client=async_http(llm),
     )
+
+
+async def ask_agent(agent: Any, question: Any) -> str:
+    """The text of what an agent workflow returns."""
+    return str(await agent.run(question))
+
+
+def with_model(agent: BaseWorkflowAgent, model: OpenAILike) -> BaseWorkflowAgent:
+    return agent.model_copy(update={"llm": model})
 
 
 class _ModelReports(BaseEventHandler):

@@ -8,7 +8,14 @@ model and traces.
 
 from typing import Any
 
-from agents import FunctionSpanData, OpenAIChatCompletionsModel, TracingProcessor, add_trace_processor
+from agents import (
+    Agent,
+    FunctionSpanData,
+    OpenAIChatCompletionsModel,
+    Runner,
+    TracingProcessor,
+    add_trace_processor,
+)
 
 from insitu.frameworks import ToolSteps, async_client
 from insitu.workflow.llms import ModelClient
@@ -17,6 +24,16 @@ from insitu.workflow.llms import ModelClient
 def make_llm(llm: ModelClient) -> OpenAIChatCompletionsModel:
     """For `Agent(model=...)`."""
     return OpenAIChatCompletionsModel(model=llm.model, openai_client=async_client(llm))
+
+
+async def ask_agent(agent: Agent[Any], question: Any) -> Any:
+    """The final output of a run."""
+    return (await Runner.run(agent, question)).final_output
+
+
+def with_model(agent: Agent[Any], model: OpenAIChatCompletionsModel) -> Agent[Any]:
+    """Agents that it hands over to keep their model."""
+    return agent.clone(model=model)
 
 
 class _ToolReports(TracingProcessor):

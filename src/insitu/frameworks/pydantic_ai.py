@@ -4,9 +4,10 @@ model = await builder.get_llm("player", wrapper_type="pydantic_ai")
 agent = Agent(model, capabilities=[ToolReports()])
 """
 
+from copy import copy
 from typing import Any
 
-from pydantic_ai import RunContext, ToolDefinition
+from pydantic_ai import Agent, RunContext, ToolDefinition
 from pydantic_ai.capabilities import AbstractCapability
 from pydantic_ai.messages import ToolCallPart
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -21,6 +22,17 @@ _TOOLS = ToolSteps("pydantic_ai")
 def make_llm(llm: ModelClient) -> OpenAIChatModel:
     """For `Agent(model, ...)`."""
     return OpenAIChatModel(llm.model, provider=OpenAIProvider(openai_client=async_client(llm)))
+
+
+async def ask_agent(agent: Agent[None, Any], question: Any) -> Any:
+    """The output of a run."""
+    return (await agent.run(question)).output
+
+
+def with_model(agent: Agent[None, Any], model: OpenAIChatModel) -> Agent[None, Any]:
+    agent = copy(agent)
+    agent.model = model
+    return agent
 
 
 class ToolReports(AbstractCapability[Any]):

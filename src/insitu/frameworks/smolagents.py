@@ -7,9 +7,10 @@ answer = await asyncio.to_thread(agent.run, question)
 smolagents agents are synchronous: run them with `asyncio.to_thread`, which carries over the current episode.
 """
 
+import asyncio
 from typing import Any
 
-from smolagents import OpenAIModel, Tool
+from smolagents import MultiStepAgent, OpenAIModel, Tool
 
 from insitu.frameworks import ToolSteps, sync_http
 from insitu.workflow.llms import ModelClient
@@ -24,6 +25,11 @@ def make_llm(llm: ModelClient) -> OpenAIModel:
     return _AutoToolChoiceModel(
         llm.model, api_base=str(client.base_url), api_key=client.api_key, client_kwargs=client_kwargs
     )
+
+
+async def ask_agent(agent: MultiStepAgent, question: Any) -> Any:
+    """The final answer of a run, in a thread."""
+    return await asyncio.to_thread(agent.run, question)
 
 
 class _AutoToolChoiceModel(OpenAIModel):

@@ -6,6 +6,7 @@ agent = Agent(model, tools=[look], hooks=[ToolReports()])
 
 from typing import Any
 
+from strands import Agent
 from strands.hooks import AfterToolCallEvent, BeforeToolCallEvent, HookProvider, HookRegistry
 from strands.models.openai import OpenAIModel
 
@@ -18,6 +19,11 @@ _TOOLS = ToolSteps("strands")
 def make_llm(llm: ModelClient) -> OpenAIModel:
     """For `Agent(model=...)`. Strands streams unless configured with `update_config(stream=False)`."""
     return OpenAIModel(client=async_client(llm), model_id=llm.model)
+
+
+async def ask_agent(agent: Agent, question: Any) -> str:
+    """The text of the result."""
+    return str(await agent.invoke_async(question)).strip()
 
 
 class ToolReports(HookProvider):

@@ -6,7 +6,6 @@ async def answer(question: str, model: insitu.Model) -> str:
     return await model.ask(question)
 """
 
-import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any
@@ -16,6 +15,7 @@ from pydantic import Field
 from insitu.builder import Builder, name_being_built
 from insitu.config.code import load_code
 from insitu.errors import ConfigError
+from insitu.plain.agents import ask, binder, called, is_blocking
 from insitu.plain.models import BlockingModel
 from insitu.registry import LLM, not_found
 from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, LLMRef
@@ -32,10 +32,12 @@ _FROM_EPISODE: dict[str, Callable[[Context], Any]] = {
 class PythonConfig(FunctionBaseConfig, name="python"):
     """A Python function, `def` or `async def`. Its first parameter gets the row's question, converted to its annotated
     type. Parameters called `row` and `seed` get the row and the episode's seed. A function that is not asynchronous
-    runs in a thread."""
+    runs in a thread, with a model that has the same methods, which wait. A function whose only parameters are models
+    builds the agent that is asked, for each episode."""
 
     function: CodeRef
-    """The function, as MODULE:NAME; modules in the folder of the YAML file can be imported."""
+    """The function, as MODULE:NAME or FILE.py:NAME. Files are relative to the folder of the YAML file, modules in which
+    can be imported."""
     model: LLMRef | None = None
     """The model for the parameter `model`."""
     models: dict[str, LLMRef] = Field(default_factory=dict)
@@ -68,50 +70,70 @@ def parameters(
     return first, [name for name in offered if name in known]
 
 
-def is_blocking(function: Any) -> bool:
-    """Whether calling it waits for its result: it is neither a coroutine function nor an asynchronous generator."""
-    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
-    asynchronous = inspect.iscoroutinefunction, inspect.isasyncgenfunction
-    return not any(check(each) for check in asynchronous for each in (function, called))
-
-
 @register_function(config_type=PythonConfig)
 async def python_function(config: PythonConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
     name = name_being_built()
     where = "workflow" if name == WORKFLOW else f"functions.{name}"
-    function = load_code(config.function, f"{where}.function", builder.config.folder)
+    code = load_code(config.function, f"{where}.function", builder.config.folder)
     models = {**({"model": config.model} if config.model is not None else {}), **config.models}
-    blocking = is_blocking(function)
+    if not callable(code):  # an agent object
+        build = binder(code, config.framework, f"{where}.function")
+        if config.model is None:
+            raise ConfigError(_no_model(where, "the agent object", builder))
+        model = await _model(builder, config.model, config, blocking=False)
+        yield FunctionInfo.from_fn(_asking(build, [model], {}, config.framework))
+        return
+    if "model" not in {*models, *config.arguments} and "model" in inspect.signature(code).parameters:
+        raise ConfigError(_no_model(where, config.function, builder))
+    given = {**config.arguments, **models}
+    first, from_episode = parameters(code, f"{where} ({config.function})", given, _FROM_EPISODE)
+    builds = bool(models) and first is None and not from_episode
+    blocking = is_blocking(code) and not builds
     arguments = config.arguments | {key: await _model(builder, ref, config, blocking) for key, ref in models.items()}
-    if "model" not in arguments and "model" in inspect.signature(function).parameters:
-        known = ", ".join(builder.config.names(LLM)) or "none"
-        raise ConfigError(f"{where}.model is missing: {config.function} takes a model; available under llms: {known}")
-    first, from_episode = parameters(function, f"{where} ({config.function})", arguments, _FROM_EPISODE)
+    if builds:
+        run = _asking(code, [], arguments, config.framework)
+    else:
+        run = _calling(code, first is not None, from_episode, arguments)
+        run.__annotations__ = {"value": type_hints(code).get(first or "", Any)}
+    yield FunctionInfo.from_fn(run, description=inspect.getdoc(code))
+
+
+def _no_model(where: str, what: str, builder: Builder) -> str:
+    known = ", ".join(builder.config.names(LLM)) or "none"
+    return f"{where}.model is missing: {what} takes a model; available under llms: {known}"
+
+
+def _asking(build: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], framework: str | None) -> Any:
+    """A workflow that asks an agent that `build` makes for each episode: most agents remember what they were asked."""
+
+    async def call(value: Any) -> Any:
+        return await ask(await called(build, *args, **kwargs), value, framework)
+
+    return call
+
+
+def _calling(code: Callable[..., Any], takes_input: bool, from_episode: list[str], arguments: dict[str, Any]) -> Any:
+    """A workflow that calls a function."""
 
     def bound(value: Any) -> tuple[list[Any], dict[str, Any]]:
         context = Context.get()
         others = {key: _FROM_EPISODE[key](context) for key in from_episode}
-        return ([value] if first is not None else []), arguments | others
+        return ([value] if takes_input else []), arguments | others
 
-    if inspect.isasyncgenfunction(function):
-
-        async def stream(value: Any) -> AsyncIterator[Any]:
-            args, kwargs = bound(value)
-            async for piece in function(*args, **kwargs):
-                yield piece
-
-        run: Any = stream
-    else:
+    if not inspect.isasyncgenfunction(code):
 
         async def call(value: Any) -> Any:
             args, kwargs = bound(value)
-            if blocking:
-                return await asyncio.to_thread(function, *args, **kwargs)
-            return await function(*args, **kwargs)
+            return await called(code, *args, **kwargs)
 
-        run = call
-    run.__annotations__ = {"value": type_hints(function).get(first or "", Any)}
-    yield FunctionInfo.from_fn(run, description=inspect.getdoc(function))
+        return call
+
+    async def stream(value: Any) -> AsyncIterator[Any]:
+        args, kwargs = bound(value)
+        async for piece in code(*args, **kwargs):
+            yield piece
+
+    return stream
 
 
 async def _model(builder: Builder, ref: str, config: PythonConfig, blocking: bool) -> Any:

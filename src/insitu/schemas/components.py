@@ -8,7 +8,7 @@ The `name` of a configuration class is the `_type` of its YAML block:
     GreeterConfig.static_type()  ->  "greeter"
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from enum import StrEnum
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -141,7 +141,28 @@ class TTCStrategyRef(ComponentRef, section="ttc_strategies"):
 
 
 class CodeRef(ComponentRef):
-    """Python code, as MODULE:NAME; `config` checks that it can be imported."""
+    """Python code, as MODULE:NAME or FILE.py:NAME; `config` checks that it can be imported.
+
+    `code` is the object itself where Python gave it, which need not be importable then.
+    """
+
+    code: Any = None
+
+    @classmethod
+    def of(cls, code: Any, name: str) -> Self:
+        ref = cls(name)
+        ref.code = code
+        return ref
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        def keep(value: Any, check: Callable[[Any], str]) -> CodeRef:
+            return value if isinstance(value, CodeRef) else cls(check(value))
+
+        return core_schema.no_info_wrap_validator_function(keep, core_schema.str_schema())
 
 
 ConfigT = TypeVar("ConfigT", bound=TypedBaseModel)

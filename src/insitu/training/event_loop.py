@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from types import FrameType
@@ -54,6 +54,40 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
             raise InsituError(f"code of a plugin raised {describe_error(error)}") from error
         finally:
             _close(loop, executor, everything=stopping.is_set())
+
+
+def run_anywhere(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """`run_async`, also where an event loop is running already, as in a notebook: then it runs in another thread.
+
+    KeyboardInterrupt there cancels it, and is raised after cleanup.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run_async(main())
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
+    ended: Future[T] = Future()
+
+    async def cancellable() -> T:
+        begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        return await main()
+
+    def run() -> None:
+        try:
+            ended.set_result(run_async(cancellable()))
+        except BaseException as error:  # raised in the other thread
+            ended.set_exception(error)
+
+    thread = threading.Thread(target=copy_context().run, args=(run,), name="insitu run")
+    thread.start()
+    try:
+        return ended.result()
+    except KeyboardInterrupt:
+        loop, task = begun.result()
+        if task is not None and not ended.done():
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
 
 
 def new_loop() -> tuple[asyncio.AbstractEventLoop, ThreadPoolExecutor]:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,11 +25,13 @@ from insitu.evaluation.datasets import dataset_config, load_dataset
 from insitu.evaluation.episodes import ResultPath
 from insitu.evaluation.executors import LocalExecutorConfig
 from insitu.evaluation.remote import RemoteWorkflow
+from insitu.evaluation.run import EvaluationRun
 from insitu.evaluation.shared_run import RunState, current_run, share
 from insitu.evaluation.validation import held_out_config
 from insitu.http_limits import raise_file_limit
 from insitu.interfaces import Trainer, TrainerAdapter
 from insitu.registry import EVALUATOR, FUNCTION, LLM, TRAINER_ADAPTER, TRAJECTORY_BUILDER, not_found
+from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import (
     FinetuneRunConfig,
     TrainerAdapterConfig,
@@ -39,7 +41,7 @@ from insitu.schemas.finetuning import (
 )
 from insitu.training.checkpoints import find_checkpoint
 from insitu.training.event_loop import run_async
-from insitu.training.report import Report
+from insitu.training.report import Report, evaluation_table
 from insitu.training.store import RUN_FILES
 from insitu.workflow.policy_names import check_model_names
 
@@ -98,6 +100,30 @@ async def finetuning_main(run_config: FinetuneRunConfig, console: Console | None
                     statuses = await run_finetuning(trainer)
     _check_validations(run, config)
     return statuses
+
+
+async def evaluation_main(
+    run_config: EvaluationRunConfig, checkpoint: Path | None, console: Console, notes: Console
+) -> EvaluationRunOutput:
+    """The command `eval`: serves the policy, runs the workflow on the rows and scores it, and prints a table."""
+    config = load_config(run_config.config_file, run_config.override)
+    check_open_files(config)
+    report = Report(console)
+    rows = load_dataset(config, run_config.dataset, run_config.skip_workflow or run_config.skip_completed_entries)
+    total = sum(row.output_obj is None for row in rows) * run_config.reps
+    if run_config.skip_workflow and checkpoint is not None:
+        raise ConfigError("--checkpoint cannot be combined with --skip_workflow, which runs nothing")
+    run_config = run_config.model_copy(update={"config_file": config, "override": ()})
+    async with Builder(config) as builder:
+        run = EvaluationRun(run_config, builder, on_episode=lambda _: report.advance())
+        async with nullcontext() if run_config.skip_workflow else serve_policy(config, builder, checkpoint, notes):
+            report.begin("evaluating", total)
+            try:
+                output = await run.run_and_evaluate()
+            finally:
+                report.end()
+    console.print(evaluation_table(output))
+    return output
 
 
 async def check_run(run_config: FinetuneRunConfig) -> Config:

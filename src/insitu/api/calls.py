@@ -1,0 +1,241 @@
+"""`insitu.finetune` and `insitu.evaluate`: from functions, rows and keywords to a run.
+
+    run = insitu.finetune(answer, score, train="train.jsonl", held_out="held_out.jsonl", model="my_model", epochs=15)
+
+The keywords become the settings that a YAML file would hold, which are checked and then run as the command line does.
+"""
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+
+from insitu.api.results import Evaluation, Run
+from insitu.api.settings import Project
+from insitu.config import Config, check_config
+from insitu.config.code import stop_import
+from insitu.errors import ConfigError
+from insitu.plain.agents import binder
+from insitu.redaction import remember_environment
+from insitu.schemas.evaluation import EvaluationRunConfig
+from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.training import consoles
+from insitu.training.event_loop import run_anywhere
+from insitu.training.runtime import check_run, evaluation_main, finetuning_main
+from insitu.training.store import set_aside
+
+Rows = Any
+"""A path (.json .jsonl .csv .parquet .xlsx), a list of mappings, or a table of pandas or polars."""
+_CONFIG = "config.yml"
+
+
+def finetune(
+    agent: Any = None,
+    score: Any = None,
+    *,
+    train: Rows = None,
+    held_out: Rows = None,
+    model: str | None = None,
+    epochs: int | None = None,
+    generations: int | None = None,
+    rows_per_epoch: int | None = None,
+    method: str | None = None,
+    learning_rate: float | None = None,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    framework: str | None = None,
+    reward: str | None = None,
+    max_concurrency: int | None = None,
+    validation_interval: int | None = None,
+    seed: int | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    console: Console | None = None,
+    **sections: Any,
+) -> Run:
+    """Trains the model behind an agent and returns the run.
+
+    `agent` is a function of a row's question, which gets the model in its parameter `model`; a function whose only
+    parameter is `model` and that builds an agent; or an agent object of `framework`. It may be asynchronous or not.
+    `score` is a function of the answer; the `_type` of an evaluator, such as "exact_match"; an evaluator's block; or a
+    mapping of these by name, of which `reward` (by default the first) is trained on. `train` and `held_out` are rows;
+    `model` is a folder or a name on the Hugging Face Hub. `generations` is the number of episodes per row and epoch.
+
+    `config` is a YAML file, or its contents, that the keywords change; without it they change the defaults. `sections`
+    are sections of such a file, whose keys take precedence: `finetuning={"num_epochs": 15}`. `output_dir` is
+    `runs/<name of the agent>` by default, and an earlier run in it is moved aside, unless `resume` continues it. The
+    settings are written there, as config.yml. Prints progress to `console`, by default standard output.
+
+    Works in a script, and in a notebook, whose event loop runs already. Raises InsituError, as the command line would
+    report it: ConfigError before anything is started.
+    """
+    caller = sys._getframe(1).f_globals
+    stop_import(str(caller.get("__name__")))
+    project = _project(agent, score, train, config, caller, model=model, framework=framework, reward=reward, seed=seed)
+    project.output = _output(project, "finetuning.output_dir", output_dir, f"runs/{_name_of(agent)}")
+    backend = f"trainer_adapters.{project.named('trainer_adapter', 'backend')}.training"
+    episodes = f"trajectory_builders.{project.named('trajectory_builder', 'episodes')}"
+    for key, value in {
+        "finetuning.enabled": True,
+        "finetuning.num_epochs": epochs,
+        f"{episodes}.num_generations": generations,
+        f"{episodes}.rows_per_epoch": rows_per_epoch,
+        f"{backend}.method": method,
+        f"{backend}.learning_rate": learning_rate,
+        f"llms.{project.student}.temperature": temperature,
+        f"llms.{project.student}.max_tokens": max_tokens,
+        "eval.general.max_concurrency": max_concurrency,
+    }.items():
+        project.set(key, value)
+
+    def configured(output: Path) -> Config:
+        project.output = output
+        project.dataset(train, "train")
+        if (file := project.rows(held_out, "held_out")) is not None:
+            project.set("finetuning.validation.dataset", str(file))
+        project.set("finetuning.validation.interval", validation_interval)
+        project.merge(sections)
+        return _written(project)
+
+    output = project.output
+    with TemporaryDirectory(prefix="insitu-") as draft:  # nothing is moved aside for settings that cannot be run
+        checked = configured(Path(draft))
+        run_anywhere(lambda: check_run(FinetuneRunConfig(config_file=checked)))
+    if not resume:
+        set_aside(output)
+    request = FinetuneRunConfig(config_file=configured(output), resume=resume)
+    run_anywhere(lambda: finetuning_main(request, console or consoles.results()))
+    return Run(output)
+
+
+def evaluate(
+    agent: Any = None,
+    score: Any = None,
+    rows: Rows = None,
+    *,
+    model: str | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    repetitions: int = 1,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    framework: str | None = None,
+    max_concurrency: int | None = None,
+    seed: int | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    console: Console | None = None,
+    **sections: Any,
+) -> Evaluation:
+    """Scores an agent on rows, with `model` or the weights of a `checkpoint`, and returns the scores.
+
+    The other parameters are those of `finetune`. `checkpoint` is a folder of weights, or a run's directory (its best
+    weights). Raises InsituError if nothing could be scored, ConfigError before anything is started.
+    """
+    caller = sys._getframe(1).f_globals
+    stop_import(str(caller.get("__name__")))
+    project = _project(agent, score, rows, config, caller, model=model, framework=framework, reward=None, seed=seed)
+    project.output = _output(project, "eval.general.output_dir", output_dir, f"evaluations/{_name_of(agent)}")
+    project.set(f"llms.{project.student}.temperature", temperature)
+    project.set(f"llms.{project.student}.max_tokens", max_tokens)
+    project.set("eval.general.max_concurrency", max_concurrency)
+    project.dataset(rows, "rows")
+    project.merge(sections)
+    request = EvaluationRunConfig(config_file=_written(project), reps=repetitions)
+    weights = None if checkpoint is None else Path(checkpoint)
+    printed = console or consoles.results()
+    output = run_anywhere(lambda: evaluation_main(request, weights, printed, printed))
+    return Evaluation(project.output, output)
+
+
+def _project(
+    agent: Any,
+    score: Any,
+    rows: Rows,
+    config: Any,
+    caller: Mapping[str, Any],
+    *,
+    model: str | None,
+    framework: str | None,
+    reward: str | None,
+    seed: int | None,
+) -> Project:
+    """The settings that training and evaluating share."""
+    remember_environment(os.environ)
+    if config is None:
+        given = {"an agent": agent, "a score": score, "rows": rows, "model": model}
+        if missing := [name for name, value in given.items() if value is None]:
+            raise ConfigError(f"{', '.join(missing)} must be given, or config, a file that names them")
+    project = Project.of(agent, config, caller)
+    project.set("general.seed", seed)
+    if agent is not None:
+        _set_agent(project, agent, framework, caller)
+    if score is not None:
+        _set_scores(project, score, reward, caller)
+    elif reward is not None:
+        project.set("finetuning.reward_function.name", reward)
+    project.set(f"trainer_adapters.{project.named('trainer_adapter', 'backend')}.model", model)
+    return project
+
+
+def _set_agent(project: Project, agent: Any, framework: str | None, caller: Mapping[str, Any]) -> None:
+    block: dict[str, Any] = {"_type": "python", "function": project.code(agent, caller)}
+    if not callable(agent):
+        binder(agent, framework, "the agent")
+    if not callable(agent) or _takes(agent, "model"):
+        block["model"] = project.student
+    if framework is not None:
+        block["framework"] = framework
+    project.settings["workflow"] = block
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    known = inspect.signature(function).parameters
+    return name in known or any(each.kind is each.VAR_KEYWORD for each in known.values())
+
+
+def _set_scores(project: Project, score: Any, reward: str | None, caller: Mapping[str, Any]) -> None:
+    if isinstance(score, Mapping) and "_type" not in score:
+        scores = dict(score)
+    else:
+        name = score if isinstance(score, str) else getattr(score, "__name__", "score").strip("<>")
+        scores = {name: score}
+    if not scores:
+        raise ConfigError("score is an empty mapping; give at least one score")
+    for name, one in scores.items():
+        if isinstance(one, str):
+            one = {"_type": one}
+        elif not isinstance(one, Mapping):
+            one = {"_type": "python", "function": project.code(one, caller)}
+        project.set(f"eval.evaluators.{name}", dict(one))
+    project.set("finetuning.reward_function.name", reward or next(iter(scores)))
+
+
+def _name_of(agent: Any) -> str:
+    name = getattr(agent, "__name__", None) or type(agent).__name__
+    return "run" if agent is None else str(name).strip("<>")
+
+
+def _output(project: Project, key: str, given: str | os.PathLike[str] | None, default: str) -> Path:
+    """The output folder: the one given, that of the settings, or the default."""
+    section, *_, last = key.split(".")
+    node: Any = project.settings.get(section) or {}
+    for part in key.split(".")[1:-1]:
+        node = node.get(part) or {}
+    output = Path(given if given is not None else node.get(last) or default).expanduser()
+    project.set(key, str(output))
+    return output.resolve()
+
+
+def _written(project: Project) -> Config:
+    """The checked settings, as a file in the output folder."""
+    project.set("general.folder", os.path.relpath(project.folder, project.output))
+    project.write_rows()
+    config = check_config(project.settings, project.output / _CONFIG)
+    project.write_settings(project.output / _CONFIG)  # checked first, which makes its secrets known
+    return config

@@ -1,0 +1,172 @@
+"""What `insitu.finetune` and `insitu.evaluate` return: views of the files that they have written."""
+
+import html
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from insitu.algorithms.statistics import Estimate, mean_ci95
+from insitu.errors import ConfigError, InsituError
+from insitu.evaluation.evaluators import parse_score, scores_by_row
+from insitu.files import numbered_records, read_object
+from insitu.schemas.episodes import Episode
+from insitu.schemas.evaluation import EvaluationRunOutput
+from insitu.training.held_out import read_validations
+from insitu.training.runs import RunSummary, read_summary
+from insitu.training.store import RUN_FILES
+
+if TYPE_CHECKING:
+    from insitu.api.serving import TrainedModel
+
+_SHOWN = 20
+"""Rows of a table that a notebook shows."""
+
+
+class Table(list[dict[str, Any]]):
+    """Records as rows, which a notebook shows as a table; `Table(...).to_pandas()` and `to_polars()` convert it."""
+
+    @property
+    def columns(self) -> list[str]:
+        return list(dict.fromkeys(key for row in self for key in row))
+
+    def column(self, name: str) -> list[Any]:
+        """The values of a column, None in rows without it. Raises KeyError if no row has it."""
+        if name not in self.columns:
+            raise KeyError(f"{name!r}; available: {', '.join(self.columns)}")
+        return [row.get(name) for row in self]
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame`; needs pandas."""
+        import pandas
+
+        return pandas.DataFrame(list(self))
+
+    def to_polars(self) -> Any:
+        """A `polars.DataFrame`; needs polars."""
+        import polars
+
+        return polars.DataFrame(list(self), infer_schema_length=None, strict=False)
+
+    def _repr_html_(self) -> str:
+        columns = self.columns
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+        rows = ("".join(f"<td>{_cell(row.get(name))}</td>" for name in columns) for row in self[:_SHOWN])
+        more = f"<p>{len(self) - _SHOWN} more rows</p>" if len(self) > _SHOWN else ""
+        return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>{more}"
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return html.escape(text[:200])
+
+
+class Run:
+    """A run, by its folder. Its properties are read from the files, so they are those of a run in progress as well."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).resolve()
+        if not any((self.folder / name).exists() for name in RUN_FILES):
+            raise ConfigError(f"{folder} holds no run of insitu finetune")
+
+    @property
+    def summary(self) -> RunSummary:
+        """Its state, and its first and best held-out score."""
+        return read_summary(self.folder)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The content of `run.json`."""
+        return read_object(self.folder / "run.json")
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The validation with the highest score and its checkpoint; None if there was no validation."""
+        path = self.folder / "best.json"
+        return read_object(path) if path.is_file() else None
+
+    @property
+    def metrics(self) -> Table:
+        """A row per epoch: reward, loss, KL and so on, as in `training_metrics.jsonl`."""
+        path = self.folder / "training_metrics.jsonl"
+        return Table(record for _, record in numbered_records(path))
+
+    @property
+    def validations(self) -> Table:
+        """A row per validation, as in `validation_history.json`."""
+        return Table(read_validations(self.folder))
+
+    def episodes(self, epoch: int | None = None, row: Any = None) -> Iterator[Episode]:
+        """The recorded episodes with their model calls, group by group; of one epoch or dataset row, if it is given."""
+        from insitu.trajectories.stored import StoredRun
+
+        stored = StoredRun(self.folder, epochs=None if epoch is None else [epoch])
+        for number in stored.epochs:
+            for group in stored.groups(number):
+                if row is None or group.row_id == str(row):
+                    yield from stored.load(group)
+
+    def model(self, checkpoint: str | None = None, device: str | None = None) -> "TrainedModel":
+        """Serves the trained model on this machine until it is closed.
+
+        `checkpoint` is `best` (the default, if there was a validation), `latest`, or `step_N`.
+        """
+        from insitu.api.serving import TrainedModel
+
+        return TrainedModel(self.folder, checkpoint, device)
+
+    def __repr__(self) -> str:
+        about = self.summary
+        scores = ""
+        if about.first_score is not None and about.best_score is not None:
+            scores = f", held out {about.first_score:.3f}, best {about.best_score:.3f}"
+        return f"Run({str(self.folder)!r}: {about.status}, epoch {about.epoch} of {about.epochs}{scores})"
+
+
+class Evaluation:
+    """The scores of an agent on rows; `output` is what the evaluators returned, `folder` has it as files."""
+
+    def __init__(self, folder: Path, output: EvaluationRunOutput) -> None:
+        self.folder = folder
+        self.output = output
+        if not self.scores:
+            items = (item for _, result in output.evaluation_results for item in result.eval_output_items)
+            problems = [message for item in items if (message := parse_score(item)[2]) is not None]
+            problems += [item.error for item in output.eval_input.eval_input_items if item.error is not None]
+            raise InsituError(f"nothing could be scored; the first problem: {next(iter(problems), 'no episodes')}")
+
+    @property
+    def scores(self) -> dict[str, Estimate]:
+        """By evaluator: the mean over rows, and the ends of its 95 % confidence interval."""
+        by_row = {name: scores_by_row(result) for name, result in self.output.evaluation_results}
+        return {name: mean_ci95([sum(s) / len(s) for s in rows.values()]) for name, rows in by_row.items() if rows}
+
+    @property
+    def score(self) -> float:
+        """The mean of the first evaluator that scored anything."""
+        return next(iter(self.scores.values())).mean
+
+    @property
+    def table(self) -> Table:
+        """A row per episode: question, expected answer, answer, error, and the score of each evaluator."""
+        scores: dict[tuple[str, int], dict[str, Any]] = {}
+        for name, result in self.output.evaluation_results:
+            for item in result.eval_output_items:
+                scores.setdefault((str(item.id), item.rep), {})[name] = parse_score(item)[0]
+        return Table(
+            {
+                "id": item.id,
+                "rep": item.rep,
+                "question": item.input_obj,
+                "expected": item.expected_output_obj,
+                "answer": item.output_obj,
+                "error": item.error,
+                **scores.get((str(item.id), item.rep), {}),
+            }
+            for item in self.output.eval_input.eval_input_items
+        )
+
+    def __repr__(self) -> str:
+        scores = ", ".join(
+            f"{name} {e.mean:.4f} (95 % CI {e.low:.4f} to {e.high:.4f})" for name, e in self.scores.items()
+        )
+        return f"Evaluation({scores})"

@@ -1,0 +1,187 @@
+"""Keywords, functions and rows as the settings that a YAML file would hold."""
+
+import copy
+import inspect
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import orjson
+
+from insitu.config import SECTIONS, read_settings
+from insitu.config.code import place_of
+from insitu.config.resolved import without_secrets
+from insitu.config.yaml_loader import dump_yaml
+from insitu.errors import ConfigError
+from insitu.evaluation.datasets import file_format
+from insitu.files import write_file
+from insitu.registry import not_found
+from insitu.schemas.components import CodeRef
+
+Settings = dict[str, Any]
+
+_STUDENT, _EPISODES, _BACKEND, _TRAINER = "student", "episodes", "backend", "grpo"
+_SESSION = "session"
+"""The module that a file names for code that was typed into an interactive session or a notebook."""
+
+
+@dataclass
+class Project:
+    """The settings of a call; `files` are rows that are written into its output folder, by name.
+
+    `not_importable` are functions that no file can name, with the names that they have in it.
+    """
+
+    folder: Path
+    """Relative paths, and modules, are relative to the working directory or else to this folder."""
+    output: Path
+    settings: Settings = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+    not_importable: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, agent: Any, config: str | Path | Mapping[str, Any] | None, caller: Mapping[str, Any]) -> "Project":
+        """A project with the settings of `config`, which is in the folder of its file, or else in that of the agent."""
+        settings: Settings = {}
+        folder = Path.cwd()
+        if isinstance(config, Mapping):
+            settings = copy.deepcopy(dict(config))
+        elif config is not None:
+            folder, settings = Path(config).resolve().parent, read_settings(Path(config))
+        elif (module := _module_of(agent, caller)) is not None and (file := _file_of(module)) is not None:
+            folder = place_of(file)[0]
+        project = cls(folder, Path(), settings)
+        if config is None:
+            project.settings = _defaults()
+        return project
+
+    def set(self, key: str, value: Any) -> None:
+        """Sets a dotted key, unless the value is None."""
+        node = self.settings
+        *parents, last = key.split(".")
+        for part in parents if value is not None else ():
+            node = node.setdefault(part, {})
+        if value is not None:
+            node[last] = value
+
+    def named(self, kind: str, default: str) -> str:
+        """The name in the section `finetuning` of one of its components."""
+        return str((self.settings.get("finetuning") or {}).get(kind) or default)
+
+    @property
+    def student(self) -> str:
+        """The key of the model under training."""
+        llms = self.settings.get("llms") or {}
+        policies = [name for name, block in llms.items() if isinstance(block, dict) and block.get("_type") == "policy"]
+        return policies[0] if policies else _STUDENT
+
+    def merge(self, sections: Mapping[str, Any]) -> None:
+        """Adds sections of a file; their keys take precedence. Raises ConfigError if there is no such section."""
+        for name, values in sections.items():
+            if name not in SECTIONS:
+                raise ConfigError(not_found("the keyword", name, SECTIONS))
+            self.settings[name] = _merged(self.settings.get(name), values)
+
+    def code(self, code: Any, caller: Mapping[str, Any]) -> CodeRef:
+        """A function or object, with the name by which a file can import it."""
+        module = _module_of(code, caller)
+        name = _name_in(module, code)
+        file = _file_of(module) if module is not None else None
+        if file is None or name is None:
+            name = name or getattr(code, "__name__", type(code).__name__).strip("<>")
+            self.not_importable.append(f"{_SESSION}:{name}")
+            return CodeRef.of(code, self.not_importable[-1])
+        root, dotted = place_of(file)
+        is_near = root == self.folder or any(part in root.parts for part in ("site-packages", "dist-packages"))
+        return CodeRef.of(code, f"{dotted if is_near else os.path.relpath(file.resolve(), self.folder)}:{name}")
+
+    def rows(self, rows: Any, name: str) -> Path | None:
+        """The file of rows that are given as a path, mappings, or a table of pandas or polars.
+
+        Raises ConfigError, naming the row, for what no file can hold.
+        """
+        if rows is None or isinstance(rows, str | os.PathLike):
+            return None if rows is None else Path(rows)
+        for method, arguments in (("to_dicts", ()), ("to_dict", ("records",))):  # polars, pandas
+            if not isinstance(rows, Mapping) and hasattr(rows, method):
+                rows = getattr(rows, method)(*arguments)
+        if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+            raise ConfigError(f"{name} is a {type(rows).__name__}; it must be a path, a list of rows, or a table")
+        lines = []
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, Mapping):
+                raise ConfigError(f"{name}, row {number} must be a mapping of columns, not {row!r:.80}")
+            try:
+                lines.append(orjson.dumps(dict(row), option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
+            except TypeError as error:
+                raise ConfigError(f"{name}, row {number} cannot be written as JSON: {error}") from error
+        self.files[f"{name}.jsonl"] = b"".join(lines)
+        return self.output / f"{name}.jsonl"
+
+    def dataset(self, rows: Any, name: str) -> None:
+        """The rows that the workflow runs on."""
+        if (file := self.rows(rows, name)) is not None:
+            before = ((self.settings.get("eval") or {}).get("general") or {}).get("dataset") or {}
+            changed = {"_type": file_format(file), "file_path": str(file)}
+            self.set("eval.general.dataset", {**before, **changed})
+
+    def write_rows(self) -> None:
+        """Writes the rows that were not given as files into the output folder."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files.items():
+            write_file(self.output / name, content)
+
+    def write_settings(self, path: Path) -> None:
+        """Writes the settings without their secrets."""
+        head = "# Written by insitu: these settings as a file.\n"
+        if self.not_importable:
+            names = ", ".join(self.not_importable)
+            head += f"# {names}: defined where no file can import it; put it into {_SESSION}.py in general.folder.\n"
+        write_file(path, (head + dump_yaml(without_secrets(self.settings))).encode())
+
+
+def _defaults() -> Settings:
+    return {
+        "general": {},
+        "llms": {_STUDENT: {"_type": "policy"}},
+        "eval": {"general": {}, "evaluators": {}},
+        "trajectory_builders": {_EPISODES: {"_type": "insitu_traj_builder"}},
+        "trainer_adapters": {_BACKEND: {"_type": "insitu_trainer_adapter"}},
+        "trainers": {_TRAINER: {"_type": "insitu_trainer"}},
+        "finetuning": {"trainer": _TRAINER, "trajectory_builder": _EPISODES, "trainer_adapter": _BACKEND},
+    }
+
+
+def _merged(before: Any, values: Any) -> Any:
+    if not isinstance(before, Mapping) or not isinstance(values, Mapping):
+        return copy.deepcopy(values)
+    return {**before, **{key: _merged(before.get(key), value) for key, value in values.items()}}
+
+
+def _module_of(code: Any, caller: Mapping[str, Any]) -> ModuleType | None:
+    """The module in which a function was defined, or an object created: as far as can be seen the caller's."""
+    own = inspect.isroutine(code) or inspect.isclass(code)
+    return sys.modules.get(str(getattr(code, "__module__", "") if own else caller.get("__name__")))
+
+
+def _file_of(module: ModuleType) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file) if file is not None and file.endswith(".py") and Path(file).is_file() else None
+
+
+def _name_in(module: ModuleType | None, code: Any) -> str | None:
+    """The name of an object in a module, if it has one."""
+    qualified = getattr(code, "__qualname__", None)
+    if module is None:
+        return None
+    if isinstance(qualified, str) and "<" not in qualified:
+        try:
+            return qualified if attrgetter(qualified)(module) is code else None
+        except AttributeError:
+            return None
+    return next((name for name, value in vars(module).items() if value is code and not name.startswith("_")), None)

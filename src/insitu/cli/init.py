@@ -1,0 +1,20 @@
+"""The command `init`."""
+
+from pathlib import Path
+
+import click
+
+
+@click.command("init")
+@click.argument("name", type=click.Path(path_type=Path))
+@click.option("--framework", metavar="NAME", help="Write an agent of this framework, such as langgraph.")
+@click.option(
+    "--model", metavar="MODEL", help="A folder or Hugging Face name, in place of the small model it comes with."
+)
+def command(name: Path, framework: str | None, model: str | None) -> None:
+    """Write a small project to start from, in the new folder NAME: an agent, a score, rows, a file and tests."""
+    from insitu.starter import write_project
+
+    written = write_project(name, framework, model)
+    print(f"{name}: {', '.join(written)}")
+    print(f"next: cd {name} && insitu finetune config.yml")

@@ -1,0 +1,203 @@
+"""`insitu.finetune` and `insitu.evaluate` from scripts, event loops and a notebook."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from factories import MODEL, ROOT, read_lines
+from processes import HANGS, forked_python, run_project
+
+HEAD = f"""
+import json
+import insitu
+from digits_plugin import mean_digit
+
+MODEL = {str(MODEL)!r}
+ROWS = [{{"question": f"Row {{i}}", "answer": "7"}} for i in range(4)]
+
+async def answer(question: str, model: insitu.Model) -> str:
+    return await model.ask(question)
+
+def score(answer: str, row: insitu.Row) -> insitu.Score:
+    return insitu.Score(mean_digit(answer), row["question"], steps=[mean_digit(answer)])
+
+def show(**values):
+    print("SHOWN", json.dumps(values, default=str))
+"""
+TRAIN = """
+run = insitu.finetune(
+    answer, score, train=ROWS, held_out=ROWS[:2], model=MODEL, epochs=2, generations=2, max_tokens=6,
+    trainers={"grpo": {"credit": "step"}},
+    trainer_adapters={"backend": {"training": {"learning_rate": 1e-3, "mini_batch_size": 4}}},
+)
+"""
+
+
+def script(
+    folder: Path, code: str, *, head: str = HEAD, returncode: int = 0, **names: str
+) -> tuple[dict[str, Any], str]:
+    """What a script shows, and all that it prints."""
+    (folder / "digits_plugin.py").write_text((ROOT / "tests/digits_plugin.py").read_text())
+    (folder / "my_script.py").write_text(HEAD + code)
+    command = [forked_python(), "-W", "error", "my_script.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == returncode, (done.stdout, done.stderr)
+    shown = [json.loads(line.removeprefix("SHOWN ")) for line in done.stdout.splitlines() if line.startswith("SHOWN ")]
+    return {key: value for values in shown for key, value in values.items()}, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("trained")
+    code = """
+with run.model("latest") as model:
+    told = model.ask("Row 0"), model.complete("Row 0").choices[0].message.content, model.client.models.list().data[0].id
+episodes = list(run.episodes(epoch=2, row=1))
+show(
+    folder=run.folder, best=run.best["policy_version"], rewards=run.metrics.column("avg_reward"), told=told,
+    validations=[v["epoch"] for v in run.validations], html=run.validations._repr_html_(), shown=repr(run),
+    episodes=[(e.key.epoch, e.key.row_id, len(e.calls), e.step_rewards == [e.reward], e.reasoning) for e in episodes],
+)
+"""
+    return folder, script(folder, TRAIN + code)[0]
+
+
+def test_a_script_trains(trained: tuple[Path, dict[str, Any]]) -> None:
+    folder, shown = trained
+    assert shown["folder"] == str(folder / "runs/answer")
+    assert shown["best"] in (0, 1, 2)
+    assert shown["validations"] == [0, 2]
+    assert [line["avg_reward"] for line in read_lines(folder / "runs/answer/training_metrics.jsonl")] == shown[
+        "rewards"
+    ]
+    assert shown["episodes"] == [[2, "1", 1, True, "Row 1"]] * 2
+    assert "completed, epoch 2 of 2, held out 0." in shown["shown"]
+    assert shown["html"].startswith("<table><tr><th>epoch</th>")
+    assert all(isinstance(text, str) for text in shown["told"])
+
+
+def test_the_file_that_a_script_writes_does_the_same(trained: tuple[Path, dict[str, Any]]) -> None:
+    """The script itself is imported by it, as far as to its call of insitu."""
+    folder, shown = trained
+    settings = yaml.safe_load((folder / "runs/answer/config.yml").read_text())
+    assert settings["workflow"] == {"_type": "python", "function": "my_script:answer", "model": "student"}
+    assert (folder / "runs/answer/train.jsonl").read_text().count("\n") == 4
+    code, _, err = run_project(folder, "-o", "finetuning.output_dir", "again", file="runs/answer/config.yml")
+    assert code == 0, err
+    assert [line["avg_reward"] for line in read_lines(folder / "again/training_metrics.jsonl")] == shown["rewards"]
+    assert not (folder / "runs/answer.1").exists()
+
+
+def test_agents_and_scores_of_every_kind(tmp_path: Path) -> None:
+    code = """
+import asyncio, sys
+
+class Asker:
+    def __init__(self, model):
+        self.model = model
+
+    async def run(self, question):
+        assert not hasattr(self, "asked")
+        self.asked = question
+        return await self.model.ask(question)
+
+def blocking(question, model):
+    return model.ask(question)
+
+def build(model):
+    return Asker(model)
+
+suffix = "7"
+agents = {
+    "function": answer, "blocking": blocking, "builder": build, "class": Asker,
+    "closure": lambda question, model: model.ask(question) + suffix,
+}
+scores = {}
+for name, _agent in agents.items():
+    both = {"score": score, "seven": {"_type": "contains", "require": "any"}}
+    done = insitu.evaluate(_agent, both, ROWS, model=MODEL, max_tokens=6)
+    scores[name] = [estimate.mean for estimate in done.scores.values()]
+rows = done.table
+done = insitu.evaluate(answer, "exact_match", [{"question": "x", "answer": "y"}], model=MODEL, max_tokens=6)
+
+async def in_a_loop():
+    return insitu.evaluate(answer, score, ROWS, model=MODEL, max_tokens=6).score
+
+show(scores=scores, columns=rows.columns, exact=done.score, looped=asyncio.run(in_a_loop()))
+"""
+    shown, _ = script(tmp_path, code)
+    scores = shown["scores"]
+    assert scores["function"] == scores["blocking"] == scores["builder"] == scores["class"]
+    assert scores["closure"][1] == 1.0
+    assert scores["closure"][0] > scores["function"][0]
+    assert shown["columns"] == ["id", "rep", "question", "expected", "answer", "error", "score", "seven"]
+    assert shown["exact"] == 0.0
+    assert shown["looped"] == scores["function"][0]
+    written = (tmp_path / "evaluations/lambda/config.yml").read_text()
+    assert "session:lambda: defined where no file can import it" in written
+
+
+def test_a_run_is_continued(trained: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = trained
+    code = TRAIN.replace("epochs=2", "epochs=3, resume=True") + "show(rewards=run.metrics.column('avg_reward'))"
+    shown, _ = script(folder, code)
+    assert len(shown["rewards"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (
+            "finetune(answer, train=ROWS)",
+            "ConfigError: a score, model must be given, or config, a file that names them",
+        ),
+        (
+            "finetune(answer, score, train=ROWS, model=MODEL, trainer={})",
+            "ConfigError: the keyword 'trainer' does not exist",
+        ),
+        (
+            "finetune(answer, score, train=[3], model=MODEL)",
+            "ConfigError: train, row 1 must be a mapping of columns, not 3",
+        ),
+        (
+            "finetune(answer, score, train=7, model=MODEL)",
+            "ConfigError: train is a int; it must be a path, a list of rows",
+        ),
+        (
+            "finetune(answer, score, train=[{'x': {1}}], model=MODEL)",
+            "ConfigError: train, row 1 cannot be written as JSON",
+        ),
+        ("finetune(answer, score, train=[{'x': 1}], model=MODEL)", "row 1: the question key 'question' does not exist"),
+        ("finetune(answer, score, train='rows.txt', model=MODEL)", "the file format '.txt' does not exist"),
+        ("finetune(answer, score, train='rows.jsonl', model=MODEL)", "'rows.jsonl' does not exist; looked for "),
+        ("finetune(answer, {}, train=ROWS, model=MODEL)", "ConfigError: score is an empty mapping"),
+        ("finetune(answer, 'exact', train=ROWS, model=MODEL)", "eval.evaluators.exact: _type 'exact' does not exist"),
+        (
+            "finetune(answer, score, train=ROWS, model=MODEL, epochs=0)",
+            "finetuning.num_epochs: Input should be greater",
+        ),
+        ("finetune(object(), score, train=ROWS, model=MODEL)", "cannot be given another model once it is built"),
+        ("finetune(config='nothing.yml')", "cannot read the configuration file nothing.yml"),
+        ("evaluate(answer, score, ROWS, model='nothing')", "BackendUnavailable"),
+        (
+            "evaluate(answer, lambda answer: 'good', ROWS, model=MODEL)",
+            "InsituError: nothing could be scored; the first ",
+        ),
+        ("Run('nothing')", "ConfigError: nothing holds no run of insitu finetune"),
+        ("finetuned", "module 'insitu' has no attribute 'finetuned'"),
+    ],
+)
+def test_what_cannot_be_done_is_an_error_of_insitu(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path, call: str, problem: str
+) -> None:
+    """With the message of the command line, and before an earlier run is moved aside."""
+    (tmp_path / "runs/answer").mkdir(parents=True)
+    (tmp_path / "runs/answer/run.json").write_text("{}")
+    _, printed = script(tmp_path, f"insitu.{call}", returncode=1)
+    last = printed.strip().splitlines()
+    assert any(problem in line for line in last), printed
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["answer"]
+    assert [path.name for path in (tmp_path / "runs/answer").iterdir()] == ["run.json"]

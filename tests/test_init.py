@@ -1,0 +1,83 @@
+"""`insitu init`: the project that it writes trains as it is, and passes its own tests."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from factories import read_lines
+from processes import HANGS, forked_python, run_project, start
+
+from insitu.registry import frameworks
+from insitu.starter import frameworks as with_a_project
+
+
+def init(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    with start("init", *arguments, folder=folder) as process:
+        out, err = process.communicate(HANGS)
+        return process.wait(), out, err
+
+
+def test_a_project_trains_and_passes_its_tests(tmp_path: Path) -> None:
+    code, out, err = init(tmp_path, "desk")
+    assert (code, err) == (0, "")
+    assert out.endswith("next: cd desk && insitu finetune config.yml\n")
+    project = tmp_path / "desk"
+    assert {f.name for f in project.iterdir()} == {
+        *("README.md", "agent.py", "config.yml", "desk.py", "test_agent.py"),
+        *("held_out.jsonl", "train.jsonl", "model"),
+    }
+    code, out, err = run_project(project)
+    assert code == 0, err
+    first, *_, last = read_lines(project / "runs/desk/training_metrics.jsonl")
+    assert last["avg_reward"] > first["avg_reward"] + 0.2
+    tests = [forked_python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_agent.py"]
+    done = subprocess.run(tests, cwd=project, capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout
+
+
+def test_there_is_a_project_for_every_framework() -> None:
+    assert with_a_project() == frameworks()
+
+
+@pytest.mark.parametrize("framework", with_a_project())
+def test_a_project_of_a_framework(tmp_path: Path, framework: str) -> None:
+    """Whether it trains is tested with the framework (tests_frameworks)."""
+    code, _, err = init(tmp_path, "desk", "--framework", framework)
+    assert code == 0, err
+    agent = (tmp_path / "desk/agent.py").read_text()
+    compile(agent, "agent.py", "exec")
+    assert f"model: student, framework: {framework}}}" in (tmp_path / "desk/config.yml").read_text()
+
+
+def test_a_model_of_the_hub_is_trained_with_lora(tmp_path: Path) -> None:
+    code, _, err = init(tmp_path, "my project", "--model", "org/name")
+    assert code == 0, err
+    assert not (tmp_path / "my project/model").exists()
+    code, out, err = run_project(tmp_path / "my project", command="validate")
+    assert (code, err) == (0, "")
+    assert "config.yml is valid" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("full",), "NAME: full exists already; nothing is overwritten, give another name"),
+        (("file",), "NAME: file exists already"),
+        (("nowhere/desk",), "nowhere is not a folder"),
+        (("desk", "--framework", "langgraf"), "--framework: 'langgraf' does not exist (did you mean 'langgraph'?)"),
+    ],
+)
+def test_nothing_is_overwritten(tmp_path: Path, arguments: tuple[str, ...], problem: str) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/notes").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    code, _, err = init(tmp_path, *arguments)
+    assert code == 2
+    assert problem in err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "full", "notes"]
+
+
+def test_an_empty_folder_is_used(tmp_path: Path) -> None:
+    (tmp_path / "desk").mkdir()
+    assert init(tmp_path, "desk")[0] == 0
