@@ -249,7 +249,11 @@ def kill(process: Process, which: str) -> str | None:
     """Returns what was killed; None if the run had ended."""
     if process.poll() is not None:
         return None
-    backends = psutil.Process(process.pid).children()
+    try:
+        backends = psutil.Process(process.pid).children()
+    except psutil.NoSuchProcess:  # it has just ended
+        process.communicate(HANGS)
+        return None
     victims = [process.pid] * (which != "backend") + [backend.pid for backend in backends] * (which != "run")
     for pid in victims:
         os.kill(pid, signal.SIGKILL)

@@ -19,6 +19,9 @@ from harness import (
     number_in,
     train,
 )
+from harness import (
+    finetune as train_project,
+)
 from looker import COLOURS, NIGHT, SEEN
 
 from insitu.schemas.episodes import ModelCall
@@ -53,6 +56,29 @@ def test_an_agent_is_trained(name: str, stream: bool, model: Path, tmp_path: Pat
             check_answer(left, episode)
         check_steps(left.steps[number_in(calls[0])], calls, episode["row_id"], CASES[name].error_text)
     write_result(name, stream, left)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_new_project_trains(name: str, tmp_path: Path) -> None:
+    """What `insitu init --framework NAME` writes, with the model that comes with it."""
+    python = python_of(name)
+    subprocess.run([python, "-m", "insitu", "init", "desk", "--framework", name], cwd=tmp_path, check=True)
+    project = tmp_path / "desk"
+
+    def arguments(address: str) -> list[str]:
+        training = {"learning_rate": 1.5e-3, "mini_batch_size": 28}
+        adapter = {"_type": "insitu_trainer_adapter", "url": address, "training": training}
+        changed = {"trainer_adapters.backend": adapter, "finetuning.num_epochs": 1, "finetuning.validation": None}
+        overrides = [part for key, value in changed.items() for part in ("-o", key, json.dumps(value))]
+        return ["config.yml", *overrides]
+
+    left = train_project(python, project / "model", project, "runs/desk", arguments)
+    assert left.epoch["job"] == "completed"
+    assert left.epoch["avg_reward"] > 0.5
+    assert not left.epoch["dropped"].keys() - {"no_variance"}
+    asked = [json.loads(line)["question"] for line in (project / "train.jsonl").read_text().splitlines()]
+    assert len(left.episodes) == 8 * len(asked)
+    assert len(left.every_call) > 1.9 * len(left.episodes)  # a call of a tool, and then the answer
 
 
 def check_steps(steps: list[dict[str, Any]], calls: list[ModelCall], thing: str, error_text: str) -> None:
