@@ -142,14 +142,16 @@ class Fleet:
             replica = self._router.choose(prompt, loads)
             if not place.is_adapter or weights in replica.adapters:
                 return replica
-            await self._change(replica, lambda replica: self._load_adapter(replica, weights))
+            if self._is_latest(weights):
+                await self._change(replica, lambda replica: self._load_adapter(replica, weights))
+            else:
+                await self._load_older(replica, weights)
 
     async def failed(self, replica: Replica, error: BackendError) -> None:
         """A completion has failed: leaves the server out, unless it responds and the reason may have been transient."""
-        if isinstance(error, BackendUnavailable) and not isinstance(error, WrongWeights):
-            with contextlib.suppress(InsituError):
-                await replica.check_health()
-                return
+        may_be_transient = isinstance(error, BackendUnavailable) and not isinstance(error, WrongWeights)
+        if may_be_transient and await replica.responds():
+            return
         await replica.leave_out(str(error))
         self._notify()
 
@@ -157,9 +159,10 @@ class Fleet:
         return replica.adapters.get(weights, replica.model)
 
     async def publish(self, weights: WeightVersion, fingerprint: list[float]) -> None:
-        """Returns when a server has the weights, or after `WAIT_SECONDS`: the others get them when they can.
+        """Returns when a server has the weights: the others get them when they can.
 
-        Raises BackendError if all servers refuse them.
+        Raises BackendError if all servers refuse them, or none responds for `WAIT_SECONDS`. Versions of all weights,
+        and those that no server has responded to, are the latest even so: calls wait for them.
         """
         assert weights.version is not None
 
@@ -181,7 +184,7 @@ class Fleet:
             try:
                 await self.acquire(canonical(weights.version, weights.policy), ())
             except BackendUnavailable as error:
-                logger.error("version %d is trained, but not served: %s", weights.version, error)
+                raise BackendError(f"no vLLM server takes version {weights.version}: {error}") from error
 
     async def retire(self, weights: WeightVersion) -> None:
         if weights.version is None:
@@ -206,18 +209,8 @@ class Fleet:
 
     async def _raise_if_refused(self, weights: WeightVersion, errors: Sequence[InsituError | None]) -> None:
         """Raises BackendError if none of the servers took a version, although one responds."""
-        if not errors or None in errors:
-            return
-        if await self._any_responds():
-            problem = f"version {weights.version} is trained and saved, but cannot be served"
-            raise BackendError(f"{problem}: {errors[0]}")
-
-    async def _any_responds(self) -> bool:
-        for replica in self.replicas:
-            with contextlib.suppress(InsituError):
-                await replica.check_health()
-                return True
-        return False
+        if errors and None not in errors and any([await each.responds() for each in self.replicas]):
+            raise BackendError(f"no vLLM server takes version {weights.version}: {errors[0]}")
 
     async def _on_each(self, change: Callable[[Replica], Awaitable[None]]) -> list[InsituError | None]:
         return await asyncio.gather(*(self._change(replica, change) for replica in self.replicas if replica.ready))
@@ -234,6 +227,18 @@ class Fleet:
         finally:
             self._notify()
         return None
+
+    async def _load_older(self, replica: Replica, weights: WeightVersion) -> None:
+        """Raises the error of a server that responds: it still serves the latest version, so it is not left out."""
+        try:
+            async with replica.lock:
+                await self._load_adapter(replica, weights)
+        except InsituError as error:
+            if isinstance(error, RequestRefused) or await replica.responds():
+                raise
+            await replica.leave_out(str(error))
+        finally:
+            self._notify()
 
     async def _load_adapter(self, replica: Replica, weights: WeightVersion) -> None:
         if weights not in replica.adapters:
@@ -340,7 +345,8 @@ class Fleet:
                 await self._changed.wait()
         except TimeoutError:
             problems = "; ".join(each.problem for each in self.replicas if each.problem)
-            raise BackendUnavailable(f"no vLLM server is ready: {problems}") from None
+            within = "" if given_up else f" within {WAIT_SECONDS:g} s"
+            raise BackendUnavailable(f"no vLLM server is ready{within}: {problems}") from None
 
 
 def _failure(replica: Replica, error: Exception) -> InsituError:
