@@ -3,14 +3,14 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_vllm import FakeVllm
+from fake_vllm import sampling
 from processes import HANGS
 from tiny_models import save_tiny_model
 
@@ -40,38 +40,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(str(save_tiny_model(tmp_path_factory.mktemp("model"))), "cpu")
-
-
-@asynccontextmanager
-async def sampling(loaded: LoadedModel, folder: Path, servers: int = 1) -> AsyncIterator[Any]:
-    """A sampler by `servers`; `make(version, kind)` makes the files of a version of adapters or of all weights."""
-    compute = ComputeThread()
-    compute.start()
-
-    def make(version: int, kind: str) -> WeightVersion:
-        (folder / str(version)).mkdir()
-        (folder / str(version) / kind).touch()
-        return WeightVersion(version)
-
-    def folder_of(weights: WeightVersion) -> Path:
-        return folder / str(weights.version) if weights.version else Path(loaded.source)
-
-    parts = SimpleNamespace(make=make, folder=folder, folder_of=folder_of, load_version=lambda weights: loaded.module)
-
-    async with AsyncExitStack() as stack:
-        vllms = [await stack.enter_async_context(FakeVllm(loaded.module)) for _ in range(servers)]
-        options = SamplerOptions.model_validate({"_type": "vllm", "addresses": [vllm.address for vllm in vllms]})
-        files, load = lambda weights: parts.folder_of(weights), lambda weights: parts.load_version(weights)
-        sampler = VllmSampler(options, loaded, compute, files, load, 256, None, folder)
-        parts.sampler, parts.vllms, parts.vllm = sampler, vllms, vllms[0]
-        await sampler.start()
-        for vllm in vllms:
-            vllm.asked.clear()
-        try:
-            yield parts
-        finally:
-            await sampler.close()
-            compute.close()
 
 
 async def complete(sampler: VllmSampler, weights: WeightVersion = LATEST) -> OutputDelta:
@@ -290,11 +258,9 @@ async def test_a_version_that_is_deleted_while_it_is_loaded_fails_its_own_call_o
 @asynccontextmanager
 async def training(parts: Any, loaded: LoadedModel) -> AsyncIterator[Any]:
     """A queue of jobs, each of one row and LoRA; `train(key)` gives the final state of one."""
-    compute = ComputeThread()
-    compute.start()
     learner = Learner(loaded, parts.folder, served_here=False)
     parts.folder_of = lambda weights: learner.folder(weights.version) if weights.version else Path(loaded.source)
-    queue = TrainingQueue(learner, compute, parts.sampler.publish, parts.folder)
+    queue = TrainingQueue(learner, parts.compute, parts.sampler.publish, parts.folder)
     row = Row(np.array([1, 5, 9]), np.array([1, 2]), np.array([-1.0, -2.0]), np.array([1.0, 1.0]), "e")
 
     async def train(key: str) -> JobState:
@@ -307,7 +273,6 @@ async def training(parts: Any, loaded: LoadedModel) -> AsyncIterator[Any]:
         yield SimpleNamespace(train=train, learner=learner)
     finally:
         await queue.close()
-        compute.close()
 
 
 async def test_a_job_whose_version_was_not_served_is_served_and_not_trained_again_if_it_is_sent_again(
@@ -352,7 +317,9 @@ async def test_a_version_fails_its_job_if_no_server_responds_in_time(
     async with sampling(loaded, tmp_path) as parts:
         await parts.vllm.stop()
         weights = parts.make(1, kind)
-        with pytest.raises(BackendError, match=r"no vLLM server takes version 1: no vLLM server is ready within 0\.1 s: no an"):
+        with pytest.raises(
+            BackendError, match=r"no vLLM server takes version 1: no vLLM server is ready within 0\.1 s: no an"
+        ):
             await parts.sampler.publish(weights)
         monkeypatch.setattr(fleet, "WAIT_SECONDS", HANGS)
         await parts.vllm.start()

@@ -162,7 +162,8 @@ class TrainingQueue:
     ) -> TrainingJob:
         """Queues the job, or returns the existing job with this idempotency key.
 
-        A job that was trained and not served (`repeats`, or that of the key) is only served. Once it has completed, the checkpoints that `keep` does not keep are deleted; None: all are kept.
+        A job that was trained and not served (`repeats`, or that of the key) is only served. Once it has completed, the
+        checkpoints that `keep` does not keep are deleted; None: all are kept.
         """
         if job := self.find_by_idempotency_key(idempotency_key):
             return job
