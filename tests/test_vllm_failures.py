@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_vllm import sampling
+from fake_vllm import FakeVllm, sampling
 from processes import HANGS
 from tiny_models import save_tiny_model
 
 from insitu.backend.compute import ComputeThread
+from insitu.backend.inference.model_names import PolicyModels
 from insitu.backend.inference.sampler import LATEST, OutputDelta, WeightVersion
 from insitu.backend.inference.sampling import GenerationRequest, SamplingParams
 from insitu.backend.model import LoadedModel, load_model
@@ -288,6 +289,8 @@ async def test_a_job_whose_version_was_not_served_is_served_and_not_trained_agai
             failed.message,
         )
         assert ((await complete(parts.sampler)).version, parts.sampler.version, jobs.learner.version) == (0, 0, 1)
+        names = PolicyModels("policy", lambda: jobs.learner.versions, lambda: parts.sampler.version)
+        assert [model and model.version for model in map(names.find, ("policy", "policy@1"))] == [0, 1]
         again = await jobs.train("run/1")
         assert (again.status, again.id != failed.id, jobs.learner.version) == ("failed", True, 1)
         parts.vllm.refuses_weights = False
@@ -336,6 +339,43 @@ async def test_a_server_that_answers_nonsense_is_taken_back_when_it_recovers(
         await until(lambda: parts.vllm.asked.count("models") > 1)
         parts.vllm.lists_no_models = False
         await complete(parts.sampler)
+
+
+async def test_a_server_is_taken_back_however_often_it_could_not_be_used(loaded: LoadedModel, tmp_path: Path) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        servers, (replica,) = parts.sampler._fleet, parts.sampler._fleet.replicas
+        servers._failures[replica] = 2000
+        await replica.leave_out("a test")
+        assert (await complete(parts.sampler)).version == 0
+        await replica.leave_out("another test")
+        await servers._check(0)
+        assert replica.ready, "the delay after earlier failures has ended with them"
+
+
+async def test_servers_get_absolute_paths(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Theirs may be another working directory."""
+    monkeypatch.chdir(tmp_path)
+    async with sampling(loaded, tmp_path) as parts:
+        for version, kind in ((1, ADAPTERS), (2, FULL)):
+            parts.make(version, kind)
+            parts.folder_of = lambda weights: Path(str(weights.version)) if weights.version else Path(loaded.source)
+            await parts.sampler.publish(WeightVersion(version))
+        assert parts.vllm.loaded == [str(tmp_path / "1"), str(tmp_path / "2")]
+
+
+async def test_a_start_that_fails_leaves_no_check_of_another_server_behind(loaded: LoadedModel, tmp_path: Path) -> None:
+    async with FakeVllm(loaded.module) as slow:
+        slow.gate.clear()
+        options = SamplerOptions.model_validate({"_type": "vllm", "addresses": [slow.address, "http://127.0.0.1:9"]})
+        compute = ComputeThread()
+        files, load = lambda weights: Path(loaded.source), lambda weights: loaded.module
+        sampler = VllmSampler(options, loaded, compute, files, load, 256, None, tmp_path)
+        before = asyncio.all_tasks()
+        with pytest.raises(BackendError, match=r"sampler: no answer from the server at http://127\.0\.0\.1:9"):
+            await sampler.start()
+        await sampler.close()
+        left = [task for task in asyncio.all_tasks() - before if "_first_check" in repr(task.get_coro())]
+        assert not left
 
 
 async def test_weights_that_cannot_be_checked_are_not_trained(tmp_path: Path) -> None:
