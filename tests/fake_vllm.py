@@ -7,10 +7,57 @@ which weights it was given and asked for. `vllm.faults` holds what the next comp
 import asyncio
 import json
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 from aiohttp import web
+
+from insitu.backend.compute import ComputeThread
+from insitu.backend.inference.sampler import WeightVersion
+from insitu.backend.model import LoadedModel, load_model
+from insitu.backend.vllm.sampler import VllmSampler
+from insitu.schemas.samplers import SamplerOptions
+
+
+@asynccontextmanager
+async def sampling(loaded: LoadedModel, folder: Path, servers: int = 1) -> AsyncIterator[Any]:
+    """A sampler by `servers`; `make(version, kind)` makes the files of a version of adapters or of all weights.
+
+    `folder_of` and `load_version` may be replaced.
+    """
+    compute = ComputeThread()
+    compute.start()
+
+    def make(version: int, kind: str) -> WeightVersion:
+        (folder / str(version)).mkdir()
+        (folder / str(version) / kind).touch()
+        return WeightVersion(version)
+
+    def folder_of(weights: WeightVersion) -> Path:
+        return folder / str(weights.version) if weights.version else Path(loaded.source)
+
+    parts = SimpleNamespace(
+        compute=compute, make=make, folder=folder, folder_of=folder_of, load_version=lambda weights: loaded.module
+    )
+
+    async with AsyncExitStack() as stack:
+        vllms = [await stack.enter_async_context(FakeVllm(loaded.module)) for _ in range(servers)]
+        options = SamplerOptions.model_validate({"_type": "vllm", "addresses": [vllm.address for vllm in vllms]})
+        files, load = lambda weights: parts.folder_of(weights), lambda weights: parts.load_version(weights)
+        sampler = VllmSampler(options, loaded, compute, files, load, 256, None, folder)
+        parts.sampler, parts.vllms, parts.vllm = sampler, vllms, vllms[0]
+        await sampler.start()
+        for vllm in vllms:
+            vllm.asked.clear()
+        try:
+            yield parts
+        finally:
+            await sampler.close()
+            compute.close()
 
 
 class FakeVllm:
@@ -24,6 +71,8 @@ class FakeVllm:
         self.loaded: list[str] = []
         self.refuses_weights = False
         self.lists_no_models = False
+        self.reads_weights = False
+        """Whether it answers by the full weights that it was last given."""
         self.wrong = 1.0
         """What log-probabilities of prompts are multiplied by."""
         self.gate = asyncio.Event()
@@ -102,6 +151,8 @@ class FakeVllm:
 
     async def _reload(self, request: web.Request) -> web.Response:
         self.loaded.append((await request.json())["kwargs"]["weights_path"])
+        if self.reads_weights:
+            self.module = load_model(self.loaded[-1], "cpu").module
         return web.json_response({"results": [None]})
 
     async def _name_weights(self, request: web.Request) -> web.Response:

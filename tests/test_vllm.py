@@ -24,6 +24,8 @@ from insitu.backend.inference.sampler import Completion
 from insitu.backend.inference.sampling import SamplingParams
 from insitu.backend.vllm.requests import request_body, sampled_tokens
 from insitu.backend.vllm.routing import AFFINITY, BLOCK, PrefixRouter
+from insitu.backend.vllm.servers import visible_devices
+from insitu.errors import BackendError
 
 ADDRESS = "http://10.0.0.7:8000"
 
@@ -149,6 +151,23 @@ def test_arguments_of_vllm_are_a_json_object() -> None:
     done = run("backend", "--model", MODEL, "--sampler", "vllm", "--sampler_args", "[1]")
     assert done.returncode == 2
     assert "'[1]'; give a JSON object such as" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"), [(None, "1,2"), ("4,5,6,7", "5,6"), ("GPU-a, GPU-b,GPU-c", "GPU-b,GPU-c")]
+)
+def test_gpus_are_numbered_as_by_torch(visible: str | None, devices: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among those that this process may use, such as those of its Slurm job."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_devices([1, 2]) == devices
+
+
+def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(BackendError, match=r"sampler.gpus is \[1, 2\], but 2 GPUs are visible \(CUDA_VISIBLE_DEVICES"):
+        visible_devices([1, 2])
 
 
 def test_nothing_imports_vllm() -> None:

@@ -1,25 +1,32 @@
 """Completions by vLLM servers that fail, restart or have other weights, with a small server of vLLM's routes."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from fake_vllm import FakeVllm
+from fake_vllm import FakeVllm, sampling
 from processes import HANGS
 from tiny_models import save_tiny_model
 
 from insitu.backend.compute import ComputeThread
+from insitu.backend.inference.model_names import PolicyModels
 from insitu.backend.inference.sampler import LATEST, OutputDelta, WeightVersion
 from insitu.backend.inference.sampling import GenerationRequest, SamplingParams
 from insitu.backend.model import LoadedModel, load_model
+from insitu.backend.training.batches import Row
+from insitu.backend.training.jobs import TrainingQueue
+from insitu.backend.training.learner import Learner
 from insitu.backend.vllm import fleet
 from insitu.backend.vllm.sampler import MAX_ATTEMPTS, VllmSampler
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
 from insitu.schemas.samplers import SamplerOptions
+from insitu.schemas.training_jobs import JobState, LoRASettings, TrainingSettings
 
 REQUEST = GenerationRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=3, ignore_eos=True))
 ADAPTERS, FULL = "adapter_config.json", "config.json"
@@ -34,34 +41,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(str(save_tiny_model(tmp_path_factory.mktemp("model"))), "cpu")
-
-
-@asynccontextmanager
-async def sampling(loaded: LoadedModel, folder: Path, servers: int = 1) -> AsyncIterator[Any]:
-    """A sampler by `servers`; `make(version, kind)` makes the files of a version of adapters or of all weights."""
-    compute = ComputeThread()
-    compute.start()
-
-    def make(version: int, kind: str) -> WeightVersion:
-        (folder / str(version)).mkdir()
-        (folder / str(version) / kind).touch()
-        return WeightVersion(version)
-
-    def folder_of(weights: WeightVersion) -> Path:
-        return folder / str(weights.version) if weights.version else Path(loaded.source)
-
-    async with AsyncExitStack() as stack:
-        vllms = [await stack.enter_async_context(FakeVllm(loaded.module)) for _ in range(servers)]
-        options = SamplerOptions.model_validate({"_type": "vllm", "addresses": [vllm.address for vllm in vllms]})
-        sampler = VllmSampler(options, loaded, compute, folder_of, lambda weights: loaded.module, 256, None, folder)
-        await sampler.start()
-        for vllm in vllms:
-            vllm.asked.clear()
-        try:
-            yield SimpleNamespace(sampler=sampler, vllms=vllms, vllm=vllms[0], make=make, folder=folder)
-        finally:
-            await sampler.close()
-            compute.close()
 
 
 async def complete(sampler: VllmSampler, weights: WeightVersion = LATEST) -> OutputDelta:
@@ -230,9 +209,125 @@ async def test_a_server_that_computes_with_other_weights_than_it_says_is_not_use
 async def test_a_version_that_no_server_takes_fails_its_job(loaded: LoadedModel, tmp_path: Path) -> None:
     async with sampling(loaded, tmp_path) as parts:
         parts.vllm.refuses_weights = True
-        with pytest.raises(BackendError, match=r"version 1 is trained and saved, but cannot be served: .*LoRA rank 4"):
+        with pytest.raises(BackendError, match=r"no vLLM server takes version 1: .*LoRA rank 4"):
             await parts.sampler.publish(parts.make(1, ADAPTERS))
         assert (await complete(parts.sampler)).version == 0
+
+
+async def test_an_older_version_that_cannot_be_loaded_fails_its_own_call_only(
+    loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "WAIT_SECONDS", HANGS)
+    async with sampling(loaded, tmp_path, servers=2) as parts:
+        for version in (1, 2):
+            await parts.sampler.publish(parts.make(version, ADAPTERS))
+        for vllm in parts.vllms:
+            vllm.refuses_weights = True
+        with pytest.raises(BackendUnavailable, match=r"answers /v1/load_lora_adapter with 500: LoRA rank 4"):
+            await complete(parts.sampler, WeightVersion(1))
+        running = [asyncio.create_task(complete(parts.sampler, WeightVersion(1))) for _ in range(3)]
+        assert {(await complete(parts.sampler)).version for _ in range(3)} == {2}
+        await asyncio.gather(*running, return_exceptions=True)
+        assert "is left out" not in caplog.text
+
+
+async def test_a_version_that_is_deleted_while_it_is_loaded_fails_its_own_call_only(
+    loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        for version in (1, 2):
+            await parts.sampler.publish(parts.make(version, ADAPTERS))
+        deleted, folder_of = False, parts.folder_of
+
+        def without_first(weights: WeightVersion) -> Path:
+            if deleted and weights.version == 1:
+                raise RequestRefused("version 1 was deleted", status=404)
+            return folder_of(weights)
+
+        parts.folder_of = without_first
+        async with parts.sampler._fleet.replicas[0].lock:
+            asked = asyncio.create_task(complete(parts.sampler, WeightVersion(1)))
+            for _ in range(10):
+                await asyncio.sleep(0)
+            deleted = True
+        with pytest.raises(RequestRefused, match="version 1 was deleted"):
+            await asked
+        assert (await complete(parts.sampler)).version == 2
+        assert "is left out" not in caplog.text
+
+
+@asynccontextmanager
+async def training(parts: Any, loaded: LoadedModel) -> AsyncIterator[Any]:
+    """A queue of jobs, each of one row and LoRA; `train(key)` gives the final state of one."""
+    learner = Learner(loaded, parts.folder, served_here=False)
+    parts.folder_of = lambda weights: learner.folder(weights.version) if weights.version else Path(loaded.source)
+    queue = TrainingQueue(learner, parts.compute, parts.sampler.publish, parts.folder)
+    row = Row(np.array([1, 5, 9]), np.array([1, 2]), np.array([-1.0, -2.0]), np.array([1.0, 1.0]), "e")
+
+    async def train(key: str) -> JobState:
+        job = queue.submit(key, TrainingSettings(learning_rate=1e-6, lora=LoRASettings(rank=4)), [row])
+        assert job.task is not None
+        await job.task
+        return job.state
+
+    try:
+        yield SimpleNamespace(train=train, learner=learner)
+    finally:
+        await queue.close()
+
+
+async def test_a_job_whose_version_was_not_served_is_served_and_not_trained_again_if_it_is_sent_again(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    async with sampling(loaded, tmp_path) as parts, training(parts, loaded) as jobs:
+        parts.vllm.refuses_weights = True
+        failed = await jobs.train("run/1")
+        assert failed.status == "failed"
+        assert re.fullmatch(
+            r"version 1 is trained and saved, but not served: no vLLM server takes version 1: .*LoRA rank 4.*; "
+            "send the job again to serve it, which does not train it again",
+            failed.message,
+        )
+        assert ((await complete(parts.sampler)).version, parts.sampler.version, jobs.learner.version) == (0, 0, 1)
+        names = PolicyModels("policy", lambda: jobs.learner.versions, lambda: parts.sampler.version)
+        assert [model and model.version for model in map(names.find, ("policy", "policy@1"))] == [0, 1]
+        again = await jobs.train("run/1")
+        assert (again.status, again.id != failed.id, jobs.learner.version) == ("failed", True, 1)
+        parts.vllm.refuses_weights = False
+        done = await jobs.train("run/1")
+        assert (done.status, done.policy_version, done.metrics["rows"], jobs.learner.version) == ("completed", 1, 1, 1)
+        assert (await complete(parts.sampler)).version == 1
+        assert (await jobs.train("run/1")).id == done.id
+
+
+async def test_a_job_that_was_sent_again_serves_the_latest_version_not_its_own(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    async with sampling(loaded, tmp_path) as parts, training(parts, loaded) as jobs:
+        parts.vllm.refuses_weights = True
+        assert (await jobs.train("run/1")).status == "failed"
+        parts.vllm.refuses_weights = False
+        assert (await jobs.train("run/2")).policy_version == 2
+        assert (await jobs.train("run/1")).policy_version == 1
+        assert (await complete(parts.sampler)).version == 2
+
+
+@pytest.mark.parametrize("kind", [ADAPTERS, FULL])
+async def test_a_version_fails_its_job_if_no_server_responds_in_time(
+    loaded: LoadedModel, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "WAIT_SECONDS", 0.1)
+    async with sampling(loaded, tmp_path) as parts:
+        await parts.vllm.stop()
+        weights = parts.make(1, kind)
+        with pytest.raises(
+            BackendError, match=r"no vLLM server takes version 1: no vLLM server is ready within 0\.1 s: no an"
+        ):
+            await parts.sampler.publish(weights)
+        monkeypatch.setattr(fleet, "WAIT_SECONDS", HANGS)
+        await parts.vllm.start()
+        await parts.sampler.publish(weights)
+        assert (await complete(parts.sampler)).version == 1
 
 
 async def test_a_server_that_answers_nonsense_is_taken_back_when_it_recovers(
@@ -244,6 +339,43 @@ async def test_a_server_that_answers_nonsense_is_taken_back_when_it_recovers(
         await until(lambda: parts.vllm.asked.count("models") > 1)
         parts.vllm.lists_no_models = False
         await complete(parts.sampler)
+
+
+async def test_a_server_is_taken_back_however_often_it_could_not_be_used(loaded: LoadedModel, tmp_path: Path) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        servers, (replica,) = parts.sampler._fleet, parts.sampler._fleet.replicas
+        servers._failures[replica] = 2000
+        await replica.leave_out("a test")
+        assert (await complete(parts.sampler)).version == 0
+        await replica.leave_out("another test")
+        await servers._check(0)
+        assert replica.ready, "the delay after earlier failures has ended with them"
+
+
+async def test_servers_get_absolute_paths(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Theirs may be another working directory."""
+    monkeypatch.chdir(tmp_path)
+    async with sampling(loaded, tmp_path) as parts:
+        for version, kind in ((1, ADAPTERS), (2, FULL)):
+            parts.make(version, kind)
+            parts.folder_of = lambda weights: Path(str(weights.version)) if weights.version else Path(loaded.source)
+            await parts.sampler.publish(WeightVersion(version))
+        assert parts.vllm.loaded == [str(tmp_path / "1"), str(tmp_path / "2")]
+
+
+async def test_a_start_that_fails_leaves_no_check_of_another_server_behind(loaded: LoadedModel, tmp_path: Path) -> None:
+    async with FakeVllm(loaded.module) as slow:
+        slow.gate.clear()
+        options = SamplerOptions.model_validate({"_type": "vllm", "addresses": [slow.address, "http://127.0.0.1:9"]})
+        compute = ComputeThread()
+        files, load = lambda weights: Path(loaded.source), lambda weights: loaded.module
+        sampler = VllmSampler(options, loaded, compute, files, load, 256, None, tmp_path)
+        before = asyncio.all_tasks()
+        with pytest.raises(BackendError, match=r"sampler: no answer from the server at http://127\.0\.0\.1:9"):
+            await sampler.start()
+        await sampler.close()
+        left = [task for task in asyncio.all_tasks() - before if "_first_check" in repr(task.get_coro())]
+        assert not left
 
 
 async def test_weights_that_cannot_be_checked_are_not_trained(tmp_path: Path) -> None:

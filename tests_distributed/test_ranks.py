@@ -17,13 +17,16 @@ import psutil
 import pytest
 import torch
 from factories import digits_project, read_lines, write_rows
+from fake_vllm import sampling
 from processes import TESTS, wait_until
 from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
+from insitu.backend.inference.sampling import GenerationRequest, SamplingParams
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.training.batches import Row
+from insitu.backend.training.jobs import TrainingQueue
 from insitu.backend.training.learner import Learner, TrainedVersion
 from insitu.backend.training.rank_group import RankGroup
 from insitu.errors import JobFailed
@@ -100,7 +103,7 @@ def _row(rng: Any, length: int, method: str, index: int, side: int) -> Row:
 
 def run(learner: Learner, job: int, **settings: Any) -> TrainedVersion:
     few = settings.pop("few", False)
-    of_job = TrainingSettings(learning_rate=1e-4, micro_batch_tokens=64, **settings)
+    of_job = TrainingSettings(**{"learning_rate": 1e-4, "micro_batch_tokens": 64} | settings)
     steps = learner.run(of_job, rows_of(job, of_job.method, few), f"job-{job}", f"key-{job}")
     while True:
         try:
@@ -213,6 +216,54 @@ def test_a_rank_that_is_killed_fails_its_job_which_can_be_sent_again(
     assert together.version == 1
     got = run(together, 1, **settings)
     assert difference(saved(got.checkpoint), saved(expected.checkpoint)) < TOLERANCE
+
+
+def test_ranks_wait_for_a_job_longer_than_a_collective_may_take(tmp_path: Path) -> None:
+    """Torch's limit is 10 minutes for GPUs and 30 for CPUs, and an epoch may take hours to collect; here it is 10 s."""
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import datetime, time, torch\n"
+        "from insitu.backend.training.ranks import ProcessGroup\n"
+        "torch.distributed.init_process_group('gloo', timeout=datetime.timedelta(seconds=10))\n"
+        "ranks = ProcessGroup(torch.device('cpu'), shards_weights=False)\n"
+        "job = ranks.on_first(lambda: time.sleep(15) or 'a job')\n"
+        "print(f'{ranks.index} {job}\\n', end='', flush=True)\n"
+        "ranks.close()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "0 a job", "1 a job"]
+
+
+async def test_ranks_train_all_weights_and_vllm_samples(
+    model: LoadedModel, tmp_path: Path, groups: list[RankGroup]
+) -> None:
+    """The server reads the checkpoint of the ranks, and its log-probabilities are those of one process's weights."""
+    groups.append(RankGroup(LearnerOptions(processes=2), model, tmp_path / "ranks"))
+    learner = Learner(model, tmp_path / "ranks", group=groups[0], served_here=False)
+    alone = Learner(model, tmp_path / "alone")
+    request = GenerationRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=8, temperature=0.0, ignore_eos=True))
+    async with sampling(model, tmp_path) as parts:
+        parts.folder_of = lambda weights: learner.folder(weights.version) if weights.version else Path(model.source)
+        parts.load_version = lambda weights: learner.load_version(weights.version)
+        parts.vllm.reads_weights = True
+        queue = TrainingQueue(learner, parts.compute, parts.sampler.publish, tmp_path / "ranks")
+        for number in (1, 2):
+            job = queue.submit(
+                f"run/{number}", TrainingSettings(learning_rate=0.01, micro_batch_tokens=64), rows_of(number)
+            )
+            assert job.task is not None
+            await job.task
+            assert (job.state.status, job.state.policy_version) == ("completed", number), job.state.message
+            (output,) = await parts.sampler.complete([request])
+            assert output.version == number
+            version = run(alone, number, learning_rate=0.01)
+            assert version.module is not None
+            ids = torch.tensor([[1, 2, 3, *(token.id for token in output.tokens)]])
+            logprobs = torch.log_softmax(version.module(input_ids=ids).logits[0, 2:-1].float(), -1)
+            expected = logprobs.gather(-1, ids[0, 3:, None])[:, 0].tolist()
+            assert [token.logprob for token in output.tokens] == pytest.approx(expected, abs=1e-4)
 
 
 def rank_processes(order: Path) -> dict[int, int]:

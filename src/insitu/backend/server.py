@@ -106,7 +106,7 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     sampler = _sampler(loaded, options, compute, learners, output_dir)
     retention = functools.partial(apply_retention, sampler, compute)
     jobs = TrainingQueue(learners.default, compute, sampler.publish, output_dir, retention, sampler.check)
-    models = ModelRegistry(PolicyModels(options.name, lambda: learners.default.versions))
+    models = ModelRegistry(PolicyModels(options.name, lambda: learners.default.versions, lambda: sampler.version))
     services = Services(options, loaded, compute, sampler, learners, jobs, models, output_dir)
 
     async def health(request: Request) -> Response:

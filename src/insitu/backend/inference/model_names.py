@@ -28,15 +28,19 @@ class ModelProvider(Protocol):
 
 
 class PolicyModels:
-    """`NAME` for the latest weights of the backend's own policy, `NAME@K` for version K."""
+    """`NAME` for the latest weights of the backend's own policy, `NAME@K` for version K.
 
-    def __init__(self, name: str, versions: Callable[[], Sequence[int]]) -> None:
+    The latest that is `served`: a version that was just trained may not be.
+    """
+
+    def __init__(self, name: str, versions: Callable[[], Sequence[int]], served: Callable[[], int]) -> None:
         self._name = name
         self._versions = versions
+        self._served = served
 
     def find(self, name: str) -> ServedModel | None:
         if name == self._name:
-            return ServedModel(LATEST, self._versions()[-1])
+            return ServedModel(LATEST, self._served())
         policy, _, version = name.rpartition("@")
         if policy == self._name and version.isdecimal() and int(version) in self._versions():
             return ServedModel(WeightVersion(int(version)), int(version))

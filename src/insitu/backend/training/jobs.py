@@ -16,7 +16,7 @@ from insitu.backend.training.batches import Row
 from insitu.backend.training.learner import Learner, TrainedVersion
 from insitu.backend.training.optimizer_loop import Progress
 from insitu.backend.training.retention import ApplyRetention
-from insitu.errors import InsituError, JobFailed, RequestRefused
+from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused, format_error
 from insitu.files import write_file
 from insitu.schemas.training_jobs import JobState, LoRASettings, Retention, TrainingSettings
 
@@ -47,6 +47,8 @@ class TrainingJob:
         """Whether the job failed because of its rows or settings: they made the loss or a weight infinite."""
         self.recording = False
         """Whether new weights are being published and the outcome written to disk: it is too late to cancel."""
+        self.unserved: TrainedVersion | None = None
+        """The result of a failed job that could not be served: the same job sent again serves it."""
         self._changed = asyncio.Event()
 
     @property
@@ -156,10 +158,12 @@ class TrainingQueue:
         rows: Sequence[Row],
         learner: Learner | None = None,
         keep: Retention | None = None,
+        repeats: TrainingJob | None = None,
     ) -> TrainingJob:
         """Queues the job, or returns the existing job with this idempotency key.
 
-        Once it has completed, the checkpoints that `keep` does not keep are deleted; None: all are kept.
+        A job that was trained and not served (`repeats`, or that of the key) is only served. Once it has completed, the
+        checkpoints that `keep` does not keep are deleted; None: all are kept.
         """
         if job := self.find_by_idempotency_key(idempotency_key):
             return job
@@ -168,7 +172,10 @@ class TrainingQueue:
         learner.check(settings)
         self._check_lora(learner.adapters(settings))
         self._forget_oldest()
+        repeats = repeats or self._by_idempotency_key.get(idempotency_key or "")
         job = TrainingJob(idempotency_key, learner)
+        if repeats is not None and repeats.learner is learner:
+            job.unserved = repeats.unserved
         self._add(job)
         job.task = asyncio.create_task(self._train(job, settings, rows, keep), name=job.state.id)
         return job
@@ -219,7 +226,7 @@ class TrainingQueue:
         self, job: TrainingJob, settings: TrainingSettings, rows: Sequence[Row], keep: Retention | None
     ) -> None:
         """Runs the job after all earlier ones; leaves it in a final state, which is on disk before it is shown."""
-        trained: TrainedVersion | None = None
+        trained = job.unserved
         outcome: dict[str, Any] = {}
 
         def train() -> Generator[Progress | None, None, None]:
@@ -236,14 +243,15 @@ class TrainingQueue:
             async with self._lock:
                 job.update(status="running", metrics={"rows": len(rows)})
                 try:
-                    await self._compute.run_interleaved(train(), report)
+                    if trained is None:
+                        await self._compute.run_interleaved(train(), report)
                 except asyncio.CancelledError:
                     if trained is None:
                         raise
                     # The new weights are those that training continues from, so they are served.
                 job.recording = True
                 assert trained is not None
-                await self._publish_weights(WeightVersion(trained.version, job.learner.policy_name), trained.module)
+                await self._serve(job, trained)
                 outcome = _completed(trained)
                 if keep is not None:
                     await self._apply_retention(job.learner, keep)
@@ -259,6 +267,21 @@ class TrainingQueue:
         job.recording = True
         await asyncio.to_thread(self._write_record, job.state.model_copy(update=outcome))
         job.update(**outcome)
+
+    async def _serve(self, job: TrainingJob, trained: TrainedVersion) -> None:
+        """Raises BackendError if the weights cannot be served: then they are kept, for the same job sent again."""
+        latest = job.learner.version  # a later job may have continued from them
+        module = trained.module if trained.version == latest else None
+        try:
+            await self._publish_weights(WeightVersion(latest, job.learner.policy_name), module)
+        except Exception as error:  # re-raised
+            job.unserved = trained._replace(module=None)
+            reason = str(error) if isinstance(error, InsituError) else format_error(error)
+            raise BackendError(
+                f"version {latest} is trained and saved, but not served: {reason}; send the job again to serve it, "
+                "which does not train it again"
+            ) from error
+        job.unserved = None
 
     def _write_record(self, state: JobState) -> None:
         """The record names its checkpoint relative to the output_dir, which may be moved."""

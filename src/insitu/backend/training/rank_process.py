@@ -71,7 +71,7 @@ def main(order_file: Path) -> None:
             except JobFailed as error:  # raised on all ranks alike
                 server.send({"failed": str(error)})
     finally:
-        dist.destroy_process_group()
+        ranks.close()
 
 
 def _trained(learner: Learner, job: dict[str, Any], server: _Server) -> dict[str, Any]:

@@ -5,6 +5,7 @@ So gradients and sums are added over the ranks, never averaged, however unequal 
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,6 +19,9 @@ from insitu.schemas.training_jobs import TrainingSettings
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
+
+_WAIT = timedelta(days=20)
+"""As long as gloo can count. A rank that has ended is noticed by its closed connections."""
 
 
 class Ranks:
@@ -84,6 +88,13 @@ class ProcessGroup(Ranks):
         self.shards_weights = shards_weights
         self._dist = dist
         self._mesh = init_device_mesh(device.type, (self.count,))
+        # Of CPU data, and without torch's time limit: rank 0 may wait hours for a job, or write a large file.
+        self._control = dist.new_group(backend="gloo", timeout=_WAIT)
+
+    def close(self) -> None:
+        """Ends the connections to the other ranks; torch may abort a process that still holds a group when it ends."""
+        self._control = None
+        self._dist.destroy_process_group()
 
     def sum(self, tensor: Tensor) -> Tensor:
         self._dist.all_reduce(tensor)
@@ -99,7 +110,7 @@ class ProcessGroup(Ranks):
 
     def merge(self, values: dict[K, V]) -> dict[K, V]:
         parts: list[Any] = [None] * self.count
-        self._dist.all_gather_object(parts, values)
+        self._dist.all_gather_object(parts, values, self._control)
         return {key: value for part in parts for key, value in part.items()}
 
     def on_first(self, function: Callable[[], T]) -> T:
@@ -109,7 +120,7 @@ class ProcessGroup(Ranks):
                 outcome[0] = function()
             except Exception as error:  # raised below, on all ranks
                 outcome[1] = error
-        self._dist.broadcast_object_list(outcome)
+        self._dist.broadcast_object_list(outcome, group=self._control)
         if outcome[1] is not None:
             raise outcome[1]
         result: T = outcome[0]
@@ -122,7 +133,7 @@ class ProcessGroup(Ranks):
         except Exception as raised:  # raised below, on all ranks
             error = raised
         errors: list[Exception | None] = [None] * self.count
-        self._dist.all_gather_object(errors, error)
+        self._dist.all_gather_object(errors, error, self._control)
         if (first := next(filter(None, errors), None)) is not None:
             raise first
 

@@ -11,7 +11,7 @@ import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from insitu.backend.inference.sampler import WeightVersion, canonical
 from insitu.backend.vllm.replica import STARTED_WITH, Replica, WrongWeights
@@ -25,6 +25,8 @@ WATCH_SECONDS = 2.0
 """Interval of the health checks."""
 LONGEST_DELAY = 60.0
 """Between attempts to use a server that responds, but cannot be used."""
+_MOST_DOUBLINGS = 32
+"""Of that delay: more would be too large for a float."""
 WAIT_SECONDS = 600.0
 """How long completions and new versions wait for a server."""
 MAX_STARTS = 3
@@ -87,7 +89,11 @@ class Fleet:
         """Returns when all servers are ready. Raises BackendError if one cannot be used."""
         for server in self._servers:
             await asyncio.to_thread(server.start)
-        await asyncio.gather(*(self._first_check(index) for index in range(len(self.replicas))))
+        checks = [asyncio.create_task(self._first_check(index)) for index in range(len(self.replicas))]
+        try:
+            await asyncio.gather(*checks)
+        finally:
+            await cancelled(checks)
         for index, replica in enumerate(self.replicas):
             self._watching.append(asyncio.create_task(self._watch(index), name=f"watch {replica.name}"))
 
@@ -106,9 +112,7 @@ class Fleet:
             raise BackendError(f"sampler: {error}") from error
 
     async def close(self) -> None:
-        for task in self._watching:
-            task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
+        await cancelled(self._watching)
         for replica in self.replicas:
             await replica.close()
         for server in self._servers:
@@ -142,14 +146,16 @@ class Fleet:
             replica = self._router.choose(prompt, loads)
             if not place.is_adapter or weights in replica.adapters:
                 return replica
-            await self._change(replica, lambda replica: self._load_adapter(replica, weights))
+            if self._is_latest(weights):
+                await self._change(replica, lambda replica: self._load_adapter(replica, weights))
+            else:
+                await self._load_older(replica, weights)
 
     async def failed(self, replica: Replica, error: BackendError) -> None:
         """A completion has failed: leaves the server out, unless it responds and the reason may have been transient."""
-        if isinstance(error, BackendUnavailable) and not isinstance(error, WrongWeights):
-            with contextlib.suppress(InsituError):
-                await replica.check_health()
-                return
+        may_be_transient = isinstance(error, BackendUnavailable) and not isinstance(error, WrongWeights)
+        if may_be_transient and await replica.responds():
+            return
         await replica.leave_out(str(error))
         self._notify()
 
@@ -157,9 +163,10 @@ class Fleet:
         return replica.adapters.get(weights, replica.model)
 
     async def publish(self, weights: WeightVersion, fingerprint: list[float]) -> None:
-        """Returns when a server has the weights, or after `WAIT_SECONDS`: the others get them when they can.
+        """Returns when a server has the weights: the others get them when they can.
 
-        Raises BackendError if all servers refuse them.
+        Raises BackendError if all servers refuse them, or none responds for `WAIT_SECONDS`. Versions of all weights,
+        and those that no server has responded to, are the latest even so: calls wait for them.
         """
         assert weights.version is not None
 
@@ -181,7 +188,7 @@ class Fleet:
             try:
                 await self.acquire(canonical(weights.version, weights.policy), ())
             except BackendUnavailable as error:
-                logger.error("version %d is trained, but not served: %s", weights.version, error)
+                raise BackendError(f"no vLLM server takes version {weights.version}: {error}") from error
 
     async def retire(self, weights: WeightVersion) -> None:
         if weights.version is None:
@@ -202,22 +209,12 @@ class Fleet:
         folder = self._folder_of(weights)
         if (folder / "adapter_config.json").is_file():
             return Place(None, folder.resolve(), True)
-        return Place(weights if weights.version else None, folder, False)
+        return Place(weights if weights.version else None, folder.resolve() if folder.exists() else folder, False)
 
     async def _raise_if_refused(self, weights: WeightVersion, errors: Sequence[InsituError | None]) -> None:
         """Raises BackendError if none of the servers took a version, although one responds."""
-        if not errors or None in errors:
-            return
-        if await self._any_responds():
-            problem = f"version {weights.version} is trained and saved, but cannot be served"
-            raise BackendError(f"{problem}: {errors[0]}")
-
-    async def _any_responds(self) -> bool:
-        for replica in self.replicas:
-            with contextlib.suppress(InsituError):
-                await replica.check_health()
-                return True
-        return False
+        if errors and None not in errors and any([await each.responds() for each in self.replicas]):
+            raise BackendError(f"no vLLM server takes version {weights.version}: {errors[0]}")
 
     async def _on_each(self, change: Callable[[Replica], Awaitable[None]]) -> list[InsituError | None]:
         return await asyncio.gather(*(self._change(replica, change) for replica in self.replicas if replica.ready))
@@ -234,6 +231,18 @@ class Fleet:
         finally:
             self._notify()
         return None
+
+    async def _load_older(self, replica: Replica, weights: WeightVersion) -> None:
+        """Raises the error of a server that responds: it still serves the latest version, so it is not left out."""
+        try:
+            async with replica.lock:
+                await self._load_adapter(replica, weights)
+        except InsituError as error:
+            if isinstance(error, RequestRefused) or await replica.responds():
+                raise
+            await replica.leave_out(str(error))
+        finally:
+            self._notify()
 
     async def _load_adapter(self, replica: Replica, weights: WeightVersion) -> None:
         if weights not in replica.adapters:
@@ -253,7 +262,7 @@ class Fleet:
             raise BackendError(f"{replica.name} cannot load weights: start it with VLLM_SERVER_DEV_MODE=1")
         weights = self._base or WeightVersion(0)
         name = self._new_name(weights)
-        with model_files(self._folder_of(weights), self._scratch / name) as folder:
+        with model_files(self._place(weights).folder, self._scratch / name) as folder:
             await replica.reload(self._base, folder, name)
 
     async def _replace_base(self, replica: Replica) -> None:
@@ -292,6 +301,7 @@ class Fleet:
                 await self._probe(replica, self.model_name(replica, WeightVersion(0)))
             replica.take_back()
             self._starts[replica] = self._failures[replica] = 0
+            self._retry_at.pop(replica, None)
         self._notify()
 
     async def _watch(self, index: int) -> None:
@@ -314,7 +324,7 @@ class Fleet:
             now = asyncio.get_running_loop().time()
             waits = now < self._retry_at.get(replica, now) or replica.lock.locked()
             if (not replica.ready or replica.base != self._base) and not waits:
-                self._failures[replica] += 1
+                self._failures[replica] = min(self._failures[replica] + 1, _MOST_DOUBLINGS)
                 self._retry_at[replica] = now + min(LONGEST_DELAY, 2.0 ** self._failures[replica])
                 await self._prepare(replica)
         except Exception as error:  # also an answer of another shape: the server must be checked again
@@ -340,7 +350,15 @@ class Fleet:
                 await self._changed.wait()
         except TimeoutError:
             problems = "; ".join(each.problem for each in self.replicas if each.problem)
-            raise BackendUnavailable(f"no vLLM server is ready: {problems}") from None
+            within = "" if given_up else f" within {WAIT_SECONDS:g} s"
+            raise BackendUnavailable(f"no vLLM server is ready{within}: {problems}") from None
+
+
+async def cancelled(tasks: Sequence["asyncio.Task[Any]"]) -> None:
+    """Cancels tasks, and returns when they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _failure(replica: Replica, error: Exception) -> InsituError:

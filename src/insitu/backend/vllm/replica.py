@@ -107,6 +107,13 @@ class Replica:
         """Raises BackendUnavailable if it does not respond."""
         await self._json("GET", "/health")
 
+    async def responds(self) -> bool:
+        try:
+            await self.check_health()
+        except InsituError:
+            return False
+        return True
+
     async def inspect(self, max_length: int) -> None:
         """Finds out what it offers. Raises BackendError if that is not enough."""
         try:

@@ -28,7 +28,7 @@ from insitu.backend.inference.sampler import (
 from insitu.backend.inference.sampling import GenerationRequest
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.model import LoadedModel
-from insitu.backend.vllm.fleet import Fleet
+from insitu.backend.vllm.fleet import Fleet, cancelled
 from insitu.backend.vllm.probe import check_answers, check_weights, fingerprint
 from insitu.backend.vllm.replica import STARTED_WITH, Overloaded, Replica, WrongWeights
 from insitu.backend.vllm.requests import request_body, sampled_tokens, weight_tags
@@ -155,7 +155,7 @@ class VllmSampler:
             try:
                 outputs = await asyncio.gather(*tasks)
             finally:
-                await _cancel(tasks)
+                await cancelled(tasks)
         self.num_completed += len(outputs)
         return outputs
 
@@ -186,7 +186,7 @@ class VllmSampler:
                         self.num_completed += 1
                     yield index, output
             finally:
-                await _cancel(tasks)
+                await cancelled(tasks)
 
     @contextmanager
     def _counted(self, count: int, weights: WeightVersion) -> Iterator[None]:
@@ -293,9 +293,3 @@ class VllmSampler:
 
 def _other_weights(replica: Replica, model: Any, choice: dict[str, Any]) -> str:
     return f"{replica.name} has sampled from other weights than asked for: {model}, {sorted(weight_tags(choice))}"
-
-
-async def _cancel(tasks: Sequence["asyncio.Task[Any]"]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -151,5 +151,20 @@ def _environment(gpus: list[int] | None) -> dict[str, str]:
     environment = {key: value for key, value in os.environ.items() if key not in secret}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
     if gpus is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        environment["CUDA_VISIBLE_DEVICES"] = visible_devices(gpus)
     return environment
+
+
+def visible_devices(gpus: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for a process: `gpus` are numbers among those that this process may use, as torch has them.
+
+    Raises BackendError if there are not as many.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return ",".join(map(str, gpus))
+    visible = [name.strip() for name in given.split(",") if name.strip()]
+    if max(gpus) >= len(visible):
+        problem = f"but {len(visible)} GPUs are visible (CUDA_VISIBLE_DEVICES is {given!r})"
+        raise BackendError(f"sampler.gpus is {list(gpus)}, {problem}")
+    return ",".join(visible[gpu] for gpu in gpus)

@@ -134,7 +134,9 @@ class ArtJobs:
         lora = plan.settings.lora or registered.learner.lora
         settings = plan.settings.model_copy(update={"steps_per_iteration": batch.sequences or None, "lora": lora})
         step = registered.step
-        job = self._queue.submit(request.job_key, settings, batch.rows, registered.learner)
+        latest = self._latest.get(request.model.key)
+        repeats = latest.job if latest is not None and latest.digest == request.digest else None
+        job = self._queue.submit(request.job_key, settings, batch.rows, registered.learner, repeats=repeats)
         art_job = ArtJob(job, request.model, _counts(groups, batch, settings), batch.dropped, request.digest)
         self._jobs[job.state.id] = self._latest[request.model.key] = art_job
         await registered.metrics_log.log(step, "train", groups)
