@@ -49,6 +49,7 @@ ORDER = [
     "plugin_api",
     "adapters",
     "executors",
+    "view",
     "cli",
 ]
 # Leaves: nothing imports them, except the one module that lists or mounts them.
@@ -58,6 +59,7 @@ INTEGRATIONS = {
     "adapters/native": None,
     "adapters/customizer": None,
     "executors": None,
+    "view": "cli/view.py",
     "backend/protocols/art": None,
     "backend/protocols/native": None,
     "backend/vllm": "backend/server.py",
