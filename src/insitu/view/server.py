@@ -17,11 +17,14 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from insitu.errors import RequestRefused
 from insitu.evaluation.run import dump_json
 from insitu.gateway.listener import guard, server_runner
 from insitu.http_access import AccessPolicy
 from insitu.http_format import format_event, http_url
 from insitu.redaction import redact_bytes
+from insitu.view.indexes import IndexedRun, Indexes
+from insitu.view.lists import episode_query, group_query, number
 from insitu.view.opened import OpenedFolder
 from insitu.view.overview import Overview, one_run
 from insitu.view.watcher import Watcher
@@ -48,6 +51,7 @@ class ViewServer:
         self._access = access or AccessPolicy()
         self._overview = Overview(opened)
         self._watcher = Watcher(opened)
+        self._indexes = Indexes()
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[str]:
@@ -59,6 +63,10 @@ class ViewServer:
         app.router.add_static("/static", STATIC)
         app.router.add_get("/api/runs", self._runs)
         app.router.add_get("/api/run", self._run)
+        app.router.add_get("/api/groups", self._groups)
+        app.router.add_get("/api/episodes", self._episodes)
+        app.router.add_get("/api/group", self._group)
+        app.router.add_get("/api/episode", self._episode)
         app.router.add_get("/api/events", self._events)
         runner = server_runner(app, shutdown_timeout=0.5)
         await runner.setup()
@@ -67,13 +75,48 @@ class ViewServer:
             yield http_url(host, runner.addresses[0][1])
         finally:
             await runner.cleanup()
+            await asyncio.to_thread(self._indexes.close)
 
     async def _runs(self, request: web.Request) -> web.Response:
         return await _json(self._overview.all_runs)
 
     async def _run(self, request: web.Request) -> web.Response:
         run = request.query.get("run", ".")
-        return await _json(lambda: one_run(run, self._opened.path(run)))
+
+        def read() -> dict[str, Any]:
+            path = self._opened.path(run)
+            answer = one_run(run, path)
+            answer["problems"] += self._indexes.problems(path)
+            return answer
+
+        return await _json(read)
+
+    async def _groups(self, request: web.Request) -> web.Response:
+        query = group_query(request.query)
+        return await self._from_index(request, lambda run: run.lists.groups(query))
+
+    async def _episodes(self, request: web.Request) -> web.Response:
+        query = episode_query(request.query)
+        return await self._from_index(request, lambda run: run.lists.episodes(query))
+
+    async def _group(self, request: web.Request) -> web.Response:
+        epoch, row = number(request.query, "epoch", int), request.query.get("row")
+        if epoch is None or row is None:
+            missing = "epoch" if epoch is None else "row"
+            raise RequestRefused(f"{missing} is missing", param=missing, code="missing_value")
+        return await self._from_index(request, lambda run: run.pages.group(epoch, row))
+
+    async def _episode(self, request: web.Request) -> web.Response:
+        if (name := request.query.get("episode")) is None:
+            raise RequestRefused("episode is missing", param="episode", code="missing_value")
+        return await self._from_index(request, lambda run: run.pages.episode(name))
+
+    async def _from_index(self, request: web.Request, read: Callable[[IndexedRun], Any]) -> web.Response:
+        """What is read with the index of the request's run, which is brought up to date first if that takes no time."""
+        run = request.query.get("run", ".")
+        path = await asyncio.to_thread(self._opened.path, run)
+        indexed = await asyncio.to_thread(self._indexes.open, path)
+        return await _json(lambda: read(indexed))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Streams changes until the client disconnects."""
