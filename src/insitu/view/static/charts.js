@@ -1,7 +1,7 @@
 /** Curves over epochs, drawn by uPlot in the colours of the stylesheet. */
 
 import { fill, h, style } from "./dom.js";
-import { isNumber, number } from "./format.js";
+import { isNumber, number, score } from "./format.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
 /**
@@ -87,7 +87,7 @@ export class ChartCard {
       },
       axes: [
         { stroke: ink, font, size: 22, gap: 3, grid: { show: false }, ticks: { stroke: rule, size: 4 }, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000], space: 36 },
-        { stroke: ink, font, size: 52, gap: 4, grid: { stroke: rule, width: 1 }, ticks: { show: false }, space: 34, values: (_, splits) => splits.map(format) },
+        { stroke: ink, font, size: 52, gap: 4, grid: { stroke: rule, width: 1 }, ticks: { show: false }, space: 34, values: (_, splits) => splits.map(tick(splits, format)) },
       ],
       hooks: { setCursor: [(plot) => this.show(plot.cursor.idx ?? null)] },
     };
@@ -151,8 +151,17 @@ function columns(curves) {
 function padded(min, max, from_zero) {
   if (min == null || max == null) return [0, 1];
   const low = from_zero ? Math.min(min, 0) : min;
-  const room = (max - low) * 0.08 || Math.abs(max) * 0.1 || 1;
+  const least = Math.abs(max) * 1e-3; // a curve that does not change is drawn flat
+  const room = max - low < least ? least : (max - low) * 0.08 || 1;
   return [from_zero && low === 0 ? 0 : low - room, max + room];
+}
+
+/** Prints the numbers of an axis with equally many decimals. @param {number[]} splits @param {(value: any) => string} format */
+function tick(splits, format) {
+  if (format !== number && format !== score) return format;
+  const step = Math.abs((splits[1] ?? 1) - (splits[0] ?? 0));
+  const decimals = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9));
+  return decimals > 4 || Math.abs(splits[0]) >= 1000 ? number : (/** @type {number} */ value) => value.toFixed(decimals).replace("-", "−");
 }
 
 /** What a chart shows in a sentence, for those who do not see it. @param {Chart} chart */

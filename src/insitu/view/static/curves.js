@@ -11,6 +11,9 @@ import { metricGroups } from "./metrics.js";
 
 const COLOURS = ["--blue", "--vermilion", "--green", "--purple", "--amber", "--sky", "--brown", "--ink"];
 
+/** The metrics beside the score: the first four that the run has. */
+const FIRST = ["rewards/margins", "rewards/accuracies", "kl", "entropy", "frac_reward_zero_std", "completions_mean_length", "loss", "grad_norm"];
+
 /** The charts of a page. */
 export class Curves {
   /** @param {(epoch: number) => void} pick */
@@ -43,13 +46,16 @@ export class Curves {
     this.close();
     this.layout = layout;
     const several = runs.length > 1;
+    const metrics = groups.flatMap(([, all]) => all);
+    const first = FIRST.map((key) => metrics.find((metric) => metric.key === key)).filter((metric) => metric != null).slice(0, 4);
     const lead = [];
     if (hasScores(runs)) lead.push(this.card("score", several ? "Held-out score" : "Held-out score and training reward", { help: "The band is the 95 % confidence interval of the held-out score.", format: score, tall: true }));
     if (several || !hasScores(runs)) lead.push(this.card("reward", "Training reward", { help: "mean over the episodes of an epoch", format: score, tall: true }));
     const open = { Training: true, Preferences: true, Episodes: true };
-    fill(this.node, several ? runLegend(runs) : scoreLegend(runs[0]), h("div", { class: "lead" }, lead),
-      groups.map(([name, metrics]) => h("details", { class: "chart-group", open: name in open || several }, h("summary", {}, h("h3", {}, name)),
-        h("div", { class: "charts" }, metrics.map((metric) => this.card(metric.key, metric.title, metric))))));
+    fill(this.node, several ? runLegend(runs) : scoreLegend(runs[0]), h("div", { class: "lead" }, lead, h("div", { class: "first" }, first.map((metric) => this.card(metric.key, metric.title, metric)))),
+      groups.map(([name, all]) => [name, all.filter((metric) => !first.includes(metric))]).filter(([, all]) => all.length).map(([name, all]) =>
+        h("details", { class: "chart-group", open: name in open || several }, h("summary", {}, h("h3", {}, name)),
+          h("div", { class: "charts" }, all.map((metric) => this.card(metric.key, metric.title, metric))))));
   }
 
   /** @param {string} key @param {string} title @param {Partial<import("./charts.js").Chart>} options */

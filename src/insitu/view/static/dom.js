@@ -1,6 +1,6 @@
 /** Builds elements. What comes from a run only ever becomes a text node or an attribute's value, never markup. */
 
-/** @typedef {Node | string | number | null | undefined | false} Child */
+/** @typedef {Node | string | number | null | undefined | false | Child[]} Child */
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -43,7 +43,7 @@ function setAttributes(element, attributes) {
 
 /** @param {Node} parent @param {(Child | Child[])[]} children */
 export function append(parent, children) {
-  for (const child of children.flat()) {
+  for (const child of children.flat(Infinity)) {
     if (child == null || child === false || child === "") continue;
     parent.appendChild(child instanceof Node ? child : document.createTextNode(String(child)));
   }

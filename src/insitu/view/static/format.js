@@ -34,8 +34,9 @@ export function score(value) {
 /** With its sign. @param {any} value @param {number} [digits] */
 export function signed(value, digits = 3) {
   if (!isNumber(value)) return ABSENT;
-  const text = minus(value.toFixed(digits));
-  return value > 0 ? `+${text}` : text;
+  const text = value.toFixed(digits);
+  if (Number(text) === 0) return text.replace("-", "");
+  return value > 0 ? `+${text}` : minus(text);
 }
 
 /** @param {string} text */

@@ -101,7 +101,7 @@ export function oneLine(text, limit) {
 
 /** Fields of a message that are shown nowhere else. @param {Message} message */
 export function furtherFields(message) {
-  const shown = new Set(["role", "content", "tool_calls", "reasoning", "reasoning_content", "call", "name", "tool_call_id"]);
+  const shown = new Set(["role", "content", "tool_calls", "reasoning", "reasoning_content", "call", "conversation", "name", "tool_call_id"]);
   const rest = Object.entries(message).filter(([key, value]) => !shown.has(key) && value != null && !(Array.isArray(value) && !value.length));
   return rest.length ? folded(h("span", { class: "muted" }, rest.map(([key]) => key).join(", ")), h("pre", {}, JSON.stringify(Object.fromEntries(rest), null, 2))) : null;
 }

@@ -14,8 +14,8 @@ const LONGEST = 20000;
 
 /** All messages of an episode; the first of each further conversation is marked. @param {Episode} episode */
 export function messagesOf(episode) {
-  const conversations = episode.conversations ?? (episode.dialogue ? [episode.dialogue] : []);
-  return conversations.flatMap((/** @type {any[]} */ messages, /** @type {number} */ number) => messages.map((message, index) => ({ ...message, begins: number > 0 && index === 0 })));
+  const messages = episode.dialogue ?? [];
+  return messages.map((/** @type {any} */ message, /** @type {number} */ index) => ({ ...message, begins: index > 0 && message.conversation !== messages[index - 1].conversation }));
 }
 
 /**

@@ -92,7 +92,8 @@ export class LongTable {
     style(this.body, { height: `${this.total * ROW}px` });
     this.scroller.classList.toggle("short", this.total * ROW < 420);
     this.scroller.querySelector("[role=table]")?.setAttribute("aria-rowcount", String(this.total + 1));
-    this.status.textContent = this.total ? `${count(this.total)} ${this.total === 1 ? "row" : "rows"}${this.table.note?.(answer) ?? ""}` : this.table.empty;
+    const note = this.table.note?.(answer) ?? "";
+    this.status.textContent = this.total ? `${count(this.total)} ${this.total === 1 ? "row" : "rows"}${note}` : note || this.table.empty;
     this.schedule();
   }
 

@@ -3,7 +3,7 @@
 import { get } from "../api.js";
 import { conversation, failedCalls } from "../chat.js";
 import { append, fill, h } from "../dom.js";
-import { ABSENT, count, duration, plain, plural, score, signed } from "../format.js";
+import { ABSENT, count, duration, isNumber, plain, plural, score, signed } from "../format.js";
 import { address, episodeLabel, link, toEpisode, toGroup, toRun } from "../links.js";
 import { longText } from "../messages.js";
 import { choice, definitions, fact, failure, outcomeBadge, problems } from "../parts.js";
@@ -19,6 +19,7 @@ export async function episodePage({ parameters, signal, go }) {
   const name = parameters.get("episode") ?? "";
   const asked = parameters.get("colour");
   let answer = await get("episode", { run, episode: name, changed: asked === "changed" ? 1 : 0 }, signal);
+  withAdvantages(answer);
   const { record } = answer;
   const trained = answer.calls.some((/** @type {any} */ call) => call.advantage != null);
   const view = { colour: /** @type {import("../tokens.js").Colour} */ (asked ?? (trained ? "advantage" : "logprob")), bound: advantageBound(answer.calls) };
@@ -41,6 +42,7 @@ export async function episodePage({ parameters, signal, go }) {
     if (answer.calls.some((/** @type {any} */ call) => call.tokens?.some((/** @type {any} */ token) => token.newest != null))) return;
     status.textContent = "Asking the newest weights …";
     answer = await get("episode", { run, episode: name, changed: 1 }, signal);
+    withAdvantages(answer);
     let next = 0;
     for (const text of texts) text.tokens = answer.calls[callOrder[next++]].tokens;
     status.textContent = answer.changed_problem ?? "";
@@ -95,6 +97,11 @@ export async function episodePage({ parameters, signal, go }) {
   };
 }
 
+/** Gives the tokens of a trained call its advantage. @param {Answer} answer */
+function withAdvantages(answer) {
+  for (const call of answer.calls) for (const token of call.tokens ?? []) token.advantage ??= call.trained ? call.advantage : null;
+}
+
 /** @param {string} run @param {any} record @returns {[string, string | null][]} */
 function crumbs(run, record) {
   return [["Runs", "/runs"], [run === "." ? "run" : run, toRun(run)], [`epoch ${record.epoch}`, address("/run", { run, epoch: record.epoch })], [record.row_id, toGroup(run, record)], [episodeLabel(record), null]];
@@ -103,10 +110,10 @@ function crumbs(run, record) {
 /** @param {string} run @param {Answer} answer @param {(href: string) => void} go @returns {import("../keys.js").Shortcut[]} */
 function moves(run, answer, go) {
   const colour = () => new URLSearchParams(location.search).get("colour");
-  const to = (/** @type {any} */ target) => () => target && go(target.episode ? toEpisode(run, target.episode, { colour: colour() }) : toGroup(run, target));
+  const to = (/** @type {string | null} */ target) => () => target && go(toEpisode(run, target, { colour: colour() }));
   return [
-    { keys: ["j", "ArrowRight"], what: "next episode of the group", run: to(answer.next) },
-    { keys: ["k", "ArrowLeft"], what: "previous episode of the group", run: to(answer.previous) },
+    { keys: ["j", "ArrowRight"], what: "next episode", run: to(answer.next) },
+    { keys: ["k", "ArrowLeft"], what: "previous episode", run: to(answer.previous) },
     { keys: ["J", "n"], what: "next group", run: to(answer.next_group) },
     { keys: ["K", "p"], what: "previous group", run: to(answer.previous_group) },
     { keys: ["]"], what: "the same row in the next epoch", run: to(answer.next_epoch) },
@@ -118,13 +125,13 @@ function moves(run, answer, go) {
 /** @param {string} run @param {Answer} answer */
 function head(run, answer) {
   const { record } = answer;
-  const step = (/** @type {any} */ target, /** @type {string} */ text, /** @type {string} */ label) =>
-    target ? link(target.episode ? toEpisode(run, target.episode) : toGroup(run, target), { class: "button", "aria-label": label, title: label }, text) : h("span", { class: "button off", "aria-hidden": "true" }, text);
+  const step = (/** @type {string | null} */ target, /** @type {string} */ text, /** @type {string} */ label) =>
+    target ? link(toEpisode(run, target), { class: "button", "aria-label": label, title: label }, text) : h("span", { class: "button off", "aria-hidden": "true" }, text);
   return h("header", { class: "page-head" },
     h("div", { class: "title-line" },
       h("h1", {}, record.row_id, " ", h("span", { class: "muted" }, episodeLabel(record))),
       h("nav", { class: "steps", "aria-label": "Other episodes" },
-        step(answer.previous, "‹ episode", "Previous episode of the group (k)"), step(answer.next, "episode ›", "Next episode of the group (j)"),
+        step(answer.previous, "‹ episode", "Previous episode (k)"), step(answer.next, "episode ›", "Next episode (j)"),
         step(answer.previous_epoch, "‹ epoch", "The same row in the previous epoch ([)"), step(answer.next_epoch, "epoch ›", "The same row in the next epoch (])"))),
     record.outcome === "failed" ? failure(`The episode failed: ${record.reason ?? "no reason is recorded"}`, record.error) : record.error ? failure(`No reward: ${record.reason ?? "no reason is recorded"}`, record.error) : null,
     problems(answer.problems),
@@ -139,9 +146,10 @@ function head(run, answer) {
 
 /** @param {Answer} answer */
 function comparedWithGroup(answer) {
-  const group = answer.group;
-  if (!group?.rewards?.length) return null;
-  return [rewardDots(group.rewards, [Math.min(...group.rewards), Math.max(...group.rewards)]), `group mean ${score(group.mean)}`];
+  const rewards = (answer.group?.episodes ?? []).map((/** @type {any} */ each) => each.reward).filter(isNumber);
+  if (!rewards.length) return null;
+  const mean = rewards.reduce((/** @type {number} */ sum, /** @type {number} */ each) => sum + each, 0) / rewards.length;
+  return [rewardDots(rewards, [Math.min(...rewards), Math.max(...rewards)]), `group mean ${score(mean)}`];
 }
 
 /** @param {Answer} answer */
@@ -155,7 +163,7 @@ function advantage(answer) {
 /** @param {Answer} answer */
 function trainedText(answer) {
   const trained = answer.calls.filter((/** @type {any} */ call) => call.trained).length;
-  return answer.calls.length ? `${trained} of ${plural(answer.calls.length, "call")} trained` : null;
+  return answer.training ?? (answer.calls.length ? `${trained} of ${plural(answer.calls.length, "call")} trained` : null);
 }
 
 /** @param {string} run @param {Answer} answer */
@@ -165,7 +173,7 @@ function side(run, answer) {
   const rescores = answer.rescores ?? [];
   return [
     scores.length || record.reasoning != null ? h("section", { "aria-label": "Scores" }, h("h2", {}, "Scores"), scores.length ? definitions(scores.map(([name, value]) => [name, score(value)])) : null,
-      record.reasoning != null ? h("div", { class: "judgement" }, typeof record.reasoning === "string" ? longText(record.reasoning) : h("pre", {}, JSON.stringify(record.reasoning, null, 2))) : null) : null,
+      record.reasoning != null ? h("div", { class: "judgement" }, h("span", { class: "small muted" }, "The evaluator's reasoning"), typeof record.reasoning === "string" ? longText(record.reasoning) : h("pre", {}, JSON.stringify(record.reasoning, null, 2))) : null) : null,
     rescores.length ? h("section", { "aria-label": "Scored later" }, h("h2", {}, "Scored later"), definitions(rescores.map((/** @type {any} */ each) => [each.evaluator, each.error ?? score(each.score)]))) : null,
     record.output != null ? h("section", { "aria-label": "Answer" }, h("h2", {}, "Answer"), typeof record.output === "string" ? longText(record.output) : foldedJson(record.output)) : null,
     record.candidates?.length ? h("section", { "aria-label": "Candidates" }, h("h2", {}, `Candidates (${record.candidates.length})`), candidates(record.candidates)) : null,

@@ -104,7 +104,7 @@ function bounds(episodes) {
 function header(run, key, answer) {
   const { rewards } = bounds(answer.episodes);
   const mean = rewards.length ? rewards.reduce((sum, each) => sum + each, 0) / rewards.length : null;
-  const std = mean == null ? null : Math.sqrt(rewards.reduce((sum, each) => sum + (each - mean) ** 2, 0) / rewards.length);
+  const std = mean == null || rewards.length < 2 ? null : Math.sqrt(rewards.reduce((sum, each) => sum + (each - mean) ** 2, 0) / (rewards.length - 1));
   const step = (/** @type {any} */ target, /** @type {string} */ text, /** @type {string} */ label) =>
     target ? link(toGroup(run, target), { class: "button", "aria-label": label, title: label }, text) : h("span", { class: "button off", "aria-hidden": "true" }, text);
   const dropped = answer.episodes.filter((/** @type {any} */ each) => each.dropped || each.reward == null).length;

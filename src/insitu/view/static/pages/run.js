@@ -29,7 +29,8 @@ export async function runPage({ parameters, signal, go }) {
     if (now !== drawn) {
       drawn = now;
       const [run] = runs;
-      fill(head, compared.length ? comparison(runs) : header(run), compareWith(name, compared, others.runs, go));
+      const adding = compareWith(name, compared, others.runs, go);
+      fill(head, compared.length ? comparison(runs, adding) : header(run, adding));
       curves.node.hidden = !runs.some((each) => each.epochs.length || each.validations.length);
       curves.update(runs);
       if (compared.length) return;
@@ -62,13 +63,13 @@ export async function runPage({ parameters, signal, go }) {
   };
 }
 
-/** @param {Details} run */
-function header(run) {
+/** @param {Details} run @param {Node | null} adding a control to compare it with another */
+function header(run, adding) {
   const { summary } = run;
   const last = run.epochs.at(-1);
   const origin = [summary.method, summary.model, summary.started && `started ${when(summary.started)}`, summary.written && `last written ${when(summary.written)}`].filter(Boolean).join(" · ");
   return [
-    h("header", { class: "page-head" }, h("h1", {}, summary.name, " ", stateBadge(summary.status)), h("p", { class: "sub" }, origin)),
+    h("header", { class: "page-head" }, h("div", { class: "title-line" }, h("h1", {}, summary.name, " ", stateBadge(summary.status)), adding), h("p", { class: "sub" }, origin)),
     summary.error ? failure(summary.status === "interrupted" ? "The run was interrupted" : "The run failed", summary.error) : null,
     summary.status === "killed" ? failure("The process of this run ended without recording why", run.resume) : null,
     problems(run.problems),
@@ -78,7 +79,7 @@ function header(run) {
       fact("Epochs", `${count(summary.epoch ?? (last ? last.epoch : null))} / ${count(summary.epochs)}`, [bar(summary.epoch ?? 0, summary.epochs ?? 0), remaining(run)]),
       fact("Trained tokens", compact(summary.tokens), throughput(run)),
       fact("Time", duration(summary.seconds), "of complete epochs"),
-      fact("Learning from", percent(learning(run)), "of the last epoch's episodes")),
+      fact("Trained episodes", percent(learning(run)), last ? `of those with a reward, epoch ${last.epoch}` : null)),
   ];
 }
 
@@ -95,7 +96,7 @@ function scoreFact(run) {
   const gain = isNumber(summary.first_score) && best.epoch ? `${signed(best.avg_reward - summary.first_score)} since epoch 0` : "before training";
   return h("div", { class: "fact lead-fact" }, h("dt", {}, "Held-out score"),
     h("dd", {}, h("span", { class: "figure" }, best.epoch ? arrow(score(summary.first_score), score(best.avg_reward)) : score(best.avg_reward)),
-      h("span", { class: "remark" }, `${best.epoch ? `best, epoch ${best.epoch}` : ""} ${gain}`.trim(), interval && h("br"), interval)));
+      h("span", { class: "remark" }, [best.epoch ? `best, epoch ${best.epoch}` : null, gain].filter(Boolean).join(" · "), interval && h("br"), interval)));
 }
 
 /** @param {Details} run */
@@ -132,8 +133,8 @@ function rewardRange(epochs) {
   return low.length && high.length ? [Math.min(...low), Math.max(...high)] : [0, 1];
 }
 
-/** @param {Details[]} runs */
-function comparison(runs) {
+/** @param {Details[]} runs @param {Node | null} adding a control to add another */
+function comparison(runs, adding) {
   const rows = [
     ["State", (/** @type {Details} */ run) => stateBadge(run.summary.status)],
     ["Held-out score, first → best", (/** @type {Details} */ run) => arrow(score(run.summary.first_score), score(run.summary.best_score))],
@@ -144,7 +145,7 @@ function comparison(runs) {
   ];
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings ?? {})))].filter((key) => new Set(runs.map((run) => JSON.stringify(run.settings?.[key]))).size > 1);
   return [
-    h("header", { class: "page-head" }, h("h1", {}, `${runs.length} runs compared`)),
+    h("header", { class: "page-head title-line" }, h("h1", {}, `${runs.length} runs compared`), adding),
     runs.flatMap((run) => problems(run.problems) ?? []),
     h("div", { class: "scroll-x" }, h("table", { class: "plain compared" },
       h("thead", {}, h("tr", {}, h("th", {}), runs.map((run) => h("th", { scope: "col" }, link(toRun(run.run), {}, run.summary.name))))),
@@ -159,7 +160,7 @@ function compareWith(run, compared, runs, go) {
   const others = runs.filter((each) => each.run !== run && !compared.includes(each.run));
   if (!others.length) return null;
   const options = others.map((each) => /** @type {[string, string]} */ ([each.run, each.run]));
-  return h("p", { class: "controls" }, select(compared.length ? "Add to the comparison" : "Compare with", "", [["", "choose a run"], ...options], (other) => other && go(toRun(run, [...compared, other]))));
+  return h("div", { class: "controls" }, select(compared.length ? "Add to the comparison" : "Compare with", "", [["", "choose a run"], ...options], (other) => other && go(toRun(run, [...compared, other]))));
 }
 
 /** @param {Details} run */
