@@ -80,7 +80,7 @@ class Run:
     def add(self, row: str, *episodes: Episode) -> None:
         kept = [trajectory(e) for e in episodes if e.reward is not None]
         dropped = Counter(str(e.reason) for e in episodes if e.reward is None)
-        self.store.append_group(GroupRecord(row, list(episodes), kept, dropped), 1)
+        self.store.append_group(GroupRecord(row, list(episodes), kept, dropped), episodes[0].key.epoch)
 
     def weigh(self, advantages: dict[int, float | None], *episodes: Episode, dropped: str | None = None) -> None:
         collected = [trajectory(e) for e in episodes]

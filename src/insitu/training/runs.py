@@ -52,7 +52,7 @@ class RunSummary:
             return read()
         except (InsituError, OSError) as error:
             problem = str(error)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:  # JSON of another form
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # JSON of another form
             problem = f"a file has another form than insitu writes: {type(error).__name__}: {error}"
         if problem not in self.problems:
             self.problems.append(problem)

@@ -9,9 +9,9 @@ import math
 import re
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import orjson
@@ -20,13 +20,17 @@ from insitu.errors import InsituError
 from insitu.files import Block, read_block, read_line, shorter_than_written
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.training.inspection import TrainingStatus
-from insitu.trajectories.stored import BLOCK_FILES, EPISODES_FILE, GROUPS_FILE, StoredGroup
+from insitu.trajectories.stored import BLOCK_FILES, CALLS_FILE, EPISODES_FILE, GROUPS_FILE, StoredGroup
 from insitu.view.appended import AppendedLines, FileReplaced, Line
 
 ADVANTAGES, METRICS = "advantages.jsonl", "training_metrics.jsonl"
 _BATCH = 200
 """Groups or lines that are indexed before others may read the index."""
-_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, InsituError, OverflowError)
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+_NOT_STORABLE = (sqlite3.Error, OverflowError, UnicodeEncodeError)
+
+Values = tuple[Any, ...]
+"""What a statement is executed with."""
 
 _TABLES = """
 CREATE TABLE groups (
@@ -70,6 +74,8 @@ class RunIndex:
         self.run = run
         self.version = 0
         """Changes whenever the content does."""
+        self.groups_known = threading.Event()
+        """Set when all groups have been read once; their episodes are read after them."""
         self._refreshing = threading.Lock()
         self._lock = threading.Lock()
         self._closed = False
@@ -80,7 +86,7 @@ class RunIndex:
         self._database = sqlite3.connect("", check_same_thread=False, isolation_level=None)
         self._database.row_factory = sqlite3.Row
         self._database.create_function("status", 5, self._status)
-        self._database.executescript(_TABLES)
+        self._database.executescript(f"PRAGMA journal_mode = MEMORY; {_TABLES}")
         self._files = {name: AppendedLines(self.run / name) for name in (GROUPS_FILE, ADVANTAGES, METRICS)}
         self._problems: dict[str, tuple[str, int]] = {}
         self._unknown_format: set[str] = set()
@@ -90,6 +96,7 @@ class RunIndex:
     def close(self) -> None:
         """Ends a refresh that is running, and forgets the index."""
         self._closed = True
+        self.groups_known.set()
         with self._refreshing, self._lock:
             self._database.close()
 
@@ -128,80 +135,68 @@ class RunIndex:
 
     def _read_files(self) -> None:
         try:
-            self._insert(GROUPS_FILE, self._add_group)
-            self._insert(METRICS, self._add_epoch)
+            self._insert(GROUPS_FILE, _group, _ADD_GROUP)
+            self._insert(METRICS, _epoch, _ADD_EPOCH)
+            self.groups_known.set()
             self._retry_short_groups()
             self._read_episodes()
-            self._insert(ADVANTAGES, self._add_advantages)
+            self._insert(ADVANTAGES, _advantages, _ADD_ADVANTAGES)
         except OSError as error:
             self._note(error.filename, f"{error.filename} cannot be read: {error.strerror}")
+            self.groups_known.set()
             return
         self._complete = not self._closed
 
-    def _insert(self, name: str, add: Any) -> None:
-        """Calls `add` with each new record of a file and its line; a record of another form is noted."""
+    def _insert(self, name: str, read: Callable[[dict[str, Any], Line], Values], statement: str) -> None:
+        """Executes a statement with what `read` takes from each new record of a file; damaged ones are noted."""
+        path = self.run / name
         for lines in _batches(self._files[name].read()):
             if self._closed:
                 return
-            with self._lock, self._transaction():
-                for line in lines:
-                    try:
-                        self._insert_line(name, line, add)
-                    except _MALFORMED as error:
-                        where = f"{self.run / name}, line {line.number}"
-                        text = str(error) if isinstance(error, InsituError) else f"{where} has another form: {error!r}"
-                        self._note(name, text)
+            values = [found for line in lines if (found := self._read_line(path, line, read)) is not None]
+            with self._changing():
+                self._execute(name, statement, values)
 
-    def _insert_line(self, name: str, line: Line, add: Any) -> None:
+    def _read_line(self, path: Path, line: Line, read: Callable[[dict[str, Any], Line], Values]) -> Values | None:
+        name = path.name
         if name in self._unknown_format:
-            return
-        record = read_line(self.run / name, line.number, line.content)
-        if line.number == 1 and name != METRICS:
+            return None
+        try:
+            record = read_line(path, line.number, line.content)
+            if line.number > 1 or name == METRICS:
+                return read(record, line)
             if record != {"format": FORMAT_VERSION}:
                 self._unknown_format.add(name)
-                found = record.get("format", "unknown")
-                raise InsituError(f"{self.run / name} has format {found}; supported: {FORMAT_VERSION}")
-            return
-        add(record, line)
+                self._note(name, f"{path} has format {record.get('format', 'unknown')}; supported: {FORMAT_VERSION}")
+        except InsituError as error:
+            self._note(name, str(error))
+        except _MALFORMED as error:
+            self._note(name, f"{path}, line {line.number} has another form: {error!r}")
+        return None
 
-    def _transaction(self) -> "_Transaction":
-        self.version += 1
-        return _Transaction(self._database)
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """One transaction, during which nobody else reads."""
+        with self._lock:
+            self.version += 1
+            self._database.execute("BEGIN")
+            try:
+                yield
+            finally:
+                self._database.execute("COMMIT")
 
-    def _add_group(self, record: dict[str, Any], line: Line) -> None:
-        rewards = [float(reward) for reward in record["rewards"]]
-        blocks = [Block(*record["blocks"][name]) for name in BLOCK_FILES]
-        row_id = str(record["row_id"])
-        values = {
-            "epoch": int(record["epoch"]),
-            "row_id": row_id,
-            "row_key": natural(row_id),
-            "num_episodes": int(record["num_episodes"]),
-            "rewards": orjson.dumps(rewards).decode(),
-            "mean": fmean(rewards) if rewards else None,
-            "std": stdev(rewards) if len(rewards) > 1 and all(map(math.isfinite, rewards)) else None,
-            "dropped": orjson.dumps(record["dropped"]).decode(),
-            "num_dropped": sum(record["dropped"].values()),
-            "line_offset": line.offset,
-            "line_size": len(line.content),
-            "number": line.number,
-            **dict(zip(("episodes_offset", "episodes_size"), blocks[0], strict=True)),
-            **dict(zip(("calls_offset", "calls_size"), blocks[1], strict=True)),
-        }
-        self._database.execute(_insertion("groups", values), values)
-
-    def _add_epoch(self, record: dict[str, Any], line: Line) -> None:
-        self._database.execute("INSERT OR REPLACE INTO epochs VALUES (?, ?)", (int(record["epoch"]), record.get("job")))
-
-    def _add_advantages(self, record: dict[str, Any], line: Line) -> None:
-        advantages = record["advantages"]
-        values = (record["dropped"], len(advantages), None in advantages.values())
-        where = (line.offset, len(line.content), line.number)
-        self._database.execute(
-            "UPDATE episodes SET dropped = ?, trained = ?, sent = ?, line_offset = ?, line_size = ?, number = ? "
-            "WHERE episode = ?",
-            (*values, *where, record["episode"]),
-        )
+    def _execute(self, name: str, statement: str, values: list[Values]) -> None:
+        """Values that a database cannot hold are noted and left out."""
+        self._database.execute("SAVEPOINT all_values")
+        try:
+            self._database.executemany(statement, values)
+        except _NOT_STORABLE as error:
+            if len(values) == 1:
+                self._note(name, f"{self.run / name} has a record of another form: {error}")
+                return
+            self._database.execute("ROLLBACK TO all_values")
+            for each in values:
+                self._execute(name, statement, [each])
 
     def _retry_short_groups(self) -> None:
         """Groups whose lines were not all in the file, which may have been copied meanwhile."""
@@ -218,30 +213,27 @@ class RunIndex:
             if not groups:
                 return
             read = [(group, *self._read_group(group)) for group in groups]
-            with self._lock, self._transaction():
-                for group, state, records in read:
-                    self._database.execute("UPDATE groups SET state = ? WHERE id = ?", (state, group["id"]))
-                    for record in records:
-                        self._database.execute(_insertion("episodes", record), record)
+            with self._changing():
+                states = [(state, group["id"]) for group, state, _ in read]
+                self._execute(GROUPS_FILE, "UPDATE groups SET state = ? WHERE id = ?", states)
+                episodes = [values for _, _, found in read for values in found]
+                self._execute(EPISODES_FILE, _ADD_EPISODE, episodes)
 
-    def _read_group(self, group: sqlite3.Row) -> tuple[int, list[dict[str, Any]]]:
+    def _read_group(self, group: sqlite3.Row) -> tuple[int, list[Values]]:
         """The state of a group, and what the index holds of its episodes."""
         path, block = self.run / EPISODES_FILE, stored_group(group).episodes
-        size = _size(path)
-        if size < block.end:
+        if (size := _size(path)) < block.end:
             self._note(EPISODES_FILE, shorter_than_written(path, size, block.end))
             return _SHORT, []
         try:
-            line = read_at(self.run / GROUPS_FILE, group)
-            members = set(line["episodes"])
-            return _INDEXED, [
-                {"group_id": group["id"], "row_key": group["row_key"], **_episode(record, members)}
-                for record in read_block(path, block)
-            ]
+            members = set(read_at(self.run / GROUPS_FILE, group)["episodes"])
+            records = read_block(path, block)
+            return _INDEXED, [(group["id"], group["row_key"], *_episode(record, members)) for record in records]
+        except InsituError as error:
+            self._note(EPISODES_FILE, str(error))
         except _MALFORMED as error:
-            text = str(error) if isinstance(error, InsituError) else f"{path} has a record of another form: {error!r}"
-            self._note(EPISODES_FILE, text)
-            return _DAMAGED, []
+            self._note(EPISODES_FILE, f"{path}, {block} has another form: {error!r}")
+        return _DAMAGED, []
 
     def _note(self, name: str, problem: str) -> None:
         first, count = self._problems.get(name, (problem, 0))
@@ -257,17 +249,66 @@ class RunIndex:
         )
 
 
-class _Transaction:
-    """Commits what the block writes, as one."""
+def _group(record: dict[str, Any], line: Line) -> Values:
+    rewards = [float(reward) for reward in record["rewards"]]
+    row_id = str(record["row_id"])
+    blocks = {name: Block(*record["blocks"][name]) for name in BLOCK_FILES}
+    if any(number < 0 for block in blocks.values() for number in block):
+        raise ValueError(f"blocks are {record['blocks']}")
+    return (
+        *(int(record["epoch"]), row_id, natural(row_id), int(record["num_episodes"]), orjson.dumps(rewards).decode()),
+        *_mean_and_deviation(rewards),
+        *(orjson.dumps(record["dropped"]).decode(), sum(record["dropped"].values())),
+        *(line.offset, len(line.content), line.number),
+        *(*blocks[EPISODES_FILE], *blocks[CALLS_FILE]),
+    )
 
-    def __init__(self, database: sqlite3.Connection) -> None:
-        self._database = database
 
-    def __enter__(self) -> None:
-        self._database.execute("BEGIN")
+def _mean_and_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """The standard deviation is that of a sample, as in `training_metrics.jsonl`."""
+    n = len(values)
+    if not n:
+        return None, None
+    mean = math.fsum(values) / n
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1)) if n > 1 else None
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._database.execute("COMMIT")
+
+def _epoch(record: dict[str, Any], line: Line) -> Values:
+    return int(record["epoch"]), record.get("job")
+
+
+def _advantages(record: dict[str, Any], line: Line) -> Values:
+    advantages = record["advantages"]
+    trained = (record["dropped"], len(advantages), None in advantages.values())
+    return (*trained, line.offset, len(line.content), line.number, record["episode"])
+
+
+_EPISODE_KEYS = (
+    *("epoch", "generation", "attempt", "outcome", "reason", "reward", "seconds", "calls", "prompt_tokens"),
+    "sampled_tokens",
+)
+
+
+def _episode(record: Mapping[str, Any], members: set[str]) -> Values:
+    name = str(record["episode"])
+    return (*(record[key] for key in _EPISODE_KEYS), name, str(record["row_id"]), name in members)
+
+
+def _insertion(table: str, *columns: str) -> str:
+    return f"INSERT OR REPLACE INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+
+
+_ADD_GROUP = _insertion(
+    "groups",
+    *("epoch", "row_id", "row_key", "num_episodes", "rewards", "mean", "std", "dropped", "num_dropped", "line_offset"),
+    *("line_size", "number", "episodes_offset", "episodes_size", "calls_offset", "calls_size"),
+)
+_ADD_EPISODE = _insertion("episodes", "group_id", "row_key", *_EPISODE_KEYS, "episode", "row_id", "in_group")
+_ADD_EPOCH = _insertion("epochs", "epoch", "job")
+_ADD_ADVANTAGES = (
+    "UPDATE episodes SET dropped = ?, trained = ?, sent = ?, line_offset = ?, line_size = ?, number = ? "
+    "WHERE episode = ?"
+)
 
 
 def natural(text: str) -> str:
@@ -291,21 +332,6 @@ def read_at(path: Path, row: sqlite3.Row) -> dict[str, Any]:
         raise InsituError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _episode(record: Mapping[str, Any], members: set[str]) -> dict[str, Any]:
-    """What the index holds of an episode."""
-    keys = ("epoch", "generation", "attempt", "outcome", "reason", "reward", "seconds", "calls")
-    return {
-        **{key: record[key] for key in (*keys, "prompt_tokens", "sampled_tokens")},
-        "episode": str(record["episode"]),
-        "row_id": str(record["row_id"]),
-        "in_group": record["episode"] in members,
-    }
-
-
-def _insertion(table: str, values: Mapping[str, Any]) -> str:
-    return f"INSERT INTO {table} ({', '.join(values)}) VALUES ({', '.join(f':{key}' for key in values)})"
-
-
 def _batches(lines: Iterator[Line]) -> Iterator[list[Line]]:
     batch: list[Line] = []
     for line in lines:
@@ -313,7 +339,8 @@ def _batches(lines: Iterator[Line]) -> Iterator[list[Line]]:
         if len(batch) == _BATCH:
             yield batch
             batch = []
-    yield batch
+    if batch:
+        yield batch
 
 
 def _size(path: Path) -> int:

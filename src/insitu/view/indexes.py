@@ -14,6 +14,8 @@ _MOST = 4
 """Runs whose index is kept."""
 _PATIENCE = 0.25
 """Seconds to wait for a refresh: long enough for what a run has written since the last one."""
+_GROUPS_SECONDS = 10.0
+"""How long to wait for the groups, of which 100,000 are read in this time: a page without them would be wrong."""
 
 
 class IndexedRun:
@@ -33,6 +35,7 @@ class IndexedRun:
                 self._refresh = threading.Thread(target=self._run, name="index a run", daemon=True)
                 self._refresh.start()
             running = self._refresh
+        self.index.groups_known.wait(_GROUPS_SECONDS)
         running.join(_PATIENCE)
 
     def _run(self) -> None:

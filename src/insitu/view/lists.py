@@ -14,6 +14,7 @@ from insitu.view.index import EPISODES, RunIndex
 
 _MOST = 1000
 """Lines of a page."""
+_LARGEST = 2**63 - 1
 _ORDERS = 16
 """Orders that are remembered, so that scrolling does not sort a list again."""
 
@@ -87,13 +88,17 @@ def _query(asked: Mapping[str, str], sorts: Mapping[str, str], filters: Mapping[
 
 def number(asked: Mapping[str, str], name: str, kind: Any, default: Any = None) -> Any:
     """The value of a parameter. Raises RequestRefused (400) if it is not a number."""
+    if asked.get(name, "") == "":
+        return default
     try:
-        return kind(asked[name]) if asked.get(name, "") != "" else default
+        value = kind(asked[name])
     except ValueError:
+        value = None
+    if value is None or (kind is int and abs(value) > _LARGEST):
         expected = {int: "an integer", float: "a number"}[kind]
-        raise RequestRefused(
-            f"{name} is {asked[name]!r:.80}; expected {expected}", param=name, code="invalid_value"
-        ) from None
+        problem = f"{name} is {asked[name]!r:.80}; expected {expected}"
+        raise RequestRefused(problem, param=name, code="invalid_value")
+    return value
 
 
 @dataclass

@@ -60,7 +60,7 @@ def _run_line(name: str, path: Path) -> dict[str, Any]:
     epochs = summary.read_lines(path / METRICS)
     validations: list[dict[str, Any]] = summary.attempt(lambda: read_validations(path), [])
     events = summary.read_lines(path / EVENTS)
-    totals = summary.attempt(lambda: _totals(epochs, validations, events), {})
+    totals: dict[str, Any] = summary.attempt(lambda: _totals(epochs, validations, events), {})
     return {"run": name, "name": path.name, **summary.as_json(), **totals}
 
 
@@ -90,7 +90,8 @@ def one_run(name: str, path: Path) -> dict[str, Any]:
         raise RequestRefused(str(error), status=404, param="run", code="unknown_run") from None
     summary = details.summary
     recorded: dict[str, Any] = RunSummary(str(path)).attempt(lambda: read_object(path / "run.json"), {})
-    totals = summary.attempt(lambda: _totals(details.epochs, details.validations, details.events), {})
+    totals: dict[str, Any] = summary.attempt(lambda: _totals(details.epochs, details.validations, details.events), {})
+    dropped: dict[str, int] = summary.attempt(lambda: _count_dropped(details.epochs), {})
     content = details.as_json()
     content["summary"] = {"run": name, "name": path.name, **summary.as_json(), **totals}
     return {
@@ -100,7 +101,7 @@ def one_run(name: str, path: Path) -> dict[str, Any]:
         "source": recorded.get("source"),
         "insitu": recorded.get("insitu"),
         "config": recorded.get("config"),
-        "dropped": summary.attempt(lambda: _count_dropped(details.epochs), {}),
+        "dropped": dropped,
         "problems": summary.problems,
     }
 

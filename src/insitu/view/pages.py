@@ -1,6 +1,7 @@
 """Pages of a group and of an episode: what was said, sampled and trained."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from insitu.view.index import RunIndex
 from insitu.view.recorded import RecordedGroups
 
 Decode = Callable[[Sequence[int]], str]
+Dialogue = list[dict[str, Any]]
+"""Messages, each with its `call`."""
 
 
 class EpisodePages:
@@ -26,7 +29,8 @@ class EpisodePages:
     def group(self, epoch: int, row_id: str) -> dict[str, Any]:
         """The answer of `/api/group`. Raises RequestRefused (404)."""
         group = self._groups.read(self._groups.find(epoch, row_id))
-        dialogues = [[*_dialogue(conversations(each.calls))] for each in group.episodes]
+        attempt = group.notes.attempt
+        dialogues: list[Dialogue] = [attempt(partial(_dialogue, each), []) for each in group.episodes]
         same_row = self._groups.same_row(row_id)
         neighbours = [self._groups.neighbour(group.row, step) for step in (-1, 1)]
         previous, following = [row and {"epoch": row["epoch"], "row_id": row["row_id"]} for row in neighbours]
@@ -36,7 +40,12 @@ class EpisodePages:
             "dropped": orjson.loads(group.row["dropped"]),
             "common": _common_messages(dialogues),
             "episodes": [
-                {**each.record, **_training(each), "dialogue": dialogue, "outline": [*map(_outline, dialogue)]}
+                {
+                    **each.record,
+                    **attempt(partial(_training, each), {}),
+                    "dialogue": dialogue,
+                    "outline": [*map(_outline, dialogue)],
+                }
                 for each, dialogue in zip(group.episodes, dialogues, strict=True)
             ],
             "epochs": [
@@ -45,7 +54,7 @@ class EpisodePages:
             ],
             "previous": previous,
             "next": following,
-            "problems": group.problems,
+            "problems": group.notes.problems,
         }
 
     def episode(self, name: str) -> dict[str, Any]:
@@ -53,40 +62,42 @@ class EpisodePages:
         group = self._groups.read(self._groups.find_by_episode(name))
         names = [each.record["episode"] for each in group.episodes]
         if name not in names:
-            raise self._groups.unknown_episode(name, names)
+            raise self._groups.unknown_episode(name, names, group.notes.problems)
         place = names.index(name)
         episode = group.episodes[place]
-        decode = self._decode()
+        attempt, decode = group.notes.attempt, self._decode()
         policies = set((group.settings.get("targets") or {}).get("llms") or ())
-        start = min((call.started for call in episode.calls), default=0.0)
+        found: list[Dialogue] = attempt(lambda: [[*_messages(turns)] for turns in conversations(episode.calls)], [])
+        calls: list[dict[str, Any]] = attempt(lambda: [*_calls(episode, policies, decode)], [])
         return {
             "episode": name,
             "record": episode.record,
-            **_training(episode),
-            "training": episode.training_summary,
+            **attempt(partial(_training, episode), {}),
+            "training": attempt(lambda: episode.training_summary, None),
             "rescores": list(episode.rescores),
             "group": {
                 "episodes": [
-                    {"episode": each.record["episode"], "reward": each.record["reward"], "status": each.status}
+                    {
+                        "episode": each.record["episode"],
+                        "reward": each.record.get("reward"),
+                        "status": attempt(partial(getattr, each, "status"), None),
+                    }
                     for each in group.episodes
                 ],
                 "dropped": orjson.loads(group.row["dropped"]),
             },
-            "conversations": [[*_messages(turns)] for turns in conversations(episode.calls)],
-            "calls": [
-                _call(episode, position, start, decode if _is_policy(call, episode, policies) else None)
-                for position, call in enumerate(episode.calls)
-            ],
+            "conversations": found,
+            "calls": calls,
             "has_tokenizer": decode is not None,
             **self._links(group.row, names, place, episode.record["generation"]),
-            "problems": group.problems,
+            "problems": group.notes.problems,
         }
 
     def _links(self, row: Any, names: Sequence[str], place: int, generation: int) -> dict[str, str | None]:
         """Episodes to go to from one. Before the first of a group is the last of the group before it."""
         before, after = (self._groups.neighbour(row, step) for step in (-1, 1))
         epochs = self._groups.same_row(row["row_id"])
-        here = next(number for number, each in enumerate(epochs) if each["id"] == row["id"])
+        here = next((number for number, each in enumerate(epochs) if each["epoch"] == row["epoch"]), 0)
         return {
             "previous": names[place - 1] if place else self._member(before, None, -1),
             "next": names[place + 1] if place + 1 < len(names) else self._member(after, None, 0),
@@ -139,14 +150,16 @@ def _messages(turns: Iterable[Turn]) -> Iterator[dict[str, Any]]:
     return ({**turn.message, "call": None if turn.call is None else turn.call.index} for turn in turns)
 
 
-def _dialogue(found: Iterable[Sequence[Turn]]) -> Iterator[dict[str, Any]]:
+def _dialogue(episode: RecordedEpisode) -> Dialogue:
     """The messages of all conversations, each without those it has in common with the one before it."""
-    before: list[dict[str, Any]] = []
-    for number, turns in enumerate(found, 1):
+    dialogue: Dialogue = []
+    before: Dialogue = []
+    for number, turns in enumerate(conversations(episode.calls), 1):
         messages = [*_messages(turns)]
-        for message in messages[_common_messages([before, messages]) if before else 0 :]:
-            yield {**message, "conversation": number}
+        added = messages[_common_messages([before, messages]) if before else 0 :]
+        dialogue += ({**message, "conversation": number} for message in added)
         before = messages
+    return dialogue
 
 
 def _common_messages(dialogues: Sequence[Sequence[Mapping[str, Any]]]) -> int:
@@ -172,6 +185,12 @@ def _outline(message: Mapping[str, Any]) -> dict[str, Any]:
 def _is_policy(call: ModelCall, episode: RecordedEpisode, policies: set[str]) -> bool:
     """Whether the run's tokenizer is that of the call's model."""
     return call.policy_version is not None or call.llm in policies or call.index in episode.advantages
+
+
+def _calls(episode: RecordedEpisode, policies: set[str], decode: Decode | None) -> Iterator[dict[str, Any]]:
+    start = min((call.started for call in episode.calls), default=0.0)
+    for position, call in enumerate(episode.calls):
+        yield _call(episode, position, start, decode if _is_policy(call, episode, policies) else None)
 
 
 def _call(episode: RecordedEpisode, position: int, start: float, decode: Decode | None) -> dict[str, Any]:

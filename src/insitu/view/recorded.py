@@ -2,7 +2,8 @@
 
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
@@ -14,18 +15,20 @@ from insitu.training.runs import RunSummary
 from insitu.trajectories.stored import GROUPS_FILE, RunFolder
 from insitu.view.index import ADVANTAGES, EPISODES, RunIndex, read_at, stored_group
 
+_CHUNK = 1 << 20
 _NAMED = 500
 """Names among which similar ones are looked for."""
 
 
 class RecordedGroup(NamedTuple):
-    """A group with its row of the index, and what is damaged in it."""
+    """A group with its row of the index."""
 
     row: sqlite3.Row
     episodes: list[RecordedEpisode]
     settings: dict[str, Any]
     """The content of `run.json`."""
-    problems: list[str]
+    notes: RunSummary
+    """Notes what is damaged."""
 
 
 class RecordedGroups:
@@ -57,8 +60,9 @@ class RecordedGroups:
                 return found
         raise self.unknown_episode(name, [row["episode"] for row in self._names(name)])
 
-    def unknown_episode(self, name: str, existing: list[str]) -> RequestRefused:
-        similar = suggest(name, existing) if existing else "it has none yet"
+    def unknown_episode(self, name: str, existing: list[str], damage: Sequence[str] = ()) -> RequestRefused:
+        """`damage` is why there may be none."""
+        similar = "; ".join(damage) or (suggest(name, existing) if existing else "it has none yet")
         problem = f"{self.run} has no episode {name!r:.200}; {similar}"
         return RequestRefused(problem, status=404, param="episode", code="unknown_episode")
 
@@ -77,7 +81,7 @@ class RecordedGroups:
             calls = notes.attempt(lambda: files.calls(stored), {})
             settings = notes.attempt(files.settings, {})
             rescores = notes.attempt(files.rescores, {})
-        training = notes.attempt(lambda: self._training(row, files), {})
+        training: dict[str, dict[str, Any]] = notes.attempt(lambda: self._training(row), {})
         epochs = self.index.select("SELECT epoch, job FROM epochs WHERE epoch = ?", (stored.epoch,))
         episodes = [
             RecordedEpisode(
@@ -90,8 +94,9 @@ class RecordedGroups:
                 rescores=[found for (episode, _), found in rescores.items() if episode == record["episode"]],
             )
             for record in records
+            if isinstance(record.get("episode"), str)
         ]
-        return RecordedGroup(row, episodes, settings, notes.problems)
+        return RecordedGroup(row, episodes, settings, notes)
 
     def members(self, row: sqlite3.Row) -> list[sqlite3.Row | dict[str, Any]]:
         """`episode` and `generation` of the episodes of a group, in the order they were recorded."""
@@ -128,14 +133,29 @@ class RecordedGroups:
         of_epoch = self.index.select(f"SELECT episode FROM episodes WHERE epoch = ? LIMIT {_NAMED}", epochs[:1] or [0])
         return of_epoch or self.index.select(f"SELECT episode FROM episodes LIMIT {_NAMED}")
 
-    def _training(self, row: sqlite3.Row, files: RunFolder | None) -> dict[str, dict[str, Any]]:
+    def _training(self, row: sqlite3.Row) -> dict[str, dict[str, Any]]:
         """The lines of `advantages.jsonl` of a group, by episode."""
         path = self.run / ADVANTAGES
-        if self.index.complete or files is None:
+        if self.index.complete:
             found = self.index.select(f"{EPISODES} WHERE group_id = ? AND number IS NOT NULL", (row["id"],))
             return {each["episode"]: read_at(path, each) for each in found}
         part = orjson.dumps(f"/{row['epoch']}/{row['row_id']}/")[1:-1]
-        return {line["episode"]: line for line in files.lines(ADVANTAGES, part) if "episode" in line}
+        lines = lines_with(path, part) if path.is_file() else ()
+        return {line["episode"]: line for line in map(orjson.loads, lines)}
+
+
+def lines_with(path: Path, part: bytes) -> Iterator[bytes]:
+    """The whole lines of a file that contain a text, found without looking at each line."""
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            chunk += file.readline()
+            found = chunk.find(part)
+            while found >= 0:
+                start, end = chunk.rfind(b"\n", 0, found) + 1, chunk.find(b"\n", found) + 1
+                if not end:
+                    return
+                yield chunk[start:end]
+                found = chunk.find(part, end)
 
 
 def _parts(name: str) -> Iterator[tuple[int, str]]:

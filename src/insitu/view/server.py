@@ -9,6 +9,7 @@ Nothing is written, and there is no other method.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from aiohttp import web
 
 from insitu.errors import RequestRefused
 from insitu.evaluation.run import dump_json
-from insitu.gateway.listener import guard, server_runner
+from insitu.gateway.listener import error_response, guard, server_runner
 from insitu.http_access import AccessPolicy
 from insitu.http_format import format_event, http_url
 from insitu.redaction import redact_bytes
@@ -28,6 +29,8 @@ from insitu.view.lists import episode_query, group_query, number
 from insitu.view.opened import OpenedFolder
 from insitu.view.overview import Overview, one_run
 from insitu.view.watcher import Watcher
+
+logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 PAGES = ("/", "/runs", "/run", "/group", "/episode")
@@ -156,4 +159,10 @@ async def _json(read: Callable[[], Any]) -> web.Response:
     def body() -> bytes:
         return redact_bytes(dump_json(read()))
 
-    return web.Response(body=await asyncio.to_thread(body), content_type="application/json")
+    try:
+        return web.Response(body=await asyncio.to_thread(body), content_type="application/json")
+    except RequestRefused:
+        raise
+    except Exception as error:  # a file may hold anything, and the other pages must not suffer
+        logger.exception("a page could not be made")
+        return error_response(f"the files cannot be shown: {type(error).__name__}: {error}", 500)
