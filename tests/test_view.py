@@ -3,6 +3,10 @@
 import asyncio
 import hashlib
 import json
+import os
+import pty
+import signal
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import processes
 import pytest
 from factories import MODEL, recorded_run
 from test_inspection import Run, call, episode, failed, user
@@ -487,3 +492,76 @@ async def test_all_that_the_page_loads_is_its_own(page: Page) -> None:
     assert "http://" not in html
     assert "https://" not in html
     assert "<script>" not in html
+
+
+def test_the_command(recorded: Path) -> None:
+    with processes.serving("view", recorded) as (process, address):
+        found = httpx.get(f"{address}/api/groups", params={"limit": 1}, timeout=60)
+        assert found.json()["total"] == 4
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(processes.HANGS)
+        assert (process.wait(), out, err) == (0, "stopped\n", "")
+
+
+@pytest.mark.parametrize("folder", ["nowhere", "config.yml"])
+def test_a_path_that_is_no_folder(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "config.yml").touch()
+    done = processes.run("view", folder, folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: FOLDER: {folder} is not a folder\n")
+
+
+def test_without_a_folder_the_usual_ones_are_shown(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/one").store.close()
+    write_run(tmp_path / "else/two").store.close()
+    with processes.serving("view", folder=tmp_path) as (_, address):
+        found = httpx.get(f"{address}/api/runs", timeout=60).json()
+        assert (found["folder"], [run["run"] for run in found["runs"]]) == (str(tmp_path), ["runs/one"])
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_the_link_has_the_token_on_a_terminal_only(recorded: Path, on_terminal: bool) -> None:
+    ours, theirs = pty.openpty() if on_terminal else os.pipe()
+    variables = os.environ | {"INSITU_VIEW_TOKEN": "correct&horse#battery"}
+    command = ["-m", "insitu", "view", str(recorded)]
+    with open(os.devnull, "r+b") as nothing, os.fdopen(ours, "rb", buffering=0) as output:
+        process = processes.Command(command, os.getcwd(), variables, [nothing.fileno(), theirs, nothing.fileno()])
+        os.close(theirs)
+        line = b""
+        while not line.endswith(b"\n"):
+            line += output.read(1)
+        process.close()
+    link = line.decode().split()[-1]
+    assert link.startswith("http://127.0.0.1:")
+    assert link.partition("/#")[2] == ("token=correct%26horse%23battery" if on_terminal else "")
+
+
+def test_a_run_that_is_running_and_is_then_killed(tmp_path: Path) -> None:
+    """The process that has the lock is gone without a word: the page is told, and shows it."""
+    code = f"""if True:
+        import sys, time
+        from pathlib import Path
+        from insitu.training.progress import RunProgress
+        from insitu.training.store import RunStore
+        store = RunStore(Path({str(tmp_path / "run")!r}))
+        store.write("run.json", {{"run_id": "r"}})
+        store.write("progress.json", RunProgress(run_id="r").model_dump(mode="json"))
+        print("running", flush=True)
+        sys.stdin.read()"""
+
+    async def watch() -> None:
+        async with shown(tmp_path) as page, asyncio.timeout(processes.HANGS):
+            assert (await page.get("runs"))["runs"][0]["status"] == "running"
+            changes = events(page.client)
+            await anext(changes)
+            process.kill()
+            process.wait()
+            assert await anext(changes) == {"run": "run", "files": [".lock"]}
+            assert (await page.get("runs"))["runs"][0]["status"] == "killed"
+            assert (await page.get("run", run="run"))["summary"]["status"] == "killed"
+            await changes.aclose()
+
+    command = [processes.forked_python(), "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+        asyncio.run(watch())

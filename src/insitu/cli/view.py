@@ -1,7 +1,9 @@
 """The command `view`."""
 
 import asyncio
+import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import click
 
@@ -40,9 +42,20 @@ def command(
     async def serve() -> None:
         try:
             async with server.listening(host, port) as url:
-                print(f"insitu view ready at {url}", flush=True)
+                _print_link(url, token)
                 await asyncio.Event().wait()
         except asyncio.CancelledError:
             print("stopped", flush=True)
 
     run_async(serve())
+
+
+def _print_link(url: str, token: str | None) -> None:
+    """Prints the link; on a terminal with the token, which is part of no request. Elsewhere it might be logged."""
+    line = f"insitu view ready at {url}"
+    if token is None or not sys.stdout.isatty():
+        print(line, flush=True)
+        return
+    sys.stdout.flush()
+    sys.stdout.buffer.write(f"{line}/#token={quote(token, safe='')}\n".encode())  # print leaves secrets out
+    sys.stdout.buffer.flush()
