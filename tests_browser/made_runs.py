@@ -27,7 +27,7 @@ MODEL = Path(__file__).resolve().parent.parent / "examples/tic_tac_toe/model"
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><b>bold</b> &amp; \u202eabc"
 HOSTILE_ROW = "row <b>&\"'?#/%2F"
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-WORDS = "the plan is to look at this table first then compare both prices and answer with a short sentence".split()
+WORDS = ["the", "plan", "is", "to", "look", "at", "this", "table", "then", "compare", "both", "prices", "and", "answer"]
 
 Messages = list[dict[str, Any]]
 
@@ -58,14 +58,22 @@ class Conversation:
         functions = ("<workflow>", function) if function else ("<workflow>",)
         started, self.now = self.now, self.now + 0.2 + self.chance.random()
         message = {"role": "assistant", "content": text, **fields}
-        self.calls.append(
-            ModelCall(
-                index=len(self.calls), model="policy", llm=llm, messages=self.messages, message=message,
-                prompt_token_ids=[len(self.calls)] * 12, token_ids=ids, logprobs=[self._logprob() for _ in ids],
-                finish_reason="tool_calls" if "tool_calls" in fields else "stop", policy_version=0, functions=functions,
-                started=started, ended=self.now, sampling={"temperature": 1.0, "max_tokens": 512}, usage={"prompt_tokens": 12, "completion_tokens": len(ids)},
-            )
-        )  # fmt: skip
+        tokens = {
+            "prompt_token_ids": [len(self.calls)] * 12,
+            "token_ids": ids,
+            "logprobs": [self._logprob() for _ in ids],
+        }
+        known = {
+            "llm": llm,
+            "functions": functions,
+            "finish_reason": "tool_calls" if "tool_calls" in fields else "stop",
+            "policy_version": 0,
+            "sampling": {"temperature": 1.0, "max_tokens": 512},
+            "usage": {"prompt_tokens": 12, "completion_tokens": len(ids)},
+            "started": started,
+            "ended": self.now,
+        }
+        self.calls.append(ModelCall(len(self.calls), "policy", self.messages, message=message, **tokens, **known))
         self.messages = [*self.messages, message]
         return self
 
@@ -97,7 +105,8 @@ def _tool_call(name: str, **arguments: Any) -> dict[str, Any]:
 
 def tools(chance: random.Random, good: bool) -> Conversation:
     """Reasoning, a tool with long JSON, a tool that fails, an answer."""
-    rows = [{"city": f"city {n}", "price": round(chance.uniform(20, 900), 2), "stars": n % 5} for n in range(80)]
+    same = random.Random(7)
+    rows = [{"city": f"city {n}", "price": round(same.uniform(20, 900), 2), "stars": n % 5} for n in range(80)]
     search = _tool_call(
         "search_hotels",
         city="Lisbon",
@@ -105,15 +114,16 @@ def tools(chance: random.Random, good: bool) -> Conversation:
         limit=80,
     )
     talk = Conversation(chance).add(
-        "system", "You are a travel agent. Use the tools. Answer with the name of one hotel.\n" + _sentence(chance, 60)
+        "system", "You are a travel agent. Use the tools. Answer with the name of one hotel.\n" + _sentence(same, 60)
     )
     talk.add(
         "user", "Find me a quiet hotel in Lisbon for three nights in May, at most 220 euros a night, with breakfast."
     )
+    thought = "I should search first, " + _sentence(chance, 30)
     talk.call(
         "",
-        sampled="<think>I should search first, " + _sentence(chance, 30) + "</think>" + json.dumps(search["function"]),
-        reasoning_content="I should search first, " + _sentence(chance, 30),
+        sampled=f"<think>{thought}</think>{json.dumps(search['function'])}",
+        reasoning_content=thought,
         tool_calls=[search],
     )
     talk.add("tool", json.dumps(rows), tool_call_id="call_search_hotels", name="search_hotels")
@@ -198,7 +208,9 @@ class MadeRun:
             "finetuning": {"num_epochs": epochs, "trainer_adapter": "backend"},
             "trainer_adapters": {"backend": {"_type": "insitu_trainer_adapter", "model": "Qwen/Qwen2.5-0.5B-Instruct"}},
         }
-        self.store.write("run.json", {"run_id": self.run_id, "insitu": "0.1.0", "epochs": epochs, "seed": seed, "credit": "episode", "discount": 1.0, "targets": targets, "advantages": advantages, "training": {"method": "grpo"}, "config": config})  # fmt: skip
+        settings = {"insitu": "0.1.0", "epochs": epochs, "seed": seed, "credit": "episode", "discount": 1.0}
+        computed = {"targets": targets, "advantages": advantages, "training": {"method": "grpo"}, "config": config}
+        self.store.write("run.json", {"run_id": self.run_id, **settings, **computed})
         self.progress("running", 0)
         self.store.record_event("started", insitu="0.1.0")
 
@@ -272,15 +284,33 @@ class MadeRun:
 
     def _metrics(self, epoch: int, rewards: list[float]) -> dict[str, Any]:
         chance, done = self.chance, epoch / max(self.epochs, 2)
-        return {
-            "epoch": epoch, "timestamp": f"2026-11-22T16:{epoch % 60:02d}:00+00:00", "run_id": self.run_id,
-            "avg_reward": statistics.fmean(rewards), "min_reward": min(rewards), "max_reward": max(rewards), "reward_std": 0.4 - 0.2 * done,
-            "frac_reward_zero_std": 0.05 + 0.2 * done, "scores": {"score": statistics.fmean(rewards)}, "num_trajectories": len(rewards), "num_groups": 4,
-            "completions_mean_length": 120 + 40 * done, "completions_clipped_ratio": 0.02, "filtered_trajectories": len(rewards), "filtered_groups": 4,
-            "dropped": {"timeout": 1}, "policy_version": epoch, "job": "completed", "seconds": {"collect": 31.0, "train": 12.0, "validate": 0.0},
-            "loss": 0.02 * math.exp(-done) * chance.uniform(0.6, 1.4), "kl": 0.2 * done, "entropy": 0.45 - 0.25 * done, "grad_norm": chance.uniform(0.3, 0.6),
-            "clip_fraction": 0.1 * (1 - done), "learning_rate": 1e-4 * (1 - done), "tokens": 50_000, "rows": 200, "steps": 8,
-        }  # fmt: skip
+        collected = {
+            "avg_reward": statistics.fmean(rewards),
+            "min_reward": min(rewards),
+            "max_reward": max(rewards),
+            "reward_std": 0.4 - 0.2 * done,
+            "frac_reward_zero_std": 0.05 + 0.2 * done,
+            "scores": {"score": statistics.fmean(rewards)},
+            "num_trajectories": len(rewards),
+            "filtered_trajectories": len(rewards),
+            "completions_mean_length": 120 + 40 * done,
+            "completions_clipped_ratio": 0.02,
+            "dropped": {"timeout": 1},
+        }
+        trained = {
+            "job": "completed",
+            "policy_version": epoch,
+            "seconds": {"collect": 31.0, "train": 12.0, "validate": 0.0},
+            "loss": 0.02 * math.exp(-done) * chance.uniform(0.6, 1.4),
+            "kl": 0.2 * done,
+            "entropy": 0.45 - 0.25 * done,
+            "grad_norm": chance.uniform(0.3, 0.6),
+            "clip_fraction": 0.1 * (1 - done),
+            "learning_rate": 1e-4 * (1 - done),
+            "tokens": 50_000,
+        }
+        time = f"2026-11-22T16:{epoch % 60:02d}:00+00:00"
+        return {"epoch": epoch, "timestamp": time, "run_id": self.run_id, **collected, **trained}
 
     def end(self, status: str = "completed", error: str | None = None, epoch: int | None = None) -> Path:
         last = self.epochs if epoch is None else epoch

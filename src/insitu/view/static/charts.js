@@ -151,7 +151,7 @@ function columns(curves) {
 function padded(min, max, from_zero) {
   if (min == null || max == null) return [0, 1];
   const low = from_zero ? Math.min(min, 0) : min;
-  const least = Math.abs(max) * 1e-3; // a curve that does not change is drawn flat
+  const least = Math.abs(max) * (max === low ? 0.1 : 1e-3); // a curve that hardly changes is drawn flat
   const room = max - low < least ? least : (max - low) * 0.08 || 1;
   return [from_zero && low === 0 ? 0 : low - room, max + room];
 }

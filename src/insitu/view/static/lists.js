@@ -104,13 +104,13 @@ export class Lists {
         return { ...answer, rows: answer.groups };
       },
       columns: [
-        { title: "Row", width: "minmax(8rem, 2fr)", sort: "row", cell: (row) => row.row_id },
+        { title: "Row", width: "minmax(7rem, 2fr)", sort: "row", cell: (row) => row.row_id },
         { title: "Epoch", width: "5rem", sort: "epoch", number: true, cell: (row) => count(row.epoch) },
         { title: "Rewards", width: "7rem", cell: (row) => rewardDots(row.rewards, this.range), help: "a dot for each reward, larger where several are equal; the line is their mean" },
         { title: "Mean", width: "5rem", sort: "mean", number: true, cell: (row) => score(row.mean) },
         { title: "Deviation", width: "6rem", sort: "std", number: true, rank: 2, cell: (row) => score(row.std), help: "standard deviation of the rewards; a group without any teaches nothing" },
         { title: "Episodes", width: "6rem", sort: "num_episodes", number: true, rank: 2, cell: (row) => count(row.num_episodes) },
-        { title: "Left out", width: "minmax(8rem, 2fr)", sort: "dropped", rank: 3, cell: (row) => Object.entries(row.dropped ?? {}).map(([reason, n]) => `${n} ${reason}`).join(", ") || ABSENT },
+        { title: "Left out", width: "minmax(8rem, 5fr)", sort: "dropped", rank: 3, cell: (row) => Object.entries(row.dropped ?? {}).map(([reason, n]) => `${n} ${reason}`).join(", ") || ABSENT },
       ],
     });
   }
@@ -131,7 +131,7 @@ export class Lists {
         { title: "Row", width: "minmax(7rem, 2fr)", sort: "row", cell: (row) => [row.row_id, " ", h("span", { class: "muted" }, episodeLabel(/** @type {any} */ (row)))] },
         { title: "Epoch", width: "4.5rem", sort: "epoch", number: true, cell: (row) => count(row.epoch) },
         { title: "Reward", width: "8rem", sort: "reward", number: true, cell: (row) => [bar(row.reward == null ? null : row.reward - Math.min(this.range[0], 0), this.range[1] - Math.min(this.range[0], 0)), score(row.reward)] },
-        { title: "Outcome", width: "minmax(7rem, 1.5fr)", sort: "outcome", rank: 2, cell: (row) => outcomeBadge(row) },
+        { title: "Outcome", width: "minmax(7rem, 2fr)", sort: "outcome", rank: 2, cell: (row) => outcomeBadge(row) },
         { title: "Calls", width: "4.5rem", sort: "calls", number: true, rank: 2, cell: (row) => count(row.calls) },
         { title: "Prompt", width: "6rem", sort: "prompt_tokens", number: true, rank: 3, cell: (row) => count(row.prompt_tokens), help: "tokens" },
         { title: "Sampled", width: "6rem", sort: "sampled_tokens", number: true, rank: 3, cell: (row) => count(row.sampled_tokens), help: "tokens" },

@@ -75,7 +75,7 @@ function wide(keys, rows) {
 /** @param {Record<string, any>} run */
 function history(run) {
   return [
-    h("p", {}, run.resume),
+    h("p", {}, h("code", {}, "insitu finetune --resume"), " ", run.resume),
     h("ol", { class: "events" }, run.events.map((/** @type {any} */ event) => {
       const { time, event: what, ...rest } = event;
       const known = Object.entries(rest).filter(([, value]) => value != null);

@@ -4,7 +4,7 @@ import { diffWords } from "./diff.js";
 import { h, style } from "./dom.js";
 import { plural, score, signed } from "./format.js";
 import { episodeLabel, link, toEpisode } from "./links.js";
-import { contentOf, messageText, reasoningOf, toolCallsOf, toolResult } from "./messages.js";
+import { contentOf, foldLong, messageText, reasoningOf, toolCallsOf, toolResult } from "./messages.js";
 import { outcomeBadge } from "./parts.js";
 import { advantageClass } from "./tokens.js";
 
@@ -75,5 +75,5 @@ function cell(message, other, isReference) {
 /** A text with what it has and the other has not. @param {string} text @param {string} other @param {boolean} isReference */
 function marked(text, other, isReference) {
   const pieces = diffWords(other, text).filter((piece) => piece.kind !== "removed");
-  return h("div", { class: "text" }, pieces.map((piece) => (piece.kind === "same" ? piece.text : h(isReference ? "del" : "ins", {}, piece.text))));
+  return foldLong(h("div", { class: "text" }, pieces.map((piece) => (piece.kind === "same" ? piece.text : h(isReference ? "del" : "ins", {}, piece.text)))), text);
 }

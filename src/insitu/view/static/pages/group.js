@@ -119,7 +119,7 @@ function header(run, key, answer) {
         fact("Mean reward", score(mean), rewards.length ? rewardDots(rewards, [Math.min(...rewards), Math.max(...rewards)]) : "no episode has a reward"),
         fact("Deviation", score(std), std === 0 ? "equal rewards teach nothing" : null),
         fact("Episodes", count(answer.episodes.length), dropped ? `${dropped} left out of training` : "all of them trainable")),
-      answer.epochs?.length ? h("figure", { class: "history" }, h("figcaption", {}, "This row through the epochs"), rowHistory(run, key.row_id, answer.epochs, key.epoch)) : null),
+      answer.epochs?.length > 1 ? h("figure", { class: "history" }, h("figcaption", {}, "This row through the epochs"), rowHistory(run, key.row_id, answer.epochs, key.epoch)) : null),
   ];
 }
 

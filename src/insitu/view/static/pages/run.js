@@ -71,7 +71,7 @@ function header(run, adding) {
   return [
     h("header", { class: "page-head" }, h("div", { class: "title-line" }, h("h1", {}, summary.name, " ", stateBadge(summary.status)), adding), h("p", { class: "sub" }, origin)),
     summary.error ? failure(summary.status === "interrupted" ? "The run was interrupted" : "The run failed", summary.error) : null,
-    summary.status === "killed" ? failure("The process of this run ended without recording why", run.resume) : null,
+    summary.status === "killed" ? failure("The process of this run ended without recording why", `insitu finetune --resume: ${run.resume}`) : null,
     problems(run.problems),
     h("dl", { class: "facts" },
       scoreFact(run),
@@ -93,9 +93,10 @@ function scoreFact(run) {
     return fact("Held-out score", ABSENT, failed ? `the validation failed: ${failed}` : "no validation");
   }
   const interval = best.ci95 ? `95 %: ${score(best.ci95[0])} to ${score(best.ci95[1])}` : "";
-  const gain = isNumber(summary.first_score) && best.epoch ? `${signed(best.avg_reward - summary.first_score)} since epoch 0` : "before training";
+  const first = scored[0] && scored[0].epoch < best.epoch ? scored[0] : null;
+  const gain = first ? `${signed(best.avg_reward - first.avg_reward)} since epoch ${first.epoch}` : best.epoch ? null : "before training";
   return h("div", { class: "fact lead-fact" }, h("dt", {}, "Held-out score"),
-    h("dd", {}, h("span", { class: "figure" }, best.epoch ? arrow(score(summary.first_score), score(best.avg_reward)) : score(best.avg_reward)),
+    h("dd", {}, h("span", { class: "figure" }, first ? arrow(score(first.avg_reward), score(best.avg_reward)) : score(best.avg_reward)),
       h("span", { class: "remark" }, [best.epoch ? `best, epoch ${best.epoch}` : null, gain].filter(Boolean).join(" · "), interval && h("br"), interval)));
 }
 
