@@ -103,7 +103,8 @@ class RunIndex:
     @property
     def indexed(self) -> Indexed:
         [row] = self.select("SELECT count(*) FILTER (WHERE state > 0) AS read, count(*) AS of FROM groups")
-        return Indexed(row["read"], row["of"])
+        read = row["read"] if self._complete else min(row["read"], row["of"] - 1)  # advantages come after all groups
+        return Indexed(max(read, 0), row["of"])
 
     @property
     def complete(self) -> bool:
@@ -144,7 +145,6 @@ class RunIndex:
         except OSError as error:
             self._note(error.filename, f"{error.filename} cannot be read: {error.strerror}")
             self.groups_known.set()
-            return
         self._complete = not self._closed
 
     def _insert(self, name: str, read: Callable[[dict[str, Any], Line], Values], statement: str) -> None:
