@@ -15,7 +15,7 @@ export function setShortcuts(of) {
 export function listenForKeys() {
   document.addEventListener("keydown", (event) => {
     const target = /** @type {HTMLElement} */ (event.target);
-    if (event.ctrlKey || event.metaKey || event.altKey || target.closest("input, select, textarea, dialog[open]")) return;
+    if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || target.closest("input, select, textarea, dialog[open]")) return;
     if (event.key === "?") return showKeys();
     const shortcut = shortcuts.find((each) => each.keys.includes(event.key));
     if (!shortcut) return;
