@@ -17,7 +17,6 @@ from insitu.training.store import BACKEND_FOLDER, STARTED_FILE
 from insitu.trajectories.stored import RunFolder, StoredGroup
 
 _SUGGESTIONS = 5
-_BYTES_OF_A_CHARACTER = 4
 _DECODED_TOGETHER, _CONTEXT = 24, 4
 """Tokens that are decoded with those before them, as the text of a token may depend on these."""
 _OPTIONS = {"episode": "--episode", "epoch": "--epoch", "row_id": "--row", "generation": "--generation"}
@@ -271,21 +270,21 @@ def token_texts(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> l
     """
     texts: list[str] = []
     window: list[int] = []
-    before, incomplete = "", 0
+    before = ""
     for number, token in enumerate(ids, 1):
         window.append(token)
-        text = decode(window)
-        if text.endswith("\ufffd") and incomplete < _BYTES_OF_A_CHARACTER - 1 and number < len(ids):
-            incomplete += 1
-            texts.append("")
-            continue
-        incomplete = 0
+        text = decode(window) if number == len(ids) else _complete(decode(window))
         texts.append(text[len(before) :] if text.startswith(before) else decode([token]))
         before = text
         if len(window) >= _DECODED_TOGETHER:
             window = window[-_CONTEXT:]
-            before = decode(window)
+            before = _complete(decode(window))
     return texts
+
+
+def _complete(text: str) -> str:
+    """Without a last character whose further bytes may follow."""
+    return text.removesuffix("\ufffd")
 
 
 def suggest(value: str, existing: list[str]) -> str:

@@ -57,8 +57,8 @@ class EpisodePages:
             "problems": group.notes.problems,
         }
 
-    def episode(self, name: str) -> dict[str, Any]:
-        """The answer of `/api/episode`. Raises RequestRefused (404)."""
+    def episode(self, name: str) -> tuple[dict[str, Any], list[ModelCall]]:
+        """The answer of `/api/episode`, and the policy's calls whose tokens are known. Raises RequestRefused (404)."""
         group = self._groups.read(self._groups.find_by_episode(name))
         names = [each.record["episode"] for each in group.episodes]
         if name not in names:
@@ -69,10 +69,12 @@ class EpisodePages:
         policies = set((group.settings.get("targets") or {}).get("llms") or ())
         found: list[Dialogue] = attempt(lambda: [[*_messages(turns)] for turns in conversations(episode.calls)], [])
         calls: list[dict[str, Any]] = attempt(lambda: [*_calls(episode, policies, decode)], [])
-        return {
+        trained: dict[str, Any] = attempt(partial(_training, episode), {})
+        sampled = [call for call in episode.calls if _is_policy(call, episode, policies) and _has_tokens(call)]
+        answer = {
             "episode": name,
             "record": episode.record,
-            **attempt(partial(_training, episode), {}),
+            **trained,
             "training": attempt(lambda: episode.training_summary, None),
             "rescores": list(episode.rescores),
             "group": {
@@ -89,11 +91,12 @@ class EpisodePages:
             "conversations": found,
             "calls": calls,
             "has_tokenizer": decode is not None,
-            **self._links(group.row, names, place, episode.record["generation"]),
+            **self._links(group.row, names, place, episode.record.get("generation")),
             "problems": group.notes.problems,
         }
+        return answer, sampled
 
-    def _links(self, row: Any, names: Sequence[str], place: int, generation: int) -> dict[str, str | None]:
+    def _links(self, row: Any, names: Sequence[str], place: int, generation: int | None) -> dict[str, str | None]:
         """Episodes to go to from one. Before the first of a group is the last of the group before it."""
         before, after = (self._groups.neighbour(row, step) for step in (-1, 1))
         epochs = self._groups.same_row(row["row_id"])
@@ -185,6 +188,10 @@ def _outline(message: Mapping[str, Any]) -> dict[str, Any]:
 def _is_policy(call: ModelCall, episode: RecordedEpisode, policies: set[str]) -> bool:
     """Whether the run's tokenizer is that of the call's model."""
     return call.policy_version is not None or call.llm in policies or call.index in episode.advantages
+
+
+def _has_tokens(call: ModelCall) -> bool:
+    return bool(call.token_ids) and call.prompt_token_ids is not None
 
 
 def _calls(episode: RecordedEpisode, policies: set[str], decode: Decode | None) -> Iterator[dict[str, Any]]:

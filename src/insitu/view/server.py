@@ -18,16 +18,18 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from insitu.errors import RequestRefused
+from insitu.errors import InsituError, RequestRefused
 from insitu.evaluation.run import dump_json
 from insitu.gateway.listener import error_response, guard, server_runner
 from insitu.http_access import AccessPolicy
 from insitu.http_format import format_event, http_url
 from insitu.redaction import redact_bytes
+from insitu.schemas.episodes import ModelCall
 from insitu.view.indexes import IndexedRun, Indexes
 from insitu.view.lists import episode_query, group_query, number
 from insitu.view.opened import OpenedFolder
 from insitu.view.overview import Overview, one_run
+from insitu.view.scoring import Newest, Scorer
 from insitu.view.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class ViewServer:
         self._overview = Overview(opened)
         self._watcher = Watcher(opened)
         self._indexes = Indexes()
+        self._scorer = Scorer()
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[str]:
@@ -79,6 +82,7 @@ class ViewServer:
         finally:
             await runner.cleanup()
             await asyncio.to_thread(self._indexes.close)
+            await self._scorer.close()
 
     async def _runs(self, request: web.Request) -> web.Response:
         return await _json(self._overview.all_runs)
@@ -112,14 +116,36 @@ class ViewServer:
     async def _episode(self, request: web.Request) -> web.Response:
         if (name := request.query.get("episode")) is None:
             raise RequestRefused("episode is missing", param="episode", code="missing_value")
-        return await self._from_index(request, lambda run: run.pages.episode(name))
+        if request.query.get("changed", "0") not in ("1", "true"):
+            return await self._from_index(request, lambda run: run.pages.episode(name)[0])
+        run = await self._indexed(request)
+        answer, calls = await asyncio.to_thread(run.pages.episode, name)
+        await self._add_newest(run.index.run, answer, calls)
+        return await _json(lambda: answer)
+
+    async def _add_newest(self, run: Path, answer: dict[str, Any], calls: list[ModelCall]) -> None:
+        """Adds the log-probabilities of the sampled tokens under the newest weights, or why there are none."""
+        newest: Newest | None = None
+        scores: dict[int, list[float | None]] = {}
+        problem = None
+        try:
+            newest, scores = await self._scorer.score(run, calls)
+        except (InsituError, OSError) as error:
+            problem = str(error)
+        answer |= {"newest": newest and newest._asdict(), "newest_problem": problem}
+        for call in answer["calls"]:
+            logprobs = scores.get(call["index"]) or [None] * len(call["tokens"])
+            for token, logprob in zip(call["tokens"], logprobs, strict=True):
+                token["newest"] = logprob
+
+    async def _indexed(self, request: web.Request) -> IndexedRun:
+        """The index of the request's run, brought up to date first if that takes no time."""
+        path = await asyncio.to_thread(self._opened.path, request.query.get("run", "."))
+        return await asyncio.to_thread(self._indexes.open, path)
 
     async def _from_index(self, request: web.Request, read: Callable[[IndexedRun], Any]) -> web.Response:
-        """What is read with the index of the request's run, which is brought up to date first if that takes no time."""
-        run = request.query.get("run", ".")
-        path = await asyncio.to_thread(self._opened.path, run)
-        indexed = await asyncio.to_thread(self._indexes.open, path)
-        return await _json(lambda: read(indexed))
+        run = await self._indexed(request)
+        return await _json(lambda: read(run))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Streams changes until the client disconnects."""

@@ -164,7 +164,10 @@ class Sampler(Protocol):
         ...
 
     async def prompt_logprobs(self, prompt: Sequence[int], weights: WeightVersion = LATEST) -> list[float]:
-        """The log-probability of each token of a prompt but the first, given those before it."""
+        """The log-probability of each token of a prompt but the first, given those before it.
+
+        Raises RequestRefused if this sampler cannot compute them.
+        """
         ...
 
     def stream(

@@ -4,7 +4,6 @@ A completion is given to the caller only if the server says that all its tokens 
 """
 
 import asyncio
-import functools
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
@@ -29,7 +28,6 @@ from insitu.backend.inference.sampler import (
 from insitu.backend.inference.sampling import GenerationRequest
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.model import LoadedModel
-from insitu.backend.training.logprobs import LogprobComputer
 from insitu.backend.vllm.fleet import Fleet
 from insitu.backend.vllm.probe import check_answers, check_weights, fingerprint
 from insitu.backend.vllm.replica import STARTED_WITH, Overloaded, Replica, WrongWeights
@@ -162,17 +160,8 @@ class VllmSampler:
         return outputs
 
     async def prompt_logprobs(self, prompt: Sequence[int], weights: WeightVersion = LATEST) -> list[float]:
-        """Computed by this process, which has the weights."""
-        version = self._fleet.resolve(weights)
-
-        def score() -> list[float]:
-            return self._logprobs.of_text(self._load_version(version), prompt)
-
-        return await self._compute.call(score)
-
-    @functools.cached_property
-    def _logprobs(self) -> LogprobComputer:
-        return LogprobComputer(self._loaded)
+        problem = "prompt_logprobs is not supported with --sampler vllm; ask vLLM for them"
+        raise RequestRefused(problem, param="prompt_logprobs", code="unsupported")
 
     async def stream(
         self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
