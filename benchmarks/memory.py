@@ -1,4 +1,4 @@
-"""What this process holds and has held, in bytes; of itself alone, where getrusage starts at its parent's peak."""
+"""What a process holds and has held, in bytes; of itself alone, where getrusage starts at its parent's peak."""
 
 from pathlib import Path
 
@@ -7,12 +7,12 @@ def resident() -> int:
     return _status("VmRSS")
 
 
-def peak() -> int:
-    return _status("VmHWM")
+def peak(process: int | str = "self") -> int:
+    return _status("VmHWM", process)
 
 
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+def _status(name: str, process: int | str = "self") -> int:
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise KeyError(name)

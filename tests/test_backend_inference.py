@@ -17,6 +17,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
+import torch
 from processes import HANGS, Process, forked_python, serving
 from processes import run as run_command
 from tiny_models import byte_tokenizer, save_tiny_model
@@ -222,6 +223,28 @@ def test_the_official_client_continues_texts_and_token_ids_and_several(served, c
     assert len(client.completions.create(model="policy", prompt=TEXT, extra_body=extra).choices[0].token_ids) == 16
 
 
+def test_the_log_probabilities_of_a_prompt_are_those_it_was_sampled_with(served, client):
+    """And those of a forward pass by transformers."""
+    asked = {"model": "policy", "max_tokens": 12}
+    extra = {"return_token_ids": True, "ignore_eos": True}
+    [sampled] = client.completions.create(**asked, prompt=TEXT_IDS, seed=5, logprobs=0, extra_body=extra).choices
+    text = [*TEXT_IDS, *sampled.token_ids]
+    scored = client.completions.create(
+        model="policy", prompt=[text, TEXT_IDS, [65]], n=2, max_tokens=1, extra_body={"prompt_logprobs": 0}
+    )
+    TextCompletion.model_validate(scored.model_dump(exclude_unset=True))
+    first, same, short, _, one, _ = (choice.prompt_logprobs for choice in scored.choices)
+    assert (first, one) == (same, [None])
+    assert [next(iter(entry)) for entry in first[1:]] == [str(token) for token in text[1:]]
+    logprobs = [entry[str(token)]["logprob"] for entry, token in zip(first[1:], text[1:], strict=True)]
+    assert logprobs[len(TEXT_IDS) - 1 :] == pytest.approx(sampled.logprobs.token_logprobs, abs=1e-5)
+    module = load_model(str(served[1].parent / "model")).module
+    with torch.no_grad():
+        expected = module(torch.tensor([text])).logits[0, :-1].log_softmax(-1)
+    assert logprobs == pytest.approx(expected.gather(-1, torch.tensor(text)[1:, None])[:, 0].tolist(), abs=1e-5)
+    assert len(short) == len(TEXT_IDS)
+
+
 def test_the_tokenizer_may_put_special_tokens_around_a_text():
     tokenizer = byte_tokenizer()
     beginning = tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -284,6 +307,8 @@ REFUSED_TEXTS = [
     ({"model": "policy", "prompt": "a", "logprobs": True}, 400, "logprobs", "integer"),
     ({"model": "policy", "prompt": "a", "logprobs": 21}, 400, "logprobs", "20"),
     ({"model": "policy", "prompt": "a", "max_tokens": 0}, 400, "max_tokens", "1"),
+    ({"model": "policy", "prompt": "a", "prompt_logprobs": 1}, 400, "prompt_logprobs", "less than or equal to 0"),
+    ({"model": "policy", "prompt": "a", "prompt_logprobs": 0, "stream": True}, 400, "prompt_logprobs", "omit stream"),
     ({"model": "policy", "prompt": "a", "echo": True}, 400, "echo", "not supported.*allowed: False"),
     ({"model": "policy", "prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
     ({"model": "policy", "prompt": "a", "best_of": 2}, 400, "best_of", "not supported"),

@@ -16,11 +16,13 @@ from factories import disk_space, power_failures
 
 from insitu.errors import ConfigError, InsituError
 from insitu.files import (
+    Block,
     LineFile,
     delete_drafts,
     delete_folder,
     new_file,
     new_folder,
+    read_block,
     read_line,
     whole_lines,
     writable_folder,
@@ -157,6 +159,14 @@ def test_a_torn_last_line_is_skipped_by_readers_and_removed_by_the_writer(
 def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
     with pytest.raises(InsituError, match=r"^here, line 7 is not "):
         read_line(Path("here"), 7, line)
+
+
+@pytest.mark.parametrize("block", [Block(0, 10**12), Block(10**15, 10**15), Block(3, 1)])
+def test_a_block_beyond_the_end_of_its_file_is_named(tmp_path: Path, block: Block) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"abc")
+    with pytest.raises(InsituError, match=f"{path} has 3 bytes, but {block.end} were written: the file is damaged"):
+        read_block(path, block)
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from insitu.cli.trajectories import _SORT_KEYS
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
 from insitu.training import event_loop
-from insitu.training.inspection import SORT_KEYS
+from insitu.training.inspection import SORT_KEYS, token_texts
 from insitu.training.store import RunStore
 from insitu.trajectories.builder import GroupRecord
 
@@ -80,7 +80,7 @@ class Run:
     def add(self, row: str, *episodes: Episode) -> None:
         kept = [trajectory(e) for e in episodes if e.reward is not None]
         dropped = Counter(str(e.reason) for e in episodes if e.reward is None)
-        self.store.append_group(GroupRecord(row, list(episodes), kept, dropped), 1)
+        self.store.append_group(GroupRecord(row, list(episodes), kept, dropped), episodes[0].key.epoch)
 
     def weigh(self, advantages: dict[int, float | None], *episodes: Episode, dropped: str | None = None) -> None:
         collected = [trajectory(e) for e in episodes]
@@ -433,6 +433,20 @@ def test_a_terminal_gets_colours_and_a_hint_and_a_pipe_gets_neither(run: Path) -
     one = ("--row", "r2", "--generation", "0")
     assert "\x1b[33mdropped: no_variance\x1b[0m" in on_terminal(*one)
     assert "\x1b" not in show(run, *one).out
+
+
+@pytest.mark.parametrize("text", ["aé十🙂!", "🙂" * 50, "", "é"])
+def test_the_texts_of_tokens_are_together_that_of_all(text: str) -> None:
+    """Where a character has several tokens, the last of them has it."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    ids = text.encode()
+    expected = [part for c in text for part in [""] * (len(c.encode()) - 1) + [c]]
+    assert token_texts(decode, ids) == expected
+    for damaged in (b"\xff" * 30, b"a\xe5\x8d", b"\xe5ab\xff", b"\x80" * 3 + ids):
+        assert "".join(token_texts(decode, damaged)) == decode(damaged)
 
 
 def test_what_is_not_there_is_told_with_what_is_near(run: Path) -> None:

@@ -51,6 +51,7 @@ ORDER = [
     "executors",
     "api",
     "starter",
+    "view",
     "cli",
 ]
 # Leaves: nothing imports them, except the one module that lists or mounts them.
@@ -60,6 +61,7 @@ INTEGRATIONS = {
     "adapters/native": None,
     "adapters/customizer": None,
     "executors": None,
+    "view": "cli/view.py",
     "backend/protocols/art": None,
     "backend/protocols/native": None,
     "backend/vllm": "backend/server.py",

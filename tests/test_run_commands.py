@@ -118,6 +118,17 @@ def test_a_damaged_run_is_listed_with_what_is_wrong(project: Path, damage: Any, 
     assert re.search(problem, run("runs", "show", "run", folder=project).stdout)
 
 
+def test_a_damaged_line_hides_only_itself(project: Path) -> None:
+    path = project / "run/training_metrics.jsonl"
+    first, _, third = path.read_text().splitlines()
+    path.write_text(f"{first}\nnoise\n{third}\nmore noise\n")
+    found = shown(project / "run")
+    assert [line["epoch"] for line in found["epochs"]] == [1, 3]
+    [problem] = found["summary"]["problems"][1:]  # the first is that the file is shorter
+    assert "training_metrics.jsonl, line 2 is not JSON" in problem
+    assert problem.endswith("(and 1 more damaged lines)")
+
+
 def test_a_run_is_shown(project: Path) -> None:
     folder = project / "run"
     size = os.stat(folder / "episodes.jsonl.gz").st_size

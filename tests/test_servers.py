@@ -106,12 +106,12 @@ def ask(
         (["--host", ""], "which other machines can connect to"),
     ],
 )
-@pytest.mark.parametrize("command", ["backend", "serve"])
+@pytest.mark.parametrize("command", ["backend", "serve", "view"])
 def test_a_server_that_everyone_could_use_is_not_started(
     model: Path, config: Config, command: str, options: list[str], said: str
 ) -> None:
-    variable = "INSITU_BACKEND_TOKEN" if command == "backend" else "INSITU_SERVE_TOKEN"
-    source = ["--model", model] if command == "backend" else ["--config_file", config.source]
+    variable = f"INSITU_{command.upper()}_TOKEN"
+    source = {"backend": ["--model", model], "serve": ["--config_file", config.source], "view": [model]}[command]
     options = [part.format(variable=variable) for part in options]
     variables = PLUGINS | dict(part.split("=") for part in options if part.endswith("="))
     arguments = [part for part in options if not part.endswith("=")]

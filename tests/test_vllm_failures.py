@@ -83,6 +83,12 @@ async def test_a_request_that_vllm_refuses_is_not_repeated(loaded: LoadedModel, 
             await complete(parts.sampler)
 
 
+async def test_log_probabilities_of_prompts_are_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        with pytest.raises(RequestRefused, match="prompt_logprobs is not supported with --sampler vllm"):
+            await parts.sampler.prompt_logprobs([1, 2])
+
+
 @pytest.mark.parametrize("body", [{}, {"model": "base", "choices": [{"token_ids": [1], "logprobs": {"content": [1]}}]}])
 async def test_an_answer_of_an_unexpected_shape_is_an_error_of_the_server(
     loaded: LoadedModel, tmp_path: Path, body: Any

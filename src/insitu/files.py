@@ -293,6 +293,8 @@ def read_block(path: Path, block: Block) -> list[dict[str, Any]]:
     where = f"{path}, bytes {block.offset} to {block.end}"
     try:
         with path.open("rb") as file:
+            if (size := os.fstat(file.fileno()).st_size) < block.end:
+                raise InsituError(shorter_than_written(path, size, block.end))
             file.seek(block.offset)
             lines = gzip.decompress(file.read(block.size))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

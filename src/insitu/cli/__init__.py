@@ -15,6 +15,7 @@ _COMMANDS = {
     "validate": "Check a file and its datasets; starts nothing.",
     "trajectories": "Inspect, export and score the recorded episodes of a run.",
     "runs": "List, show and fork runs.",
+    "view": "Show runs in a browser, also while they are written.",
     "export": "Write a checkpoint of a run as a Hugging Face folder.",
     "promote": "Export the best version of a run if it beats what it replaces.",
     "serve": "Serve a workflow for `--endpoint` and POST /generate.",

@@ -91,24 +91,8 @@ def _header(episode: "RecordedEpisode", view: View) -> Iterator[str]:
 def _format_training(episode: "RecordedEpisode") -> str:
     from insitu.training.inspection import TrainingStatus
 
-    counts = f"trained with {len(episode.advantages)} of {len(episode.calls)} calls"
-    if episode.status is TrainingStatus.TRAINED:
-        credit, advantages = episode.settings.get("credit"), episode.settings.get("advantages")
-        if not isinstance(advantages, dict):
-            return counts
-        discount = "" if credit == "episode" else f"discount {episode.settings['discount']:g}, "
-        baseline, scale = advantages["baseline"], advantages["scale"]
-        return f"{counts}; credit {credit}, {discount}baseline {baseline}, scale {scale}"
-    if episode.status is TrainingStatus.SENT:
-        return f"{counts}, sent with the episode's reward; the server computed the advantages"
-    job = (episode.epoch or {}).get("job")
-    explanation = {
-        TrainingStatus.DROPPED: f"dropped: {episode.reason}",
-        TrainingStatus.PENDING: "not trained yet: its epoch is running or was interrupted",
-        TrainingStatus.JOB_FAILED: f"not trained: the job of epoch {episode.record['epoch']} is {job}",
-        TrainingStatus.UNKNOWN: "unknown whether it was trained: this run has no record of advantages",
-    }
-    return click.style(explanation[episode.status], fg="yellow")
+    in_training = episode.status in (TrainingStatus.TRAINED, TrainingStatus.SENT)
+    return episode.training_summary if in_training else click.style(episode.training_summary, fg="yellow")
 
 
 def _calls(episode: "RecordedEpisode", view: View) -> Iterator[str]:
@@ -211,8 +195,12 @@ def _rows(episode: "RecordedEpisode", view: View) -> Iterator[str]:
 def _tokens(row: "TrainingRow", calls: list["ModelCall"], view: View) -> Iterator[str]:
     """The tokens of a row: for each call the context since the previous one, then the sampled tokens."""
 
+    from insitu.training.inspection import token_texts
+
     def text(ids: Sequence[int]) -> str:
         return " ".join(map(str, ids)) if view.decode is None else repr(view.decode(ids))
+
+    quoted = str if view.decode is None else repr
 
     printed = 0
     for call in calls:
@@ -225,8 +213,9 @@ def _tokens(row: "TrainingRow", calls: list["ModelCall"], view: View) -> Iterato
             yield f"    context, {len(context)} token{'s' * (len(context) > 1)}: {_escape(text(context))}"
         sampled = row.token_ids[start:end]
         if any(row.loss_mask[start:end]):
-            pairs = zip(sampled, row.logprobs[start:end], strict=True)
-            tokens = " ".join(f"{_escape(text([token]))} ({logprob:.3f})" for token, logprob in pairs)
+            texts = [*map(str, sampled)] if view.decode is None else token_texts(view.decode, sampled)
+            pairs = zip(texts, row.logprobs[start:end], strict=True)
+            tokens = " ".join(f"{_escape(quoted(token))} ({logprob:.3f})" for token, logprob in pairs)
             yield click.style(f"    call {call.index}: {tokens}", fg="green")
         else:
             yield f"    call {call.index}, context: {_escape(text(sampled))}"

@@ -12,12 +12,12 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from yarl import URL
 
 from insitu.config import Config
@@ -26,9 +26,9 @@ from insitu.evaluation.attempt_records import EpisodeRequest, decode, encode, en
 from insitu.evaluation.episodes import classify, isolated
 from insitu.evaluation.hosted import HostedWorkflow, ServePolicy
 from insitu.evaluation.remote import EPISODES, HEARTBEAT_SECONDS, PROTOCOL, Description
-from insitu.gateway.listener import read_body, server_runner
+from insitu.gateway.listener import error_response, guard, read_body, server_runner
 from insitu.http_access import AccessPolicy, is_loopback_address
-from insitu.http_format import error_body, http_url
+from insitu.http_format import http_url
 from insitu.http_limits import parse_body, parse_json
 from insitu.redaction import redact_bytes
 from insitu.registry import LLM
@@ -74,7 +74,7 @@ class WorkflowService:
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[str]:
         """Serves on this address (port 0: a free one) while the context is open; yields the URL."""
-        app = web.Application(middlewares=[self._guard])
+        app = web.Application(middlewares=[guard(self._access, lambda request: request.path == "/health")])
         app.router.add_get("/health", self._health)
         app.router.add_get(EPISODES, self._describe)
         app.router.add_post(EPISODES, self._episode)
@@ -87,23 +87,6 @@ class WorkflowService:
                 yield http_url(host, runner.addresses[0][1])
             finally:
                 await runner.cleanup()
-
-    @web.middleware
-    async def _guard(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """Checks who asks, and turns errors into OpenAI-shaped bodies."""
-        try:
-            self._access.check(request.headers, is_public=request.path == "/health")
-            return await handler(request)
-        except RequestRefused as error:
-            return _error(str(error), error.status, error.param, error.code)
-        except web.HTTPException as error:
-            return _error(f"{request.method} {request.path}: {error.text or error.reason}", error.status)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            param = ".".join(map(str, first["loc"])) or None
-            return _error(f"{param or 'the body'}: {first['msg']}", 400, param)
 
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok", "episodes": self.hosted.episodes})
@@ -132,7 +115,7 @@ class WorkflowService:
         logger.debug("the workflow failed", exc_info=error)
         reason, _ = classify(error)
         message = str(error) if isinstance(error, InsituError) else f"the workflow raised {describe_error(error)}"
-        return _error(message, _STATUS.get(reason, 500), code=str(reason))
+        return error_response(message, _STATUS.get(reason, 500), code=str(reason))
 
     async def _episode(self, request: web.Request) -> web.StreamResponse:
         body = await _read(request, EpisodeRequest)
@@ -212,7 +195,3 @@ async def _stream_steps(
 
 def _json(content: Any, status: int = 200) -> web.Response:
     return web.Response(body=redact_bytes(encode(content)), status=status, content_type="application/json")
-
-
-def _error(message: str, status: int, param: str | None = None, code: str | None = None) -> web.Response:
-    return _json(error_body(message, status, param, code), status)

@@ -1,16 +1,22 @@
-"""What the gateway and the workflow service share as aiohttp servers: connections, their log, request bodies."""
+"""What our aiohttp servers share: connections, their log, request bodies, access and error responses."""
 
 import asyncio
 import logging
 import re
 import traceback
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
+from aiohttp.typedefs import Middleware
+from pydantic import ValidationError
 
 from insitu.errors import RequestRefused
+from insitu.http_access import AccessPolicy
+from insitu.http_format import error_body
 from insitu.http_limits import BODY_SECONDS, IDLE_SECONDS, prepare_process
+from insitu.redaction import redact
 
 _log = logging.getLogger(__name__)
 _KEY = re.compile(r"/e/[^/\s'\"]+")
@@ -56,3 +62,31 @@ async def read_body(request: web.Request, limit: int) -> bytes:
     except web.RequestPayloadError as error:
         raise RequestRefused(f"the body cannot be read: {error}", code="malformed_body") from None
     return b"".join(parts)
+
+
+def guard(access: AccessPolicy, is_public: Callable[[web.Request], bool]) -> Middleware:
+    """Checks who sends a request, and turns errors into OpenAI-shaped bodies. `is_public` requests need no token."""
+
+    @web.middleware
+    async def guarded(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            access.check(request.headers, is_public=is_public(request))
+            return await handler(request)
+        except RequestRefused as error:
+            return error_response(str(error), error.status, error.param, error.code)
+        except web.HTTPException as error:
+            return error_response(f"{request.method} {request.path}: {error.text or error.reason}", error.status)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            param = ".".join(map(str, first["loc"])) or None
+            return error_response(f"{param or 'the body'}: {first['msg']}", 400, param)
+
+    return guarded
+
+
+def error_response(message: str, status: int, param: str | None = None, code: str | None = None) -> web.Response:
+    """An error as OpenAI's API reports it."""
+    content = error_body(redact(message), status, param, code)
+    return web.json_response(content, status=status)

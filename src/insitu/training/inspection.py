@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from insitu.advantages.estimator import rows_of
-from insitu.errors import ConfigError, install_command
+from insitu.errors import ConfigError, InsituError, install_command
+from insitu.files import read_object
 from insitu.schemas.episodes import ModelCall, TrainingRow
+from insitu.training.store import BACKEND_FOLDER, STARTED_FILE
 from insitu.trajectories.stored import RunFolder, StoredGroup
 
 _SUGGESTIONS = 5
+_DECODED_TOGETHER, _CONTEXT = 24, 4
+"""Tokens that are decoded with those before them, as the text of a token may depend on these."""
 _OPTIONS = {"episode": "--episode", "epoch": "--epoch", "row_id": "--row", "generation": "--generation"}
 """Keys of `episodes.jsonl.gz` -> options that filter by them, the most specific first."""
 
@@ -31,6 +35,22 @@ class TrainingStatus(StrEnum):
     JOB_FAILED = "job failed"
     UNKNOWN = "not recorded"
     """Its epoch is complete, but the run has no record of its advantages."""
+
+    @classmethod
+    def of(cls, *, dropped: bool, epoch_is_over: bool, job: str | None, trained: int, sent: bool) -> "TrainingStatus":
+        """The status of an episode from the `job` of its epoch and the number of its `trained` calls.
+
+        `sent`: without advantages.
+        """
+        if dropped:
+            return cls.DROPPED
+        if not epoch_is_over:
+            return cls.PENDING
+        if job != "completed":
+            return cls.JOB_FAILED
+        if not trained:
+            return cls.UNKNOWN
+        return cls.SENT if sent else cls.TRAINED
 
 
 @dataclass(frozen=True)
@@ -64,15 +84,13 @@ class RecordedEpisode:
     @property
     def status(self) -> TrainingStatus:
         in_group = self.group is None or self.record["episode"] in self.group["episodes"]
-        if self.record["reward"] is None or not in_group or (self.training or {}).get("dropped"):
-            return TrainingStatus.DROPPED
-        if self.epoch is None:
-            return TrainingStatus.PENDING
-        if self.epoch["job"] != "completed":
-            return TrainingStatus.JOB_FAILED
-        if not self.advantages:
-            return TrainingStatus.UNKNOWN
-        return TrainingStatus.SENT if None in self.advantages.values() else TrainingStatus.TRAINED
+        return TrainingStatus.of(
+            dropped=self.record["reward"] is None or not in_group or bool((self.training or {}).get("dropped")),
+            epoch_is_over=self.epoch is not None,
+            job=(self.epoch or {}).get("job"),
+            trained=len(self.advantages),
+            sent=None in self.advantages.values(),
+        )
 
     @property
     def outcomes(self) -> set[str]:
@@ -91,6 +109,28 @@ class RecordedEpisode:
             if call.index in with_tokens & advantages.keys()
         }
         return rows_of(self.calls, weights, self.record["episode"])
+
+    @property
+    def training_summary(self) -> str:
+        """Whether and how it was trained, in words."""
+        counts = f"trained with {len(self.advantages)} of {len(self.calls)} calls"
+        if self.status is TrainingStatus.TRAINED:
+            credit, advantages = self.settings.get("credit"), self.settings.get("advantages")
+            if not isinstance(advantages, dict):
+                return counts
+            discount = "" if credit == "episode" else f"discount {self.settings['discount']:g}, "
+            baseline, scale = advantages["baseline"], advantages["scale"]
+            return f"{counts}; credit {credit}, {discount}baseline {baseline}, scale {scale}"
+        if self.status is TrainingStatus.SENT:
+            return f"{counts}, sent with the episode's reward; the server computed the advantages"
+        job = (self.epoch or {}).get("job")
+        explanation = {
+            TrainingStatus.DROPPED: f"dropped: {self.reason}",
+            TrainingStatus.PENDING: "not trained yet: its epoch is running or was interrupted",
+            TrainingStatus.JOB_FAILED: f"not trained: the job of epoch {self.record['epoch']} is {job}",
+            TrainingStatus.UNKNOWN: "unknown whether it was trained: this run has no record of advantages",
+        }
+        return explanation[self.status]
 
     def step_reward(self, position: int) -> float | None:
         """The step reward of a call, None if it is a placeholder 0 of a call that cannot be rewarded."""
@@ -131,7 +171,7 @@ class RunFiles(RunFolder):
             records = [record for record in records if record[key] == value]
             if not records:
                 subject = f"no episode with {' and '.join(applied)}" if applied else "no episode"
-                return ConfigError(f"{self.folder}: {subject} has {option} {value!r}; {_suggest(str(value), existing)}")
+                return ConfigError(f"{self.folder}: {subject} has {option} {value!r}; {suggest(str(value), existing)}")
             applied.append(f"{option} {value!r}")
         raise AssertionError(f"{self.folder} has an episode with {given}")
 
@@ -150,9 +190,7 @@ class RunFiles(RunFolder):
         return (self._episode(record, training.get(record["episode"])) for record in records)
 
     def tokenizer(self) -> Path | None:
-        """The folder of a tokenizer that the run's backend has written, if it was a child process of the run."""
-        files = (self.folder / "backend" / "checkpoints").glob("*/tokenizer.json")
-        return next((file.parent for file in files), None)
+        return find_tokenizer(self.folder)
 
     def _episode(self, record: Mapping[str, Any], training: Mapping[str, Any] | None, **fields: Any) -> RecordedEpisode:
         _, group = self._groups[record["epoch"], record["row_id"]]
@@ -194,6 +232,22 @@ def select(episodes: Sequence[RecordedEpisode], outcome: str | None, min_reward:
     return [e for e in selected if e.record["reward"] is not None and e.record["reward"] >= min_reward]
 
 
+def find_tokenizer(run: Path) -> Path | None:
+    """The folder of a tokenizer: one that the run's backend has written, or that of the model it started from.
+
+    None if the backend was not a child process of the run, or started from a model of the Hub.
+    """
+    backend = run / BACKEND_FOLDER
+    written = next((backend / "checkpoints").glob("*/tokenizer.json"), None)
+    if written is not None:
+        return written.parent
+    try:
+        model = Path(str(read_object(backend / STARTED_FILE)["model"]))
+    except (InsituError, KeyError):
+        return None
+    return model if (model / "tokenizer.json").is_file() else None
+
+
 def load_decoder(folder: Path) -> Callable[[Sequence[int]], str]:
     """Token ids to text, special tokens included, by the `tokenizer.json` in a folder; raises ConfigError."""
     try:
@@ -209,7 +263,31 @@ def load_decoder(folder: Path) -> Callable[[Sequence[int]], str]:
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def _suggest(value: str, existing: list[str]) -> str:
+def token_texts(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
+    """The text of each token, which together are the text of all.
+
+    The bytes of a character may be spread over several tokens: the last of them gets it, the others are empty.
+    """
+    texts: list[str] = []
+    window: list[int] = []
+    before = ""
+    for number, token in enumerate(ids, 1):
+        window.append(token)
+        text = decode(window) if number == len(ids) else _complete(decode(window))
+        texts.append(text[len(before) :] if text.startswith(before) else decode([token]))
+        before = text
+        if len(window) >= _DECODED_TOGETHER:
+            window = window[-_CONTEXT:]
+            before = _complete(decode(window))
+    return texts
+
+
+def _complete(text: str) -> str:
+    """Without a last character whose further bytes may follow."""
+    return text.removesuffix("\ufffd")
+
+
+def suggest(value: str, existing: list[str]) -> str:
     """Similar values, or else the first ones."""
     similar = [name for name in existing if value in name] or difflib.get_close_matches(value, existing, _SUGGESTIONS)
     if similar:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from insitu.checkpoint_files import OPTIMIZER_FILE, saved_checkpoints
 from insitu.errors import ConfigError, InsituError
-from insitu.files import numbered_records, read_object, shorter_than_written
+from insitu.files import read_line, read_object, shorter_than_written
 from insitu.folder_lock import locked_by
 from insitu.training.held_out import read_validations
 from insitu.training.progress import PROGRESS, RunProgress, journal_size, read_progress
@@ -52,11 +52,25 @@ class RunSummary:
             return read()
         except (InsituError, OSError) as error:
             problem = str(error)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:  # JSON of another form
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # JSON of another form
             problem = f"a file has another form than insitu writes: {type(error).__name__}: {error}"
         if problem not in self.problems:
             self.problems.append(problem)
         return default
+
+    def read_lines(self, path: Path) -> list[dict[str, Any]]:
+        """The records of a small file of lines, without those that are damaged, which are noted as one problem."""
+        *lines, _torn = self.attempt(lambda: path.read_bytes() if path.is_file() else b"", b"").split(b"\n")
+        records, damaged = [], []
+        for number, line in enumerate(lines, 1):
+            try:
+                records.append(read_line(path, number, line))
+            except InsituError as error:
+                damaged.append(str(error))
+        if damaged:
+            more = f" (and {len(damaged) - 1} more damaged lines)" * (len(damaged) > 1)
+            self.problems += [problem for problem in [damaged[0] + more] if problem not in self.problems]
+        return [record for record in records if record.keys() != {"format"}]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -128,8 +142,7 @@ def read_summary(run: Path) -> RunSummary:
         summary.status, summary.error = "running", None
     elif progress is None and not (run / PROGRESS).exists():
         summary.problems.append(f"{run / PROGRESS} is missing: the run cannot continue")
-    events: list[dict[str, Any]] = summary.attempt(lambda: _read_lines(run / EVENTS), [])
-    for event in events:
+    for event in summary.read_lines(run / EVENTS):
         summary.epochs = event.get("epochs", summary.epochs)
     summary.attempt(lambda: _describe_validations(summary, read_validations(run)), None)
     summary.written = summary.attempt(lambda: _last_written(run), None)
@@ -166,11 +179,6 @@ def _last_written(run: Path) -> str:
     return datetime.fromtimestamp(max(times), UTC).isoformat(timespec="seconds")
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a small file."""
-    return [record for _, record in numbered_records(path)]
-
-
 def read_details(run: Path) -> RunDetails:
     """Reads no file of episodes. Raises ConfigError if the folder holds no run."""
     if not any((run / name).exists() for name in (*RUN_FILES, PROGRESS)):
@@ -181,8 +189,8 @@ def read_details(run: Path) -> RunDetails:
         summary=summary,
         resume=summary.attempt(lambda: _what_resume_does(run, summary), "cannot continue"),
         settings=summary.attempt(lambda: _changed_settings(run), {}),
-        events=summary.attempt(lambda: _read_lines(run / EVENTS), []),
-        epochs=summary.attempt(lambda: _read_lines(run / "training_metrics.jsonl"), []),
+        events=summary.read_lines(run / EVENTS),
+        epochs=summary.read_lines(run / "training_metrics.jsonl"),
         validations=summary.attempt(lambda: read_validations(run), []),
         best=summary.attempt(lambda: read_object(best) if best.is_file() else None, None),
         files=summary.attempt(lambda: _sizes(run), {}),

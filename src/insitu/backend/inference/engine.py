@@ -34,6 +34,7 @@ from insitu.backend.inference.sampling import GenerationRequest
 from insitu.backend.inference.scheduler import EngineOptions, Scheduler, SequenceState
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.model import LoadedModel
+from insitu.backend.training.logprobs import LogprobComputer
 from insitu.errors import BackendError
 from insitu.schemas.training_jobs import LoRASettings
 
@@ -170,6 +171,16 @@ class Engine:
         for output, sequence in zip(outputs, sequences, strict=True):
             sequence.add_text(output, self.tokenizer)
         return outputs
+
+    async def prompt_logprobs(self, prompt: Sequence[int], weights: WeightVersion = LATEST) -> list[float]:
+        return await self._compute.call(self._score, prompt, weights)
+
+    def _score(self, prompt: Sequence[int], weights: WeightVersion) -> list[float]:
+        return self._logprobs.of_text(self._schedulers_for(weights)[0].module, prompt)
+
+    @functools.cached_property
+    def _logprobs(self) -> LogprobComputer:
+        return LogprobComputer(self._loaded)
 
     async def stream(
         self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST

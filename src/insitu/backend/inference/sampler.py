@@ -163,6 +163,13 @@ class Sampler(Protocol):
         """One completion per request, all by the same weights."""
         ...
 
+    async def prompt_logprobs(self, prompt: Sequence[int], weights: WeightVersion = LATEST) -> list[float]:
+        """The log-probability of each token of a prompt but the first, given those before it.
+
+        Raises RequestRefused if this sampler cannot compute them.
+        """
+        ...
+
     def stream(
         self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
     ) -> AsyncIterator[tuple[int, OutputDelta]]:

@@ -6,6 +6,7 @@ vocab_size.
 
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +55,15 @@ class LogprobComputer:
             hidden_STD = body(**inputs).last_hidden_state
             hidden_ND = hidden_STD.flatten(0, 1).index_select(0, batch.logit_positions_N)
             return _in_chunks(head, self._vocab_size, hidden_ND, batch.targets_N)
+
+    @torch.no_grad()
+    def of_text(self, module: nn.Module, token_ids: Sequence[int]) -> list[float]:
+        """The log-probability of each token but the first, given those before it."""
+        if len(token_ids) < 2:
+            return []
+        row = Row(np.array(token_ids, np.int32), np.arange(1, len(token_ids)))
+        logprobs: list[float] = self(module, collate([row], self._device)).logprobs_N.tolist()
+        return logprobs
 
     @functools.cached_property
     def can_share_prompts(self) -> bool:

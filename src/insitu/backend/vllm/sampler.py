@@ -159,6 +159,10 @@ class VllmSampler:
         self.num_completed += len(outputs)
         return outputs
 
+    async def prompt_logprobs(self, prompt: Sequence[int], weights: WeightVersion = LATEST) -> list[float]:
+        problem = "prompt_logprobs is not supported with --sampler vllm; ask vLLM for them"
+        raise RequestRefused(problem, param="prompt_logprobs", code="unsupported")
+
     async def stream(
         self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
     ) -> AsyncIterator[tuple[int, OutputDelta]]:

@@ -91,6 +91,10 @@ class SamplingRequest(RequestModel):
         if isinstance(self.stop, list) and len(self.stop) > MAX_STOP_STRINGS:
             raise RequestRefused(f"stop has {len(self.stop)} entries; allowed: {MAX_STOP_STRINGS}", param="stop")
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return False
+
     def prompts(self, tokenizer: ChatTokenizer) -> list[list[int]]:
         """Token ids of each prompt."""
         raise NotImplementedError

@@ -98,16 +98,37 @@ class CompletionEndpoint:
         return request, request.generation_requests(prompts, max_length), model.weights
 
     async def _complete(self, job: Job, formatter: ResponseFormatter, receive: Receive, send: Send) -> None:
-        _, requests, weights = job
+        request, requests, weights = job
         outputs = await _cancel_on_disconnect(self._sampler.complete(requests, weights), receive)
         if outputs is None:
             return
         if self._log is not None:
             self._log.write(requests, outputs, streamed=False)
-        body = orjson.dumps(formatter.response(outputs))
+        response = formatter.response(outputs)
+        if request.wants_prompt_logprobs:
+            weights = weights._replace(version=outputs[0].version)
+            scoring = self._prompt_logprobs([each.prompt for each in requests], weights)
+            found = await _cancel_on_disconnect(scoring, receive)
+            if found is None:
+                return
+            for choice, logprobs in zip(response["choices"], found, strict=True):
+                choice["prompt_logprobs"] = logprobs
+        body = orjson.dumps(response)
         length = (b"content-length", str(len(body)).encode())
         await send(_response_start(outputs[0].version, b"application/json", length))
         await send({"type": "http.response.body", "body": body})
+
+    async def _prompt_logprobs(
+        self, prompts: Sequence[list[int]], weights: WeightVersion
+    ) -> list[list[dict[str, dict[str, float]] | None]]:
+        """Of the prompt of each choice, in vLLM's form; equal prompts are computed once."""
+        known: dict[tuple[int, ...], list[dict[str, dict[str, float]] | None]] = {}
+        for prompt in map(tuple, prompts):
+            if prompt not in known:
+                logprobs = await self._sampler.prompt_logprobs(prompt, weights)
+                tokens = zip(prompt[1:], logprobs, strict=True)
+                known[prompt] = [None, *({str(token): {"logprob": logprob}} for token, logprob in tokens)]
+        return [known[tuple(prompt)] for prompt in prompts]
 
     async def _stream(self, job: Job, formatter: ResponseFormatter, receive: Receive, send: Send) -> None:
         """Sends a server-sent event per delta; an error after the first event is sent as an event."""

@@ -37,6 +37,8 @@ class TextRequest(SamplingRequest):
     max_tokens: int | None = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """Natural log-probabilities of the sampled tokens and of this many of the most likely tokens."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=0)
+    """0: also the log-probabilities of the prompt's own tokens, as in vLLM; without `stream`."""
     add_special_tokens: bool | None = True
     """Whether the tokenizer adds its special tokens (usually BOS) to texts."""
 
@@ -47,6 +49,15 @@ class TextRequest(SamplingRequest):
             return read(value)
         except ValidationError:
             raise PydanticCustomError("prompt", "should be a text, a list of token ids, or a list of those") from None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None
+
+    def check(self) -> None:
+        super().check()
+        if self.wants_prompt_logprobs and self.stream:
+            raise RequestRefused("prompt_logprobs cannot be streamed; omit stream", param="prompt_logprobs")
 
     def prompts(self, tokenizer: ChatTokenizer) -> list[list[int]]:
         several: Sequence[Any] = self.prompt
@@ -75,6 +86,10 @@ class TextLogprobs(ResponseModel):
     text_offset: list[int]
 
 
+class PromptLogprob(ResponseModel):
+    logprob: float
+
+
 class TextChoice(ResponseModel):
     """A choice, or its delta in a stream."""
 
@@ -84,6 +99,8 @@ class TextChoice(ResponseModel):
     finish_reason: FinishReason | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    """With `prompt_logprobs`: for each token of the prompt its log-probability, by its id; null for the first."""
 
 
 class TextCompletion(ResponseBase):

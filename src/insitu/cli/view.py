@@ -1,0 +1,61 @@
+"""The command `view`."""
+
+import asyncio
+import sys
+from pathlib import Path
+from urllib.parse import quote
+
+import click
+
+from insitu.cli import options
+
+_TOKEN_VARIABLE = "INSITU_VIEW_TOKEN"
+
+
+@click.command("view")
+@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
+@click.option("--host", default="127.0.0.1", help="The address to bind.")
+@click.option("--port", default=0, type=click.IntRange(0, 65535), help="0 picks a free port.")
+@options.access(_TOKEN_VARIABLE)
+def command(
+    folder: Path | None,
+    host: str,
+    port: int,
+    token: str | None,
+    insecure_no_auth: bool,
+    allowed_host: tuple[str, ...],
+) -> None:
+    """Show the runs in FOLDER, or the run that it is, in a browser. Live while they are written; changes nothing.
+
+    Without FOLDER: the runs in runs/ and .tmp/ of the working directory.
+    """
+    from insitu.http_access import AccessPolicy
+    from insitu.training.event_loop import run_async
+    from insitu.view.opened import OpenedFolder
+    from insitu.view.server import ViewServer
+
+    access = AccessPolicy.of(
+        host, token, variable=_TOKEN_VARIABLE, allow_anyone=insecure_no_auth, allowed_hosts=allowed_host
+    )
+    server = ViewServer(OpenedFolder(folder), access)
+
+    async def serve() -> None:
+        try:
+            async with server.listening(host, port) as url:
+                _print_link(url, token)
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            print("stopped", flush=True)
+
+    run_async(serve())
+
+
+def _print_link(url: str, token: str | None) -> None:
+    """Prints the link; on a terminal with the token, which is part of no request. Elsewhere it might be logged."""
+    line = f"insitu view ready at {url}"
+    if token is None or not sys.stdout.isatty():
+        print(line, flush=True)
+        return
+    sys.stdout.flush()
+    sys.stdout.buffer.write(f"{line}/#token={quote(token, safe='')}\n".encode())  # print leaves secrets out
+    sys.stdout.buffer.flush()

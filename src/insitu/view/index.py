@@ -1,0 +1,350 @@
+"""An index of the groups and episodes of a run, which follows its files as they grow.
+
+It holds what lists show and sort by, and where the rest is in the files, in a temporary database of SQLite that
+vanishes with the process. `refresh` reads what was appended since the last time; a run whose files were cut or
+replaced, as by `--resume`, is indexed anew.
+"""
+
+import math
+import re
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from insitu.errors import InsituError
+from insitu.files import Block, read_block, read_line, shorter_than_written
+from insitu.schemas.episodes import FORMAT_VERSION
+from insitu.training.inspection import TrainingStatus
+from insitu.trajectories.stored import BLOCK_FILES, CALLS_FILE, EPISODES_FILE, GROUPS_FILE, StoredGroup
+from insitu.view.appended import AppendedLines, FileReplaced, Line
+
+ADVANTAGES, METRICS = "advantages.jsonl", "training_metrics.jsonl"
+_BATCH = 200
+"""Groups or lines that are indexed before others may read the index."""
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+_NOT_STORABLE = (sqlite3.Error, OverflowError, UnicodeEncodeError)
+
+Values = tuple[Any, ...]
+"""What a statement is executed with."""
+
+_TABLES = """
+CREATE TABLE groups (
+    id INTEGER PRIMARY KEY, epoch INTEGER, row_id TEXT, row_key TEXT, num_episodes INTEGER, rewards TEXT, mean REAL,
+    std REAL, dropped TEXT, num_dropped INTEGER, line_offset INTEGER, line_size INTEGER, number INTEGER,
+    episodes_offset INTEGER, episodes_size INTEGER, calls_offset INTEGER, calls_size INTEGER, state INTEGER DEFAULT 0
+);
+CREATE INDEX groups_of_epoch ON groups (epoch, row_key);
+CREATE INDEX groups_of_row ON groups (row_id, epoch);
+CREATE INDEX groups_to_read ON groups (id) WHERE state = 0;
+CREATE TABLE episodes (
+    id INTEGER PRIMARY KEY, group_id INTEGER, episode TEXT, epoch INTEGER, row_id TEXT, row_key TEXT,
+    generation INTEGER, attempt INTEGER, outcome TEXT, reason TEXT, reward REAL, seconds REAL, calls INTEGER,
+    prompt_tokens INTEGER, sampled_tokens INTEGER, in_group INTEGER, dropped TEXT, trained INTEGER, sent INTEGER,
+    line_offset INTEGER, line_size INTEGER, number INTEGER
+);
+CREATE INDEX episodes_of_group ON episodes (group_id);
+CREATE INDEX episodes_by_name ON episodes (episode);
+CREATE TABLE epochs (epoch INTEGER PRIMARY KEY, job TEXT);
+"""
+_STATUS = """status(e.reward IS NULL OR NOT e.in_group OR e.dropped IS NOT NULL, epochs.epoch IS NOT NULL, epochs.job,
+    e.trained, e.sent)"""
+EPISODES = f"SELECT e.*, {_STATUS} AS status FROM episodes e LEFT JOIN epochs ON epochs.epoch = e.epoch"
+"""The query of episodes with their training status, which is None as long as it is not indexed."""
+
+_TO_READ, _INDEXED, _SHORT, _DAMAGED = range(4)
+"""States of a group: its lines are to be read, were read, are not all in the file, or cannot be read."""
+
+
+class Indexed(NamedTuple):
+    """How many groups have their episodes in the index, of how many."""
+
+    groups: int
+    of: int
+
+
+class RunIndex:
+    """The index of a run. Any thread may call it; one `refresh` runs at a time."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.version = 0
+        """Changes whenever the content does."""
+        self.groups_known = threading.Event()
+        """Set when all groups have been read once; their episodes are read after them."""
+        self._refreshing = threading.Lock()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Starts with nothing indexed."""
+        self._database = sqlite3.connect("", check_same_thread=False, isolation_level=None)
+        self._database.row_factory = sqlite3.Row
+        self._database.create_function("status", 5, self._status)
+        self._database.executescript(f"PRAGMA journal_mode = MEMORY; {_TABLES}")
+        self._files = {name: AppendedLines(self.run / name) for name in (GROUPS_FILE, ADVANTAGES, METRICS)}
+        self._problems: dict[str, tuple[str, int]] = {}
+        self._unknown_format: set[str] = set()
+        self._complete = False
+        self.version += 1
+
+    def close(self) -> None:
+        """Ends a refresh that is running, and forgets the index."""
+        self._closed = True
+        self.groups_known.set()
+        with self._refreshing, self._lock:
+            self._database.close()
+
+    @property
+    def indexed(self) -> Indexed:
+        [row] = self.select("SELECT count(*) FILTER (WHERE state > 0) AS read, count(*) AS of FROM groups")
+        read = row["read"] if self._complete else min(row["read"], row["of"] - 1)  # advantages come after all groups
+        return Indexed(max(read, 0), row["of"])
+
+    @property
+    def complete(self) -> bool:
+        """Whether all files have been read once."""
+        return self._complete
+
+    @property
+    def problems(self) -> list[str]:
+        """What is damaged, a sentence per file."""
+        return [
+            problem + f" (and {count - 1} more in this file)" * (count > 1)
+            for problem, count in [*self._problems.values()]
+        ]
+
+    def select(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
+        with self._lock:
+            return self._database.execute(query, values).fetchall()
+
+    def refresh(self) -> None:
+        """Indexes what the files hold by now."""
+        with self._refreshing:
+            try:
+                self._read_files()
+            except FileReplaced:
+                with self._lock:
+                    self._database.close()
+                    self._begin()
+                self._read_files()
+
+    def _read_files(self) -> None:
+        try:
+            self._insert(GROUPS_FILE, _group, _ADD_GROUP)
+            self._insert(METRICS, _epoch, _ADD_EPOCH)
+            self.groups_known.set()
+            self._retry_short_groups()
+            self._read_episodes()
+            self._insert(ADVANTAGES, _advantages, _ADD_ADVANTAGES)
+        except OSError as error:
+            self._note(error.filename, f"{error.filename} cannot be read: {error.strerror}")
+            self.groups_known.set()
+        self._complete = not self._closed
+
+    def _insert(self, name: str, read: Callable[[dict[str, Any], Line], Values], statement: str) -> None:
+        """Executes a statement with what `read` takes from each new record of a file; damaged ones are noted."""
+        path = self.run / name
+        for lines in _batches(self._files[name].read()):
+            if self._closed:
+                return
+            values = [found for line in lines if (found := self._read_line(path, line, read)) is not None]
+            with self._changing():
+                self._execute(name, statement, values)
+
+    def _read_line(self, path: Path, line: Line, read: Callable[[dict[str, Any], Line], Values]) -> Values | None:
+        name = path.name
+        if name in self._unknown_format:
+            return None
+        try:
+            record = read_line(path, line.number, line.content)
+            if line.number > 1 or name == METRICS:
+                return read(record, line)
+            if record != {"format": FORMAT_VERSION}:
+                self._unknown_format.add(name)
+                self._note(name, f"{path} has format {record.get('format', 'unknown')}; supported: {FORMAT_VERSION}")
+        except InsituError as error:
+            self._note(name, str(error))
+        except _MALFORMED as error:
+            self._note(name, f"{path}, line {line.number} has another form: {error!r}")
+        return None
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """One transaction, during which nobody else reads."""
+        with self._lock:
+            self.version += 1
+            self._database.execute("BEGIN")
+            try:
+                yield
+            finally:
+                self._database.execute("COMMIT")
+
+    def _execute(self, name: str, statement: str, values: list[Values]) -> None:
+        """Values that a database cannot hold are noted and left out."""
+        self._database.execute("SAVEPOINT all_values")
+        try:
+            self._database.executemany(statement, values)
+        except _NOT_STORABLE as error:
+            if len(values) == 1:
+                self._note(name, f"{self.run / name} has a record of another form: {error}")
+                return
+            self._database.execute("ROLLBACK TO all_values")
+            for each in values:
+                self._execute(name, statement, [each])
+
+    def _retry_short_groups(self) -> None:
+        """Groups whose lines were not all in the file, which may have been copied meanwhile."""
+        size = _size(self.run / EPISODES_FILE)
+        with self._lock:
+            self._database.execute(
+                "UPDATE groups SET state = ? WHERE state = ? AND episodes_offset + episodes_size <= ?",
+                (_TO_READ, _SHORT, size),
+            )
+
+    def _read_episodes(self) -> None:
+        while not self._closed:
+            groups = self.select("SELECT * FROM groups WHERE state = 0 ORDER BY id LIMIT ?", (_BATCH,))
+            if not groups:
+                return
+            read = [(group, *self._read_group(group)) for group in groups]
+            with self._changing():
+                states = [(state, group["id"]) for group, state, _ in read]
+                self._execute(GROUPS_FILE, "UPDATE groups SET state = ? WHERE id = ?", states)
+                episodes = [values for _, _, found in read for values in found]
+                self._execute(EPISODES_FILE, _ADD_EPISODE, episodes)
+
+    def _read_group(self, group: sqlite3.Row) -> tuple[int, list[Values]]:
+        """The state of a group, and what the index holds of its episodes."""
+        path, block = self.run / EPISODES_FILE, stored_group(group).episodes
+        if (size := _size(path)) < block.end:
+            self._note(EPISODES_FILE, shorter_than_written(path, size, block.end))
+            return _SHORT, []
+        try:
+            members = set(read_at(self.run / GROUPS_FILE, group)["episodes"])
+            records = read_block(path, block)
+            return _INDEXED, [(group["id"], group["row_key"], *_episode(record, members)) for record in records]
+        except InsituError as error:
+            self._note(EPISODES_FILE, str(error))
+        except _MALFORMED as error:
+            self._note(EPISODES_FILE, f"{path}, {block} has another form: {error!r}")
+        return _DAMAGED, []
+
+    def _note(self, name: str, problem: str) -> None:
+        first, count = self._problems.get(name, (problem, 0))
+        self._problems[name] = first, count + 1
+
+    def _status(self, dropped: int, epoch_is_over: int, job: str | None, trained: int | None, sent: int) -> str | None:
+        if trained is None and not self._complete and not dropped and epoch_is_over and job == "completed":
+            return None
+        return str(
+            TrainingStatus.of(
+                dropped=bool(dropped), epoch_is_over=bool(epoch_is_over), job=job, trained=trained or 0, sent=bool(sent)
+            )
+        )
+
+
+def _group(record: dict[str, Any], line: Line) -> Values:
+    rewards = [float(reward) for reward in record["rewards"]]
+    row_id = str(record["row_id"])
+    blocks = {name: Block(*record["blocks"][name]) for name in BLOCK_FILES}
+    if any(number < 0 for block in blocks.values() for number in block):
+        raise ValueError(f"blocks are {record['blocks']}")
+    return (
+        *(int(record["epoch"]), row_id, natural(row_id), int(record["num_episodes"]), orjson.dumps(rewards).decode()),
+        *_mean_and_deviation(rewards),
+        *(orjson.dumps(record["dropped"]).decode(), sum(record["dropped"].values())),
+        *(line.offset, len(line.content), line.number),
+        *(*blocks[EPISODES_FILE], *blocks[CALLS_FILE]),
+    )
+
+
+def _mean_and_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """The standard deviation is that of a sample, as in `training_metrics.jsonl`."""
+    n = len(values)
+    if not n:
+        return None, None
+    mean = math.fsum(values) / n
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1)) if n > 1 else None
+
+
+def _epoch(record: dict[str, Any], line: Line) -> Values:
+    return int(record["epoch"]), record.get("job")
+
+
+def _advantages(record: dict[str, Any], line: Line) -> Values:
+    advantages = record["advantages"]
+    trained = (record["dropped"], len(advantages), None in advantages.values())
+    return (*trained, line.offset, len(line.content), line.number, record["episode"])
+
+
+_EPISODE_KEYS = (
+    *("epoch", "generation", "attempt", "outcome", "reason", "reward", "seconds", "calls", "prompt_tokens"),
+    "sampled_tokens",
+)
+
+
+def _episode(record: Mapping[str, Any], members: set[str]) -> Values:
+    name = str(record["episode"])
+    return (*(record[key] for key in _EPISODE_KEYS), name, str(record["row_id"]), name in members)
+
+
+def _insertion(table: str, *columns: str) -> str:
+    return f"INSERT OR REPLACE INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+
+
+_ADD_GROUP = _insertion(
+    "groups",
+    *("epoch", "row_id", "row_key", "num_episodes", "rewards", "mean", "std", "dropped", "num_dropped", "line_offset"),
+    *("line_size", "number", "episodes_offset", "episodes_size", "calls_offset", "calls_size"),
+)
+_ADD_EPISODE = _insertion("episodes", "group_id", "row_key", *_EPISODE_KEYS, "episode", "row_id", "in_group")
+_ADD_EPOCH = _insertion("epochs", "epoch", "job")
+_ADD_ADVANTAGES = (
+    "UPDATE episodes SET dropped = ?, trained = ?, sent = ?, line_offset = ?, line_size = ?, number = ? "
+    "WHERE episode = ?"
+)
+
+
+def natural(text: str) -> str:
+    """A key that sorts row 2 before row 10."""
+    return re.sub(r"\d+", lambda digits: digits[0].zfill(12), text)
+
+
+def stored_group(group: sqlite3.Row) -> StoredGroup:
+    episodes = Block(group["episodes_offset"], group["episodes_size"])
+    calls = Block(group["calls_offset"], group["calls_size"])
+    return StoredGroup(group["epoch"], group["row_id"], group["num_episodes"], episodes, calls)
+
+
+def read_at(path: Path, row: sqlite3.Row) -> dict[str, Any]:
+    """The record of the line that a row of the index names. Raises InsituError if it is no longer there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(row["line_offset"])
+            return read_line(path, row["number"], file.read(row["line_size"]))
+    except OSError as error:
+        raise InsituError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _batches(lines: Iterator[Line]) -> Iterator[list[Line]]:
+    batch: list[Line] = []
+    for line in lines:
+        batch.append(line)
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,78 @@
+"""The indexes of the runs that are looked at, which are kept up to date in threads."""
+
+import logging
+import threading
+from pathlib import Path
+
+from insitu.view.index import RunIndex
+from insitu.view.lists import Lists
+from insitu.view.pages import EpisodePages
+
+logger = logging.getLogger(__name__)
+
+_MOST = 4
+"""Runs whose index is kept."""
+_PATIENCE = 0.25
+"""Seconds to wait for a refresh: long enough for what a run has written since the last one."""
+_GROUPS_SECONDS = 10.0
+"""How long to wait for the groups, of which 100,000 are read in this time: a page without them would be wrong."""
+
+
+class IndexedRun:
+    """The index of a run, and what is read with it."""
+
+    def __init__(self, path: Path) -> None:
+        self.index = RunIndex(path)
+        self.lists = Lists(self.index)
+        self.pages = EpisodePages(self.index)
+        self._lock = threading.Lock()
+        self._refresh: threading.Thread | None = None
+
+    def refresh(self) -> None:
+        """Reads what was appended. A refresh that takes longer goes on in its thread, one at a time."""
+        with self._lock:
+            if self._refresh is None or not self._refresh.is_alive():
+                self._refresh = threading.Thread(target=self._run, name="index a run", daemon=True)
+                self._refresh.start()
+            running = self._refresh
+        self.index.groups_known.wait(_GROUPS_SECONDS)
+        running.join(_PATIENCE)
+
+    def _run(self) -> None:
+        try:
+            self.index.refresh()
+        except Exception:  # a page shows what is indexed, and the next request tries again
+            logger.exception("%s cannot be indexed", self.index.run)
+
+    def close(self) -> None:
+        self.index.close()
+
+
+class Indexes:
+    """The runs that were looked at last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs: dict[Path, IndexedRun] = {}
+
+    def open(self, run: Path) -> IndexedRun:
+        """The index of a run, refreshed."""
+        with self._lock:
+            indexed = self._runs.pop(run, None) or IndexedRun(run)
+            self._runs[run] = indexed
+            oldest = [self._runs.pop(path) for path in [*self._runs][:-_MOST]]
+        for each in oldest:
+            each.close()
+        indexed.refresh()
+        return indexed
+
+    def problems(self, run: Path) -> list[str]:
+        """What is damaged in a run, as far as it was indexed."""
+        indexed = self._runs.get(run)
+        return [] if indexed is None else indexed.index.problems
+
+    def close(self) -> None:
+        with self._lock:
+            runs, self._runs = [*self._runs.values()], {}
+        for run in runs:
+            run.close()

@@ -1,0 +1,230 @@
+"""Pages of a group and of an episode: what was said, sampled and trained."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from insitu.errors import ConfigError
+from insitu.schemas.episodes import ModelCall
+from insitu.training.inspection import RecordedEpisode, find_tokenizer, load_decoder, token_texts
+from insitu.trajectories.conversations import Turn, conversations
+from insitu.view.index import RunIndex
+from insitu.view.recorded import RecordedGroups
+
+Decode = Callable[[Sequence[int]], str]
+Dialogue = list[dict[str, Any]]
+"""Messages, each with its `call`."""
+
+
+class EpisodePages:
+    """The groups and episodes of a run."""
+
+    def __init__(self, index: RunIndex) -> None:
+        self._groups = RecordedGroups(index)
+        self._decoder: tuple[Path, Decode | None] | None = None
+
+    def group(self, epoch: int, row_id: str) -> dict[str, Any]:
+        """The answer of `/api/group`. Raises RequestRefused (404)."""
+        group = self._groups.read(self._groups.find(epoch, row_id))
+        attempt = group.notes.attempt
+        dialogues: list[Dialogue] = [attempt(partial(_dialogue, each), []) for each in group.episodes]
+        same_row = self._groups.same_row(row_id)
+        neighbours = [self._groups.neighbour(group.row, step) for step in (-1, 1)]
+        previous, following = [row and {"epoch": row["epoch"], "row_id": row["row_id"]} for row in neighbours]
+        return {
+            "epoch": epoch,
+            "row_id": row_id,
+            "dropped": orjson.loads(group.row["dropped"]),
+            "common": _common_messages(dialogues),
+            "episodes": [
+                {
+                    **each.record,
+                    **attempt(partial(_training, each), {}),
+                    "dialogue": dialogue,
+                    "outline": [*map(_outline, dialogue)],
+                }
+                for each, dialogue in zip(group.episodes, dialogues, strict=True)
+            ],
+            "epochs": [
+                {"epoch": row["epoch"], "rewards": orjson.loads(row["rewards"]), "mean": row["mean"]}
+                for row in same_row
+            ],
+            "previous": previous,
+            "next": following,
+            "problems": group.notes.problems,
+        }
+
+    def episode(self, name: str) -> tuple[dict[str, Any], list[ModelCall]]:
+        """The answer of `/api/episode`, and the policy's calls whose tokens are known. Raises RequestRefused (404)."""
+        group = self._groups.read(self._groups.find_by_episode(name))
+        names = [each.record["episode"] for each in group.episodes]
+        if name not in names:
+            raise self._groups.unknown_episode(name, names, group.notes.problems)
+        place = names.index(name)
+        episode = group.episodes[place]
+        attempt, decode = group.notes.attempt, self._decode()
+        policies = set((group.settings.get("targets") or {}).get("llms") or ())
+        found: list[Dialogue] = attempt(lambda: [[*_messages(turns)] for turns in conversations(episode.calls)], [])
+        calls: list[dict[str, Any]] = attempt(lambda: [*_calls(episode, policies, decode)], [])
+        trained: dict[str, Any] = attempt(partial(_training, episode), {})
+        sampled = [call for call in episode.calls if _is_policy(call, episode, policies) and _has_tokens(call)]
+        answer = {
+            "episode": name,
+            "record": episode.record,
+            **trained,
+            "training": attempt(lambda: episode.training_summary, None),
+            "rescores": list(episode.rescores),
+            "group": {
+                "episodes": [
+                    {
+                        "episode": each.record["episode"],
+                        "reward": each.record.get("reward"),
+                        "status": attempt(partial(getattr, each, "status"), None),
+                    }
+                    for each in group.episodes
+                ],
+                "dropped": orjson.loads(group.row["dropped"]),
+            },
+            "conversations": found,
+            "calls": calls,
+            "has_tokenizer": decode is not None,
+            **self._links(group.row, names, place, episode.record.get("generation")),
+            "problems": group.notes.problems,
+        }
+        return answer, sampled
+
+    def _links(self, row: Any, names: Sequence[str], place: int, generation: int | None) -> dict[str, str | None]:
+        """Episodes to go to from one. Before the first of a group is the last of the group before it."""
+        before, after = (self._groups.neighbour(row, step) for step in (-1, 1))
+        epochs = self._groups.same_row(row["row_id"])
+        here = next((number for number, each in enumerate(epochs) if each["epoch"] == row["epoch"]), 0)
+        return {
+            "previous": names[place - 1] if place else self._member(before, None, -1),
+            "next": names[place + 1] if place + 1 < len(names) else self._member(after, None, 0),
+            "previous_group": self._member(before, generation),
+            "next_group": self._member(after, generation),
+            "previous_epoch": self._member(epochs[here - 1] if here else None, generation),
+            "next_epoch": self._member(epochs[here + 1] if here + 1 < len(epochs) else None, generation),
+        }
+
+    def _member(self, row: Any, generation: int | None, place: int = 0) -> str | None:
+        """An episode of a group: the one of a generation if there is one, or else that at a place."""
+        if row is None or not (members := self._groups.members(row)):
+            return None
+        same = (str(each["episode"]) for each in members if each["generation"] == generation)
+        return next(same, str(members[place]["episode"]))
+
+    def _decode(self) -> Decode | None:
+        """The decoder of the run's tokenizer; None if there is none that can be used."""
+        folder = find_tokenizer(self._groups.run)
+        if folder is None:
+            return None
+        if self._decoder is None or self._decoder[0] != folder:
+            try:
+                self._decoder = folder, load_decoder(folder)
+            except ConfigError:  # tokenizers is not installed
+                self._decoder = folder, None
+            except Exception:  # a file that tokenizers cannot read raises any exception
+                self._decoder = folder, None
+        return self._decoder[1]
+
+
+def _training(episode: RecordedEpisode) -> dict[str, Any]:
+    """How an episode was trained; `advantage` is the mean over its trained tokens."""
+    weights = [
+        (advantage, len(call.token_ids or ()))
+        for call in episode.calls
+        if (advantage := episode.advantages.get(call.index)) is not None
+    ]
+    tokens = sum(count for _, count in weights)
+    status = episode.status
+    return {
+        "status": status,
+        "reason": episode.reason,
+        "dropped": episode.reason if status == "dropped" else None,
+        "advantage": sum(advantage * count for advantage, count in weights) / tokens if tokens else None,
+    }
+
+
+def _messages(turns: Iterable[Turn]) -> Iterator[dict[str, Any]]:
+    return ({**turn.message, "call": None if turn.call is None else turn.call.index} for turn in turns)
+
+
+def _dialogue(episode: RecordedEpisode) -> Dialogue:
+    """The messages of all conversations, each without those it has in common with the one before it."""
+    dialogue: Dialogue = []
+    before: Dialogue = []
+    for number, turns in enumerate(conversations(episode.calls), 1):
+        messages = [*_messages(turns)]
+        added = messages[_common_messages([before, messages]) if before else 0 :]
+        dialogue += ({**message, "conversation": number} for message in added)
+        before = messages
+    return dialogue
+
+
+def _common_messages(dialogues: Sequence[Sequence[Mapping[str, Any]]]) -> int:
+    """How many messages all dialogues begin with."""
+    count = 0
+    for messages in zip(*dialogues, strict=False):
+        first, *others = ({key: value for key, value in each.items() if key != "call"} for each in messages)
+        if any(other != first for other in others):
+            break
+        count += 1
+    return count
+
+
+def _outline(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without its text."""
+    calls = message.get("tool_calls")
+    tools = [(each.get("function") or {}).get("name") for each in calls] if isinstance(calls, list) else []
+    content = message.get("content")
+    length = len(content) if isinstance(content, str) else len(orjson.dumps(content)) if content else 0
+    return {"role": message.get("role"), "call": message["call"], "characters": length, "tools": tools}
+
+
+def _is_policy(call: ModelCall, episode: RecordedEpisode, policies: set[str]) -> bool:
+    """Whether the run's tokenizer is that of the call's model."""
+    return call.policy_version is not None or call.llm in policies or call.index in episode.advantages
+
+
+def _has_tokens(call: ModelCall) -> bool:
+    return bool(call.token_ids) and call.prompt_token_ids is not None
+
+
+def _calls(episode: RecordedEpisode, policies: set[str], decode: Decode | None) -> Iterator[dict[str, Any]]:
+    start = min((call.started for call in episode.calls), default=0.0)
+    for position, call in enumerate(episode.calls):
+        yield _call(episode, position, start, decode if _is_policy(call, episode, policies) else None)
+
+
+def _call(episode: RecordedEpisode, position: int, start: float, decode: Decode | None) -> dict[str, Any]:
+    call = episode.calls[position]
+    ids, logprobs = call.token_ids or [], call.logprobs
+    texts = [None] * len(ids) if decode is None else token_texts(decode, ids)
+    if logprobs is None or len(logprobs) != len(ids):
+        logprobs = [None] * len(ids)  # type: ignore[list-item]
+    tokens = zip(texts, ids, logprobs, strict=True)
+    return {
+        "index": call.index,
+        "llm": call.llm,
+        "model": call.model,
+        "functions": call.functions,
+        "started": call.started - start,
+        "ended": call.ended - start,
+        "policy_version": call.policy_version,
+        "finish_reason": call.finish_reason,
+        "choice": call.choice,
+        "usage": call.usage,
+        "prompt_tokens": None if call.prompt_token_ids is None else len(call.prompt_token_ids),
+        "sampled_tokens": None if call.token_ids is None else len(ids),
+        "error": call.error,
+        "trained": call.index in episode.advantages,
+        "advantage": episode.advantages.get(call.index),
+        "step_reward": episode.step_reward(position),
+        "sampling": call.sampling,
+        "tools": [(tool.get("function") or {}).get("name") for tool in call.tools or ()],
+        "tokens": [{"text": text, "id": token, "logprob": logprob} for text, token, logprob in tokens],
+    }

@@ -1,0 +1,176 @@
+"""Log-probabilities of recorded tokens under the newest weights of a run.
+
+They come over the wire from an `insitu backend` that is started for the newest checkpoint, on the CPU, so that it takes
+nothing from a run that trains on a GPU. It ends when it has not been used for a while, or with this process.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import orjson
+
+from insitu.builder import Builder
+from insitu.checkpoint_files import saved_checkpoints
+from insitu.config import Config, check_config
+from insitu.connection import Connection
+from insitu.errors import BackendUnavailable, InsituError, describe_error
+from insitu.http_format import MALFORMED, error_message
+from insitu.schemas.episodes import ModelCall
+from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.training.store import BACKEND_FOLDER
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 300.0
+"""How long the backend is kept for the next episode."""
+_READ_SECONDS = 600.0
+_ADAPTER = {"_type": "insitu_trainer_adapter", "device": "cpu", "max_restarts": 0}
+
+
+class Newest(NamedTuple):
+    """The weights that scored."""
+
+    checkpoint: str
+    step: int
+
+
+class _Server(NamedTuple):
+    """A backend that runs until `stop` is set, in `task`."""
+
+    folder: Path
+    endpoint: "asyncio.Future[PolicyEndpoint]"
+    stop: asyncio.Event
+    task: "asyncio.Task[None]"
+
+
+class Scorer:
+    """Scores texts by the newest checkpoint of a run; one backend at a time."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._server: _Server | None = None
+        self._idle: asyncio.TimerHandle | None = None
+
+    async def score(self, run: Path, calls: Sequence[ModelCall]) -> tuple[Newest, dict[int, list[float | None]]]:
+        """The log-probabilities of the sampled tokens of calls, by the calls' index. Raises InsituError."""
+        checkpoints = await asyncio.to_thread(saved_checkpoints, run / BACKEND_FOLDER / "checkpoints")
+        if not checkpoints:
+            raise InsituError(f"{run} has no checkpoint: its backend was not a part of it, or has not trained yet")
+        folder, record = checkpoints[-1]
+        async with self._lock:
+            try:
+                endpoint = await self._endpoint(folder)
+                texts = _longest(calls)
+                scores = {text: await _ask(endpoint, text) for text in texts}
+            finally:
+                self._stop_later()
+        return Newest(folder.name, record.step), {call.index: _part(call, scores) for call in calls}
+
+    async def close(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop.set()
+            await asyncio.gather(server.task, return_exceptions=True)
+
+    async def _endpoint(self, folder: Path) -> PolicyEndpoint:
+        """Where the weights in `folder` are served; starts the backend, which a client that leaves does not stop."""
+        if self._idle is not None:
+            self._idle.cancel()
+        server = self._server
+        if server is None or server.folder != folder or server.stop.is_set() or server.task.done():
+            await self.close()
+            endpoint = asyncio.get_running_loop().create_future()
+            endpoint.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it
+            stop = asyncio.Event()
+            task = asyncio.create_task(_serve(folder, endpoint, stop), name="backend for scores")
+            self._server = server = _Server(folder, endpoint, stop, task)
+        return await asyncio.shield(server.endpoint)
+
+    def _stop_later(self) -> None:
+        def stop() -> None:
+            if self._server is not None and not self._lock.locked():
+                self._server.stop.set()
+
+        self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, stop)
+
+
+async def _serve(folder: Path, endpoint: "asyncio.Future[PolicyEndpoint]", stop: asyncio.Event) -> None:
+    """Serves weights until `stop` is set; `endpoint` gets the address, or the error if they cannot be served."""
+    try:
+        config: Config = check_config({"trainer_adapters": {"scores": _ADAPTER | {"model": str(folder)}}}, Path("view"))
+        with TemporaryDirectory(prefix="insitu-view-") as scratch:
+            async with Builder(config) as builder:
+                adapter = await builder.get_trainer_adapter("scores")
+                await adapter.initialize(config.finetuning.model_copy(update={"output_dir": Path(scratch)}))
+                endpoint.set_result(await adapter.policy_endpoint())
+                await stop.wait()
+    except Exception as error:  # whatever it is, it is the answer to who waits for the endpoint
+        if endpoint.done():
+            logger.warning("the backend for scores: %s", describe_error(error))
+            return
+        known = isinstance(error, InsituError)
+        endpoint.set_exception(error if known else InsituError(f"{folder}: {describe_error(error)}"))
+
+
+Text = tuple[int, ...]
+
+
+def _text(call: ModelCall) -> Text:
+    return (*(call.prompt_token_ids or ()), *(call.token_ids or ()))
+
+
+def _longest(calls: Iterable[ModelCall]) -> list[Text]:
+    """The prompts with completions, without those with which another one begins: turns of one conversation."""
+    longest: list[Text] = []
+    for text in sorted({_text(call) for call in calls}, key=len, reverse=True):
+        if not any(other[: len(text)] == text for other in longest):
+            longest.append(text)
+    return longest
+
+
+def _part(call: ModelCall, scores: dict[Text, list[float | None]]) -> list[float | None]:
+    """What belongs to the sampled tokens of a call."""
+    text, start = _text(call), len(call.prompt_token_ids or ())
+    known = next(found for other, found in scores.items() if other[: len(text)] == text)
+    return known[start : len(text)]
+
+
+async def _ask(endpoint: PolicyEndpoint, text: Text, *, is_whole: bool = True) -> list[float | None]:
+    """The log-probability of each token; None for the first. Raises BackendUnavailable."""
+    headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+    connection = Connection("the backend for scores", headers, _READ_SECONDS, 0.0, lambda: None)
+    body = {"model": endpoint.model, "prompt": text, "max_tokens": 1, "prompt_logprobs": 0}
+    try:
+        async with connection.open("POST", f"{endpoint.base_url}/completions", orjson.dumps(body)) as response:
+            content = await response.read()
+            if is_whole and _is_too_long(content):  # the limit is for prompt and completion together
+                return [*await _ask(endpoint, text[:-1], is_whole=False), None]
+            if response.status != 200:
+                reason = error_message(_json(content)) or content[:200].decode(errors="replace")
+                raise BackendUnavailable(f"the newest weights cannot score this episode: {reason}")
+        [choice] = orjson.loads(content)["choices"]
+        entries = zip(text, choice["prompt_logprobs"], strict=True)
+        return [None if entry is None else entry[str(token)]["logprob"] for token, entry in entries]
+    except MALFORMED as error:
+        raise BackendUnavailable(f"the backend for scores has answered in another form: {error!r}") from error
+    finally:
+        await connection.close()
+
+
+def _json(content: bytes) -> Any:
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _is_too_long(content: bytes) -> bool:
+    body = _json(content)
+    error = body.get("error") if isinstance(body, dict) else None
+    return isinstance(error, dict) and error.get("code") == "context_length_exceeded"

@@ -1,0 +1,194 @@
+"""The server of `insitu view`: the page's files, and what it shows as JSON.
+
+    GET /  /runs  /run  /group  /episode   the page
+    GET /static/...                        its modules, styles and images
+    GET /api/...                           JSON; needs the token if there is one
+    GET /api/events                        server-sent events: which files change
+
+Nothing is written, and there is no other method.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from insitu.errors import InsituError, RequestRefused
+from insitu.evaluation.run import dump_json
+from insitu.gateway.listener import error_response, guard, server_runner
+from insitu.http_access import AccessPolicy
+from insitu.http_format import format_event, http_url
+from insitu.redaction import redact_bytes
+from insitu.schemas.episodes import ModelCall
+from insitu.view.indexes import IndexedRun, Indexes
+from insitu.view.lists import episode_query, group_query, number
+from insitu.view.opened import OpenedFolder
+from insitu.view.overview import Overview, one_run
+from insitu.view.scoring import Newest, Scorer
+from insitu.view.watcher import Watcher
+
+logger = logging.getLogger(__name__)
+
+STATIC = Path(__file__).parent / "static"
+PAGES = ("/", "/runs", "/run", "/group", "/episode")
+HEARTBEAT_SECONDS = 10.0
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class ViewServer:
+    """Serves the runs of a folder to a browser."""
+
+    def __init__(self, opened: OpenedFolder, access: AccessPolicy | None = None) -> None:
+        self._opened = opened
+        self._access = access or AccessPolicy()
+        self._overview = Overview(opened)
+        self._watcher = Watcher(opened)
+        self._indexes = Indexes()
+        self._scorer = Scorer()
+
+    @asynccontextmanager
+    async def listening(self, host: str, port: int) -> AsyncIterator[str]:
+        """Serves on this address (port 0: a free one) while the context is open; yields the URL."""
+        app = web.Application(middlewares=[guard(self._access, lambda request: not _is_api(request.path))])
+        app.on_response_prepare.append(_add_headers)
+        for page in PAGES:
+            app.router.add_get(page, _page)
+        app.router.add_static("/static", STATIC)
+        app.router.add_get("/api/runs", self._runs)
+        app.router.add_get("/api/run", self._run)
+        app.router.add_get("/api/groups", self._groups)
+        app.router.add_get("/api/episodes", self._episodes)
+        app.router.add_get("/api/group", self._group)
+        app.router.add_get("/api/episode", self._episode)
+        app.router.add_get("/api/events", self._events)
+        runner = server_runner(app, shutdown_timeout=0.5)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, host, port).start()
+            yield http_url(host, runner.addresses[0][1])
+        finally:
+            await runner.cleanup()
+            await asyncio.to_thread(self._indexes.close)
+            await self._scorer.close()
+
+    async def _runs(self, request: web.Request) -> web.Response:
+        return await _json(self._overview.all_runs)
+
+    async def _run(self, request: web.Request) -> web.Response:
+        run = request.query.get("run", ".")
+
+        def read() -> dict[str, Any]:
+            path = self._opened.path(run)
+            answer = one_run(run, path)
+            answer["problems"] += self._indexes.problems(path)
+            return answer
+
+        return await _json(read)
+
+    async def _groups(self, request: web.Request) -> web.Response:
+        query = group_query(request.query)
+        return await self._from_index(request, lambda run: run.lists.groups(query))
+
+    async def _episodes(self, request: web.Request) -> web.Response:
+        query = episode_query(request.query)
+        return await self._from_index(request, lambda run: run.lists.episodes(query))
+
+    async def _group(self, request: web.Request) -> web.Response:
+        epoch, row = number(request.query, "epoch", int), request.query.get("row")
+        if epoch is None or row is None:
+            missing = "epoch" if epoch is None else "row"
+            raise RequestRefused(f"{missing} is missing", param=missing, code="missing_value")
+        return await self._from_index(request, lambda run: run.pages.group(epoch, row))
+
+    async def _episode(self, request: web.Request) -> web.Response:
+        if (name := request.query.get("episode")) is None:
+            raise RequestRefused("episode is missing", param="episode", code="missing_value")
+        if request.query.get("changed", "0") not in ("1", "true"):
+            return await self._from_index(request, lambda run: run.pages.episode(name)[0])
+        run = await self._indexed(request)
+        answer, calls = await asyncio.to_thread(run.pages.episode, name)
+        await self._add_newest(run.index.run, answer, calls)
+        return await _json(lambda: answer)
+
+    async def _add_newest(self, run: Path, answer: dict[str, Any], calls: list[ModelCall]) -> None:
+        """Adds the log-probabilities of the sampled tokens under the newest weights, or why there are none."""
+        newest: Newest | None = None
+        scores: dict[int, list[float | None]] = {}
+        problem = None
+        try:
+            newest, scores = await self._scorer.score(run, calls)
+        except (InsituError, OSError) as error:
+            problem = str(error)
+        answer |= {"newest": newest and newest._asdict(), "newest_problem": problem}
+        for call in answer["calls"]:
+            logprobs = scores.get(call["index"]) or [None] * len(call["tokens"])
+            for token, logprob in zip(call["tokens"], logprobs, strict=True):
+                token["newest"] = logprob
+
+    async def _indexed(self, request: web.Request) -> IndexedRun:
+        """The index of the request's run, brought up to date first if that takes no time."""
+        path = await asyncio.to_thread(self._opened.path, request.query.get("run", "."))
+        return await asyncio.to_thread(self._indexes.open, path)
+
+    async def _from_index(self, request: web.Request, read: Callable[[IndexedRun], Any]) -> web.Response:
+        run = await self._indexed(request)
+        return await _json(lambda: read(run))
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Streams changes until the client disconnects."""
+        runs = request.query.getall("run", [])
+        for run in runs:
+            await asyncio.to_thread(self._opened.path, run)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        async with self._watcher.watching(runs) as changes:
+            with suppress(ConnectionResetError):
+                await response.prepare(request)
+                await response.write(b": watching\n\n")
+                while True:
+                    data = b": still here\n\n"
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(HEARTBEAT_SECONDS):
+                            change = await changes.get()
+                        data = format_event(orjson.dumps(change.as_json()), "changed")
+                    await response.write(data)
+        return response
+
+
+def _is_api(path: str) -> bool:
+    return path.startswith("/api/")
+
+
+async def _page(request: web.Request) -> web.FileResponse:
+    return web.FileResponse(STATIC / "index.html")
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(HEADERS)
+
+
+async def _json(read: Callable[[], Any]) -> web.Response:
+    """What a function that reads files returns."""
+
+    def body() -> bytes:
+        return redact_bytes(dump_json(read()))
+
+    try:
+        return web.Response(body=await asyncio.to_thread(body), content_type="application/json")
+    except RequestRefused:
+        raise
+    except Exception as error:  # a file may hold anything, and the other pages must not suffer
+        logger.exception("a page could not be made")
+        return error_response(f"the files cannot be shown: {type(error).__name__}: {error}", 500)

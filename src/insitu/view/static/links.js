@@ -1,0 +1,34 @@
+/** The addresses of the pages. They hold everything a page shows, so that they can be sent to someone. */
+
+import { h } from "./dom.js";
+
+/** @param {string} path @param {Record<string, any>} [parameters] */
+export function address(path, parameters = {}) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(parameters)) {
+    for (const each of Array.isArray(value) ? value : [value]) if (each != null && each !== "") query.append(name, each);
+  }
+  return query.size ? `${path}?${query}` : path;
+}
+
+/** @param {string} run @param {string[]} [compare] */
+export const toRun = (run, compare = []) => address("/run", { run, compare });
+
+/** @param {string} run @param {{epoch: number, row_id: string}} group */
+export const toGroup = (run, group) => address("/group", { run, epoch: group.epoch, row: group.row_id });
+
+/** @param {string} run @param {string} episode @param {{colour?: string | null, call?: number | null}} [view] */
+export const toEpisode = (run, episode, view = {}) => address("/episode", { run, episode, ...view });
+
+/**
+ * @param {string} href @param {Record<string, any>} attributes @param {...any} children
+ * @returns {HTMLElement}
+ */
+export function link(href, attributes, ...children) {
+  return h("a", { href, ...attributes }, ...children);
+}
+
+/** The last part of an episode's name that tells it from others of its group. @param {{generation: number, attempt?: number}} record */
+export function episodeLabel(record) {
+  return `#${record.generation}${record.attempt ? ` (attempt ${record.attempt + 1})` : ""}`;
+}

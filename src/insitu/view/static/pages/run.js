@@ -1,0 +1,177 @@
+/** One run, or several compared: how it does, its curves, what was left out, its episodes and its settings. */
+
+import { get } from "../api.js";
+import { Curves } from "../curves.js";
+import { fill, h } from "../dom.js";
+import { ABSENT, compact, count, duration, isNumber, percent, score, signed, when } from "../format.js";
+import { link, toRun } from "../links.js";
+import { Lists } from "../lists.js";
+import { arrow, fact, failure, problems, select, stateBadge } from "../parts.js";
+import { about } from "../settings.js";
+import { bar, sparkline } from "../sparkline.js";
+
+/** @typedef {Record<string, any>} Details */
+
+/** @param {import("../app.js").Context} context @returns {Promise<import("../app.js").Page>} */
+export async function runPage({ parameters, signal, go }) {
+  const name = parameters.get("run") ?? ".";
+  const compared = parameters.getAll("compare").filter((other) => other !== name);
+  const read = () => Promise.all([name, ...compared].map((run) => get("run", { run }, signal)));
+  let [runs, others] = await Promise.all([read(), get("runs", {}, signal)]);
+  const lists = compared.length ? null : new Lists(name, parameters, signal);
+  const curves = new Curves((epoch) => epoch > 0 && lists?.choose(String(epoch)));
+  const head = h("div");
+  const dropped = h("div");
+  const foot = h("div");
+  let drawn = "";
+  const draw = () => {
+    const now = JSON.stringify(runs);
+    if (now !== drawn) {
+      drawn = now;
+      const [run] = runs;
+      const adding = compareWith(name, compared, others.runs, go);
+      fill(head, compared.length ? comparison(runs, adding) : header(run, adding));
+      curves.node.hidden = !runs.some((each) => each.epochs.length || each.validations.length);
+      curves.update(runs);
+      if (compared.length) return;
+      fill(dropped, leftOut(run));
+      const opened = [...foot.querySelectorAll("details[open]")].map((each) => each.id);
+      fill(foot, about(run));
+      for (const id of opened) foot.querySelector(`#${id}`)?.setAttribute("open", "");
+    }
+    void lists?.update(runs[0].epochs.at(-1)?.epoch ?? 0, Object.keys(runs[0].dropped ?? {}), rewardRange(runs[0].epochs));
+  };
+  draw();
+  return {
+    title: compared.length ? `${runs.length} runs` : runs[0].summary.name,
+    crumbs: [["Runs", "/runs"], [compared.length ? "Comparison" : runs[0].summary.name, null]],
+    node: h("div", { class: "page" }, head, curves.node, dropped, lists?.node, foot),
+    runs: [name, ...compared],
+    update: async () => {
+      runs = await read();
+      draw();
+    },
+    shortcuts: [
+      { keys: ["g"], what: "list the groups", run: () => lists?.show("groups") },
+      { keys: ["e"], what: "list the episodes", run: () => lists?.show("episodes") },
+      { keys: ["u"], what: "all runs", run: () => go("/runs") },
+    ],
+    close: () => {
+      curves.close();
+      lists?.close();
+    },
+  };
+}
+
+/** @param {Details} run @param {Node | null} adding a control to compare it with another */
+function header(run, adding) {
+  const { summary } = run;
+  const last = run.epochs.at(-1);
+  const origin = [summary.method, summary.model, summary.started && `started ${when(summary.started)}`, summary.written && `last written ${when(summary.written)}`].filter(Boolean).join(" · ");
+  return [
+    h("header", { class: "page-head" }, h("div", { class: "title-line" }, h("h1", {}, summary.name, " ", stateBadge(summary.status)), adding), h("p", { class: "sub" }, origin)),
+    summary.error ? failure(summary.status === "interrupted" ? "The run was interrupted" : "The run failed", summary.error) : null,
+    summary.status === "killed" ? failure("The process of this run ended without recording why", `insitu finetune --resume: ${run.resume}`) : null,
+    problems(run.problems),
+    h("dl", { class: "facts" },
+      scoreFact(run),
+      fact("Training reward", score(last?.avg_reward), last ? [sparkline(run.epochs.map((/** @type {any} */ line) => [line.epoch, line.avg_reward]), "training reward", "--amber"), `epoch ${last.epoch}`] : "no epoch is complete yet"),
+      fact("Epochs", `${count(summary.epoch ?? (last ? last.epoch : null))} / ${count(summary.epochs)}`, [bar(summary.epoch ?? 0, summary.epochs ?? 0), remaining(run)]),
+      fact("Trained tokens", compact(summary.tokens), throughput(run)),
+      fact("Time", duration(summary.seconds), "of complete epochs"),
+      fact("Trained episodes", percent(learning(run)), last ? `of those with a reward, epoch ${last.epoch}` : null)),
+  ];
+}
+
+/** @param {Details} run */
+function scoreFact(run) {
+  const { summary } = run;
+  const scored = run.validations.filter((/** @type {any} */ each) => isNumber(each.avg_reward));
+  const best = run.best ?? scored.reduce((/** @type {any} */ top, /** @type {any} */ each) => (top && top.avg_reward >= each.avg_reward ? top : each), null);
+  if (!best) {
+    const failed = run.validations.at(-1)?.error;
+    return fact("Held-out score", ABSENT, failed ? `the validation failed: ${failed}` : "no validation");
+  }
+  const interval = best.ci95 ? `95 %: ${score(best.ci95[0])} to ${score(best.ci95[1])}` : "";
+  const first = scored[0] && scored[0].epoch < best.epoch ? scored[0] : null;
+  const gain = first ? `${signed(best.avg_reward - first.avg_reward)} since epoch ${first.epoch}` : best.epoch ? null : "before training";
+  return h("div", { class: "fact lead-fact" }, h("dt", {}, "Held-out score"),
+    h("dd", {}, h("span", { class: "figure" }, first ? arrow(score(first.avg_reward), score(best.avg_reward)) : score(best.avg_reward)),
+      h("span", { class: "remark" }, [best.epoch ? `best, epoch ${best.epoch}` : null, gain].filter(Boolean).join(" · "), interval && h("br"), interval)));
+}
+
+/** @param {Details} run */
+function remaining(run) {
+  const { summary, epochs } = run;
+  if (summary.status !== "running" || !epochs.length || !summary.epochs) return summary.status === "running" ? "collecting" : null;
+  const seconds = epochs.slice(-5).map((/** @type {any} */ line) => total(line.seconds));
+  const each = seconds.reduce((/** @type {number} */ sum, /** @type {number} */ value) => sum + value, 0) / seconds.length;
+  const left = (summary.epochs - epochs.at(-1).epoch) * each;
+  return left > 0 ? `about ${duration(Math.round(left))} left` : "finishing";
+}
+
+/** @param {Record<string, number> | undefined} seconds */
+const total = (seconds) => Object.values(seconds ?? {}).reduce((sum, value) => sum + (value ?? 0), 0);
+
+/** @param {Details} run */
+function throughput(run) {
+  const trained = run.epochs.filter((/** @type {any} */ line) => isNumber(line.tokens) && line.seconds?.train);
+  if (!trained.length) return null;
+  const last = trained.at(-1);
+  return `${compact(last.tokens / last.seconds.train)}/s in the job, epoch ${last.epoch}`;
+}
+
+/** The share of the last epoch's episodes that were trained. @param {Details} run */
+function learning(run) {
+  const last = run.epochs.at(-1);
+  return last?.num_trajectories ? last.filtered_trajectories / last.num_trajectories : null;
+}
+
+/** @param {any[]} epochs @returns {[number, number]} */
+function rewardRange(epochs) {
+  const low = epochs.map((line) => line.min_reward).filter(isNumber);
+  const high = epochs.map((line) => line.max_reward).filter(isNumber);
+  return low.length && high.length ? [Math.min(...low), Math.max(...high)] : [0, 1];
+}
+
+/** @param {Details[]} runs @param {Node | null} adding a control to add another */
+function comparison(runs, adding) {
+  const rows = [
+    ["State", (/** @type {Details} */ run) => stateBadge(run.summary.status)],
+    ["Held-out score, first → best", (/** @type {Details} */ run) => arrow(score(run.summary.first_score), score(run.summary.best_score))],
+    ["Training reward, last", (/** @type {Details} */ run) => score(run.epochs.at(-1)?.avg_reward)],
+    ["Epochs", (/** @type {Details} */ run) => `${count(run.summary.epoch)} / ${count(run.summary.epochs)}`],
+    ["Trained tokens", (/** @type {Details} */ run) => compact(run.summary.tokens)],
+    ["Time", (/** @type {Details} */ run) => duration(run.summary.seconds)],
+  ];
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings ?? {})))].filter((key) => new Set(runs.map((run) => JSON.stringify(run.settings?.[key]))).size > 1);
+  return [
+    h("header", { class: "page-head title-line" }, h("h1", {}, `${runs.length} runs compared`), adding),
+    runs.flatMap((run) => problems(run.problems) ?? []),
+    h("div", { class: "scroll-x" }, h("table", { class: "plain compared" },
+      h("thead", {}, h("tr", {}, h("th", {}), runs.map((run) => h("th", { scope: "col" }, link(toRun(run.run), {}, run.summary.name))))),
+      h("tbody", {}, rows.map(([title, value]) => h("tr", {}, h("th", { scope: "row" }, /** @type {string} */ (title)), runs.map((run) => h("td", {}, /** @type {any} */ (value)(run)))))),
+      keys.length ? h("tbody", {}, h("tr", { class: "divider" }, h("th", { colspan: runs.length + 1 }, "Settings that differ")),
+        keys.map((key) => h("tr", {}, h("th", { scope: "row", class: "mono" }, key), runs.map((run) => h("td", { class: "mono" }, key in (run.settings ?? {}) ? JSON.stringify(run.settings[key]) : "default"))))) : null)),
+  ];
+}
+
+/** @param {string} run @param {string[]} compared @param {Details[]} runs @param {(href: string) => void} go */
+function compareWith(run, compared, runs, go) {
+  const others = runs.filter((each) => each.run !== run && !compared.includes(each.run));
+  if (!others.length) return null;
+  const options = others.map((each) => /** @type {[string, string]} */ ([each.run, each.run]));
+  return h("div", { class: "controls" }, select(compared.length ? "Add to the comparison" : "Compare with", "", [["", "choose a run"], ...options], (other) => other && go(toRun(run, [...compared, other]))));
+}
+
+/** @param {Details} run */
+function leftOut(run) {
+  const entries = Object.entries(run.dropped ?? {});
+  if (!entries.length) return null;
+  const most = Math.max(...entries.map(([, n]) => n));
+  return h("section", { class: "section", "aria-label": "Left out" }, h("h2", {}, "Left out of training"),
+    h("div", { class: "scroll-x" }, h("table", { class: "plain left-out-table" },
+      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Reason"), h("th", { scope: "col", class: "n" }, "Count"), h("th", {}, h("span", { class: "sr" }, "Share")), h("th", { scope: "col" }, "By epoch"))),
+      h("tbody", {}, entries.map(([reason, n]) => h("tr", {}, h("th", { scope: "row", class: "mono" }, reason), h("td", { class: "n num" }, count(n)), h("td", { class: "bar-cell" }, bar(n, most, "warn")),
+        h("td", {}, sparkline(run.epochs.map((/** @type {any} */ line) => [line.epoch, line.dropped?.[reason] ?? 0]), `${reason} by epoch`, "--vermilion"))))))));
+}

@@ -1,0 +1,277 @@
+"""What each page of `insitu view` shows, on runs that are finished, failed, not begun, and damaged."""
+
+import re
+
+import pytest
+from conftest import Open, save
+from made_runs import HOSTILE, HOSTILE_ROW
+from playwright.sync_api import expect
+
+EVERY = "insitu_run_every_kind/1"
+
+
+def episode(row: str, generation: int = 0) -> dict[str, str]:
+    return {"run": "every_kind", "episode": f"{EVERY}/{row}/{generation}/0"}
+
+
+PAGES: dict[str, tuple[str, dict[str, str | int]]] = {
+    "runs": ("/runs", {}),
+    "run": ("/run", {"run": "learning"}),
+    "run-of-one-epoch": ("/run", {"run": "every_kind"}),
+    "run-not-begun": ("/run", {"run": "not_begun"}),
+    "run-failed": ("/run", {"run": "failed"}),
+    "run-corrupted": ("/run", {"run": "corrupted"}),
+    "comparison": ("/run", {"run": "learning", "compare": "failed"}),
+    "group": ("/group", {"run": "learning", "epoch": 3, "row": "row-001"}),
+    "group-of-two": ("/group", {"run": "every_kind", "epoch": 1, "row": "tools"}),
+    "group-of-64": ("/group", {"run": "every_kind", "epoch": 1, "row": "many"}),
+    "group-failed": ("/group", {"run": "every_kind", "epoch": 1, "row": "failed"}),
+    "group-corrupted": ("/group", {"run": "corrupted", "epoch": 3, "row": "row-001"}),
+    "episode": ("/episode", {"run": "learning", "episode": "insitu_run_learning/3/row-001/0/0"}),
+    "episode-tools": ("/episode", episode("tools")),
+    "episode-parts": ("/episode", episode("parts")),
+    "episode-hostile": ("/episode", episode(HOSTILE_ROW)),
+    "episode-team": ("/episode", episode("team")),
+    "episode-long": ("/episode", episode("long")),
+    "episode-without-calls": ("/episode", episode("failed")),
+    "episode-failed-call": ("/episode", episode("failed", 1)),
+}
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1600, "light"), (1600, "dark"), (400, "light"), (400, "dark")])
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_fits_its_width(open_page: Open, name: str, width: int, scheme: str) -> None:
+    path, query = PAGES[name]
+    page = open_page(path, width=width, scheme=scheme, **query)
+    expect(page.locator("#live")).to_have_class("on")
+    save(page, f"{name}-{width}-{scheme}")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.title().endswith("insitu")
+
+
+def test_the_runs_of_a_folder(open_page: Open) -> None:
+    page = open_page("/runs")
+    row = page.get_by_role("row").filter(has_text="learning")
+    expect(row).to_contain_text("✓completed")
+    expect(row).to_contain_text("0.310 → 0.810")
+    expect(row).to_contain_text("15 / 15")
+    expect(page.get_by_role("row").filter(has_text="failed")).to_contain_text("CUDA out of memory")
+    expect(page.get_by_role("row").filter(has_text="not_begun")).to_contain_text("†died")
+
+
+def test_runs_are_sorted_and_filtered_in_the_address(open_page: Open) -> None:
+    page = open_page("/runs")
+    names = page.locator("tbody th a")
+    page.get_by_role("button", name="Held-out score").click()
+    assert names.first.inner_text() == "learning"
+    page.get_by_role("searchbox", name="Filter").fill("fail")
+    expect(names).to_have_text(["failed"])
+    page.reload()
+    expect(names).to_have_text(["failed"])
+
+
+def test_several_runs_are_compared(open_page: Open) -> None:
+    page = open_page("/runs")
+    page.get_by_label("Compare learning").check()
+    page.get_by_label("Compare failed").check()
+    page.get_by_role("link", name="Compare 2 runs").click()
+    expect(page.get_by_role("heading", name="2 runs compared")).to_be_visible()
+    expect(page.locator(".compared")).to_contain_text("0.310 → 0.810")
+    expect(page.get_by_role("img", name=re.compile("^Loss. learning: .* epoch 15; failed: "))).to_be_visible()
+    page.get_by_role("link", name="Remove failed").click()
+    expect(page.get_by_role("heading", name="learning")).to_be_visible()
+
+
+def test_a_run_says_how_it_does(open_page: Open) -> None:
+    page = open_page("/run", run="learning")
+    expect(page.locator(".lead-fact")).to_contain_text("best, epoch 15 · +0.500 since epoch 0")
+    expect(page.locator(".lead-fact")).to_contain_text("95 %: 0.770 to 0.850")
+    score = page.get_by_role("img", name=re.compile("^Held-out score and training reward"))
+    expect(score).to_have_attribute("aria-label", re.compile("held-out score: 0.310 at epoch 0, 0.810 at epoch 15"))
+    expect(page.get_by_role("region", name="Left out")).to_contain_text("timeout")
+    page.get_by_text("Settings that differ from the defaults").click()
+    expect(page.locator("#part-settings")).to_contain_text("Qwen/Qwen2.5-0.5B-Instruct")
+
+
+def test_a_run_that_has_not_begun_has_no_numbers(open_page: Open) -> None:
+    page = open_page("/run", run="not_begun")
+    expect(page.locator(".facts")).to_contain_text("no validation")
+    expect(page.locator(".facts")).to_contain_text("0 / 15")
+    expect(page.locator(".chart").filter(visible=True)).to_have_count(0)
+    expect(page.get_by_text("No group has been completed yet.")).to_be_visible()
+
+
+def test_a_failed_run_says_why(open_page: Open) -> None:
+    page = open_page("/run", run="failed")
+    expect(page.get_by_role("alert")).to_contain_text("the training job of epoch 2 failed: CUDA out of memory")
+
+
+def test_a_damaged_run_shows_the_rest(open_page: Open) -> None:
+    page = open_page("/run", run="corrupted")
+    expect(page.get_by_role("alert")).to_contain_text("training_metrics.jsonl, line 3 is not JSON")
+    expect(page.get_by_role("img", name=re.compile("^Loss"))).to_be_visible()
+    page.get_by_role("group", name="List").get_by_role("button", name="Episodes").click()
+    page.get_by_role("link", name="row-000 #").first.click()
+    expect(page.get_by_role("heading", name="row-000")).to_be_visible()
+
+
+def test_groups_lead_to_their_episodes(open_page: Open) -> None:
+    page = open_page("/run", run="learning")
+    page.get_by_role("combobox", name="Epoch").select_option("3")
+    page.get_by_role("link", name="row-001").click()
+    expect(page.get_by_role("heading", name="row-001 epoch 3")).to_be_visible()
+    expect(
+        page.get_by_role("group", name="The rewards of this row through the epochs").get_by_role("link")
+    ).to_have_count(15)
+    page.locator(".episodes tbody a").first.click()
+    expect(page.get_by_role("heading", name="row-001 #")).to_be_visible()
+
+
+def test_episodes_are_filtered_by_outcome_and_reward(open_page: Open) -> None:
+    page = open_page("/run", run="every_kind", list="episodes")
+    note = page.locator(".table-note")
+    expect(note).to_have_text("77 rows")
+    page.get_by_role("combobox", name="Outcome").select_option("timeout")
+    expect(note).to_have_text("10 rows")
+    page.get_by_role("combobox", name="Outcome").select_option("")
+    page.get_by_label("Reward from").fill("0.9")
+    page.get_by_label("Reward from").press("Tab")
+    expect(note).to_have_text(re.compile(r"^\d rows|1\d rows"))
+    assert "min_reward=0.9" in page.url
+
+
+def test_a_long_list_is_read_as_it_scrolls(open_page: Open) -> None:
+    page = open_page("/run", run="learning", list="episodes")
+    table = page.get_by_role("table", name="Episodes")
+    expect(table).to_have_attribute("aria-rowcount", "241")
+    assert table.locator(".tbody .tr").count() < 60
+    page.locator(".scroller").evaluate("element => element.scrollTop = element.scrollHeight")
+    expect(table.locator("[aria-rowindex='241']")).to_contain_text("row-000 #0")
+
+
+def test_what_differs_between_the_episodes_of_a_group(open_page: Open) -> None:
+    page = open_page("/group", run="every_kind", epoch=1, row="tools")
+    expect(page.get_by_text("2 messages at the start, the same in these 2 episodes")).to_be_visible()
+    beside = page.get_by_role("region", name="Dialogues side by side")
+    expect(beside.locator("ins").filter(has_text="error")).to_be_visible()
+    expect(page.locator(".episodes")).to_contain_text("+0.71")
+
+
+def test_a_large_group_compares_those_that_are_chosen(open_page: Open) -> None:
+    page = open_page("/group", run="every_kind", epoch=1, row="many")
+    expect(page.locator(".episodes tbody tr")).to_have_count(64)
+    expect(page.locator(".column-head")).to_have_count(2)
+    page.get_by_label("Show episode 5 side by side").check()
+    expect(page.locator(".column-head")).to_have_count(3)
+    assert "show=5" in page.url
+
+
+def test_tokens_in_colour_with_their_numbers(open_page: Open) -> None:
+    page = open_page("/episode", **episode("tools"))
+    token = page.locator("#call-1 .t").first
+    expect(token).to_have_class("t up4")
+    token.hover()
+    tip = page.get_by_role("tooltip")
+    expect(tip).to_contain_text('"L')
+    expect(tip).to_contain_text("advantage+0.7071")
+    page.get_by_role("button", name="probability").click()
+    expect(token).to_have_class(re.compile(r"t q\d"))
+    assert "colour=logprob" in page.url
+    page.reload()
+    expect(page.locator("#call-1 .t").first).to_have_class(re.compile(r"t q\d"))
+
+
+def test_tokens_are_read_with_the_arrow_keys(open_page: Open) -> None:
+    page = open_page("/episode", **episode("team"))
+    page.locator("#call-0 .tokens").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("tooltip")).to_contain_text('"1')
+
+
+def test_tools_are_folded_and_can_be_unfolded(open_page: Open) -> None:
+    page = open_page("/episode", **episode("tools"))
+    result = page.locator(".tool-result").first
+    expect(result).to_contain_text("characters")
+    expect(result.get_by_text('"city": "city 79"')).to_be_hidden()
+    result.locator("summary").click()
+    expect(result.get_by_text('"city": "city 79"')).to_be_visible()
+
+
+def test_conversations_of_several_agents(open_page: Open) -> None:
+    page = open_page("/episode", **episode("team"))
+    expect(page.get_by_role("heading", name="Conversation 5 of 5")).to_be_visible()
+    expect(page.locator(".lanes")).to_have_css("--lanes", "3")
+    page.get_by_role("link", name=re.compile("^call 4")).first.click()
+    expect(page.locator("#call-4")).to_have_class(re.compile(r"\bat\b"))
+    assert "call=4" in page.url
+
+
+def test_a_link_opens_at_its_call(open_page: Open) -> None:
+    page = open_page("/episode", **episode("long"), call=150)
+    expect(page.locator("#call-150")).to_be_in_viewport()
+
+
+def test_images_of_the_message_are_shown_and_others_not_loaded(open_page: Open) -> None:
+    page = open_page("/episode", **episode("parts"))
+    images = page.locator(".message img")
+    expect(images).to_have_count(1)
+    assert images.first.evaluate("image => image.naturalWidth") > 0
+    expect(page.get_by_text("http://images.example.com/elsewhere.png")).to_be_visible()
+
+
+def test_texts_are_shown_and_never_run(open_page: Open) -> None:
+    page = open_page("/episode", **episode(HOSTILE_ROW))
+    expect(page.get_by_role("heading", name=HOSTILE_ROW)).to_be_visible()
+    user = page.locator(".message.role-user .text")
+    assert user.inner_text() == HOSTILE
+    assert page.locator("main script, main img, main b").count() == 0
+    page.get_by_role("link", name="Compare with its group").click()
+    expect(page.get_by_role("heading", name=HOSTILE_ROW)).to_be_visible()
+    assert page.locator("main script, main img, main b").count() == 0
+
+
+def test_failures_say_why_and_are_no_zero(open_page: Open) -> None:
+    page = open_page("/episode", **episode("failed"))
+    expect(page.get_by_role("alert")).to_contain_text("EpisodeTimeout: no answer within 60 s")
+    expect(page.get_by_text("This episode made no model call.")).to_be_visible()
+    expect(page.locator(".fact").filter(has_text="Reward")).to_contain_text("–")
+    page.keyboard.press("j")
+    expect(page.get_by_role("region", name="Calls without an answer")).to_contain_text("ReadTimeout: the model server")
+
+
+def test_an_address_that_does_not_exist_lists_what_does(open_page: Open) -> None:
+    page = open_page("/run", run="learing", refused=True)
+    expect(page.get_by_role("alert")).to_contain_text("learning")
+    page.get_by_role("link", name="All runs").click()
+    expect(page.get_by_role("heading", name="Runs")).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    ("key", "heading"),
+    [("j", "row-001 #2"), ("k", "row-001 #0"), ("]", "row-001 #1"), ("J", "row-002 #1"), ("u", "row-001 epoch 3")],
+)
+def test_keys_lead_to_neighbours(open_page: Open, key: str, heading: str) -> None:
+    page = open_page("/episode", run="learning", episode="insitu_run_learning/3/row-001/1/0")
+    page.keyboard.press(key)
+    expect(page.get_by_role("heading", level=1, name=heading)).to_be_visible()
+    page.go_back()
+    expect(page.get_by_role("heading", level=1, name="row-001 #1")).to_be_visible()
+
+
+def test_the_keys_are_listed(open_page: Open) -> None:
+    page = open_page("/episode", **episode("team"))
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog", name="Keys")).to_contain_text("next episode")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog", name="Keys")).to_have_count(0)
+
+
+def test_a_long_episode_is_drawn_as_it_is_scrolled(open_page: Open) -> None:
+    """76,000 tokens in 200 calls: those near the view are elements, all others text."""
+    page = open_page("/episode", **episode("long"))
+    expect(page.locator("#call-0 .t").first).to_be_visible()
+    assert page.locator(".t").count() < 8000
+    last = page.locator("#call-199 .tokens")
+    assert len(last.text_content() or "") > 300
+    last.scroll_into_view_if_needed()
+    expect(last.locator(".t").first).to_be_visible()
