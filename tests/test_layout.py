@@ -49,6 +49,7 @@ ORDER = [
     "plugin_api",
     "adapters",
     "executors",
+    "doctor",
     "cli",
 ]
 # Leaves: nothing imports them, except the one module that lists or mounts them.
