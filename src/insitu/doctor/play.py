@@ -4,6 +4,7 @@ import asyncio
 import resource
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +20,7 @@ from insitu.doctor.findings import Finding, Severity, will_learn, worst_first
 from insitu.doctor.groups import about_groups
 from insitu.doctor.plan import Plan, about_rows, about_settings
 from insitu.doctor.prefixes import Decoder, about_prefixes
-from insitu.errors import BackendError, ConfigError, InsituError
+from insitu.errors import BackendError, ConfigError, InsituError, PluginError
 from insitu.evaluation.evaluators import parse_score, score
 from insitu.interfaces import TrainerAdapter
 from insitu.registry import TRAJECTORY_BUILDER
@@ -158,7 +159,10 @@ class _Examination:
         self.start_seconds = 0.0
 
     async def play(self) -> Evidence:
-        """Plays the rows until they or the time are over."""
+        """Plays the rows until they or the time are over.
+
+        As in a run, a row is played before them, for which clients are imported and connections opened.
+        """
         run_id = new_run_id()
         served = await self._adapter.policy_endpoint() if isinstance(self._adapter, TrainerAdapter) else None
         nothing = TrajectoryCollection(trajectories=[], run_id=run_id, epoch=1)
@@ -177,18 +181,21 @@ class _Examination:
             "on_episode": on_episode,
             "on_group": records.append,
         }
-        await traffic.start()
-        started = time.perf_counter()
-        builder = self._trainer.trajectory_builder
+        builder, began = self._trainer.trajectory_builder, time.perf_counter()
         try:
             async with asyncio.timeout(self._budget.seconds) as limit:
+                with suppress(PluginError):  # no row could be scored: the episodes say so, too
+                    await builder.rehearse(run_id)
+                self.start_seconds += time.perf_counter() - began
+                await traffic.start()
+                began = time.perf_counter()
                 await builder.start_run(run_id, meta)
                 await builder.finalize(run_id, meta)
         except TimeoutError:
             if not limit.expired():
                 raise
             evidence.ended_early = True
-        evidence.seconds = time.perf_counter() - started
+        evidence.seconds = time.perf_counter() - began
         if not evidence.ended_early:  # what was cancelled was requested, too
             evidence.leftovers, evidence.traffic_problem = await traffic.finish()
         self._record(records)
