@@ -11,8 +11,9 @@ import yaml
 from factories import MODEL, write_rows
 from processes import run, serving
 
+from insitu.doctor.diagnosis import Diagnosis, examine
 from insitu.doctor.findings import Finding, Severity
-from insitu.doctor.play import Budget, Diagnosis, examine
+from insitu.doctor.play import Budget
 from insitu.errors import ConfigError
 from insitu.schemas.finetuning import FinetuneRunConfig
 
@@ -131,7 +132,7 @@ CURRICULUM = "finetuning.curriculum_learning"
         (agent("by_own_client"), "unrecorded_calls", STOPS, "workflow", "the client of llms.player"),
         (agent("rewrite"), "answers_rewritten", HARMS, "workflow", "as it was returned"),
         (("finetuning.target_functions", ["plan"]), "no_target_calls", STOPS, "target_functions (plan)", "<workflow>"),
-        (("trainers.grpo.credit", "step"), "no_step_rewards", STOPS, "trainers.NAME.credit", "credit: episode"),
+        (("trainers.grpo.credit", "step"), "no_step_rewards", STOPS, "trainers.grpo.credit", "credit: episode"),
         ((TRAINING, {"learning_rate": 0}), "learning_rate_zero", STOPS, f"{TRAINING}.learning_rate", "raise it"),
         ((TRAINING, {"learning_rate": 5.0}), "learning_rate_high", STOPS, f"{TRAINING}.learning_rate", "lower it"),
         (

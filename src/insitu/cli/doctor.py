@@ -8,7 +8,7 @@ import click
 from insitu.cli import consoles, options
 
 if TYPE_CHECKING:
-    from insitu.doctor.play import Diagnosis
+    from insitu.doctor.diagnosis import Diagnosis
 
 
 @click.command("doctor")
@@ -23,7 +23,8 @@ def command(ctx: click.Context, episodes: int | None, seconds: float, as_json: b
 
     Writes nothing into the run's folder. Exit code 1 if the run will not learn.
     """
-    from insitu.doctor.play import Budget, examine
+    from insitu.doctor.diagnosis import examine
+    from insitu.doctor.play import Budget
     from insitu.schemas.finetuning import FinetuneRunConfig
     from insitu.training.event_loop import run_async
 

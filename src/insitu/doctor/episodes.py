@@ -85,7 +85,8 @@ def about_failures(plan: Plan, evidence: Evidence, found: Sequence[Finding]) -> 
         where, change = _where_and_change(code, plan)
         error = next((episode.error for episode in failed if episode.error), None)
         what = f"{share_of(len(failed), len(episodes), 'episodes')} failed as {code}" + (f": {error}" if error else "")
-        yield Finding(code, severity_of(len(failed), len(episodes)), what, where, change)
+        severity = severity_of(len(failed), len(episodes)) if evidence.has_groups else Severity.STOPS_LEARNING
+        yield Finding(code, severity, what, where, change)
 
 
 def _code(episode: Episode) -> str:

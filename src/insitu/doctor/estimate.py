@@ -19,6 +19,7 @@ _LATEST = 2
 class Measures:
     """What a few episodes and one job took; seconds, and bytes. None: not measured.
 
+    `alone` is the time of an episode with no other in flight, `together` the mean time of those that were played.
     `job` is the whole job, `job_training` the part of it that grows with its episodes, of which it had
     `trained_episodes`. `stored` are the bytes of the recorded episodes, `weights` and `optimizer` those of a
     checkpoint.
@@ -28,6 +29,8 @@ class Measures:
     playing: float
     episodes: int
     collected: int = 0
+    alone: float | None = None
+    together: float | None = None
     job: float | None = None
     job_training: float = 0.0
     trained_episodes: int = 0
@@ -58,12 +61,10 @@ class Estimate:
 
 
 def estimate(plan: Plan, measures: Measures, keep: KeepConfig | None, output_dir: Path) -> Estimate:
-    """Episodes take as long as those that were played, a job as long as the measured one for each of its episodes."""
-    per_episode = measures.playing / measures.episodes if measures.episodes else None
-    collect = per_episode * plan.episodes_per_epoch if per_episode is not None else None
-    validation = per_episode * len(plan.held_out) * plan.validation_reps if per_episode is not None else None
+    """A job takes as long as the measured one for each of its episodes."""
+    collect = _playing_seconds(plan, measures, plan.episodes_per_epoch)
+    validation = _playing_seconds(plan, measures, len(plan.held_out) * plan.validation_reps)
     train = _job_seconds(plan, measures)
-    parts = (collect, train, validation)
     total = None
     if collect is not None and train is not None and validation is not None:
         total = measures.start + plan.epochs * (collect + train) + plan.validations * validation
@@ -74,9 +75,9 @@ def estimate(plan: Plan, measures: Measures, keep: KeepConfig | None, output_dir
     known = [each for each in (episodes, checkpoints) if each is not None]
     return Estimate(
         start_seconds=measures.start,
-        collect_seconds_per_epoch=parts[0],
-        train_seconds_per_epoch=parts[1],
-        validation_seconds=parts[2] if plan.validations else None,
+        collect_seconds_per_epoch=collect,
+        train_seconds_per_epoch=train,
+        validation_seconds=validation if plan.validations else None,
         validations=plan.validations,
         epochs=plan.epochs,
         total_seconds=total,
@@ -87,6 +88,22 @@ def estimate(plan: Plan, measures: Measures, keep: KeepConfig | None, output_dir
         disk_bytes=sum(known) if known else None,
         disk_free_bytes=shutil.disk_usage(_existing(output_dir)).free,
     )
+
+
+def _playing_seconds(plan: Plan, measures: Measures, episodes: int) -> float | None:
+    """Of so many episodes.
+
+    If more are in flight than were played, each takes a + b x (number in flight): the latency of an episode, and what
+    it costs the server, so that neither a busy nor an idle server is taken for the other.
+    """
+    played, in_flight = measures.episodes, min(plan.concurrency, episodes)
+    if not played:
+        return None
+    if in_flight <= played or measures.alone is None or measures.together is None:
+        return measures.playing / played * episodes
+    cost = max(0.0, (measures.together - measures.alone) / (played - 1))
+    latency = max(0.0, measures.alone - cost)
+    return episodes * (latency / in_flight + cost)
 
 
 def _job_seconds(plan: Plan, measures: Measures) -> float | None:

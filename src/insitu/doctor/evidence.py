@@ -47,6 +47,11 @@ class Evidence:
         return self.collection.trajectories
 
     @property
+    def has_groups(self) -> bool:
+        """Whether any group has as many episodes as its trainer needs; the others of each have failed."""
+        return self.makes_pairs or any(len(group) > self.compares_groups for group in self.groups)
+
+    @property
     def answers(self) -> list[ModelCall]:
         """The completions that would be trained, whether or not their groups have variance."""
         return [call for group in self.groups for call in trained_calls(group)]

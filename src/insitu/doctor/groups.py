@@ -16,6 +16,8 @@ _AT_THE_END = 0.9
 
 def about_groups(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     """Groups without variance, and why; what else was dropped from them."""
+    if evidence.episodes and all(episode.reason is not None for episode in evidence.episodes):
+        return  # their failures say why
     if evidence.makes_pairs:
         if not any(evidence.selected.trajectories):
             yield from _no_pairs(plan, evidence)
@@ -37,7 +39,7 @@ def about_groups(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
             "no_step_rewards",
             Severity.STOPS_LEARNING if missing == total else Severity.HARMS,
             f"{share_of(missing, total, 'episodes')} have no step reward for each trained call",
-            "trainers.NAME.credit",
+            f"{plan.trainer}.credit",
             "report step rewards with Context.get().reward(...), or set credit: episode",
         )
 
@@ -52,7 +54,7 @@ def _where(code: str, plan: Plan) -> str:
 
 def _no_pairs(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     for cause in why_no_pairs(evidence.selected.dropped):
-        yield Finding(cause.code, Severity.STOPS_LEARNING, cause.what, "trajectory_builders", cause.change)
+        yield Finding(cause.code, Severity.STOPS_LEARNING, cause.what, plan.builder, cause.change)
 
 
 def _few_with_variance(plan: Plan, groups: Sequence[Sequence[object]], varied: int) -> Finding:

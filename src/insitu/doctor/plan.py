@@ -11,7 +11,7 @@ from insitu.config import Config
 from insitu.doctor.findings import Finding, Severity
 from insitu.evaluation.datasets import load_dataset
 from insitu.evaluation.validation import held_out_config
-from insitu.registry import TRAJECTORY_BUILDER
+from insitu.registry import TRAINER, TRAJECTORY_BUILDER
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import CurriculumLearningConfig
 from insitu.training.metrics import share_of
@@ -37,6 +37,8 @@ class Plan:
     validation_reps: int
     concurrency: int
     curriculum: CurriculumLearningConfig
+    trainer: str
+    builder: str
     adapter: str
     reward: str | None
     llms: tuple[str, ...]
@@ -44,6 +46,7 @@ class Plan:
     dataset: str
     held_out_name: str
     training: Mapping[str, Any] = field(default_factory=dict)
+    warms_up: bool = False
 
     @property
     def episodes_per_epoch(self) -> int:
@@ -80,12 +83,15 @@ class Plan:
             validation_reps=validation.reps if validation is not None else 1,
             concurrency=config.max_concurrency,
             curriculum=finetuning.curriculum_learning,
+            trainer=f"trainers.{finetuning.trainer}",
+            builder=f"trajectory_builders.{finetuning.trajectory_builder}",
             adapter=f"trainer_adapters.{finetuning.trainer_adapter}",
             reward=finetuning.reward_function.name if finetuning.reward_function is not None else None,
             llms=tuple(sorted(config.trained_llms())),
             target_functions=tuple(finetuning.target_functions),
             dataset=str(getattr(config.eval.dataset, "file_path", "eval.general.dataset")),
             held_out_name=str(validation.dataset or validation.config_file) if validation is not None else "",
+            warms_up=getattr(config.blocks.get((TRAINER.section, str(finetuning.trainer))), "sft", None) is not None,
         )
 
 
@@ -105,6 +111,10 @@ def about_settings(plan: Plan) -> Iterator[Finding]:
     elif isinstance(rate, float) and rate < _LOWEST_RATE:
         what = f"the learning rate is {rate:g}: the weights hardly change"
         yield Finding("learning_rate_low", Severity.HARMS, what, where, f"raise it; {usual}")
+    if plan.warms_up:
+        what = "the episodes were played by the weights before the warm-up, which takes more time than is estimated"
+        change = "judge the other findings with that in mind, or train the warm-up alone first (num_epochs: 1)"
+        yield Finding("before_warm_up", Severity.NOTE, what, f"{plan.trainer}.sft", change)
     if plan.curriculum.enabled and plan.rows:
         yield from _about_curriculum(plan)
 
@@ -150,7 +160,7 @@ def about_rows(plan: Plan, *, random_environment: bool) -> Iterator[Finding]:
             severity,
             f"{share} ask what another row asks, such as the rows {example}",
             plan.dataset,
-            "remove the repetitions; trajectory_builders.NAME.num_generations plays a row several times",
+            f"remove the repetitions; {plan.builder}.num_generations plays a row several times",
         )
     held_out = [str(row.id) for row in plan.held_out if _text(row.input_obj) in by_question]
     if held_out:

@@ -1,47 +1,40 @@
-"""Plays a few rows as epoch 1 would, trains on them once, and judges what it saw."""
+"""Plays a few rows as epoch 1 would, and trains on them once."""
 
 import asyncio
 import resource
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from statistics import fmean
 from typing import Any
 
-from rich.console import Console
-
-from insitu.config import Config, load_config
-from insitu.doctor.episodes import about_calls, about_failures, about_lengths, about_scores
-from insitu.doctor.estimate import Estimate, Measures, about_disk, checkpoint_sizes, estimate
-from insitu.doctor.evidence import Evidence, Rescored, is_random
-from insitu.doctor.findings import Finding, Severity, will_learn, worst_first
-from insitu.doctor.groups import about_groups
-from insitu.doctor.plan import Plan, about_rows, about_settings
-from insitu.doctor.prefixes import Decoder, about_prefixes
-from insitu.errors import BackendError, ConfigError, InsituError, PluginError
+from insitu.config import Config
+from insitu.doctor.estimate import Measures, checkpoint_sizes
+from insitu.doctor.evidence import Evidence, Rescored
+from insitu.doctor.plan import Plan
+from insitu.doctor.prefixes import Decoder
+from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
 from insitu.evaluation.evaluators import parse_score, score
-from insitu.interfaces import TrainerAdapter
-from insitu.registry import TRAJECTORY_BUILDER
+from insitu.interfaces import TrainerAdapter, TrajectoryBuilder
 from insitu.schemas.episodes import Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem
-from insitu.schemas.finetuning import FinetuneRunConfig, TrainingStatusEnum, TrajectoryCollection
+from insitu.schemas.finetuning import TrainingStatusEnum, TrajectoryCollection
 from insitu.training.checks import check_sampled
 from insitu.training.inspection import load_decoder
 from insitu.training.jobs import wait_for_job
 from insitu.training.loop import InsituTrainer
-from insitu.training.metrics import collected_metrics
 from insitu.training.progress import new_run_id
-from insitu.training.runtime import ReadyRun, check_ready, prepared, ready_run
+from insitu.training.runtime import ReadyRun
 from insitu.training.store import BACKEND_FOLDER
 from insitu.training.traffic import PolicyTraffic
 from insitu.trajectories.builder import EpisodesBuilder, GroupRecord
-from insitu.trajectories.config import CollectingBuilderConfig
 from insitu.trajectories.recovery import with_recovered_calls
 
 _ROWS = 8
 _EPISODES = 64
+_FIRST = 10
+"""The first episode may take this part of the time, if another one is to be measured."""
 _RESCORED = 16
 """Outputs that are scored a second time."""
 
@@ -59,92 +52,15 @@ class Budget:
         return max(1, episodes // generations), generations
 
 
-@dataclass
-class Diagnosis:
-    """`played` are the numbers behind the findings, with the names of `training_metrics.jsonl`."""
-
-    findings: list[Finding]
-    estimate: Estimate
-    budget: dict[str, Any]
-    played: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def will_learn(self) -> bool:
-        return will_learn(self.findings)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+async def _rehearse(builder: TrajectoryBuilder, run_id: str) -> float:
+    """The seconds for which one row is played."""
+    began = time.perf_counter()
+    with suppress(PluginError):  # no row could be scored: the episodes that are played next say so, too
+        await builder.rehearse(run_id)
+    return time.perf_counter() - began
 
 
-async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
-    """Plays, trains and judges; writes nothing into the folder of the run.
-
-    Raises what `finetune` raises at its start.
-    """
-    started = time.perf_counter()
-    config = load_config(request.config_file, request.override)
-    check_ready(config)
-    config = await prepared(request.model_copy(update={"config_file": config, "override": ()}))
-    plan, output_dir = Plan.of(config), config.finetuning.output_dir
-    rows, generations = _limit(config, plan, budget)
-    with TemporaryDirectory(prefix="insitu-doctor-") as scratch:
-        finetuning = config.finetuning.model_copy(update={"output_dir": Path(scratch)})
-        async with ready_run(config, finetuning, Console(quiet=True)) as ready:
-            examination = _Examination(ready, config, plan, budget, Path(scratch))
-            examination.start_seconds = time.perf_counter() - started
-            evidence = await examination.play()
-            await examination.rescore(evidence)
-            await examination.train(evidence)
-            measures, decode = examination.measures(evidence), examination.decoder()
-            plan, keep = examination.plan, getattr(ready.adapter.adapter_config, "keep", None)
-    estimated = estimate(plan, measures, keep, output_dir)
-    findings = worst_first([*judge(plan, evidence, decode), *about_disk(plan, estimated, output_dir)])
-    limits = {"rows": rows, "generations": generations, "seconds": budget.seconds}
-    used = {"episodes_played": len(evidence.episodes), "seconds_played": evidence.seconds}
-    return Diagnosis(findings, estimated, {**limits, **used}, _played(evidence))
-
-
-def judge(plan: Plan, evidence: Evidence, decode: Decoder | None = None) -> Iterator[Finding]:
-    """All findings about a run but those about its disk."""
-    calls = [*about_calls(plan, evidence)]
-    yield from about_settings(plan)
-    yield from about_rows(plan, random_environment=is_random(evidence.groups))
-    yield from calls
-    yield from about_failures(plan, evidence, calls)
-    groups = [*about_groups(plan, evidence)]
-    yield from groups
-    codes = {finding.code for finding in groups}
-    yield from (finding for finding in about_lengths(plan, evidence) if finding.code not in codes)
-    yield from about_scores(plan, evidence)
-    yield from about_prefixes(plan, evidence, decode)
-    if evidence.job_problem is not None:
-        change = "see the message; if the loss or a gradient is not finite, lower learning_rate"
-        where = f"{plan.adapter}.training"
-        yield Finding("job_failed", Severity.STOPS_LEARNING, evidence.job_problem, where, change)
-    if evidence.ended_early:
-        ended, what = len(evidence.episodes), "the time was over before all episodes had ended"
-        severity = Severity.NOTE if ended else Severity.STOPS_LEARNING
-        change = "raise --seconds" + ("" if ended else ", or set an episode_timeout if the agent hangs")
-        yield Finding("time_over", severity, f"{what}: {ended} did", "eval.general.episode_timeout", change)
-
-
-def _limit(config: Config, plan: Plan, budget: Budget) -> tuple[int, int]:
-    """Limits the rows and generations of the file's trajectory builder; raises ConfigError if it has no limits."""
-    name = str(config.finetuning.trajectory_builder)
-    block = config.block(TRAJECTORY_BUILDER, name)
-    if not isinstance(block, CollectingBuilderConfig):
-        raise ConfigError(
-            f"trajectory_builders.{name} ({block.type}) has no num_generations and rows_per_epoch, so that no few rows "
-            "can be played; `insitu validate` checks the rest of the file"
-        )
-    rows, generations = budget.rows_and_generations(block.num_generations)
-    rows = min(rows, plan.rows_per_epoch) or rows
-    limits = {"rows_per_epoch": rows, "num_generations": generations}
-    config.blocks[TRAJECTORY_BUILDER.section, name] = block.model_copy(update=limits)
-    return rows, generations
-
-
-class _Examination:
+class Examination:
     """A run in a temporary folder, of which one epoch is played and trained."""
 
     def __init__(self, ready: ReadyRun, config: Config, plan: Plan, budget: Budget, scratch: Path) -> None:
@@ -155,6 +71,7 @@ class _Examination:
         self._steps: dict[str, tuple[Episode, list[Any]]] = {}
         self._job: tuple[float, float, int] | None = None
         self._bytes: int | None = None
+        self._alone: float | None = None
         self.plan = plan
         self.start_seconds = 0.0
 
@@ -184,9 +101,9 @@ class _Examination:
         builder, began = self._trainer.trajectory_builder, time.perf_counter()
         try:
             async with asyncio.timeout(self._budget.seconds) as limit:
-                with suppress(PluginError):  # no row could be scored: the episodes say so, too
-                    await builder.rehearse(run_id)
-                self.start_seconds += time.perf_counter() - began
+                self.start_seconds += (first := await _rehearse(builder, run_id))
+                if self.plan.concurrency > (builder.episodes_per_epoch or 0) and first < self._budget.seconds / _FIRST:
+                    self._alone = await _rehearse(builder, run_id)
                 await traffic.start()
                 began = time.perf_counter()
                 await builder.start_run(run_id, meta)
@@ -221,17 +138,20 @@ class _Examination:
         trainer = self._trainer
         if not isinstance(trainer, InsituTrainer):
             return
-        self.plan = self._with_training_settings()
+        self.plan = replace(self.plan, training=self._adapter.training_settings())
+        if getattr(trainer.trajectory_builder, "stored", None) is not None:  # all of its episodes have been read
+            size = max(map(len, groups), default=0)
+            self.plan = replace(self.plan, rows_per_epoch=len(groups), generations=size)
         evidence.compares_groups, evidence.makes_pairs = trainer.needs.groups, trainer.needs.pairs
         try:
             check_sampled(trainer, trainer.needs, evidence.collection, evidence.served)
-        except BackendError as error:
+        except (BackendError, TrajectoryError) as error:
             evidence.sampled_problem = str(error)
         if trainer.trains_every_epoch:
-            evidence.selected = trainer.select(evidence.collection).collection
-
-    def _with_training_settings(self) -> Plan:
-        return replace(self.plan, training=self._adapter.training_settings())
+            try:
+                evidence.selected = trainer.select(evidence.collection).collection
+            except TrajectoryError as error:
+                evidence.job_problem = f"the episodes cannot be trained: {error}"
 
     async def rescore(self, evidence: Evidence) -> None:
         """Scores some outputs a second time."""
@@ -255,7 +175,7 @@ class _Examination:
         adapter = self._adapter
         owned = isinstance(adapter, TrainerAdapter) and adapter.backend_pid is not None
         trained = sum(map(len, evidence.selected.trajectories))
-        if not owned or not trained or evidence.sampled_problem is not None:
+        if not owned or not trained or evidence.sampled_problem or evidence.job_problem:
             return
         started = time.perf_counter()
         try:
@@ -280,6 +200,8 @@ class _Examination:
             playing=evidence.seconds,
             episodes=len(evidence.episodes),
             collected=sum(map(len, evidence.groups)),
+            alone=self._alone,
+            together=fmean(episode.seconds for episode in evidence.episodes) if evidence.episodes else None,
             job=job,
             job_training=training,
             trained_episodes=trained,
@@ -310,17 +232,3 @@ def peak_memory(pid: int) -> int | None:
         return None
     own = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
     return own + sum(filter(None, map(peak_memory, children)))
-
-
-def _played(evidence: Evidence) -> dict[str, Any]:
-    """The numbers of what was played."""
-    calls = [call for call in evidence.answers if call.prompt_token_ids is not None]
-    prompts = [len(call.prompt_token_ids or ()) for call in calls]
-    metrics = collected_metrics(evidence.groups)
-    return {
-        **metrics,
-        "prompts_max_length": max(prompts, default=None),
-        "completions_max_length": max((len(call.token_ids or ()) for call in calls), default=None),
-        "context_length": evidence.served.max_length if evidence.served is not None else None,
-        "failed_episodes": sum(episode.reason is not None for episode in evidence.episodes),
-    }

@@ -42,19 +42,36 @@ def broken_prefixes(calls: Sequence[ModelCall]) -> list[BrokenPrefix]:
 
 
 def _broken(call: ModelCall, before: Sequence[ModelCall]) -> BrokenPrefix | None:
-    """None if it continues no earlier call."""
-    for earlier in sorted(before, key=lambda each: -len(each.messages)):
-        length = len(earlier.messages)
-        following = call.messages[length : length + 1]
-        if call.messages[:length] != earlier.messages or not following or following[0].get("role") != "assistant":
-            continue
-        expected, sent = [*(earlier.prompt_token_ids or ()), *(earlier.token_ids or ())], call.prompt_token_ids or []
-        pairs = zip(expected, sent, strict=False)
-        position = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(expected), len(sent)))
-        rewritten = not same_message(following[0], earlier.message)
-        completion = len(earlier.prompt_token_ids or ())
-        return BrokenPrefix(call.index, earlier.index, position, completion, expected, sent, rewritten)
-    return None
+    """None if it continues no earlier call, or the tokens of one."""
+    continued = [each for each in before if _continues(call, each)]
+    longest = max((len(each.messages) for each in continued), default=0)
+    candidates = [each for each in continued if len(each.messages) == longest]  # several of one prompt, maybe
+    if not candidates or any(_starts_with(call, each) for each in candidates):
+        return None
+    answer = call.messages[longest]
+    earlier = next((each for each in candidates if same_message(answer, each.message)), candidates[-1])
+    expected, sent = _tokens_after(earlier), call.prompt_token_ids or []
+    pairs = zip(expected, sent, strict=False)
+    position = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(expected), len(sent)))
+    rewritten = not same_message(answer, earlier.message)
+    completion = len(earlier.prompt_token_ids or ())
+    return BrokenPrefix(call.index, earlier.index, position, completion, expected, sent, rewritten)
+
+
+def _continues(call: ModelCall, earlier: ModelCall) -> bool:
+    """Whether its messages are those of an earlier call, an answer, and others."""
+    length = len(earlier.messages)
+    answer = call.messages[length : length + 1]
+    return call.messages[:length] == earlier.messages and bool(answer) and answer[0].get("role") == "assistant"
+
+
+def _starts_with(call: ModelCall, earlier: ModelCall) -> bool:
+    before = _tokens_after(earlier)
+    return (call.prompt_token_ids or [])[: len(before)] == before
+
+
+def _tokens_after(call: ModelCall) -> list[int]:
+    return [*(call.prompt_token_ids or ()), *(call.token_ids or ())]
 
 
 def about_prefixes(plan: Plan, evidence: Evidence, decode: Decoder | None = None) -> Iterator[Finding]:
