@@ -1,6 +1,7 @@
 """`insitu doctor`: a healthy project is only estimated, and of sick ones each sickness is found with its cure."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -253,10 +254,30 @@ def test_what_the_command_prints(tmp_path: Path, backend: str) -> None:
     assert what.startswith("stops learning: all 4 groups sampled at temperature 0")
     assert what.endswith("[greedy_sampling]")
     assert (where, change[:18]) == ("  where: llms.player.temperature", "  change: raise it")
-    assert [line.partition(":")[0].partition(" ")[0] for line in estimate] == ["played", "time", "memory", "disk"]
+    assert [line.partition(":")[0].partition(" ")[0] for line in estimate] == [
+        "played",
+        "time",
+        "memory",
+        "disk",
+        "free",
+    ]
     done = run("doctor", file, "-o", "llms.player.temprature", 0)
     assert done.returncode == 2
     assert "llms.player" in done.stderr
+
+
+def test_the_quickstart_is_only_estimated(tmp_path: Path) -> None:
+    """Its rows have the same questions, but the opponent is random."""
+    file = MODEL.parent / "grpo.yml"
+    done = run("doctor", file, "--episodes", 32, folder=tmp_path, PYTHONWARNINGS="error")
+    assert (done.returncode, done.stderr) == (0, "")
+    played, time, memory, disk, free = done.stdout.splitlines()
+    assert played.startswith("played 32 episodes (4 rows x 8, at most 120 s) in ")
+    assert re.match(r"time: about .*: 12 epochs of .* collecting and .* training, 4 validations of ", time)
+    assert re.fullmatch(r"memory: at least \S+ MB, the backend \S+ MB", memory)
+    assert re.fullmatch(r"disk: about \S+ MB of episodes, \S+ MB of checkpoints", disk)
+    assert free.startswith("free disk: ")
+    assert not [*tmp_path.iterdir()]
 
 
 async def test_one_episode_of_a_row_cannot_be_compared(tmp_path: Path, backend: str) -> None:

@@ -9,6 +9,7 @@ from insitu.cli import consoles, options
 
 if TYPE_CHECKING:
     from insitu.doctor.diagnosis import Diagnosis
+    from insitu.doctor.estimate import Estimate
 
 
 @click.command("doctor")
@@ -53,20 +54,38 @@ def _print(diagnosis: "Diagnosis") -> None:
 def _estimate(diagnosis: "Diagnosis") -> list[str]:
     from insitu.doctor.estimate import readable_bytes, readable_seconds
 
-    def seconds(value: float | None) -> str:
-        return "?" if value is None else readable_seconds(value)
-
-    def size(value: int | None) -> str:
-        return "?" if value is None else readable_bytes(value)
-
     of, budget = diagnosis.estimate, diagnosis.budget
-    validations = f", {of.validations} validations of {seconds(of.validation_seconds)}" if of.validations else ""
     return [
         f"played {budget['episodes_played']} episodes ({budget['rows']} rows x {budget['generations']}, at most "
         f"{budget['seconds']:g} s) in {readable_seconds(budget['seconds_played'])}",
-        f"time: about {seconds(of.total_seconds)} for {of.epochs} epochs of {seconds(of.collect_seconds_per_epoch)} "
-        f"collecting and {seconds(of.train_seconds_per_epoch)} training{validations}",
-        f"memory: at least {size(of.memory_bytes)}, the backend {size(of.backend_memory_bytes)}",
-        f"disk: about {size(of.disk_bytes)} (episodes {size(of.episodes_bytes)}, checkpoints "
-        f"{size(of.checkpoint_bytes)}); {size(of.disk_free_bytes)} are free",
+        f"time: {_time(of)}",
+        *_if_known("memory: at least {}", of.memory_bytes, ", the backend {}", of.backend_memory_bytes),
+        *_if_known("disk: about {} of episodes", of.episodes_bytes, ", {} of checkpoints", of.checkpoint_bytes),
+        f"free disk: {readable_bytes(of.disk_free_bytes)}",
     ]
+
+
+def _time(of: "Estimate") -> str:
+    from insitu.doctor.estimate import readable_seconds
+
+    if of.collect_seconds_per_epoch is None:
+        return "unknown, as no episode has ended"
+    total = f"about {readable_seconds(of.total_seconds)}: " if of.total_seconds is not None else ""
+    training = f"{readable_seconds(of.train_seconds_per_epoch)} training" if of.train_seconds_per_epoch else ""
+    parts = [
+        f"{of.epochs} epoch{'s' * (of.epochs != 1)} of {readable_seconds(of.collect_seconds_per_epoch)} collecting"
+    ]
+    parts[0] += f" and {training}" if training else " (no training job could be measured)"
+    if of.validation_seconds is not None:
+        parts.append(f"{of.validations} validations of {readable_seconds(of.validation_seconds)}")
+    return total + ", ".join(parts)
+
+
+def _if_known(text: str, value: int | None, more: str, value_of_more: int | None) -> list[str]:
+    """A line about sizes, if the first is known, with the second if that is known, too."""
+    from insitu.doctor.estimate import readable_bytes
+
+    if value is None:
+        return []
+    second = more.format(readable_bytes(value_of_more)) if value_of_more is not None else ""
+    return [text.format(readable_bytes(value)) + second]
