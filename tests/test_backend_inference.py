@@ -358,7 +358,7 @@ def test_other_paths_methods_and_tokens(served):
     status, answer, _ = post(address, {}, token="wrong")
     assert (status, answer["error"]["type"]) == (401, "authentication_error")
     status, answer, _ = post(address, None, token="", path="/health", method="GET")
-    assert (status, answer) == (200, {"status": "ok", "policy_version": 0, "vocab_size": 320})
+    assert (status, answer) == (200, {"status": "ok", "policy_version": 0, "vocab_size": 320, "max_length": 256})
     assert post(address, b"x" * (16 * 2**20 + 1))[0] == 413
 
 

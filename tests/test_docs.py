@@ -402,7 +402,7 @@ def test_the_page_of_frameworks_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "name",
     [
-        *("finetune", "eval", "run", "validate", "export", "promote", "serve", "backend", "view"),
+        *("init", "finetune", "eval", "run", "validate", "doctor", "export", "promote", "serve", "backend", "view"),
         *("trajectories show", "trajectories export", "trajectories rescore"),
         *("runs list", "runs show", "runs fork"),
     ],

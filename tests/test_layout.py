@@ -52,6 +52,7 @@ ORDER = [
     "api",
     "starter",
     "view",
+    "doctor",
     "cli",
 ]
 # Leaves: nothing imports them, except the one module that lists or mounts them.

@@ -76,7 +76,7 @@ def test_the_likely_causes_of_no_variance(groups: list[list[Trajectory]], causes
     found = likely_causes(groups)
     assert len(found) == len(causes), found
     for cause, start in zip(found, causes, strict=True):
-        assert cause.startswith(start)
+        assert str(cause).startswith(start)
 
 
 def test_only_groups_without_variance_are_explained() -> None:

@@ -112,6 +112,11 @@ class TrainerAdapter(ABC):
         """The settings of a training job, shown in the header of the run."""
         return {}
 
+    @property
+    def backend_pid(self) -> int | None:
+        """The process of the backend, if the adapter has started it; its weights are of no use to anybody else."""
+        return None
+
     async def wait_until_reachable(self, since: float) -> bool:
         """Waits while the backend does not respond; returns whether it had to, or the backend was restarted `since`.
 

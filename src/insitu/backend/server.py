@@ -54,11 +54,15 @@ GRACE_SECONDS = 2
 
 
 class Health(BaseModel):
-    """The server is up; `policy_version` is that of the latest weights, `vocab_size` the number of token ids."""
+    """The server is up; `policy_version` is that of the latest weights, `vocab_size` the number of token ids.
+
+    A prompt and its completion may have `max_length` tokens together.
+    """
 
     status: str
     policy_version: int
     vocab_size: int
+    max_length: int
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,14 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
 
     async def health(request: Request) -> Response:
         compute.check_alive()
-        return JSON({"status": "ok", "policy_version": sampler.version, "vocab_size": sampler.vocab_size})
+        return JSON(
+            Health(
+                status="ok",
+                policy_version=sampler.version,
+                vocab_size=sampler.vocab_size,
+                max_length=sampler.max_length,
+            ).model_dump()
+        )
 
     async def openapi(request: Request) -> Response:
         return JSON(openapi_document(routes, insitu.__version__))

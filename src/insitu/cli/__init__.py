@@ -13,6 +13,7 @@ _COMMANDS = {
     "eval": "Score a workflow on a dataset.",
     "run": "Run a workflow on one input.",
     "validate": "Check a file and its datasets; starts nothing.",
+    "doctor": "Say before a run whether it will learn, and what it will cost.",
     "trajectories": "Inspect, export and score the recorded episodes of a run.",
     "runs": "List, show and fork runs.",
     "view": "Show runs in a browser, also while they are written.",

@@ -198,7 +198,8 @@ class PolicyEndpoint:
     """Where the model under training is served. `model` is the name of the newest weights, `version` their version.
 
     On servers where the name changes with every version, `current_model` returns the current name. `base_model` is the
-    name of the model that training started from, `vocab_size` the number of its token ids.
+    name of the model that training started from, `vocab_size` the number of its token ids, and `max_length` how many
+    tokens a prompt and its completion may have together.
     """
 
     base_url: str
@@ -208,6 +209,7 @@ class PolicyEndpoint:
     current_model: Callable[[], str] | None = None
     base_model: str | None = None
     vocab_size: int | None = None
+    max_length: int | None = None
 
 
 class TrainingStatusEnum(StrEnum):

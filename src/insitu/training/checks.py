@@ -116,7 +116,7 @@ def check_collected(
     if any(collection.trajectories) or (may_be_alike and not ALIKE.isdisjoint(collection.dropped)):
         return
     first = [f"most often {error}" for error, _ in errors.most_common(1)]
-    causes = first or (why_no_pairs(collection.dropped) if needs.pairs else [])
+    causes = first or [str(cause) for cause in why_no_pairs(collection.dropped) if needs.pairs]
     raise TrajectoryError(
         f"epoch {epoch}: no {'preference pair' if needs.pairs else 'episode'} can be trained on; dropped: "
         + "; ".join([counts(collection.dropped), *causes])

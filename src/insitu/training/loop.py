@@ -224,7 +224,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         )
         check_sampled(self, self.needs, collection, endpoint)
         everything = collection
-        collection, advantages = self._select(self.apply_curriculum_learning(collection, epoch))
+        collection, advantages = self.select(self.apply_curriculum_learning(collection, epoch))
         self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
         trained = {
@@ -239,7 +239,8 @@ class InsituTrainer(UsesBuilder, Trainer):
         self.results[epoch] = result.with_seconds("collect", time.perf_counter() - started)
         if not any(collection.trajectories):
             alike = without_variance(everything, collection.drop_reasons)
-            self._causes = why_no_pairs(collection.dropped) if self.needs.pairs else likely_causes(alike)
+            causes = why_no_pairs(collection.dropped) if self.needs.pairs else likely_causes(alike)
+            self._causes = [str(cause) for cause in causes]
             nothing = f"epoch {epoch}: nothing to train on; every group was dropped"
             self.report.note("; ".join([nothing, *self._causes]))
             return None
@@ -372,12 +373,12 @@ class InsituTrainer(UsesBuilder, Trainer):
             settings["training"] = without_secrets(training)
         return settings
 
-    def _select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
+    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
         """What the epoch trains on, with its rows."""
         return estimate_epoch(collection, self._estimator())
 
     def _selection_settings(self) -> dict[str, Any]:
-        """The settings that `_select` depends on, for the header of the run."""
+        """The settings that `select` depends on, for the header of the run."""
         return self._estimator().settings()
 
     def _estimator(self) -> AdvantageEstimator:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from insitu.schemas.episodes import DropReason, ModelCall
 from insitu.schemas.finetuning import TrainingStatusEnum, Trajectory, TrajectoryCollection
@@ -22,18 +22,58 @@ JOB_METRICS = frozenset(
 _MOSTLY = 0.5
 """Share of the answers from which their length counts as a cause."""
 
-_NO_PAIRS: dict[str, str] = {
-    DropReason.UNSCORED_CANDIDATE: "the candidates have no score, or one that is NaN or infinite: check what the "
-    "workflow reports",
-    DropReason.UNTARGETED_CANDIDATE: "no trained call has sampled the candidates: a candidate's output must be what a "
-    "trained model answered in finetuning.target_functions, or a part of it",
-    DropReason.SINGLE_CANDIDATE: "turns have one candidate with a score: report several with the same turn_id, or "
-    "collect more episodes of a row",
-    DropReason.EQUAL_SCORES: "the scores of each turn or row are equal: use a finer score, or more varied candidates",
-    DropReason.IDENTICAL_RESPONSES: "the candidates of each turn or row have the same text: raise the temperature",
-    DropReason.SMALL_DIFFERENCE: "the scores differ by less than the smallest difference of the trajectory builder",
-    DropReason.DIFFERENT_PROMPTS: "the candidates of each turn answer different prompts: give them the same turn_id "
-    "only if the model was shown the same messages",
+
+class Cause(NamedTuple):
+    """Why nothing can be trained: what was seen, and what to change."""
+
+    code: str
+    what: str
+    change: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.change}"
+
+
+_NO_PAIRS = {
+    cause.code: cause
+    for cause in (
+        Cause(
+            DropReason.UNSCORED_CANDIDATE,
+            "the candidates have no score, or one that is NaN or infinite",
+            "check what the workflow reports",
+        ),
+        Cause(
+            DropReason.UNTARGETED_CANDIDATE,
+            "no trained call has sampled the candidates",
+            "a candidate's output must be what a trained model answered in finetuning.target_functions, or a part of "
+            "it",
+        ),
+        Cause(
+            DropReason.SINGLE_CANDIDATE,
+            "turns have one candidate with a score",
+            "report several with the same turn_id, or collect more episodes of a row",
+        ),
+        Cause(
+            DropReason.EQUAL_SCORES,
+            "the scores of each turn or row are equal",
+            "use a finer score, or more varied candidates",
+        ),
+        Cause(
+            DropReason.IDENTICAL_RESPONSES,
+            "the candidates of each turn or row have the same text",
+            "raise the temperature",
+        ),
+        Cause(
+            DropReason.SMALL_DIFFERENCE,
+            "the scores differ by less than the smallest difference of the trajectory builder",
+            "lower that, or use a finer score",
+        ),
+        Cause(
+            DropReason.DIFFERENT_PROMPTS,
+            "the candidates of each turn answer different prompts",
+            "give them the same turn_id only if the model was shown the same messages",
+        ),
+    )
 }
 """What each reason means if it is the most frequent one of an epoch without preference pairs."""
 
@@ -122,7 +162,7 @@ def without_variance(collected: TrajectoryCollection, drop_reasons: Mapping[str,
     return [group for group in collected.trajectories if any(drop_reasons.get(str(t.id)) == reason for t in group)]
 
 
-def likely_causes(groups: Sequence[Group]) -> list[str]:
+def likely_causes(groups: Sequence[Group]) -> list[Cause]:
     """Why the episodes of each of these groups scored the same, as far as their calls and scores show it."""
     if not groups:
         return []
@@ -130,35 +170,53 @@ def likely_causes(groups: Sequence[Group]) -> list[str]:
     answers = [call for group in groups for call in trained_calls(group)]
     if greedy := sum(map(_is_greedy, groups)):
         causes.append(
-            f"{_share(greedy, len(groups), 'groups')} sampled at temperature 0, so that all episodes of a row are the "
-            "same: raise it under llms, or set override_sampling there if the agent sends its own"
+            Cause(
+                "greedy_sampling",
+                f"{share_of(greedy, len(groups), 'groups')} sampled at temperature 0, so that all episodes of a row "
+                "are the same",
+                "raise it under llms, or set override_sampling there if the agent sends its own",
+            )
         )
     elif answers and all(_same_answers(group) for group in groups):
-        causes.append("the answers of each row are the same: raise the temperature, or start from a less certain model")
-    clipped = sum(map(_is_clipped, answers))
-    if answers and clipped >= _MOSTLY * len(answers):
-        causes.append(f"{_share(clipped, len(answers), 'answers')} were cut off at max_tokens: raise it under llms")
+        what, change = (
+            "the answers of each row are the same",
+            "raise the temperature, or start from a less certain model",
+        )
+        causes.append(Cause("same_answers", what, change))
+    if (cut := cut_off(answers)) is not None:
+        causes.append(cut)
     rewards = {t.reward for group in groups for t in group}
     if len(rewards) == 1:
-        causes.append(
-            f"every episode has the reward {rewards.pop():g}: does the evaluator distinguish good answers from "
-            "bad ones, and are some answers good?"
-        )
+        what = f"every episode has the reward {rewards.pop():g}"
+        change = "does the evaluator distinguish good answers from bad ones, and are some answers good?"
+        causes.append(Cause("constant_reward", what, change))
     elif not causes:
         causes.append(
-            f"the episodes of a row score the same, from {min(rewards):g} to {max(rewards):g} by row: its question is "
-            "too easy or too hard, or the score too coarse"
+            Cause(
+                "same_reward_in_groups",
+                f"the episodes of a row score the same, from {min(rewards):g} to {max(rewards):g} by row",
+                "its question is too easy or too hard, or the score too coarse",
+            )
         )
     return causes
 
 
-def why_no_pairs(dropped: Mapping[str, int]) -> list[str]:
+def cut_off(answers: Sequence[ModelCall]) -> Cause | None:
+    """That most answers were cut off, if so."""
+    clipped = sum(map(_is_clipped, answers))
+    if not answers or clipped < _MOSTLY * len(answers):
+        return None
+    what = f"{share_of(clipped, len(answers), 'answers')} were cut off at max_tokens"
+    return Cause("cut_off", what, "raise it under llms")
+
+
+def why_no_pairs(dropped: Mapping[str, int]) -> list[Cause]:
     """What is most often the reason that candidates are no preference pair; empty if it is none of theirs."""
     known = [reason for reason in dropped if reason in _NO_PAIRS]
     return [_NO_PAIRS[max(known, key=dropped.__getitem__)]] if known else []
 
 
-def _share(count: int, total: int, what: str) -> str:
+def share_of(count: int, total: int, what: str) -> str:
     return f"all {total} {what}" if count == total else f"{count} of {total} {what}"
 
 

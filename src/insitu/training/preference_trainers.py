@@ -34,7 +34,7 @@ class SelectingTrainer(InsituTrainer):
     def _selection_settings(self) -> dict[str, Any]:
         return self.trainer_config.model_dump(exclude={"type", "reward"})
 
-    def _select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
+    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
         return EstimatedEpoch(self._selected(collection), [])
 
     def _selected(self, collection: TrajectoryCollection) -> TrajectoryCollection:

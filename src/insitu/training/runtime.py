@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -33,6 +33,7 @@ from insitu.interfaces import Trainer, TrainerAdapter
 from insitu.registry import EVALUATOR, FUNCTION, LLM, TRAINER_ADAPTER, TRAJECTORY_BUILDER, not_found
 from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import (
+    FinetuneConfig,
     FinetuneRunConfig,
     TrainerAdapterConfig,
     TrainingJobStatus,
@@ -85,21 +86,42 @@ async def finetuning_main(run_config: FinetuneRunConfig, console: Console | None
     Prints progress to `console`, standard output by default.
     Raises if a job failed, nothing was trained, or a validation failed.
     """
-    config = await _prepared(run_config)
-    finetuning = config.finetuning
+    config = await prepared(run_config)
+    async with ready_run(config, config.finetuning, console) as ready:
+        statuses = await run_finetuning(ready.trainer)
+    _check_validations(ready.state, config)
+    return statuses
+
+
+class ReadyRun(NamedTuple):
+    """The live parts of a run that is ready for its first epoch."""
+
+    state: RunState
+    builder: Builder
+    trainer: Trainer
+    adapter: Any
+
+
+@asynccontextmanager
+async def ready_run(
+    config: Config, finetuning: FinetuneConfig, console: Console | None = None
+) -> AsyncIterator[ReadyRun]:
+    """Builds and initializes the components of a prepared file, and always calls the trainer's `cleanup`.
+
+    `finetuning` is the file's section, or a copy with another `output_dir`. Raises the error of a backend that is lost.
+    """
     async with Builder(config, console=console) as builder:
-        with share(builder) as run:
+        with share(builder) as state:
             trainer, adapter = await _components(config, builder)
             async with _cleaned_up(trainer, f"trainers.{finetuning.trainer}"):
                 await trainer.initialize(finetuning)
                 if isinstance(adapter, TrainerAdapter):
-                    run.wait_for_policy = adapter.wait_until_reachable
+                    state.wait_for_policy = adapter.wait_until_reachable
                     builder.trained_policy = await adapter.policy_endpoint()
-                    check_model_names(builder, run_config.endpoint)
+                    asked = finetuning.run_configuration
+                    check_model_names(builder, asked.endpoint if asked is not None else None)
                 async with _watched(adapter):
-                    statuses = await run_finetuning(trainer)
-    _check_validations(run, config)
-    return statuses
+                    yield ReadyRun(state, builder, trainer, adapter)
 
 
 async def evaluation_main(
@@ -134,14 +156,14 @@ async def check_run(run_config: FinetuneRunConfig) -> Config:
     config = load_config(run_config.config_file, run_config.override)
     if not config.finetuning.enabled:
         return config
-    config = await _prepared(run_config.model_copy(update={"config_file": config, "override": ()}))
+    config = await prepared(run_config.model_copy(update={"config_file": config, "override": ()}))
     async with Builder(config) as builder:
         with share(builder):
             await _components(config, builder)
     return config
 
 
-async def _prepared(run_config: FinetuneRunConfig) -> Config:
+async def prepared(run_config: FinetuneRunConfig) -> Config:
     """The file with the options of the command line; raises ConfigError if its inputs cannot be used."""
     config = load_config(run_config.config_file, run_config.override)
     check_ready(config)

@@ -153,6 +153,11 @@ def _completion(call: ModelCall) -> Turn:
     return Turn({key: value for key, value in message.items() if value is not None or key == "content"}, call)
 
 
+def same_message(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
+    """Whether two messages differ at most in how frameworks rewrite a completion for the next prompt."""
+    return _normalized(one) == _normalized(other)
+
+
 def _normalized(message: dict[str, Any] | None) -> tuple[Any, ...]:
     """A message in a form that does not depend on how frameworks rewrite it between completion and next prompt."""
     message = message or {}

@@ -52,7 +52,7 @@ def policy_named_by(name: str, block: Any, builder: Builder) -> PolicyEndpoint |
     if policy is None or model is None or name not in config.trained_llms():
         return None
     names = {policy.model, policy.model.rpartition("@")[0] if policy.current_model is not None else policy.model}
-    beside = _is_same_server(getattr(block, "base_url", None), policy.base_url)
+    beside = is_same_server(getattr(block, "base_url", None), policy.base_url)
     if model in names:
         return policy if beside and policy.current_model is not None else None
     problem = f"llms.{name}.model_name is {model!r}, but {policy.model!r} at {policy.base_url} is trained"
@@ -70,7 +70,8 @@ def _model_of(block: Any) -> str | None:
     return getattr(block, "model_name", None)
 
 
-def _is_same_server(url: str | None, other: str) -> bool:
+def is_same_server(url: str | None, other: str) -> bool:
+    """Whether two URLs have the same host and port."""
     return url is not None and _address(url) == _address(other)
 
 

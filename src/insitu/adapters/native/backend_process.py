@@ -113,6 +113,11 @@ class BackendProcess:
         self._port, self._startup_timeout = int(url.rpartition(":")[2]), startup_timeout
         return url
 
+    @property
+    def pid(self) -> int | None:
+        """None if it is not started."""
+        return self._started[0].get_pid() if self._started is not None else None
+
     async def keep_running(self, seconds: float) -> None:
         """Watches the process for `seconds`; if it ends, starts it again, to continue from its last checkpoint.
 

@@ -54,6 +54,7 @@ _FINAL_STATUSES = ("completed", "failed", "canceled")
 class _Health(BaseModel):
     policy_version: int
     vocab_size: int | None = None
+    max_length: int | None = None
 
 
 class _Model(BaseModel):
@@ -80,7 +81,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         """Key and body of the latest job."""
         self._first_version = 0  # that of a backend at a url when the run began; earlier ones belong to earlier runs
         self._version = 0  # the latest policy version that the backend is known to have had
-        self._vocab_size: int | None = None
+        self._health = _Health(policy_version=0)
         self._base_url, self._url_token = adapter_config.address_and_token
         if adapter_config.model is not None:
             self._resolve_model(adapter_config.model)  # raises now if it does not exist
@@ -166,6 +167,10 @@ class InsituTrainerAdapter(TrainerAdapter):
             self._connection = None
         self._version = 0
 
+    @property
+    def backend_pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
     async def policy_endpoint(self) -> PolicyEndpoint:
         version = await self._served_version()
         models = await self._request("GET", "/v1/models", _Models.model_validate_json)
@@ -175,13 +180,13 @@ class InsituTrainerAdapter(TrainerAdapter):
             self._token(),
             version,
             base_model=self.config.model,
-            vocab_size=self._vocab_size,
+            **self._health.model_dump(exclude={"policy_version"}),
         )
 
     async def _served_version(self) -> int:
         """Raises BackendError if the backend has gone back to earlier weights."""
-        health = await self._request("GET", "/health", _Health.model_validate_json)
-        version, self._vocab_size = health.policy_version, health.vocab_size
+        self._health = await self._request("GET", "/health", _Health.model_validate_json)
+        version = self._health.policy_version
         if version < self._version:
             raise BackendError(
                 f"the backend at {self._base_url} serves policy version {version}, but was at version {self._version}: "

@@ -1,0 +1,91 @@
+"""The command `doctor`."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from insitu.cli import consoles, options
+
+if TYPE_CHECKING:
+    from insitu.doctor.diagnosis import Diagnosis
+    from insitu.doctor.estimate import Estimate
+
+
+@click.command("doctor")
+@options.config_file
+@click.option("--episodes", type=click.IntRange(min=2), help="Play at most so many; 8 rows and at most 64 by default.")
+@click.option("--seconds", type=click.FloatRange(min=1), default=120.0, help="Play at most for so long.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@options.override
+@click.pass_context
+def command(ctx: click.Context, episodes: int | None, seconds: float, as_json: bool, **run_options: Any) -> None:
+    """Say whether a run will learn, and what it will cost: plays a few rows and trains on them once.
+
+    Writes nothing into the run's folder. Exit code 1 if the run will not learn.
+    """
+    from insitu.doctor.diagnosis import examine
+    from insitu.doctor.play import Budget
+    from insitu.schemas.finetuning import FinetuneRunConfig
+    from insitu.training.event_loop import run_async
+
+    diagnosis = run_async(examine(FinetuneRunConfig(**run_options), Budget(episodes, seconds)))
+    if as_json:
+        click.echo(json.dumps(diagnosis.as_json(), default=str))
+    else:
+        _print(diagnosis)
+    ctx.exit(0 if diagnosis.will_learn else 1)
+
+
+def _print(diagnosis: "Diagnosis") -> None:
+    """The findings, the worst first, and the estimate."""
+    console = consoles.results()
+    for finding in diagnosis.findings:
+        for line in (
+            f"{finding.severity.replace('_', ' ')}: {finding.what}  [{finding.code}]",
+            f"  where: {finding.where}",
+            f"  change: {finding.change}",
+        ):
+            console.print(line, markup=False, soft_wrap=True)
+    for line in _estimate(diagnosis):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _estimate(diagnosis: "Diagnosis") -> list[str]:
+    from insitu.doctor.estimate import readable_bytes, readable_seconds
+
+    of, budget = diagnosis.estimate, diagnosis.budget
+    return [
+        f"played {budget['episodes_played']} episodes ({budget['rows']} rows x {budget['generations']}, at most "
+        f"{budget['seconds']:g} s) in {readable_seconds(budget['seconds_played'])}",
+        f"time: {_time(of)}",
+        *_if_known("memory: at least {}", of.memory_bytes, ", the backend {}", of.backend_memory_bytes),
+        *_if_known("disk: about {} of episodes", of.episodes_bytes, ", {} of checkpoints", of.checkpoint_bytes),
+        f"free disk: {readable_bytes(of.disk_free_bytes)}",
+    ]
+
+
+def _time(of: "Estimate") -> str:
+    from insitu.doctor.estimate import readable_seconds
+
+    if of.collect_seconds_per_epoch is None:
+        return "unknown, as no episode has ended"
+    total = f"about {readable_seconds(of.total_seconds)}: " if of.total_seconds is not None else ""
+    training = f"{readable_seconds(of.train_seconds_per_epoch)} training" if of.train_seconds_per_epoch else ""
+    parts = [
+        f"{of.epochs} epoch{'s' * (of.epochs != 1)} of {readable_seconds(of.collect_seconds_per_epoch)} collecting"
+    ]
+    parts[0] += f" and {training}" if training else " (no training job could be measured)"
+    if of.validation_seconds is not None:
+        parts.append(f"{of.validations} validations of {readable_seconds(of.validation_seconds)}")
+    return total + ", ".join(parts)
+
+
+def _if_known(text: str, value: int | None, more: str, value_of_more: int | None) -> list[str]:
+    """A line about sizes, if the first is known, with the second if that is known, too."""
+    from insitu.doctor.estimate import readable_bytes
+
+    if value is None:
+        return []
+    second = more.format(readable_bytes(value_of_more)) if value_of_more is not None else ""
+    return [text.format(readable_bytes(value)) + second]

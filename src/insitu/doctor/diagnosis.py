@@ -1,0 +1,125 @@
+"""Examines a file: plays and trains, and judges what was seen."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+
+from insitu.config import Config, load_config
+from insitu.doctor.episodes import about_calls, about_failures, about_lengths, about_scores
+from insitu.doctor.estimate import Estimate, about_disk, estimate
+from insitu.doctor.evidence import Evidence, is_random
+from insitu.doctor.findings import Finding, Severity, will_learn, worst_first
+from insitu.doctor.groups import about_groups
+from insitu.doctor.plan import Plan, about_rows, about_settings
+from insitu.doctor.play import Budget, Examination
+from insitu.doctor.prefixes import Decoder, about_prefixes
+from insitu.errors import ConfigError
+from insitu.registry import TRAJECTORY_BUILDER
+from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.training.metrics import collected_metrics
+from insitu.training.runtime import check_ready, prepared, ready_run
+from insitu.trajectories.config import CollectingBuilderConfig
+
+
+@dataclass
+class Diagnosis:
+    """`played` are the numbers behind the findings, with the names of `training_metrics.jsonl`."""
+
+    findings: list[Finding]
+    estimate: Estimate
+    budget: dict[str, Any]
+    played: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def will_learn(self) -> bool:
+        return will_learn(self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
+    """Plays, trains and judges; writes nothing into the folder of the run.
+
+    Raises what `finetune` raises at its start.
+    """
+    started = time.perf_counter()
+    config = load_config(request.config_file, request.override)
+    check_ready(config)
+    config = await prepared(request.model_copy(update={"config_file": config, "override": ()}))
+    plan, output_dir = Plan.of(config), config.finetuning.output_dir
+    rows, generations = _limit(config, plan, budget)
+    with TemporaryDirectory(prefix="insitu-doctor-") as scratch:
+        finetuning = config.finetuning.model_copy(update={"output_dir": Path(scratch)})
+        async with ready_run(config, finetuning, Console(quiet=True)) as ready:
+            examination = Examination(ready, config, plan, budget, Path(scratch))
+            examination.start_seconds = time.perf_counter() - started
+            evidence = await examination.play()
+            await examination.rescore(evidence)
+            await examination.train(evidence)
+            measures, decode = examination.measures(evidence), examination.decoder()
+            plan, keep = examination.plan, getattr(ready.adapter.adapter_config, "keep", None)
+    estimated = estimate(plan, measures, keep, output_dir)
+    findings = worst_first([*judge(plan, evidence, decode), *about_disk(plan, estimated, output_dir)])
+    limits = {"rows": rows, "generations": generations, "seconds": budget.seconds}
+    used = {"episodes_played": len(evidence.episodes), "seconds_played": evidence.seconds}
+    return Diagnosis(findings, estimated, {**limits, **used}, _played(evidence))
+
+
+def judge(plan: Plan, evidence: Evidence, decode: Decoder | None = None) -> Iterator[Finding]:
+    """All findings about a run but those about its disk."""
+    calls = [*about_calls(plan, evidence)]
+    yield from about_settings(plan)
+    yield from about_rows(plan, random_environment=is_random(evidence.groups))
+    yield from calls
+    yield from about_failures(plan, evidence, calls)
+    groups = [*about_groups(plan, evidence)]
+    yield from groups
+    codes = {finding.code for finding in groups}
+    yield from (finding for finding in about_lengths(plan, evidence) if finding.code not in codes)
+    yield from about_scores(plan, evidence)
+    yield from about_prefixes(plan, evidence, decode)
+    if evidence.job_problem is not None:
+        change = "see the message; if the loss or a gradient is not finite, lower learning_rate"
+        where = f"{plan.adapter}.training"
+        yield Finding("job_failed", Severity.STOPS_LEARNING, evidence.job_problem, where, change)
+    if evidence.ended_early:
+        ended, what = len(evidence.episodes), "the time was over before all episodes had ended"
+        severity = Severity.NOTE if ended else Severity.STOPS_LEARNING
+        change = "raise --seconds" + ("" if ended else ", or set an episode_timeout if the agent hangs")
+        yield Finding("time_over", severity, f"{what}: {ended} did", "eval.general.episode_timeout", change)
+
+
+def _limit(config: Config, plan: Plan, budget: Budget) -> tuple[int, int]:
+    """Limits the rows and generations of the file's trajectory builder; raises ConfigError if it has no limits."""
+    name = str(config.finetuning.trajectory_builder)
+    block = config.block(TRAJECTORY_BUILDER, name)
+    if not isinstance(block, CollectingBuilderConfig):
+        raise ConfigError(
+            f"trajectory_builders.{name} ({block.type}) has no num_generations and rows_per_epoch, so that no few rows "
+            "can be played; `insitu validate` checks the rest of the file"
+        )
+    rows, generations = budget.rows_and_generations(block.num_generations)
+    rows = min(rows, plan.rows_per_epoch) or rows
+    limits = {"rows_per_epoch": rows, "num_generations": generations}
+    config.blocks[TRAJECTORY_BUILDER.section, name] = block.model_copy(update=limits)
+    return rows, generations
+
+
+def _played(evidence: Evidence) -> dict[str, Any]:
+    """The numbers of what was played."""
+    calls = [call for call in evidence.answers if call.prompt_token_ids is not None]
+    prompts = [len(call.prompt_token_ids or ()) for call in calls]
+    metrics = collected_metrics(evidence.groups)
+    return {
+        **metrics,
+        "prompts_max_length": max(prompts, default=None),
+        "completions_max_length": max((len(call.token_ids or ()) for call in calls), default=None),
+        "context_length": evidence.served.max_length if evidence.served is not None else None,
+        "failed_episodes": sum(episode.reason is not None for episode in evidence.episodes),
+    }

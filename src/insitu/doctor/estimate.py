@@ -1,0 +1,168 @@
+"""Time, memory and disk of a run, from those of a few episodes and one training job."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from insitu.algorithms.curriculum import included_fraction
+from insitu.checkpoint_files import OPTIMIZER_FILE
+from insitu.doctor.findings import Finding, Severity
+from insitu.doctor.plan import Plan
+from insitu.schemas.training_jobs import KeepConfig
+
+_LATEST = 2
+"""Versions that are kept whatever the file says."""
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What a few episodes and one job took; seconds, and bytes. None: not measured.
+
+    `alone` is the time of an episode with no other in flight, `together` the mean time of those that were played.
+    `job` is the whole job, `job_training` the part of it that grows with its episodes, of which it had
+    `trained_episodes`. `stored` are the bytes of the recorded episodes, `weights` and `optimizer` those of a
+    checkpoint.
+    """
+
+    start: float
+    playing: float
+    episodes: int
+    collected: int = 0
+    alone: float | None = None
+    together: float | None = None
+    job: float | None = None
+    job_training: float = 0.0
+    trained_episodes: int = 0
+    memory: int | None = None
+    backend_memory: int | None = None
+    stored: int | None = None
+    weights: int | None = None
+    optimizer: int = 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of a whole run. `None`: unknown. Memory is that of the processes when they were measured, so at least this."""
+
+    start_seconds: float
+    collect_seconds_per_epoch: float | None
+    train_seconds_per_epoch: float | None
+    validation_seconds: float | None
+    validations: int
+    epochs: int
+    total_seconds: float | None
+    memory_bytes: int | None
+    backend_memory_bytes: int | None
+    episodes_bytes: int | None
+    checkpoint_bytes: int | None
+    disk_bytes: int | None
+    disk_free_bytes: int
+
+
+def estimate(plan: Plan, measures: Measures, keep: KeepConfig | None, output_dir: Path) -> Estimate:
+    """A job takes as long as the measured one for each of its episodes."""
+    collect = _playing_seconds(plan, measures, plan.episodes_per_epoch)
+    validation = _playing_seconds(plan, measures, len(plan.held_out) * plan.validation_reps)
+    train = _job_seconds(plan, measures)
+    total = None
+    if collect is not None and train is not None and validation is not None:
+        total = measures.start + plan.epochs * (collect + train) + plan.validations * validation
+    episodes = None
+    if measures.stored is not None and measures.episodes:
+        episodes = int(measures.stored / measures.episodes * plan.episodes_per_epoch * plan.epochs)
+    checkpoints = _checkpoint_bytes(plan, measures, keep)
+    known = [each for each in (episodes, checkpoints) if each is not None]
+    return Estimate(
+        start_seconds=measures.start,
+        collect_seconds_per_epoch=collect,
+        train_seconds_per_epoch=train,
+        validation_seconds=validation if plan.validations else None,
+        validations=plan.validations,
+        epochs=plan.epochs,
+        total_seconds=total,
+        memory_bytes=measures.memory,
+        backend_memory_bytes=measures.backend_memory,
+        episodes_bytes=episodes,
+        checkpoint_bytes=checkpoints,
+        disk_bytes=sum(known) if known else None,
+        disk_free_bytes=shutil.disk_usage(_existing(output_dir)).free,
+    )
+
+
+def _playing_seconds(plan: Plan, measures: Measures, episodes: int) -> float | None:
+    """Of so many episodes.
+
+    If more are in flight than were played, each takes a + b x (number in flight): the latency of an episode, and what
+    it costs the server, so that neither a busy nor an idle server is taken for the other.
+    """
+    played, in_flight = measures.episodes, min(plan.concurrency, episodes)
+    if not played:
+        return None
+    if in_flight <= played or measures.alone is None or measures.together is None:
+        return measures.playing / played * episodes
+    cost = max(0.0, (measures.together - measures.alone) / (played - 1))
+    latency = max(0.0, measures.alone - cost)
+    return episodes * (latency / in_flight + cost)
+
+
+def _job_seconds(plan: Plan, measures: Measures) -> float | None:
+    """Of an epoch, on average; as many of its episodes are trained as of those that were played."""
+    if measures.job is None or not measures.trained_episodes or not measures.collected:
+        return None
+    share = measures.trained_episodes / measures.collected
+    if plan.curriculum.enabled:
+        share *= sum(included_fraction(plan.curriculum, epoch) for epoch in range(1, plan.epochs + 1)) / plan.epochs
+    trained = share * plan.episodes_per_epoch
+    return measures.job - measures.job_training + measures.job_training / measures.trained_episodes * trained
+
+
+def _checkpoint_bytes(plan: Plan, measures: Measures, keep: KeepConfig | None) -> int | None:
+    """Of those that are kept at the end; while a job is written, there is one more."""
+    if measures.weights is None:
+        return None
+    keep = keep or KeepConfig()
+    versions = max(keep.last, _LATEST) + int(keep.best and plan.validations > 0)
+    versions = min(plan.epochs, versions + (plan.epochs // keep.every if keep.every is not None else 0))
+    return (versions + 1) * measures.weights + (min(plan.epochs, keep.optimizer) + 1) * measures.optimizer
+
+
+def checkpoint_sizes(folder: Path) -> tuple[int, int] | None:
+    """The bytes of the newest checkpoint's weights and of its optimizer state; None if there is none."""
+    found = sorted(folder.glob("step_*"))
+    if not found:
+        return None
+    files = {path.name: path.stat().st_size for path in found[-1].iterdir() if path.is_file()}
+    optimizer = files.pop(OPTIMIZER_FILE, 0)
+    return sum(files.values()), optimizer
+
+
+def about_disk(plan: Plan, estimated: Estimate, output_dir: Path) -> Iterator[Finding]:
+    if estimated.disk_bytes is not None and estimated.disk_bytes > estimated.disk_free_bytes:
+        yield Finding(
+            "disk_space",
+            Severity.STOPS_LEARNING,
+            f"the run needs {readable_bytes(estimated.disk_bytes)}, and {readable_bytes(estimated.disk_free_bytes)} "
+            f"are free in {_existing(output_dir)}",
+            f"finetuning.output_dir, {plan.adapter}.keep",
+            "free space, use another disk, or keep fewer checkpoints",
+        )
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def readable_bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def readable_seconds(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,87 @@
+"""What the rewards of the groups show: whether there is anything to learn from."""
+
+from collections.abc import Iterator, Sequence
+
+from insitu.doctor.evidence import Evidence
+from insitu.doctor.findings import Finding, Severity
+from insitu.doctor.plan import Plan
+from insitu.schemas.episodes import DropReason
+from insitu.training.metrics import likely_causes, share_of, why_no_pairs, without_variance
+
+_FEW = 0.25
+"""Share of the groups with variance below which most of a run's time is wasted."""
+_AT_THE_END = 0.9
+"""Share of the episodes with the highest or lowest reward from which that is why few groups have variance."""
+
+
+def about_groups(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
+    """Groups without variance, and why; what else was dropped from them."""
+    if evidence.episodes and all(episode.reason is not None for episode in evidence.episodes):
+        return  # their failures say why
+    if evidence.makes_pairs:
+        if not any(evidence.selected.trajectories):
+            yield from _no_pairs(plan, evidence)
+        return
+    groups = [group for group in evidence.groups if len(group) > 1]
+    if not groups or not evidence.compares_groups:
+        return
+    alike = without_variance(evidence.collection, evidence.selected.drop_reasons)
+    if len(alike) == len(groups):
+        for cause in likely_causes(alike):
+            yield Finding(cause.code, Severity.STOPS_LEARNING, cause.what, _where(cause.code, plan), cause.change)
+    elif len(groups) - len(alike) < _FEW * len(groups):
+        yield _few_with_variance(plan, groups, len(groups) - len(alike))
+    else:
+        yield from _small_differences(plan, groups)
+    if missing := evidence.selected.dropped.get(DropReason.NO_STEP_REWARDS):
+        total = sum(map(len, evidence.groups))
+        yield Finding(
+            "no_step_rewards",
+            Severity.STOPS_LEARNING if missing == total else Severity.HARMS,
+            f"{share_of(missing, total, 'episodes')} have no step reward for each trained call",
+            f"{plan.trainer}.credit",
+            "report step rewards with Context.get().reward(...), or set credit: episode",
+        )
+
+
+def _where(code: str, plan: Plan) -> str:
+    if code in ("greedy_sampling", "same_answers"):
+        return plan.llm("temperature")
+    if code == "cut_off":
+        return plan.llm("max_tokens")
+    return plan.evaluator if code == "constant_reward" else f"{plan.evaluator}, {plan.dataset}"
+
+
+def _no_pairs(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
+    for cause in why_no_pairs(evidence.selected.dropped):
+        yield Finding(cause.code, Severity.STOPS_LEARNING, cause.what, plan.builder, cause.change)
+
+
+def _few_with_variance(plan: Plan, groups: Sequence[Sequence[object]], varied: int) -> Finding:
+    rewards = [t.reward for group in groups for t in group]  # type: ignore[attr-defined]
+    what = f"{varied} of {len(groups)} groups have variance; the others teach nothing"
+    for code, end, kind in (("reward_ceiling", max(rewards), "highest"), ("reward_floor", min(rewards), "lowest")):
+        if (count := rewards.count(end)) >= _AT_THE_END * len(rewards):
+            easy = "harder" if code == "reward_ceiling" else "easier"
+            what += f", as {share_of(count, len(rewards), 'episodes')} have the {kind} reward, {end:g}"
+            change = f"use {easy} rows, or a finer score"
+            return Finding(code, Severity.HARMS, what, f"{plan.dataset}, {plan.evaluator}", change)
+    change = "use rows of medium difficulty, a finer score, a higher temperature, or more generations"
+    return Finding("little_variance", Severity.HARMS, what, f"{plan.dataset}, {plan.evaluator}", change)
+
+
+def _small_differences(plan: Plan, groups: Sequence[Sequence[object]]) -> Iterator[Finding]:
+    """Groups that the curriculum leaves out although their rewards differ."""
+    if not plan.curriculum.enabled:
+        return
+    ranges = [max(rewards) - min(rewards) for group in groups if (rewards := [t.reward for t in group])]  # type: ignore[attr-defined]
+    small = [each for each in ranges if 0 < round(each, 9) < plan.curriculum.min_reward_diff]
+    if 2 * len(small) >= len(groups):
+        yield Finding(
+            "small_reward_differences",
+            Severity.STOPS_LEARNING if len(small) == len(groups) else Severity.HARMS,
+            f"the rewards of {share_of(len(small), len(groups), 'groups')} differ by at most {max(small):g}, and the "
+            f"curriculum leaves out groups below {plan.curriculum.min_reward_diff:g}",
+            "finetuning.curriculum_learning.min_reward_diff",
+            f"lower it below {min(small):.2g}",
+        )

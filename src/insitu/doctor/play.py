@@ -1,0 +1,234 @@
+"""Plays a few rows as epoch 1 would, and trains on them once."""
+
+import asyncio
+import resource
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from insitu.config import Config
+from insitu.doctor.estimate import Measures, checkpoint_sizes
+from insitu.doctor.evidence import Evidence, Rescored
+from insitu.doctor.plan import Plan
+from insitu.doctor.prefixes import Decoder
+from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
+from insitu.evaluation.evaluators import parse_score, score
+from insitu.interfaces import TrainerAdapter, TrajectoryBuilder
+from insitu.schemas.episodes import Episode, Outcome
+from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.finetuning import TrainingStatusEnum, TrajectoryCollection
+from insitu.training.checks import check_sampled
+from insitu.training.inspection import load_decoder
+from insitu.training.jobs import wait_for_job
+from insitu.training.loop import InsituTrainer
+from insitu.training.progress import new_run_id
+from insitu.training.runtime import ReadyRun
+from insitu.training.store import BACKEND_FOLDER
+from insitu.training.traffic import PolicyTraffic
+from insitu.trajectories.builder import EpisodesBuilder, GroupRecord
+from insitu.trajectories.recovery import with_recovered_calls
+
+_ROWS = 8
+_EPISODES = 64
+_FIRST = 10
+"""The first episode may take this part of the time, if another one is to be measured."""
+_RESCORED = 16
+"""Outputs that are scored a second time."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be played: at most so many episodes, for so many seconds. None: 8 rows, and at most 64 episodes."""
+
+    episodes: int | None = None
+    seconds: float = 120.0
+
+    def rows_and_generations(self, generations: int) -> tuple[int, int]:
+        episodes = self.episodes or min(_ROWS * generations, _EPISODES)
+        generations = min(generations, episodes)
+        return max(1, episodes // generations), generations
+
+
+async def _rehearse(builder: TrajectoryBuilder, run_id: str) -> float:
+    """The seconds for which one row is played."""
+    began = time.perf_counter()
+    with suppress(PluginError):  # no row could be scored: the episodes that are played next say so, too
+        await builder.rehearse(run_id)
+    return time.perf_counter() - began
+
+
+class Examination:
+    """A run in a temporary folder, of which one epoch is played and trained."""
+
+    def __init__(self, ready: ReadyRun, config: Config, plan: Plan, budget: Budget, scratch: Path) -> None:
+        self._trainer, self._adapter, self._builder = ready.trainer, ready.adapter, ready.builder
+        self._config = config
+        self._budget = budget
+        self._scratch = scratch
+        self._steps: dict[str, tuple[Episode, list[Any]]] = {}
+        self._job: tuple[float, float, int] | None = None
+        self._bytes: int | None = None
+        self._alone: float | None = None
+        self.plan = plan
+        self.start_seconds = 0.0
+
+    async def play(self) -> Evidence:
+        """Plays the rows until they or the time are over.
+
+        As in a run, a row is played before them, for which clients are imported and connections opened.
+        """
+        run_id = new_run_id()
+        served = await self._adapter.policy_endpoint() if isinstance(self._adapter, TrainerAdapter) else None
+        nothing = TrajectoryCollection(trajectories=[], run_id=run_id, epoch=1)
+        evidence = Evidence(nothing, nothing, served=served)
+        records: list[GroupRecord] = []
+        traffic = PolicyTraffic(self._builder, served)
+
+        def on_episode(episode: Episode) -> None:
+            traffic.add(episode)
+            evidence.episodes.append(episode)
+            self._steps[episode.key.text()] = episode, episode.steps
+
+        meta = {
+            "epoch": 1,
+            "vocab_size": served.vocab_size if served is not None else None,
+            "on_episode": on_episode,
+            "on_group": records.append,
+        }
+        builder, began = self._trainer.trajectory_builder, time.perf_counter()
+        try:
+            async with asyncio.timeout(self._budget.seconds) as limit:
+                self.start_seconds += (first := await _rehearse(builder, run_id))
+                if self.plan.concurrency > (builder.episodes_per_epoch or 0) and first < self._budget.seconds / _FIRST:
+                    self._alone = await _rehearse(builder, run_id)
+                await traffic.start()
+                began = time.perf_counter()
+                await builder.start_run(run_id, meta)
+                await builder.finalize(run_id, meta)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            evidence.ended_early = True
+        evidence.seconds = time.perf_counter() - began
+        if not evidence.ended_early:  # what was cancelled was requested, too
+            evidence.leftovers, evidence.traffic_problem = await traffic.finish()
+        self._record(records)
+        self._collect(evidence, records, run_id)
+        return evidence
+
+    def _record(self, records: list[GroupRecord]) -> None:
+        """Writes the groups as a run does, for their size."""
+        if isinstance(self._trainer, InsituTrainer):
+            for record in records:
+                self._trainer.store.append_group(record, 1)
+            self._bytes = sum(self._trainer.store.sizes().values())
+
+    def _collect(self, evidence: Evidence, records: list[GroupRecord], run_id: str) -> None:
+        """Adds the collection, and what would be trained of it."""
+        groups = [r.trajectories for r in sorted(records, key=lambda r: r.row_id) if r.trajectories]
+        dropped: dict[str, int] = {}
+        for record in records:
+            for reason, count in record.dropped.items():
+                dropped[reason] = dropped.get(reason, 0) + count
+        collection = TrajectoryCollection(trajectories=groups, run_id=run_id, epoch=1, dropped=dropped)
+        evidence.collection = evidence.selected = with_recovered_calls(collection, run_id, 1)
+        trainer = self._trainer
+        if not isinstance(trainer, InsituTrainer):
+            return
+        self.plan = replace(self.plan, training=self._adapter.training_settings())
+        if getattr(trainer.trajectory_builder, "stored", None) is not None:  # all of its episodes have been read
+            size = max(map(len, groups), default=0)
+            self.plan = replace(self.plan, rows_per_epoch=len(groups), generations=size)
+        evidence.compares_groups, evidence.makes_pairs = trainer.needs.groups, trainer.needs.pairs
+        try:
+            check_sampled(trainer, trainer.needs, evidence.collection, evidence.served)
+        except (BackendError, TrajectoryError) as error:
+            evidence.sampled_problem = str(error)
+        if trainer.trains_every_epoch:
+            try:
+                evidence.selected = trainer.select(evidence.collection).collection
+            except TrajectoryError as error:
+                evidence.job_problem = f"the episodes cannot be trained: {error}"
+
+    async def rescore(self, evidence: Evidence) -> None:
+        """Scores some outputs a second time."""
+        builder, reward = self._trainer.trajectory_builder, self.plan.reward
+        if reward is None or not isinstance(builder, EpisodesBuilder) or builder.stored is not None:
+            return
+        rows = {str(row.id): row for row in builder.rows_of_epoch(1)}
+        played = [each for each in self._steps.values() if reward in each[0].scores and each[0].outcome is Outcome.OK]
+        again = (self._score(*each, rows, reward) for each in played[:_RESCORED])
+        evidence.rescored = await asyncio.gather(*again)
+
+    async def _score(self, episode: Episode, steps: list[Any], rows: dict[str, EvalInputItem], reward: str) -> Rescored:
+        info = await self._builder.get_evaluator(reward)
+        item = rows[episode.key.row_id].model_copy(update={"output_obj": episode.output, "trajectory": steps})
+        output = await score(info, reward, [item], self._config.eval.scoring_limit(1))
+        value, _, _ = parse_score(output.eval_output_items[0])
+        return Rescored(episode.key.label(), episode.scores[reward], value)
+
+    async def train(self, evidence: Evidence) -> None:
+        """Trains once on what was played, if the backend belongs to this examination."""
+        adapter = self._adapter
+        owned = isinstance(adapter, TrainerAdapter) and adapter.backend_pid is not None
+        trained = sum(map(len, evidence.selected.trajectories))
+        if not owned or not trained or evidence.sampled_problem or evidence.job_problem:
+            return
+        started = time.perf_counter()
+        try:
+            ref = await adapter.submit(evidence.selected)
+            status = await wait_for_job(adapter, ref, self._config)
+        except InsituError as error:
+            evidence.job_problem = f"a training job on the episodes failed: {error}"
+            return
+        if status.status is not TrainingStatusEnum.COMPLETED:
+            evidence.job_problem = f"a training job on the episodes failed: {status.message or 'no reason given'}"
+            return
+        seconds = float((status.metadata or {}).get("seconds", 0.0))
+        self._job = time.perf_counter() - started, seconds, trained
+
+    def measures(self, evidence: Evidence) -> Measures:
+        """Read while the backend runs."""
+        job, training, trained = self._job or (None, 0.0, 0)
+        sizes = checkpoint_sizes(self._scratch / BACKEND_FOLDER / "checkpoints")
+        pid = self._adapter.backend_pid if isinstance(self._adapter, TrainerAdapter) else None
+        return Measures(
+            start=self.start_seconds,
+            playing=evidence.seconds,
+            episodes=len(evidence.episodes),
+            collected=sum(map(len, evidence.groups)),
+            alone=self._alone,
+            together=fmean(episode.seconds for episode in evidence.episodes) if evidence.episodes else None,
+            job=job,
+            job_training=training,
+            trained_episodes=trained,
+            memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            backend_memory=peak_memory(pid) if pid is not None else None,
+            stored=self._bytes,
+            weights=sizes[0] if sizes is not None else None,
+            optimizer=sizes[1] if sizes is not None else 0,
+        )
+
+    def decoder(self) -> Decoder | None:
+        """That of the model, once a checkpoint has been written."""
+        files = (self._scratch / BACKEND_FOLDER / "checkpoints").glob("*/tokenizer.json")
+        folder = next((file.parent for file in files), None)
+        try:
+            return load_decoder(folder) if folder is not None else None
+        except ConfigError:  # tokenizers is not installed: token ids are shown
+            return None
+
+
+def peak_memory(pid: int) -> int | None:
+    """The highest resident memory of a process and its children so far, in bytes; None if the system does not say."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        tasks = [*Path(f"/proc/{pid}/task").iterdir()]
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return None
+    own = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
+    return own + sum(filter(None, map(peak_memory, children)))
