@@ -84,7 +84,7 @@ def test_the_file_that_a_script_writes_does_the_same(trained: tuple[Path, dict[s
     folder, shown = trained
     settings = yaml.safe_load((folder / "runs/answer/config.yml").read_text())
     assert settings["workflow"] == {"_type": "python", "function": "my_script:answer", "model": "student"}
-    assert (folder / "runs/answer/train.jsonl").read_text().count("\n") == 4
+    assert (folder / "runs/answer/rows.jsonl").read_text().count("\n") == 4
     code, _, err = run_project(folder, "-o", "finetuning.output_dir", "again", file="runs/answer/config.yml")
     assert code == 0, err
     assert [line["avg_reward"] for line in read_lines(folder / "again/training_metrics.jsonl")] == shown["rewards"]
@@ -160,15 +160,15 @@ def test_a_run_is_continued(trained: tuple[Path, dict[str, Any]]) -> None:
         ),
         (
             "finetune(answer, score, train=[3], model=MODEL)",
-            "ConfigError: train, row 1 must be a mapping of columns, not 3",
+            "ConfigError: rows, row 1 must be a mapping of columns, not 3",
         ),
         (
             "finetune(answer, score, train=7, model=MODEL)",
-            "ConfigError: train is a int; it must be a path, a list of rows",
+            "ConfigError: rows is a int; it must be a path, a list of rows",
         ),
         (
             "finetune(answer, score, train=[{'x': {1}}], model=MODEL)",
-            "ConfigError: train, row 1 cannot be written as JSON",
+            "ConfigError: rows, row 1 cannot be written as JSON",
         ),
         ("finetune(answer, score, train=[{'x': 1}], model=MODEL)", "row 1: the question key 'question' does not exist"),
         ("finetune(answer, score, train='rows.txt', model=MODEL)", "the file format '.txt' does not exist"),

@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +27,8 @@ from insitu.schemas.evaluation import EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training import consoles
 from insitu.training.event_loop import run_anywhere
-from insitu.training.runtime import check_run, evaluation_main, finetuning_main
+from insitu.training.runtime import check_run, finetuning_main
+from insitu.training.serving import evaluation_main
 from insitu.training.store import set_aside
 
 Rows = Any
@@ -78,38 +80,18 @@ def finetune(
     caller = sys._getframe(1).f_globals
     stop_import(str(caller.get("__name__")))
     project = _project(agent, score, train, config, caller, model=model, framework=framework, reward=reward, seed=seed)
-    project.output = _output(project, "finetuning.output_dir", output_dir, f"runs/{_name_of(agent)}")
-    backend = f"trainer_adapters.{project.named('trainer_adapter', 'backend')}.training"
-    episodes = f"trajectory_builders.{project.named('trajectory_builder', 'episodes')}"
-    for key, value in {
-        "finetuning.enabled": True,
-        "finetuning.num_epochs": epochs,
-        f"{episodes}.num_generations": generations,
-        f"{episodes}.rows_per_epoch": rows_per_epoch,
-        f"{backend}.method": method,
-        f"{backend}.learning_rate": learning_rate,
-        f"llms.{project.student}.temperature": temperature,
-        f"llms.{project.student}.max_tokens": max_tokens,
-        "eval.general.max_concurrency": max_concurrency,
-    }.items():
-        project.set(key, value)
-
-    def configured(output: Path) -> Config:
-        project.output = output
-        project.dataset(train, "train")
-        if (file := project.rows(held_out, "held_out")) is not None:
-            project.set("finetuning.validation.dataset", str(file))
-        project.set("finetuning.validation.interval", validation_interval)
-        project.merge(sections)
-        return _written(project)
-
-    output = project.output
+    output = _output(project, "finetuning.output_dir", output_dir, f"runs/{_name_of(agent)}")
+    project.set("finetuning.enabled", True)
+    project.set_keywords(epochs=epochs, generations=generations, rows_per_epoch=rows_per_epoch, method=method)
+    project.set_keywords(learning_rate=learning_rate, temperature=temperature, max_tokens=max_tokens)
+    project.set_keywords(max_concurrency=max_concurrency, validation_interval=validation_interval)
+    checked = partial(_checked, project, train, held_out, sections)
     with TemporaryDirectory(prefix="insitu-") as draft:  # nothing is moved aside for settings that cannot be run
-        checked = configured(Path(draft))
-        run_anywhere(lambda: check_run(FinetuneRunConfig(config_file=checked)))
+        config_of_draft = checked(Path(draft))
+        run_anywhere(lambda: check_run(FinetuneRunConfig(config_file=config_of_draft)))
     if not resume:
         set_aside(output)
-    request = FinetuneRunConfig(config_file=configured(output), resume=resume)
+    request = FinetuneRunConfig(config_file=checked(output), resume=resume)
     run_anywhere(lambda: finetuning_main(request, console or consoles.results()))
     return Run(output)
 
@@ -140,17 +122,12 @@ def evaluate(
     caller = sys._getframe(1).f_globals
     stop_import(str(caller.get("__name__")))
     project = _project(agent, score, rows, config, caller, model=model, framework=framework, reward=None, seed=seed)
-    project.output = _output(project, "eval.general.output_dir", output_dir, f"evaluations/{_name_of(agent)}")
-    project.set(f"llms.{project.student}.temperature", temperature)
-    project.set(f"llms.{project.student}.max_tokens", max_tokens)
-    project.set("eval.general.max_concurrency", max_concurrency)
-    project.dataset(rows, "rows")
-    project.merge(sections)
-    request = EvaluationRunConfig(config_file=_written(project), reps=repetitions)
+    output = _output(project, "eval.general.output_dir", output_dir, f"evaluations/{_name_of(agent)}")
+    project.set_keywords(temperature=temperature, max_tokens=max_tokens, max_concurrency=max_concurrency)
+    request = EvaluationRunConfig(config_file=_checked(project, rows, None, sections, output), reps=repetitions)
     weights = None if checkpoint is None else Path(checkpoint)
     printed = console or consoles.results()
-    output = run_anywhere(lambda: evaluation_main(request, weights, printed, printed))
-    return Evaluation(project.output, output)
+    return Evaluation(output, run_anywhere(lambda: evaluation_main(request, weights, printed, printed)))
 
 
 def _project(
@@ -172,14 +149,13 @@ def _project(
         if missing := [name for name, value in given.items() if value is None]:
             raise ConfigError(f"{', '.join(missing)} must be given, or config, a file that names them")
     project = Project.of(agent, config, caller)
-    project.set("general.seed", seed)
     if agent is not None:
         _set_agent(project, agent, framework, caller)
     if score is not None:
         _set_scores(project, score, reward, caller)
     elif reward is not None:
         project.set("finetuning.reward_function.name", reward)
-    project.set(f"trainer_adapters.{project.named('trainer_adapter', 'backend')}.model", model)
+    project.set_keywords(model=model, seed=seed)
     return project
 
 
@@ -232,10 +208,15 @@ def _output(project: Project, key: str, given: str | os.PathLike[str] | None, de
     return output.resolve()
 
 
-def _written(project: Project) -> Config:
-    """The checked settings, as a file in the output folder."""
-    project.set("general.folder", os.path.relpath(project.folder, project.output))
+def _checked(project: Project, rows: Rows, held_out: Rows, sections: Mapping[str, Any], folder: Path) -> Config:
+    """The checked settings, as a file and with its rows in the output folder."""
+    project.output = folder
+    project.dataset(rows, "rows")
+    if (file := project.rows(held_out, "held_out")) is not None:
+        project.set("finetuning.validation.dataset", str(file))
+    project.merge(sections)
+    project.set("general.folder", os.path.relpath(project.folder, folder))
     project.write_rows()
-    config = check_config(project.settings, project.output / _CONFIG)
-    project.write_settings(project.output / _CONFIG)  # checked first, which makes its secrets known
+    config = check_config(project.settings, folder / _CONFIG)
+    project.write_settings(folder / _CONFIG)  # checked first, which makes its secrets known
     return config

@@ -15,7 +15,7 @@ from insitu.files import read_object
 from insitu.plain.models import BlockingModel
 from insitu.training.checkpoints import checkpoint_of_run
 from insitu.training.event_loop import run_async
-from insitu.training.runtime import serve_policy
+from insitu.training.serving import serve_policy
 
 if TYPE_CHECKING:
     from openai import OpenAI

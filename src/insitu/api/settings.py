@@ -25,7 +25,27 @@ from insitu.schemas.components import CodeRef
 
 Settings = dict[str, Any]
 
-_STUDENT, _EPISODES, _BACKEND, _TRAINER = "student", "episodes", "backend", "grpo"
+_STUDENT = "student"
+_NAMES = {"trainer": "grpo", "trajectory_builder": "episodes", "trainer_adapter": "backend"}
+_TYPES = {
+    "trainer": "insitu_trainer",
+    "trajectory_builder": "insitu_traj_builder",
+    "trainer_adapter": "insitu_trainer_adapter",
+}
+_KEYS = {
+    "seed": "general.seed",
+    "model": "{trainer_adapter}.model",
+    "temperature": "{student}.temperature",
+    "max_tokens": "{student}.max_tokens",
+    "max_concurrency": "eval.general.max_concurrency",
+    "epochs": "finetuning.num_epochs",
+    "generations": "{trajectory_builder}.num_generations",
+    "rows_per_epoch": "{trajectory_builder}.rows_per_epoch",
+    "method": "{trainer_adapter}.training.method",
+    "learning_rate": "{trainer_adapter}.training.learning_rate",
+    "validation_interval": "finetuning.validation.interval",
+}
+"""Keywords and the keys of a file that they stand for."""
 _SESSION = "session"
 """The module that a file names for code that was typed into an interactive session or a notebook."""
 
@@ -69,9 +89,15 @@ class Project:
         if value is not None:
             node[last] = value
 
-    def named(self, kind: str, default: str) -> str:
-        """The name in the section `finetuning` of one of its components."""
-        return str((self.settings.get("finetuning") or {}).get(kind) or default)
+    def set_keywords(self, **values: Any) -> None:
+        """Sets the keys that the keywords of a call stand for, unless they are None."""
+        names = {kind: self.block(kind) for kind in _NAMES} | {"student": f"llms.{self.student}"}
+        for name, value in values.items():
+            self.set(_KEYS[name].format(**names), value)
+
+    def block(self, kind: str) -> str:
+        """The dotted key of the block that the section `finetuning` names as its `kind` of component."""
+        return f"{kind}s.{(self.settings.get('finetuning') or {}).get(kind) or _NAMES[kind]}"
 
     @property
     def student(self) -> str:
@@ -150,10 +176,8 @@ def _defaults() -> Settings:
         "general": {},
         "llms": {_STUDENT: {"_type": "policy"}},
         "eval": {"general": {}, "evaluators": {}},
-        "trajectory_builders": {_EPISODES: {"_type": "insitu_traj_builder"}},
-        "trainer_adapters": {_BACKEND: {"_type": "insitu_trainer_adapter"}},
-        "trainers": {_TRAINER: {"_type": "insitu_trainer"}},
-        "finetuning": {"trainer": _TRAINER, "trajectory_builder": _EPISODES, "trainer_adapter": _BACKEND},
+        **{f"{kind}s": {name: {"_type": _TYPES[kind]}} for kind, name in _NAMES.items()},
+        "finetuning": dict(_NAMES),
     }
 
 

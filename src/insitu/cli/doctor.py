@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from insitu.cli import consoles, options
+from insitu.cli import options
+from insitu.training import consoles
 
 if TYPE_CHECKING:
     from insitu.doctor.diagnosis import Diagnosis

@@ -32,7 +32,7 @@ def command(checkpoint: Path | None, **run_options: Any) -> None:
 async def _evaluate(run_config: "EvaluationRunConfig", checkpoint: Path | None) -> None:
     from insitu.errors import InsituError
     from insitu.evaluation.evaluators import parse_score
-    from insitu.training.runtime import evaluation_main
+    from insitu.training.serving import evaluation_main
 
     output = await evaluation_main(run_config, checkpoint, consoles.results(), consoles.notes())
     for path in (output.workflow_output_file, *output.evaluator_output_files):

@@ -28,7 +28,7 @@ async def _run(config_file: Path, text: str, checkpoint: Path | None, override: 
     from insitu.config import load_config
     from insitu.errors import InsituError, WorkflowError, describe_error
     from insitu.schemas.episodes import EpisodeKey
-    from insitu.training.runtime import serve_policy
+    from insitu.training.serving import serve_policy
     from insitu.workflow.context import EpisodeScope
 
     config = load_config(config_file, override)

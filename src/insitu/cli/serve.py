@@ -46,7 +46,7 @@ async def _serve(
     from insitu.evaluation.service import WorkflowService
     from insitu.http_access import AccessPolicy
     from insitu.registry import LLM
-    from insitu.training.runtime import serve_policy
+    from insitu.training.serving import serve_policy
 
     config = load_config(config_file, override)
     access = AccessPolicy.of(

@@ -1,11 +1,9 @@
 """Runs a file: builds the components, drives the trainer, and cleans up."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -13,7 +11,6 @@ from rich.console import Console
 from insitu.builder import Builder
 from insitu.config import Config, load_config
 from insitu.errors import (
-    BackendError,
     ConfigError,
     InsituError,
     JobFailed,
@@ -23,34 +20,24 @@ from insitu.errors import (
 )
 from insitu.evaluation.datasets import dataset_config, load_dataset
 from insitu.evaluation.episodes import ResultPath
-from insitu.evaluation.executors import LocalExecutorConfig
 from insitu.evaluation.remote import RemoteWorkflow
-from insitu.evaluation.run import EvaluationRun
-from insitu.evaluation.shared_run import RunState, current_run, share
+from insitu.evaluation.shared_run import RunState, share
 from insitu.evaluation.validation import held_out_config
-from insitu.http_limits import raise_file_limit
 from insitu.interfaces import Trainer, TrainerAdapter
-from insitu.registry import EVALUATOR, FUNCTION, LLM, TRAINER_ADAPTER, TRAJECTORY_BUILDER, not_found
-from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
+from insitu.registry import EVALUATOR, TRAJECTORY_BUILDER, not_found
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     FinetuneRunConfig,
-    TrainerAdapterConfig,
     TrainingJobStatus,
     TrainingStatusEnum,
     ValidationConfig,
 )
-from insitu.training.checkpoints import find_checkpoint
 from insitu.training.event_loop import run_async
-from insitu.training.report import Report, evaluation_table
+from insitu.training.serving import check_open_files, watched
 from insitu.training.store import RUN_FILES
 from insitu.workflow.policy_names import check_model_names
 
 logger = logging.getLogger(__name__)
-
-_EXIT_NOTICE_SECONDS = 1.0
-_OWN_FILES = 40
-"""Open files of a run, or of its backend, besides those of its episodes."""
 
 
 async def run_finetuning(runner: Trainer) -> list[TrainingJobStatus]:
@@ -120,32 +107,8 @@ async def ready_run(
                     builder.trained_policy = await adapter.policy_endpoint()
                     asked = finetuning.run_configuration
                     check_model_names(builder, asked.endpoint if asked is not None else None)
-                async with _watched(adapter):
+                async with watched(adapter):
                     yield ReadyRun(state, builder, trainer, adapter)
-
-
-async def evaluation_main(
-    run_config: EvaluationRunConfig, checkpoint: Path | None, console: Console, notes: Console
-) -> EvaluationRunOutput:
-    """The command `eval`: serves the policy, runs the workflow on the rows and scores it, and prints a table."""
-    config = load_config(run_config.config_file, run_config.override)
-    check_open_files(config)
-    report = Report(console)
-    rows = load_dataset(config, run_config.dataset, run_config.skip_workflow or run_config.skip_completed_entries)
-    total = sum(row.output_obj is None for row in rows) * run_config.reps
-    if run_config.skip_workflow and checkpoint is not None:
-        raise ConfigError("--checkpoint cannot be combined with --skip_workflow, which runs nothing")
-    run_config = run_config.model_copy(update={"config_file": config, "override": ()})
-    async with Builder(config) as builder:
-        run = EvaluationRun(run_config, builder, on_episode=lambda _: report.advance())
-        async with nullcontext() if run_config.skip_workflow else serve_policy(config, builder, checkpoint, notes):
-            report.begin("evaluating", total)
-            try:
-                output = await run.run_and_evaluate()
-            finally:
-                report.end()
-    console.print(evaluation_table(output))
-    return output
 
 
 async def check_run(run_config: FinetuneRunConfig) -> Config:
@@ -216,42 +179,6 @@ async def _cleaned_up(trainer: Trainer, where: str) -> AsyncIterator[None]:
         await trainer.cleanup()
 
 
-@asynccontextmanager
-async def _watched(adapter: Any) -> AsyncIterator[None]:
-    """Cancels the body and raises the adapter's error once its backend is lost."""
-    if not isinstance(adapter, TrainerAdapter):  # a plugin's, which implements only the documented methods
-        yield
-        return
-    watcher = asyncio.create_task(adapter.watch(), name="watch the backend")
-
-    def lost() -> BaseException | None:
-        return watcher.exception() if watcher.done() and not watcher.cancelled() else None
-
-    def expire(_: asyncio.Task[None]) -> None:
-        if (error := lost()) is not None:
-            if (run := current_run()) is not None:
-                run.lost = error
-            limit.reschedule(0.0)
-
-    try:
-        async with asyncio.timeout(None) as limit:
-            watcher.add_done_callback(expire)
-            try:
-                yield
-            except (BackendError, TrajectoryError):  # requests can fail before the end of the process is known
-                await asyncio.wait([watcher], timeout=_EXIT_NOTICE_SECONDS)
-                raise
-            finally:
-                watcher.remove_done_callback(expire)
-    except Exception:  # re-raised, unless it follows from the loss of the backend
-        if (error := lost()) is not None:
-            raise error from None
-        raise
-    finally:
-        watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)
-
-
 @contextmanager
 def _naming(where: str) -> Iterator[None]:
     """Turns foreign exceptions into a PluginError that names the component."""
@@ -283,63 +210,10 @@ def run_finetuning_sync(run_config: FinetuneRunConfig, console: Console | None =
     return run_async(finetuning_main(run_config, console))
 
 
-@asynccontextmanager
-async def serve_policy(
-    config: Config, builder: Builder, checkpoint: Path | None = None, notes: Console | None = None
-) -> AsyncIterator[None]:
-    """Serves the model under training without training it, if the file has an llm of `_type: policy`.
-
-    Serves its initial weights, or those of `checkpoint` (see `insitu.training.checkpoints`). Prints to `notes`
-    which weights those are, unless `checkpoint` is their folder.
-    """
-    policies = [name for name in config.names(LLM) if config.block(LLM, name).type == "policy"]
-    adapter_name = config.finetuning.trainer_adapter
-    if policies and adapter_name:
-        block = config.block(TRAINER_ADAPTER, adapter_name)
-        if checkpoint is not None:
-            assert isinstance(block, TrainerAdapterConfig)
-            found = find_checkpoint(config, checkpoint, "--checkpoint")
-            started = block.starting_from(str(found.folder)) if found.folder else block
-            if started is None:
-                raise ConfigError(f"--checkpoint: trainer_adapters.{adapter_name} does not start a backend (no model)")
-            config.blocks[TRAINER_ADAPTER.section, adapter_name] = started
-            if found.note is not None and notes is not None:
-                Report(notes).note(f"checkpoint: {found.folder or 'the initial weights'} ({found.note})")
-        adapter = await builder.get_trainer_adapter(adapter_name)
-        with TemporaryDirectory(prefix="insitu-") as scratch:
-            await adapter.initialize(config.finetuning.model_copy(update={"output_dir": Path(scratch)}))
-            try:
-                async with _watched(adapter):
-                    yield
-            finally:
-                await builder.aclose()
-        return
-    if checkpoint is not None:
-        raise ConfigError("--checkpoint is for llms of _type policy; this file has none, or names no trainer adapter")
-    yield
-
-
 def check_ready(config: Config) -> None:
     """Raises ConfigError if training is not enabled."""
     if not config.finetuning.enabled:
         raise ConfigError(f"{config.source}: finetuning.enabled is false; set it to true to train")
-
-
-def check_open_files(config: Config) -> None:
-    """Raises ConfigError if the configured concurrency needs more open files than the system lets this process have."""
-    if not isinstance(config.general.executor, LocalExecutorConfig | None):
-        return  # it opens none for an episode
-    blocks = (config.block(FUNCTION, name) for name in config.names(FUNCTION))
-    per_episode = max((getattr(block, "files_per_episode", 1) for block in blocks), default=1)
-    episodes = config.max_concurrency
-    needed = _OWN_FILES + per_episode * episodes
-    allowed = raise_file_limit(2 * needed)  # twice: agents may use several connections
-    if allowed < needed:
-        most = max(0, (allowed - _OWN_FILES) // per_episode)
-        raise ConfigError(
-            f"eval.general.max_concurrency is {episodes}, which needs {needed} open files, but this process is allowed "
-            f"{allowed}: raise the limit (ulimit -n {needed}) or set max_concurrency to at most {most}"
-        )
 
 
 async def _check_inputs(config: Config, request: FinetuneRunConfig) -> None:
