@@ -45,7 +45,11 @@ from insitu.schemas.episodes import DropReason
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = Path("examples/tic_tac_toe")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / EXAMPLE / "README.md"]
-GUIDES = {"docs/guides/train-your-agent.md": ("desk", "desk_graph"), "docs/guides/external-agents.md": ("program",)}
+GUIDES = {
+    "docs/guides/train-your-agent.md": ("desk", "desk_graph"),
+    "docs/guides/external-agents.md": ("program",),
+    "docs/guides/python.md": (),
+}
 """The pages that are run as printed, and the runs whose score must rise."""
 RECORDED = "docs/guides/export.md"
 """The page about runs that have ended; its commands get runs of a tiny model."""
