@@ -72,7 +72,7 @@ function header(run, adding) {
     h("header", { class: "page-head" }, h("div", { class: "title-line" }, h("h1", {}, summary.name, " ", stateBadge(summary.status)), adding), h("p", { class: "sub" }, origin)),
     summary.error ? failure(summary.status === "interrupted" ? "The run was interrupted" : "The run failed", summary.error) : null,
     summary.status === "killed" ? failure("The process of this run ended without recording why", `insitu finetune --resume: ${run.resume}`) : null,
-    problems(run.problems),
+    problems(run.problems, summary.run_dir),
     h("dl", { class: "facts" },
       scoreFact(run),
       fact("Training reward", score(last?.avg_reward), last ? [sparkline(run.epochs.map((/** @type {any} */ line) => [line.epoch, line.avg_reward]), "training reward", "--amber"), `epoch ${last.epoch}`] : "no epoch is complete yet"),
@@ -147,7 +147,7 @@ function comparison(runs, adding) {
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings ?? {})))].filter((key) => new Set(runs.map((run) => JSON.stringify(run.settings?.[key]))).size > 1);
   return [
     h("header", { class: "page-head title-line" }, h("h1", {}, `${runs.length} runs compared`), adding),
-    runs.flatMap((run) => problems(run.problems) ?? []),
+    runs.map((run) => problems(run.problems, run.summary.run_dir)),
     h("div", { class: "scroll-x" }, h("table", { class: "plain compared" },
       h("thead", {}, h("tr", {}, h("th", {}), runs.map((run) => h("th", { scope: "col" }, link(toRun(run.run), {}, run.summary.name))))),
       h("tbody", {}, rows.map(([title, value]) => h("tr", {}, h("th", { scope: "row" }, /** @type {string} */ (title)), runs.map((run) => h("td", {}, /** @type {any} */ (value)(run)))))),

@@ -121,7 +121,7 @@ function row(run, chosen, changed) {
       run.error ? h("span", { class: "about bad", title: run.error }, run.error) : null,
       run.problems?.length ? h("span", { class: "about warn", title: run.problems.join("\n") }, `⚠ ${plural(run.problems.length, "problem")} with its files`) : null),
     h("td", { class: "c-state" }, stateBadge(run.status)),
-    h("td", { class: "c-score" }, scoreCell(run)),
+    h("td", { class: "c-score", "data-label": "held-out score" }, scoreCell(run)),
     h("td", { class: "c-reward", "data-label": "training reward" }, sparkline(run.rewards ?? [], "training reward", "--amber"), h("span", { class: "num" }, score(reward))),
     h("td", { class: "c-epochs", "data-label": "epochs" }, h("span", { class: "num" }, `${count(run.epoch)} / ${count(run.epochs)}`), bar(run.epoch, run.epochs ?? 0)),
     h("td", { class: "c-tokens num", "data-label": "tokens" }, compact(run.tokens)),
@@ -132,8 +132,9 @@ function row(run, chosen, changed) {
 /** @param {Run} run */
 function scoreCell(run) {
   if (!isNumber(run.best_score)) return h("span", { class: "num" }, ABSENT);
+  const improved = run.best_epoch !== run.scores?.[0]?.[0];
   const where = isNumber(run.best_epoch) && run.best_epoch !== run.scores?.at(-1)?.[0] ? `best, epoch ${run.best_epoch}` : null;
-  return [sparkline(run.scores ?? [], "held-out score"), h("span", { class: "num" }, arrow(score(run.first_score), score(run.best_score))), where && h("span", { class: "about" }, where)];
+  return [sparkline(run.scores ?? [], "held-out score"), h("span", { class: "num" }, improved ? arrow(score(run.first_score), score(run.best_score)) : h("strong", {}, score(run.best_score))), where && h("span", { class: "about" }, where)];
 }
 
 /** @param {{runs: Run[], folder: string}} answer */
