@@ -29,14 +29,16 @@ class IndexedRun:
         self._refresh: threading.Thread | None = None
 
     def refresh(self) -> None:
-        """Reads what was appended. A refresh that takes longer goes on in its thread, one at a time."""
+        """Reads what was appended. A refresh that takes longer continues in its thread, one at a time."""
         with self._lock:
-            if self._refresh is None or not self._refresh.is_alive():
+            started = self._refresh is None or not self._refresh.is_alive()
+            if started:
                 self._refresh = threading.Thread(target=self._run, name="index a run", daemon=True)
                 self._refresh.start()
             running = self._refresh
         self.index.groups_known.wait(_GROUPS_SECONDS)
-        running.join(_PATIENCE)
+        if running is not None and (started or self.index.complete):
+            running.join(_PATIENCE)
 
     def _run(self) -> None:
         try:

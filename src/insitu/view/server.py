@@ -119,7 +119,8 @@ class ViewServer:
         if request.query.get("changed", "0") not in ("1", "true"):
             return await self._from_index(request, lambda run: run.pages.episode(name)[0])
         run = await self._indexed(request)
-        answer, calls = await asyncio.to_thread(run.pages.episode, name)
+        with run.index.first():
+            answer, calls = await asyncio.to_thread(run.pages.episode, name)
         await self._add_newest(run.index.run, answer, calls)
         return await _json(lambda: answer)
 
@@ -145,7 +146,8 @@ class ViewServer:
 
     async def _from_index(self, request: web.Request, read: Callable[[IndexedRun], Any]) -> web.Response:
         run = await self._indexed(request)
-        return await _json(lambda: read(run))
+        with run.index.first():
+            return await _json(lambda: read(run))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Streams changes until the client disconnects."""
