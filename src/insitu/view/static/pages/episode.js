@@ -49,7 +49,7 @@ export async function episodePage({ parameters, signal, go }) {
       withAdvantages(answer);
       texts.forEach((text, index) => (text.tokens = answer.calls[callOrder[index]].tokens));
     }
-    status.textContent = changed.newest_problem ?? (changed.newest ? `compared with version ${changed.newest.version} (${changed.newest.checkpoint})` : "");
+    status.textContent = changed.newest_problem ?? (changed.newest ? `compared with the weights of ${changed.newest.checkpoint}` : "");
   };
   const callOrder = /** @type {number[]} */ ([]);
   const positions = new Map(answer.calls.map((/** @type {any} */ call, /** @type {number} */ position) => [call.index, position]));
