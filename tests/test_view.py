@@ -127,6 +127,23 @@ async def test_the_list_of_runs(recorded: Path, tmp_path: Path) -> None:
     assert line["rewards"] == [[1, 0.25]]
 
 
+async def test_the_directory_of_an_evaluation_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "workflow_output.json").write_text("[]")
+    async with shown(tmp_path) as page:
+        answer = await page.get("runs")
+        assert (answer["runs"], "is the directory of an evaluation" in answer["note"]) == ([], True)
+        assert (await page.error("run"))[0] == 404
+
+
+async def test_more_runs_than_indexes_are_kept(tmp_path: Path) -> None:
+    names = [f"run{number}" for number in range(12)]
+    for name in names:
+        write_run(tmp_path / name).store.close()
+    async with shown(tmp_path) as page:
+        found = await asyncio.gather(*(page.get("episodes", run=name) for name in names * 3))
+        assert [each["total"] for each in found] == [8] * len(found)
+
+
 async def test_a_folder_may_be_empty_and_runs_may_come(tmp_path: Path) -> None:
     async with shown(tmp_path) as page:
         assert (await page.get("runs"))["runs"] == []
@@ -392,7 +409,8 @@ async def test_other_kinds_of_runs(tmp_path: Path) -> None:
             assert await page.groups(run) == []
             assert await page.episodes(run) == []
             assert (await page.error("episode", run=run, episode="x"))[0] == 404
-        assert (await page.get("run", run="customizer"))["summary"]["run_id"] == "c"
+        customizer = await page.get("run", run="customizer")
+        assert (customizer["summary"]["run_id"], customizer["final_metrics"]) == ("c", {"status": "completed"})
         problems = (await page.get("run", run="early"))["problems"]
         assert f"{tmp_path}/early/groups.jsonl has format 1; supported: 2" in problems
 

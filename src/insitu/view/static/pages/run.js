@@ -4,7 +4,7 @@ import { get } from "../api.js";
 import { Curves } from "../curves.js";
 import { fill, h } from "../dom.js";
 import { ABSENT, compact, count, duration, isNumber, percent, score, signed, when } from "../format.js";
-import { link, toRun } from "../links.js";
+import { link, runName, toRun } from "../links.js";
 import { Lists } from "../lists.js";
 import { arrow, fact, failure, problems, select, stateBadge } from "../parts.js";
 import { about } from "../settings.js";
@@ -52,6 +52,8 @@ export async function runPage({ parameters, signal, go }) {
       draw();
     },
     shortcuts: [
+      { keys: ["j"], what: "next row of the list", run: () => lists?.table?.move(1) },
+      { keys: ["k"], what: "previous row of the list", run: () => lists?.table?.move(-1) },
       { keys: ["g"], what: "list the groups", run: () => lists?.show("groups") },
       { keys: ["e"], what: "list the episodes", run: () => lists?.show("episodes") },
       { keys: ["u"], what: "all runs", run: () => go("/runs") },
@@ -149,7 +151,7 @@ function comparison(runs, adding) {
     h("header", { class: "page-head title-line" }, h("h1", {}, `${runs.length} runs compared`), adding),
     runs.map((run) => problems(run.problems, run.summary.run_dir)),
     h("div", { class: "scroll-x" }, h("table", { class: "plain compared" },
-      h("thead", {}, h("tr", {}, h("th", {}), runs.map((run) => h("th", { scope: "col" }, link(toRun(run.run), {}, run.summary.name))))),
+      h("thead", {}, h("tr", {}, h("th", {}), runs.map((run) => h("th", { scope: "col" }, link(toRun(run.run), {}, runName(run)))))),
       h("tbody", {}, rows.map(([title, value]) => h("tr", {}, h("th", { scope: "row" }, /** @type {string} */ (title)), runs.map((run) => h("td", {}, /** @type {any} */ (value)(run)))))),
       keys.length ? h("tbody", {}, h("tr", { class: "divider" }, h("th", { colspan: runs.length + 1 }, "Settings that differ")),
         keys.map((key) => h("tr", {}, h("th", { scope: "row", class: "mono" }, key), runs.map((run) => h("td", { class: "mono" }, key in (run.settings ?? {}) ? JSON.stringify(run.settings[key]) : "default"))))) : null)),
