@@ -35,7 +35,7 @@ export class Curves {
     this.cards.get("reward")?.update(rewards(runs));
     for (const metric of groups.flatMap(([, metrics]) => metrics)) {
       this.cards.get(metric.key)?.update(runs.map((run, index) => ({
-        label: runName(run), colour: COLOURS[index % COLOURS.length],
+        label: runName(run), colour: COLOURS[index % COLOURS.length], sparse: metric.sparse,
         points: run.epochs.map((/** @type {any} */ line) => [line.epoch, isNumber(metric.read(line)) ? metric.read(line) : null]),
       })));
     }

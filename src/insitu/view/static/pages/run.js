@@ -6,7 +6,7 @@ import { fill, h } from "../dom.js";
 import { ABSENT, compact, count, duration, isNumber, percent, score, signed, when } from "../format.js";
 import { link, runName, toRun } from "../links.js";
 import { Lists } from "../lists.js";
-import { arrow, fact, failure, problems, select, stateBadge } from "../parts.js";
+import { arrow, fact, failure, problems, section, select, stateBadge } from "../parts.js";
 import { about } from "../settings.js";
 import { bar, sparkline } from "../sparkline.js";
 
@@ -33,8 +33,8 @@ export async function runPage({ parameters, signal, go }) {
       fill(head, compared.length ? comparison(runs, adding) : header(run, adding));
       curves.node.hidden = !runs.some((each) => each.epochs.length || each.validations.length);
       curves.update(runs);
+      fill(dropped, compared.length ? differences(runs) : leftOut(run));
       if (compared.length) return;
-      fill(dropped, leftOut(run));
       const opened = [...foot.querySelectorAll("details[open]")].map((each) => each.id);
       fill(foot, about(run));
       for (const id of opened) foot.querySelector(`#${id}`)?.setAttribute("open", "");
@@ -146,16 +146,22 @@ function comparison(runs, adding) {
     ["Trained tokens", (/** @type {Details} */ run) => compact(run.summary.tokens)],
     ["Time", (/** @type {Details} */ run) => duration(run.summary.seconds)],
   ];
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings ?? {})))].filter((key) => new Set(runs.map((run) => JSON.stringify(run.settings?.[key]))).size > 1);
   return [
     h("header", { class: "page-head title-line" }, h("h1", {}, `${runs.length} runs compared`), adding),
     runs.map((run) => problems(run.problems, run.summary.run_dir)),
     h("div", { class: "scroll-x" }, h("table", { class: "plain compared" },
       h("thead", {}, h("tr", {}, h("th", {}), runs.map((run) => h("th", { scope: "col" }, link(toRun(run.run), {}, runName(run)))))),
-      h("tbody", {}, rows.map(([title, value]) => h("tr", {}, h("th", { scope: "row" }, /** @type {string} */ (title)), runs.map((run) => h("td", {}, /** @type {any} */ (value)(run)))))),
-      keys.length ? h("tbody", {}, h("tr", { class: "divider" }, h("th", { colspan: runs.length + 1 }, "Settings that differ")),
-        keys.map((key) => h("tr", {}, h("th", { scope: "row", class: "mono" }, key), runs.map((run) => h("td", { class: "mono" }, key in (run.settings ?? {}) ? JSON.stringify(run.settings[key]) : "default"))))) : null)),
+      h("tbody", {}, rows.map(([title, value]) => h("tr", {}, h("th", { scope: "row" }, /** @type {string} */ (title)), runs.map((run) => h("td", {}, /** @type {any} */ (value)(run)))))))),
   ];
+}
+
+/** @param {Details[]} runs */
+function differences(runs) {
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings ?? {})))].filter((key) => new Set(runs.map((run) => JSON.stringify(run.settings?.[key]))).size > 1);
+  if (!keys.length) return null;
+  return section("Settings that differ", h("div", { class: "scroll-x" }, h("table", { class: "plain compared" },
+    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Key"), runs.map((run) => h("th", { scope: "col" }, runName(run))))),
+    h("tbody", {}, keys.map((key) => h("tr", {}, h("th", { scope: "row", class: "mono" }, key), runs.map((run) => h("td", { class: "mono" }, key in (run.settings ?? {}) ? JSON.stringify(run.settings[key]) : "default"))))))));
 }
 
 /** @param {string} run @param {string[]} compared @param {Details[]} runs @param {(href: string) => void} go */
