@@ -5,10 +5,11 @@ import hashlib
 import json
 import os
 import pty
+import random
 import signal
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from test_inspection import Run, call, episode, failed, user
 
 from insitu.backend.model import load_model
 from insitu.http_access import AccessPolicy
+from insitu.training.progress import RunProgress
 from insitu.view.opened import OpenedFolder
 from insitu.view.server import HEADERS, ViewServer
 
@@ -378,6 +380,48 @@ async def test_lines_of_another_form(tmp_path: Path, line: dict[str, Any]) -> No
             await page.get("group", epoch=group[0], row=group[1])
         assert "run_1/1/r 1/0/0".partition("/")[2] in await page.episodes()
         assert (await page.get("run"))["problems"][1:] or (await page.get("group", epoch=1, row="r2"))["problems"]
+
+
+def damage(folder: Path, chance: random.Random) -> None:
+    """Cuts a file, changes bytes of it, or replaces a value in one of its lines by one of another type."""
+    path = chance.choice([path for path in sorted(folder.iterdir()) if path.stat().st_size])
+    content = bytearray(path.read_bytes())
+    kind = "cut" if path.suffix == ".gz" else chance.choice(["cut", "bytes", "value", "value"])
+    if kind == "cut":
+        del content[chance.randrange(len(content)) :]
+    elif kind == "bytes":
+        for _ in range(5):
+            content[chance.randrange(len(content))] = chance.randrange(256)
+    else:
+        lines = [content.decode()] if path.suffix == ".json" else content.decode().splitlines()
+        number = chance.randrange(len(lines))
+        record = json.loads(lines[number])
+        record[chance.choice([*record])] = chance.choice([None, -1, 1e308, 2**70, "x", [], {}, [[]], {"a": 1}])
+        lines[number] = json.dumps(record)
+        content = bytearray("\n".join(lines).encode() + b"\n")
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_whatever_is_damaged_no_page_breaks(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    for number in range(5):
+        made = write_run(tmp_path / f"run{number}")
+        made.store.write("progress.json", RunProgress(run_id="run_1", epoch=1).model_dump(mode="json"))
+        made.store.record_event("started")
+        made.store.close()
+        for _ in range(chance.choice([1, 3])):
+            with suppress(ValueError):  # what is no JSON any more
+                damage(tmp_path / f"run{number}", chance)
+    async with shown(tmp_path) as page:
+        for run in [line["run"] for line in (await page.get("runs"))["runs"]]:
+            await page.get("run", run=run)
+            for epoch, row in await page.groups(run):
+                await page.get("group", run=run, epoch=epoch, row=row)
+            await page.episodes(run, sort="status", outcome="dropped")
+            for name in [*await page.episodes(run), "1/r 1/0/0"]:
+                query = {"run": run, "episode": f"run_1/{name}"}
+                assert (await page.client.get("/api/episode", params=query)).status_code in (200, 404)
 
 
 async def test_a_file_that_is_being_copied_is_read_when_it_is_there(tmp_path: Path) -> None:
