@@ -490,6 +490,18 @@ async def test_what_the_newest_weights_say(tmp_path: Path) -> None:
         assert [token["newest"] for token in answer["calls"][0]["tokens"]] == [None, None]
 
 
+async def test_weights_that_would_fill_the_memory_are_not_loaded(tmp_path: Path) -> None:
+    """The file has a hole: it takes no place on the disk."""
+    run = recorded_run(tmp_path / "run", [0.25, 0.75], [1.0, 1.0])
+    made = Run(run, epoch_over=False)
+    made.add("r", episode(0, "r"))
+    made.store.close()
+    os.truncate(run / "backend/checkpoints/step_000001/model.safetensors", 1 << 43)
+    async with shown(run) as page:
+        answer = await page.get("episode", episode="run_1/1/r/0/0", changed=1)
+        assert "would need about 17592.2 GB of memory" in answer["newest_problem"]
+
+
 async def test_without_a_checkpoint_there_are_no_newest_weights(tmp_path: Path) -> None:
     write_run(tmp_path).store.close()
     async with shown(tmp_path) as page:
