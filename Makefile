@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help install quickstart example-dpo test test-chaos test-hostile test-art test-customizer test-frameworks \
-	test-preferences test-javascript test-distributed test-vllm test-ray check bench clean
+	test-preferences test-javascript test-distributed test-vllm test-ray test-browser check bench clean
 
 help:
 	@echo "make quickstart   install into .venv and train the tic-tac-toe player (about 3 minutes)"
@@ -21,6 +21,8 @@ help:
 	@echo "make test-distributed  trains by two processes under torchrun and compares with one (about 10 minutes)"
 	@echo "make test-vllm    trains on samples of real vLLM servers on the CPU (about 20 minutes)"
 	@echo "make test-ray     runs episodes on a Ray cluster of two nodes, in an environment with Ray (about 10 minutes)"
+	@echo "make test-browser  opens the pages of insitu view in Debian's Chromium and saves screenshots to build/screenshots"
+	@echo "                  (about 5 minutes; installs chromium with apt-get if it is missing, as root or with sudo)"
 	@echo "make test-javascript  trains an agent that uses the openai package of npm (needs node)"
 	@echo "make check        lint, formatting and types"
 	@echo "make bench        measure side by side and write benchmarks/RESULTS.md"
@@ -143,6 +145,23 @@ test-vllm: .venv-vllm/.installed
 
 test-ray: $(VENV)/.installed-dev .venv-ray/.installed
 	$(BIN)/python -m pytest tests_ray -o pythonpath=tests
+
+# The pages are opened in an environment without torch; the run that is watched trains in ours.
+.venv-browser/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv .venv-browser
+	.venv-browser/bin/python -m pip install --quiet --disable-pip-version-check \
+		-e . playwright==1.65.2 tokenizers pytest pytest-asyncio
+	@touch $@
+
+# Playwright drives the browser of the system: CHROMIUM=/path/to/chromium names another.
+CHROMIUM ?= /usr/bin/chromium
+$(CHROMIUM):
+	@apt="apt-get"; [ "$$(id -u)" = 0 ] || apt="sudo -n apt-get"; \
+		{ $$apt update -qq && $$apt install --yes -qq chromium >/dev/null; } \
+		|| { echo "needs chromium: install it as root, or name a Chrome with: make test-browser CHROMIUM=/path/to/it"; exit 1; }
+
+test-browser: $(VENV)/.installed-dev .venv-browser/.installed $(CHROMIUM)
+	CHROMIUM=$(CHROMIUM) .venv-browser/bin/python -m pytest tests_browser
 
 examples/javascript/node_modules: examples/javascript/package.json
 	npm install --prefix examples/javascript --no-audit --no-fund --no-package-lock --silent

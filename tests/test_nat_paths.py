@@ -356,7 +356,7 @@ def test_type_checkers_see_the_real_types(tmp_path: Path, request: pytest.Fixtur
     assert len(kinds) == 5, done.stdout
 
 
-def test_the_wheel_holds_the_paths_and_their_stubs(tmp_path: Path) -> None:
+def test_the_wheel_holds_the_paths_their_stubs_and_the_page_of_view(tmp_path: Path) -> None:
     skipped = shutil.ignore_patterns("*.egg-info", "__pycache__")
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=skipped)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -365,7 +365,12 @@ def test_the_wheel_holds_the_paths_and_their_stubs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     [wheel] = (tmp_path / "dist").glob("*.whl")
-    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("nat")}
+    names = zipfile.ZipFile(wheel).namelist()
+    static = (file for file in (ROOT / "src/insitu/view/static").rglob("*") if file.is_file())
+    page = {str(file.relative_to(ROOT / "src")) for file in static}
+    assert "insitu/view/static/index.html" in page
+    assert {name for name in names if name.startswith("insitu/view/static/")} == page
+    packed = {name for name in names if name.startswith("nat")}
     stubs = (file for file in (ROOT / "src" / "nat-stubs").rglob("*") if file.is_file())
     assert packed == {"nat/__init__.py", *(str(file.relative_to(ROOT / "src")) for file in stubs)}
 

@@ -5,10 +5,11 @@ import hashlib
 import json
 import os
 import pty
+import random
 import signal
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from test_inspection import Run, call, episode, failed, user
 
 from insitu.backend.model import load_model
 from insitu.http_access import AccessPolicy
+from insitu.training.progress import RunProgress
 from insitu.view.opened import OpenedFolder
 from insitu.view.server import HEADERS, ViewServer
 
@@ -125,6 +127,23 @@ async def test_the_list_of_runs(recorded: Path, tmp_path: Path) -> None:
         [line] = (await page.get("runs"))["runs"]
     assert (line["run"], line["name"], line["tokens"], line["seconds"]) == (".", "run", 12, 2.0)
     assert line["rewards"] == [[1, 0.25]]
+
+
+async def test_the_directory_of_an_evaluation_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "workflow_output.json").write_text("[]")
+    async with shown(tmp_path) as page:
+        answer = await page.get("runs")
+        assert (answer["runs"], "is the directory of an evaluation" in answer["note"]) == ([], True)
+        assert (await page.error("run"))[0] == 404
+
+
+async def test_more_runs_than_indexes_are_kept(tmp_path: Path) -> None:
+    names = [f"run{number}" for number in range(12)]
+    for name in names:
+        write_run(tmp_path / name).store.close()
+    async with shown(tmp_path) as page:
+        found = await asyncio.gather(*(page.get("episodes", run=name) for name in names * 3))
+        assert [each["total"] for each in found] == [8] * len(found)
 
 
 async def test_a_folder_may_be_empty_and_runs_may_come(tmp_path: Path) -> None:
@@ -363,6 +382,48 @@ async def test_lines_of_another_form(tmp_path: Path, line: dict[str, Any]) -> No
         assert (await page.get("run"))["problems"][1:] or (await page.get("group", epoch=1, row="r2"))["problems"]
 
 
+def damage(folder: Path, chance: random.Random) -> None:
+    """Cuts a file, changes bytes of it, or replaces a value in one of its lines by one of another type."""
+    path = chance.choice([path for path in sorted(folder.iterdir()) if path.stat().st_size])
+    content = bytearray(path.read_bytes())
+    kind = "cut" if path.suffix == ".gz" else chance.choice(["cut", "bytes", "value", "value"])
+    if kind == "cut":
+        del content[chance.randrange(len(content)) :]
+    elif kind == "bytes":
+        for _ in range(5):
+            content[chance.randrange(len(content))] = chance.randrange(256)
+    else:
+        lines = [content.decode()] if path.suffix == ".json" else content.decode().splitlines()
+        number = chance.randrange(len(lines))
+        record = json.loads(lines[number])
+        record[chance.choice([*record])] = chance.choice([None, -1, 1e308, 2**70, "x", [], {}, [[]], {"a": 1}])
+        lines[number] = json.dumps(record)
+        content = bytearray("\n".join(lines).encode() + b"\n")
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_whatever_is_damaged_no_page_breaks(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    for number in range(5):
+        made = write_run(tmp_path / f"run{number}")
+        made.store.write("progress.json", RunProgress(run_id="run_1", epoch=1).model_dump(mode="json"))
+        made.store.record_event("started")
+        made.store.close()
+        for _ in range(chance.choice([1, 3])):
+            with suppress(ValueError):  # what is no JSON any more
+                damage(tmp_path / f"run{number}", chance)
+    async with shown(tmp_path) as page:
+        for run in [line["run"] for line in (await page.get("runs"))["runs"]]:
+            await page.get("run", run=run)
+            for epoch, row in await page.groups(run):
+                await page.get("group", run=run, epoch=epoch, row=row)
+            await page.episodes(run, sort="status", outcome="dropped")
+            for name in [*await page.episodes(run), "1/r 1/0/0"]:
+                query = {"run": run, "episode": f"run_1/{name}"}
+                assert (await page.client.get("/api/episode", params=query)).status_code in (200, 404)
+
+
 async def test_a_file_that_is_being_copied_is_read_when_it_is_there(tmp_path: Path) -> None:
     write_run(tmp_path).store.close()
     path = tmp_path / "episodes.jsonl.gz"
@@ -392,7 +453,8 @@ async def test_other_kinds_of_runs(tmp_path: Path) -> None:
             assert await page.groups(run) == []
             assert await page.episodes(run) == []
             assert (await page.error("episode", run=run, episode="x"))[0] == 404
-        assert (await page.get("run", run="customizer"))["summary"]["run_id"] == "c"
+        customizer = await page.get("run", run="customizer")
+        assert (customizer["summary"]["run_id"], customizer["final_metrics"]) == ("c", {"status": "completed"})
         problems = (await page.get("run", run="early"))["problems"]
         assert f"{tmp_path}/early/groups.jsonl has format 1; supported: 2" in problems
 
@@ -426,6 +488,18 @@ async def test_what_the_newest_weights_say(tmp_path: Path) -> None:
         answer = await page.get("episode", **asked)
         assert (answer["newest"], "it has no training.json" in answer["newest_problem"]) == (None, True)
         assert [token["newest"] for token in answer["calls"][0]["tokens"]] == [None, None]
+
+
+async def test_weights_that_would_fill_the_memory_are_not_loaded(tmp_path: Path) -> None:
+    """The file has a hole: it takes no place on the disk."""
+    run = recorded_run(tmp_path / "run", [0.25, 0.75], [1.0, 1.0])
+    made = Run(run, epoch_over=False)
+    made.add("r", episode(0, "r"))
+    made.store.close()
+    os.truncate(run / "backend/checkpoints/step_000001/model.safetensors", 1 << 43)
+    async with shown(run) as page:
+        answer = await page.get("episode", episode="run_1/1/r/0/0", changed=1)
+        assert "would need about 17592.2 GB of memory" in answer["newest_problem"]
 
 
 async def test_without_a_checkpoint_there_are_no_newest_weights(tmp_path: Path) -> None:

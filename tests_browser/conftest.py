@@ -20,9 +20,9 @@ Open = Callable[..., Page]
 
 
 @contextmanager
-def view_server(folder: Path, *options: str) -> Iterator[str]:
+def view_server(folder: Path, *options: str, python: str | Path = sys.executable) -> Iterator[str]:
     """`insitu view` of a folder: the link that it prints."""
-    command = [sys.executable, "-m", "insitu", "view", str(folder), *options]
+    command = [python, "-m", "insitu", "view", str(folder), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -11,7 +11,7 @@ from made_runs import MadeRun, short
 from playwright.sync_api import expect
 
 ROOT = Path(__file__).resolve().parent.parent
-INSITU = ROOT / ".venv/bin/insitu"
+PYTHON = ROOT / ".venv/bin/python"
 """With torch, which the browser's environment does not have."""
 SOON = 2000
 """Milliseconds."""
@@ -108,27 +108,42 @@ def test_a_server_that_ends_and_one_that_needs_a_token(open_page: Open, runs: Pa
     expect(page.get_by_role("heading", name="learning")).to_be_visible()
 
 
-def test_a_real_run_while_it_trains(empty: str, folder: Path, open_page: Open) -> None:
-    command = [INSITU, "finetune", "--config_file", ROOT / "examples/tic_tac_toe/grpo.yml"]
+def test_a_real_run_while_it_trains(folder: Path, open_page: Open) -> None:
+    """Its episodes afterwards, and how the newest weights changed them."""
+    folder.mkdir()
+    command = [PYTHON, "-m", "insitu", "finetune", "--config_file", ROOT / "examples/tic_tac_toe/grpo.yml"]
     changes = {
         "finetuning.num_epochs": 2,
         "finetuning.output_dir": folder / "game",
         "finetuning.validation.interval": 2,
     }
     options = [text for key, value in changes.items() for text in ("-o", key, str(value))]
-    page = open_page("/runs", url=empty)
-    with subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            expect(page.get_by_role("row").filter(has_text="game")).to_contain_text("running", timeout=60_000)
-            page.get_by_role("link", name="game").click()
-            expect(page.locator(".tbody .tr").first).to_be_visible(timeout=120_000)
-            save(page, "run-running-1600-light")
-            expect(page.get_by_role("img", name=re.compile("^Loss. game: .* epoch 2"))).to_be_visible(timeout=240_000)
-            assert process.wait(timeout=120) == 0
-        finally:
-            process.terminate()
-    expect(page.get_by_role("heading", level=1)).to_contain_text("completed", timeout=SOON)
-    page.get_by_role("link", name=re.compile("^train-")).first.click()
-    page.locator(".episodes tbody a").first.click()
-    expect(page.locator(".t").first).to_be_visible()
-    expect(page.locator(".message .t").filter(has_text="move").first).to_be_visible()
+    with view_server(folder, python=PYTHON) as url:
+        page = open_page("/runs", url=url, refused=True)
+        with subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            try:
+                expect(page.get_by_role("row").filter(has_text="game")).to_contain_text("running", timeout=60_000)
+                page.get_by_role("link", name="game").click()
+                expect(page.locator(".tbody .tr").first).to_be_visible(timeout=120_000)
+                save(page, "run-running-1600-light")
+                expect(page.get_by_role("img", name=re.compile("^Loss. .* epoch 2"))).to_be_visible(timeout=240_000)
+                assert process.wait(timeout=120) == 0
+            finally:
+                process.terminate()
+        expect(page.get_by_role("heading", level=1)).to_contain_text("completed", timeout=SOON)
+        page.get_by_role("link", name=re.compile("^train-")).first.click()
+        page.locator(".episodes tbody a").first.click()
+        expect(page.locator(".message .t").filter(has_text="move").first).to_be_visible()
+        page.get_by_role("button", name="change").click()
+        expect(page.get_by_text("compared with the weights of step_000002")).to_be_visible(timeout=120_000)
+        page.locator(".message .t").nth(1).hover()
+        expect(page.get_by_role("tooltip")).to_contain_text("newest weights")
+        save(page, "episode-change-1600-light")
+
+
+def test_why_the_newest_weights_cannot_be_asked(open_page: Open) -> None:
+    page = open_page("/episode", run="learning", episode="insitu_run_learning/3/row-001/0/0", colour="changed")
+    expect(page.locator(".controls [role=status]")).not_to_be_empty(timeout=60_000)
+    expect(page.locator(".controls [role=status]")).not_to_contain_text("Asking", timeout=60_000)
+    save(page, "episode-change-unknown-1600-light")
+    expect(page.locator(".t").first).to_have_class("t ")

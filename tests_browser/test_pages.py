@@ -118,6 +118,7 @@ def test_a_damaged_run_shows_the_rest(open_page: Open) -> None:
 def test_groups_lead_to_their_episodes(open_page: Open) -> None:
     page = open_page("/run", run="learning")
     page.get_by_role("combobox", name="Epoch").select_option("3")
+    expect(page.locator(".table-note")).to_have_text("4 rows")
     page.get_by_role("link", name="row-001").click()
     expect(page.get_by_role("heading", name="row-001 epoch 3")).to_be_visible()
     expect(
@@ -271,7 +272,7 @@ def test_a_long_episode_is_drawn_as_it_is_scrolled(open_page: Open) -> None:
     page = open_page("/episode", **episode("long"))
     expect(page.locator("#call-0 .t").first).to_be_visible()
     assert page.locator(".t").count() < 8000
-    last = page.locator("#call-199 .tokens")
-    assert len(last.text_content() or "") > 300
-    last.scroll_into_view_if_needed()
+    last = page.locator("#call-199")
+    assert len(last.locator(".tokens").text_content() or "") > 300
+    last.evaluate("element => element.scrollIntoView()")
     expect(last.locator(".t").first).to_be_visible()

@@ -24,8 +24,10 @@ from insitu.trajectories.stored import BLOCK_FILES, CALLS_FILE, EPISODES_FILE, G
 from insitu.view.appended import AppendedLines, FileReplaced, Line
 
 ADVANTAGES, METRICS = "advantages.jsonl", "training_metrics.jsonl"
-_BATCH = 200
+_BATCH = 100
 """Groups or lines that are indexed before others may read the index."""
+_PAUSE = 0.05
+"""Seconds that a group or a batch of lines waits for requests to be answered."""
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 _NOT_STORABLE = (sqlite3.Error, OverflowError, UnicodeEncodeError)
 
@@ -76,6 +78,9 @@ class RunIndex:
         """Changes whenever the content does."""
         self.groups_known = threading.Event()
         """Set when all groups have been read once; their episodes are read after them."""
+        self._requests = 0
+        self._no_requests = threading.Event()
+        self._no_requests.set()
         self._refreshing = threading.Lock()
         self._lock = threading.Lock()
         self._closed = False
@@ -119,6 +124,18 @@ class RunIndex:
             for problem, count in [*self._problems.values()]
         ]
 
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Lets a request be answered before indexing continues, which would compete for the interpreter."""
+        self._requests += 1
+        self._no_requests.clear()
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            if not self._requests:
+                self._no_requests.set()
+
     def select(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
         with self._lock:
             return self._database.execute(query, values).fetchall()
@@ -153,6 +170,7 @@ class RunIndex:
         for lines in _batches(self._files[name].read()):
             if self._closed:
                 return
+            self._no_requests.wait(_PAUSE)
             values = [found for line in lines if (found := self._read_line(path, line, read)) is not None]
             with self._changing():
                 self._execute(name, statement, values)
@@ -221,6 +239,7 @@ class RunIndex:
 
     def _read_group(self, group: sqlite3.Row) -> tuple[int, list[Values]]:
         """The state of a group, and what the index holds of its episodes."""
+        self._no_requests.wait(_PAUSE)
         path, block = self.run / EPISODES_FILE, stored_group(group).episodes
         if (size := _size(path)) < block.end:
             self._note(EPISODES_FILE, shorter_than_written(path, size, block.end))

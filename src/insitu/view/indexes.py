@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import Counter
 from pathlib import Path
 
 from insitu.view.index import RunIndex
@@ -29,14 +30,16 @@ class IndexedRun:
         self._refresh: threading.Thread | None = None
 
     def refresh(self) -> None:
-        """Reads what was appended. A refresh that takes longer goes on in its thread, one at a time."""
+        """Reads what was appended. A refresh that takes longer continues in its thread, one at a time."""
         with self._lock:
-            if self._refresh is None or not self._refresh.is_alive():
+            started = self._refresh is None or not self._refresh.is_alive()
+            if started:
                 self._refresh = threading.Thread(target=self._run, name="index a run", daemon=True)
                 self._refresh.start()
             running = self._refresh
         self.index.groups_known.wait(_GROUPS_SECONDS)
-        running.join(_PATIENCE)
+        if running is not None and (started or self.index.complete):
+            running.join(_PATIENCE)
 
     def _run(self) -> None:
         try:
@@ -49,30 +52,44 @@ class IndexedRun:
 
 
 class Indexes:
-    """The runs that were looked at last."""
+    """The runs that were looked at last. An index that requests use is closed after them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._runs: dict[Path, IndexedRun] = {}
+        self._users: Counter[IndexedRun] = Counter()
 
     def open(self, run: Path) -> IndexedRun:
-        """The index of a run, refreshed."""
+        """The index of a run, refreshed, until `release`."""
         with self._lock:
             indexed = self._runs.pop(run, None) or IndexedRun(run)
             self._runs[run] = indexed
+            self._users[indexed] += 1
             oldest = [self._runs.pop(path) for path in [*self._runs][:-_MOST]]
-        for each in oldest:
+            unused = [each for each in oldest if not self._users[each]]
+        for each in unused:
             each.close()
         indexed.refresh()
         return indexed
 
+    def release(self, indexed: IndexedRun) -> None:
+        with self._lock:
+            self._users[indexed] -= 1
+            in_use = self._users[indexed] or indexed in self._runs.values()
+            if not self._users[indexed]:
+                del self._users[indexed]
+        if not in_use:
+            indexed.close()
+
     def problems(self, run: Path) -> list[str]:
         """What is damaged in a run, as far as it was indexed."""
-        indexed = self._runs.get(run)
+        with self._lock:
+            indexed = self._runs.get(run)
         return [] if indexed is None else indexed.index.problems
 
     def close(self) -> None:
         with self._lock:
-            runs, self._runs = [*self._runs.values()], {}
+            runs = {*self._runs.values(), *self._users}
+            self._runs.clear()
         for run in runs:
             run.close()

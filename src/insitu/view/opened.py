@@ -38,6 +38,12 @@ class OpenedFolder:
                 self._search()
             return self._found
 
+    def note(self) -> str | None:
+        """Why there may be no run."""
+        if (self.base / "workflow_output.json").is_file():
+            return f"{self.base} is the directory of an evaluation; open that of a finetuning run"
+        return None
+
     def path(self, run: str) -> Path:
         """The directory of a run. Raises RequestRefused (404) unless it is in the opened folders."""
         with self._lock:

@@ -47,7 +47,8 @@ class Overview:
         """The answer of `/api/runs`."""
         runs = self._opened.runs()
         self._lines = {name: self._line(name, path) for name, path in runs.items()}
-        return {"folder": str(self._opened.base), "runs": [line for _, line in self._lines.values()]}
+        lines = [line for _, line in self._lines.values()]
+        return {"folder": str(self._opened.base), "runs": lines, "note": None if lines else self._opened.note()}
 
     def _line(self, name: str, path: Path) -> tuple[Signature, dict[str, Any]]:
         now = signature(path)
@@ -102,8 +103,16 @@ def one_run(name: str, path: Path) -> dict[str, Any]:
         "insitu": recorded.get("insitu"),
         "config": recorded.get("config"),
         "dropped": dropped,
+        **_customizer(path, summary),
         "problems": summary.problems,
     }
+
+
+def _customizer(path: Path, summary: RunSummary) -> dict[str, Any]:
+    """What a run on NeMo Customizer has instead of epochs."""
+    final = path / "final_metrics.json"
+    found: dict[str, Any] | None = summary.attempt(lambda: read_object(final) if final.is_file() else None, None)
+    return {"collections": summary.read_lines(path / "data_collection_progress.jsonl"), "final_metrics": found}
 
 
 def _count_dropped(epochs: Iterable[Mapping[str, Any]]) -> dict[str, int]:

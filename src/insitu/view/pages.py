@@ -66,7 +66,7 @@ class EpisodePages:
         place = names.index(name)
         episode = group.episodes[place]
         attempt, decode = group.notes.attempt, self._decode()
-        policies = set((group.settings.get("targets") or {}).get("llms") or ())
+        policies: set[str] = attempt(lambda: {*((group.settings.get("targets") or {}).get("llms") or ())}, set())
         found: list[Dialogue] = attempt(lambda: [[*_messages(turns)] for turns in conversations(episode.calls)], [])
         calls: list[dict[str, Any]] = attempt(lambda: [*_calls(episode, policies, decode)], [])
         trained: dict[str, Any] = attempt(partial(_training, episode), {})

@@ -12,7 +12,7 @@ from insitu.errors import RequestRefused
 from insitu.schemas.episodes import ModelCall
 from insitu.training.inspection import RecordedEpisode, suggest
 from insitu.training.runs import RunSummary
-from insitu.trajectories.stored import GROUPS_FILE, RunFolder
+from insitu.trajectories.stored import GROUPS_FILE, RESCORES, RunFolder
 from insitu.view.index import ADVANTAGES, EPISODES, RunIndex, read_at, stored_group
 
 _CHUNK = 1 << 20
@@ -75,12 +75,14 @@ class RecordedGroups:
         records: list[dict[str, Any]] = []
         calls: dict[str, list[ModelCall]] = {}
         settings: dict[str, Any] = {}
-        rescores: dict[tuple[str, str], Any] = {}
         if files is not None:
             records = notes.attempt(lambda: [*files.episode_records([stored])], [])
             calls = notes.attempt(lambda: files.calls(stored), {})
             settings = notes.attempt(files.settings, {})
-            rescores = notes.attempt(files.rescores, {})
+        lines: list[dict[str, Any]] = notes.attempt(lambda: self._lines(RESCORES, row), [])
+        rescores: dict[tuple[str, str], Any] = notes.attempt(
+            lambda: {(line["episode"], line["evaluator"]): line for line in lines}, {}
+        )
         training: dict[str, dict[str, Any]] = notes.attempt(lambda: self._training(row), {})
         epochs = self.index.select("SELECT epoch, job FROM epochs WHERE epoch = ?", (stored.epoch,))
         episodes = [
@@ -139,9 +141,13 @@ class RecordedGroups:
         if self.index.complete:
             found = self.index.select(f"{EPISODES} WHERE group_id = ? AND number IS NOT NULL", (row["id"],))
             return {each["episode"]: read_at(path, each) for each in found}
+        return {line["episode"]: line for line in self._lines(ADVANTAGES, row)}
+
+    def _lines(self, name: str, row: sqlite3.Row) -> list[dict[str, Any]]:
+        """The records of a file that name an episode of a group."""
+        path = self.run / name
         part = orjson.dumps(f"/{row['epoch']}/{row['row_id']}/")[1:-1]
-        lines = lines_with(path, part) if path.is_file() else ()
-        return {line["episode"]: line for line in map(orjson.loads, lines)}
+        return [*map(orjson.loads, lines_with(path, part))] if path.is_file() else []
 
 
 def lines_with(path: Path, part: bytes) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from insitu.builder import Builder
-from insitu.checkpoint_files import saved_checkpoints
+from insitu.checkpoint_files import OPTIMIZER_FILE, saved_checkpoints
 from insitu.config import Config, check_config
 from insitu.connection import Connection
 from insitu.errors import BackendUnavailable, InsituError, describe_error
@@ -29,6 +29,10 @@ IDLE_SECONDS = 300.0
 """How long the backend is kept for the next episode."""
 _READ_SECONDS = 600.0
 _ADAPTER = {"_type": "insitu_trainer_adapter", "device": "cpu", "max_restarts": 0}
+
+
+_FLOAT32 = 2
+"""What float32 weights need in memory for each byte of a checkpoint with 16 bits a weight."""
 
 
 class Newest(NamedTuple):
@@ -61,6 +65,7 @@ class Scorer:
         if not checkpoints:
             raise InsituError(f"{run} has no checkpoint: its backend was not a part of it, or has not trained yet")
         folder, record = checkpoints[-1]
+        await asyncio.to_thread(_check_memory, folder, Path(record.started_from))
         async with self._lock:
             try:
                 endpoint = await self._endpoint(folder)
@@ -98,6 +103,31 @@ class Scorer:
                 self._server.stop.set()
 
         self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, stop)
+
+
+def _check_memory(folder: Path, base: Path) -> None:
+    """Raises InsituError if the weights would not leave half of the free memory to others, such as the run.
+
+    `base` is the model that adapters belong to.
+    """
+    of_base = () if any(folder.glob("model*.safetensors")) else base.glob("*.safetensors")
+    files = [path for path in (*folder.glob("*.safetensors"), *of_base) if path.name != OPTIMIZER_FILE]
+    needed = _FLOAT32 * sum(path.stat().st_size for path in files)
+    free = _available_memory()
+    if free is not None and needed > free / 2:
+        raise InsituError(
+            f"{folder} would need about {needed / 1e9:.1f} GB of memory to score this episode, and {free / 1e9:.1f} GB "
+            "are free, half of which are left to others"
+        )
+
+
+def _available_memory() -> int | None:
+    """In bytes; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 async def _serve(folder: Path, endpoint: "asyncio.Future[PolicyEndpoint]", stop: asyncio.Event) -> None:

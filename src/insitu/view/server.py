@@ -118,8 +118,8 @@ class ViewServer:
             raise RequestRefused("episode is missing", param="episode", code="missing_value")
         if request.query.get("changed", "0") not in ("1", "true"):
             return await self._from_index(request, lambda run: run.pages.episode(name)[0])
-        run = await self._indexed(request)
-        answer, calls = await asyncio.to_thread(run.pages.episode, name)
+        async with self._indexed(request) as run:
+            answer, calls = await asyncio.to_thread(run.pages.episode, name)
         await self._add_newest(run.index.run, answer, calls)
         return await _json(lambda: answer)
 
@@ -138,14 +138,20 @@ class ViewServer:
             for token, logprob in zip(call["tokens"], logprobs, strict=True):
                 token["newest"] = logprob
 
-    async def _indexed(self, request: web.Request) -> IndexedRun:
+    @asynccontextmanager
+    async def _indexed(self, request: web.Request) -> AsyncIterator[IndexedRun]:
         """The index of the request's run, brought up to date first if that takes no time."""
         path = await asyncio.to_thread(self._opened.path, request.query.get("run", "."))
-        return await asyncio.to_thread(self._indexes.open, path)
+        indexed = await asyncio.to_thread(self._indexes.open, path)
+        try:
+            with indexed.index.first():
+                yield indexed
+        finally:
+            await asyncio.to_thread(self._indexes.release, indexed)
 
     async def _from_index(self, request: web.Request, read: Callable[[IndexedRun], Any]) -> web.Response:
-        run = await self._indexed(request)
-        return await _json(lambda: read(run))
+        async with self._indexed(request) as run:
+            return await _json(lambda: read(run))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Streams changes until the client disconnects."""

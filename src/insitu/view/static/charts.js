@@ -18,7 +18,7 @@ import uPlot from "./vendor/uPlot.esm.js";
  */
 
 const SYNC = "epochs";
-const MANY = 4;
+const MANY = 2;
 
 /** @param {string} property */
 const colour = (property) => getComputedStyle(document.documentElement).getPropertyValue(property).trim();
@@ -87,7 +87,7 @@ export class ChartCard {
       },
       axes: [
         { stroke: ink, font, size: 22, gap: 3, grid: { show: false }, ticks: { stroke: rule, size: 4 }, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000], space: 36 },
-        { stroke: ink, font, size: 52, gap: 4, grid: { stroke: rule, width: 1 }, ticks: { show: false }, space: 34, values: (_, splits) => splits.map(tick(splits, format)) },
+        { stroke: ink, font, size: 52, gap: 4, grid: { stroke: rule, width: 1 }, ticks: { show: false }, space: 25, values: (_, splits) => splits.map(tick(splits, format)) },
       ],
       hooks: { setCursor: [(plot) => this.show(plot.cursor.idx ?? null)] },
     };

@@ -1,6 +1,6 @@
 /** The conversations of an episode as a chat: messages of the context, and completions with their tokens and rewards. */
 
-import { h } from "./dom.js";
+import { h, style } from "./dom.js";
 import { ABSENT, count, duration, isNumber, plain, plural, signed } from "./format.js";
 import { contentOf, contentText, foldLong, furtherFields, reasoningOf, toolCallsOf, toolResult } from "./messages.js";
 import { definitions, folded } from "./parts.js";
@@ -17,7 +17,17 @@ export function conversation(messages, shown) {
   const sampled = messages.filter((message) => message.call != null).length;
   return h("section", { class: "conversation", "aria-label": shown.title },
     h("h2", {}, shown.title, h("span", { class: "muted" }, ` ${plural(messages.length, "message")}, ${sampled} sampled`)),
-    messages.map((message) => (message.call != null && calls.has(message.call) ? completion(message, calls.get(message.call), shown) : context(message))));
+    messages.map((message) => {
+      const call = message.call == null ? null : calls.get(message.call);
+      const node = call ? completion(message, call, shown) : context(message);
+      return style(node, { "--height": `${likelyHeight(node.textContent ?? "")}px` });
+    }));
+}
+
+/** About how high a message is, for the scroll bar while it is not drawn. @param {string} text */
+function likelyHeight(text) {
+  const lines = text.split("\n").reduce((sum, line) => sum + Math.max(1, Math.ceil(line.length / 80)), 0);
+  return 50 + 22 * Math.min(lines, 24);
 }
 
 /** A message that this conversation's calls were given. @param {Record<string, any>} message */

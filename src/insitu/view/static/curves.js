@@ -3,7 +3,7 @@
 import { ChartCard } from "./charts.js";
 import { fill, h, style } from "./dom.js";
 import { isNumber, score } from "./format.js";
-import { link, toRun } from "./links.js";
+import { link, runName, toRun } from "./links.js";
 import { metricGroups } from "./metrics.js";
 
 /** @typedef {import("./charts.js").Series} Series */
@@ -35,7 +35,7 @@ export class Curves {
     this.cards.get("reward")?.update(rewards(runs));
     for (const metric of groups.flatMap(([, metrics]) => metrics)) {
       this.cards.get(metric.key)?.update(runs.map((run, index) => ({
-        label: run.summary.name, colour: COLOURS[index % COLOURS.length],
+        label: runName(run), colour: COLOURS[index % COLOURS.length], sparse: metric.sparse,
         points: run.epochs.map((/** @type {any} */ line) => [line.epoch, isNumber(metric.read(line)) ? metric.read(line) : null]),
       })));
     }
@@ -51,10 +51,10 @@ export class Curves {
     const lead = [];
     if (hasScores(runs)) lead.push(this.card("score", several ? "Held-out score" : "Held-out score and training reward", { help: "The band is the 95 % confidence interval of the held-out score.", format: score, tall: true }));
     if (several || !hasScores(runs)) lead.push(this.card("reward", "Training reward", { help: "mean over the episodes of an epoch", format: score, tall: true }));
-    const open = { Training: true, Preferences: true, Episodes: true };
+    const closed = { Other: true };
     fill(this.node, several ? runLegend(runs) : scoreLegend(runs[0]), h("div", { class: "lead" }, lead, h("div", { class: "first" }, first.map((metric) => this.card(metric.key, metric.title, metric)))),
       groups.map(([name, all]) => [name, all.filter((metric) => !first.includes(metric))]).filter(([, all]) => all.length).map(([name, all]) =>
-        h("details", { class: "chart-group", open: name in open || several }, h("summary", {}, h("h3", {}, name)),
+        h("details", { class: "chart-group", open: !(name in closed) || several }, h("summary", {}, h("h3", {}, name)),
           h("div", { class: "charts" }, all.map((metric) => this.card(metric.key, metric.title, metric))))));
   }
 
@@ -95,10 +95,10 @@ function reward(run) {
 const scoreAndReward = (run) => [reward(run), scores(run)];
 
 /** @param {Details[]} runs @returns {Series[]} */
-const heldOut = (runs) => runs.map((run, index) => ({ ...scores(run), label: run.summary.name, colour: COLOURS[index % COLOURS.length] }));
+const heldOut = (runs) => runs.map((run, index) => ({ ...scores(run), label: runName(run), colour: COLOURS[index % COLOURS.length] }));
 
 /** @param {Details[]} runs @returns {Series[]} */
-const rewards = (runs) => runs.map((run, index) => ({ ...reward(run), label: run.summary.name, colour: runs.length > 1 ? COLOURS[index % COLOURS.length] : "--amber" }));
+const rewards = (runs) => runs.map((run, index) => ({ ...reward(run), label: runName(run), colour: runs.length > 1 ? COLOURS[index % COLOURS.length] : "--amber" }));
 
 /** @param {Details} run */
 function scoreLegend(run) {
@@ -111,8 +111,8 @@ function runLegend(runs) {
   const names = runs.map((run) => run.run);
   return h("ul", { class: "legend" }, runs.map((run, index) => {
     const others = names.filter((name) => name !== run.run);
-    return h("li", {}, entry(COLOURS[index % COLOURS.length], link(toRun(run.run), {}, run.summary.name)),
-      link(toRun(others[0], others.slice(1)), { class: "remove", "aria-label": `Remove ${run.summary.name} from the comparison`, title: "Remove" }, "×"));
+    return h("li", {}, entry(COLOURS[index % COLOURS.length], link(toRun(run.run), {}, runName(run))),
+      link(toRun(others[0], others.slice(1)), { class: "remove", "aria-label": `Remove ${runName(run)} from the comparison`, title: "Remove" }, "×"));
   }));
 }
 

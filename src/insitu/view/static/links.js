@@ -11,6 +11,9 @@ export function address(path, parameters = {}) {
   return query.size ? `${path}?${query}` : path;
 }
 
+/** What a run is called: its path below the opened folder. @param {{run: string, name?: string, summary?: {name: string}}} run */
+export const runName = (run) => (run.run === "." ? (run.name ?? run.summary?.name ?? "run") : run.run);
+
 /** @param {string} run @param {string[]} [compare] */
 export const toRun = (run, compare = []) => address("/run", { run, compare });
 

@@ -130,7 +130,7 @@ export class Lists {
       columns: [
         { title: "Row", width: "minmax(7rem, 2fr)", sort: "row", cell: (row) => [row.row_id, " ", h("span", { class: "muted" }, episodeLabel(/** @type {any} */ (row)))] },
         { title: "Epoch", width: "4.5rem", sort: "epoch", number: true, cell: (row) => count(row.epoch) },
-        { title: "Reward", width: "8rem", sort: "reward", number: true, cell: (row) => [bar(row.reward == null ? null : row.reward - Math.min(this.range[0], 0), this.range[1] - Math.min(this.range[0], 0)), score(row.reward)] },
+        { title: "Reward", width: "9.5rem", sort: "reward", number: true, cell: (row) => [bar(row.reward == null ? null : row.reward - Math.min(this.range[0], 0), this.range[1] - Math.min(this.range[0], 0)), score(row.reward)] },
         { title: "Outcome", width: "minmax(7rem, 2fr)", sort: "outcome", rank: 2, cell: (row) => outcomeBadge(row) },
         { title: "Calls", width: "4.5rem", sort: "calls", number: true, rank: 2, cell: (row) => count(row.calls) },
         { title: "Prompt", width: "6rem", sort: "prompt_tokens", number: true, rank: 3, cell: (row) => count(row.prompt_tokens), help: "tokens" },

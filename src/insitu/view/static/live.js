@@ -6,10 +6,12 @@ import { address } from "./links.js";
 /** @typedef {{run: string, files: string[]}} Change */
 
 const RETRY = 1000;
+/** Until the server watches the runs of a new connection; what has changed before is read then. */
+const WATCHED = 1000;
 const LONGEST_RETRY = 15000;
 
 /**
- * Calls `onChange` for every change of the runs (of all if there are none), and after the connection has been lost, with null.
+ * Calls `onChange` for every change of the runs (of all if there are none), and once after each connection, with null.
  * Stops when the signal is aborted.
  * @param {string[]} runs
  * @param {(change: Change | null) => void} onChange
@@ -18,20 +20,18 @@ const LONGEST_RETRY = 15000;
  */
 export async function follow(runs, onChange, onState, signal) {
   let wait = RETRY;
-  let lost = false;
   while (!signal.aborted) {
     try {
       const response = await fetch(address("/api/events", { run: runs }), { headers: authorization(), signal });
       if (!response.ok || !response.body) throw new Error(`events: ${response.status}`);
       onState(true);
-      if (lost) onChange(null);
+      setTimeout(() => !signal.aborted && onChange(null), WATCHED);
       wait = RETRY;
       await readEvents(response.body, (event, data) => event === "changed" && onChange(JSON.parse(data)));
     } catch {
       if (signal.aborted) return;
     }
     onState(false);
-    lost = true;
     await new Promise((resolve) => setTimeout(resolve, wait));
     wait = Math.min(wait * 2, LONGEST_RETRY);
   }

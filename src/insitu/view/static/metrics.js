@@ -4,7 +4,7 @@ import { compact, duration, isNumber, number, percent, score } from "./format.js
 
 /**
  * `read` takes the value from a line; `format` prints it.
- * @typedef {{key: string, title: string, help: string, read: (line: any) => number | null, format: (value: any) => string, from_zero?: boolean}} Metric
+ * @typedef {{key: string, title: string, help: string, sparse?: boolean, read: (line: any) => number | null, format: (value: any) => string, from_zero?: boolean}} Metric
  */
 
 /** @param {any} value */
@@ -75,7 +75,7 @@ export function metricGroups(lines) {
   const evaluators = [...new Set(lines.flatMap((line) => Object.keys(line.scores ?? {})))];
   const scores = evaluators.length > 1 ? evaluators.map((name) => ({ key: `scores.${name}`, title: `Score: ${name}`, help: "mean of an evaluator over the training episodes", format: score, read: (/** @type {any} */ line) => line.scores?.[name] ?? null })) : [];
   groups[2][1].unshift(...scores);
-  groups.push(["Speed", SPEED.map(([title, help, read, format]) => ({ key: title, title, help, read, format, from_zero: true }))]);
+  groups.push(["Speed", SPEED.map(([title, help, read, format]) => ({ key: title, title, help, read, format, from_zero: true, sparse: title === "Validating" }))]);
   const others = [...new Set(lines.flatMap((line) => Object.keys(line).filter((key) => isNumber(line[key]) && !KNOWN.has(key))))];
   groups.push(["Other", others.map((key) => ({ key, title: key, help: "", format: number, read: (line) => line[key] ?? null }))]);
   return groups.map(([name, metrics]) => /** @type {[string, Metric[]]} */ ([name, metrics.filter(has)])).filter(([, metrics]) => metrics.length);

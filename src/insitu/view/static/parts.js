@@ -45,11 +45,16 @@ export function folded(summary, ...children) {
   return h("details", {}, h("summary", {}, summary), children);
 }
 
-/** @param {string[] | undefined} texts what is wrong with the files of a run */
-export function problems(texts) {
+const FEW = 4;
+
+/** @param {string[] | undefined} texts what is wrong with the files of a run @param {string} [folder] where they are, which is left out */
+export function problems(texts, folder) {
   if (!texts?.length) return null;
-  const shown = texts.map((text) => h("li", { class: "pre" }, text));
-  return h("div", { class: "callout warn", role: "alert" }, h("strong", {}, texts.length === 1 ? "A file of this run is missing or damaged" : "Files of this run are missing or damaged"), h("ul", {}, shown));
+  const items = texts.map((text) => h("li", { class: "pre" }, folder ? text.replaceAll(`${folder}/`, "") : text));
+  const rest = items.splice(texts.length > FEW + 1 ? FEW : texts.length);
+  return h("div", { class: "callout warn", role: "alert" },
+    h("strong", {}, texts.length === 1 ? "A file of this run is missing or damaged" : "Files of this run are missing or damaged"), h("ul", {}, items),
+    rest.length ? folded(`${rest.length} more`, h("ul", {}, rest)) : null);
 }
 
 /** Why something failed. @param {string} title @param {any} text */

@@ -25,7 +25,7 @@ export function sparkline(points, label, colour = "--blue") {
 /** @param {number[]} values @param {number} from @param {number} to */
 function scale(values, from, to) {
   const [low, high] = [Math.min(...values), Math.max(...values)];
-  return (/** @type {number} */ value) => (high === low ? (from + to) / 2 : from + ((value - low) / (high - low)) * (to - from));
+  return (/** @type {number} */ value) => (high === low ? (values.length > 1 ? (from + to) / 2 : from) : from + ((value - low) / (high - low)) * (to - from));
 }
 
 /**

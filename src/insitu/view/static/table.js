@@ -97,6 +97,17 @@ export class LongTable {
     this.schedule();
   }
 
+  /** Moves the focus to another row. @param {number} by */
+  move(by) {
+    const focused = this.body.contains(document.activeElement) ? Number(document.activeElement?.closest(".tr")?.getAttribute("aria-rowindex")) - 2 : -1;
+    const index = Math.max(0, Math.min(this.total - 1, focused + by));
+    const { scrollTop, clientHeight } = this.scroller;
+    const room = clientHeight - 2 * ROW;
+    if (index * ROW < scrollTop || index * ROW > scrollTop + room) this.scroller.scrollTop = index * ROW - (by > 0 ? room : 0);
+    this.draw();
+    /** @type {HTMLElement | null} */ (this.body.querySelector(`[aria-rowindex="${index + 2}"] a`))?.focus({ preventScroll: true });
+  }
+
   schedule() {
     this.frame ||= requestAnimationFrame(() => {
       this.frame = 0;
@@ -107,11 +118,11 @@ export class LongTable {
   draw() {
     const first = Math.max(0, Math.floor(this.scroller.scrollTop / ROW) - AROUND);
     const last = Math.min(this.total, Math.ceil((this.scroller.scrollTop + this.scroller.clientHeight) / ROW) + AROUND);
-    const focused = document.activeElement?.closest(".tr")?.getAttribute("aria-rowindex");
+    const focused = this.body.contains(document.activeElement) ? document.activeElement?.closest(".tr")?.getAttribute("aria-rowindex") : null;
     const rows = [];
     for (let index = first; index < last; index++) rows.push(this.row(index));
     fill(this.body, rows);
-    if (focused && this.scroller.contains(document.activeElement) === false) {
+    if (focused) {
       /** @type {HTMLElement | null} */ (this.body.querySelector(`[aria-rowindex="${focused}"] a`))?.focus({ preventScroll: true });
     }
     for (let page = Math.floor(first / PAGE); page * PAGE < last; page++) if (!this.pages.has(page)) void this.load(page).catch(() => this.asked.delete(page));

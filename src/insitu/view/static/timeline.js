@@ -29,5 +29,5 @@ export function timeline(calls, bound, href, open) {
   });
   const steps = [0, 0.25, 0.5, 0.75, 1];
   const axis = h("div", { class: "ticks", "aria-hidden": "true" }, steps.map((share) => style(h("span", {}, share ? duration(end * share) : "0"), { "--from": share })));
-  return h("section", { class: "timeline", "aria-label": `Timeline of ${plural(timed.length, "call")}` }, style(h("div", { class: "lanes" }, bars), { "--lanes": ends.length }), axis);
+  return h("section", { class: "timeline", "aria-label": `Timeline of ${plural(timed.length, "call")}` }, h("span", { class: "small muted" }, `${plural(timed.length, "call")} over time`), style(h("div", { class: "lanes" }, bars), { "--lanes": ends.length }), axis);
 }

@@ -18,7 +18,7 @@ export async function episodePage({ parameters, signal, go }) {
   const run = parameters.get("run") ?? ".";
   const name = parameters.get("episode") ?? "";
   const asked = parameters.get("colour");
-  let answer = await get("episode", { run, episode: name, changed: asked === "changed" ? 1 : 0 }, signal);
+  let answer = await get("episode", { run, episode: name }, signal);
   withAdvantages(answer);
   const { record } = answer;
   const trained = answer.calls.some((/** @type {any} */ call) => call.advantage != null);
@@ -34,18 +34,22 @@ export async function episodePage({ parameters, signal, go }) {
     view.colour = /** @type {import("../tokens.js").Colour} */ (colour);
     history.replaceState(history.state, "", toEpisode(run, name, { colour, call: /** @type {any} */ (called) }));
     if (colour === "changed") await readChanges();
+    else status.textContent = "";
     dialogues.dataset.colour = view.colour;
     for (const text of texts) text.recolour();
     fill(key, legend(view.colour, view.bound));
   };
   const readChanges = async () => {
     if (answer.calls.some((/** @type {any} */ call) => call.tokens?.some((/** @type {any} */ token) => token.newest != null))) return;
-    status.textContent = "Asking the newest weights …";
-    answer = await get("episode", { run, episode: name, changed: 1 }, signal);
-    withAdvantages(answer);
-    let next = 0;
-    for (const text of texts) text.tokens = answer.calls[callOrder[next++]].tokens;
-    status.textContent = answer.changed_problem ?? "";
+    status.textContent = "Asking the newest weights. The first time, a model is loaded …";
+    const changed = await get("episode", { run, episode: name, changed: 1 }, signal).catch((error) => ({ newest_problem: error.message }));
+    if (signal.aborted) return;
+    if (changed.calls) {
+      answer = changed;
+      withAdvantages(answer);
+      texts.forEach((text, index) => (text.tokens = answer.calls[callOrder[index]].tokens));
+    }
+    status.textContent = changed.newest_problem ?? (changed.newest ? `compared with the weights of ${changed.newest.checkpoint}` : "");
   };
   const callOrder = /** @type {number[]} */ ([]);
   const positions = new Map(answer.calls.map((/** @type {any} */ call, /** @type {number} */ position) => [call.index, position]));
@@ -77,7 +81,6 @@ export async function episodePage({ parameters, signal, go }) {
   fill(key, legend(view.colour, view.bound));
   watchTokens(dialogues);
   const colours = choice("Colour of the sampled tokens", view.colour, [["advantage", "advantage", "what training pushed up and down"], ["logprob", "probability", "how likely each token was when it was sampled"], ["changed", "change", "how the newest weights changed its probability"], ["none", "none"]], recolour);
-  if (answer.changed_problem) status.textContent = answer.changed_problem;
   const calls = answer.calls.length;
   return {
     title: `${record.row_id} ${episodeLabel(record)}`,
@@ -92,7 +95,10 @@ export async function episodePage({ parameters, signal, go }) {
           calls ? dialogues : h("p", { class: "empty" }, "This episode made no model call.")),
         h("aside", { "aria-label": "About this episode" }, side(run, answer)))),
     shortcuts: [...moves(run, answer, go), { keys: ["l"], what: "next call", run: () => step(1) }, { keys: ["h"], what: "previous call", run: () => step(-1) }],
-    shown: () => called != null && openCall(Number(called), false),
+    shown: () => {
+      if (called != null) openCall(Number(called), false);
+      if (view.colour === "changed") void recolour("changed");
+    },
     close: hideTip,
   };
 }

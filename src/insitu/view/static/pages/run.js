@@ -4,9 +4,9 @@ import { get } from "../api.js";
 import { Curves } from "../curves.js";
 import { fill, h } from "../dom.js";
 import { ABSENT, compact, count, duration, isNumber, percent, score, signed, when } from "../format.js";
-import { link, toRun } from "../links.js";
+import { link, runName, toRun } from "../links.js";
 import { Lists } from "../lists.js";
-import { arrow, fact, failure, problems, select, stateBadge } from "../parts.js";
+import { arrow, fact, failure, problems, section, select, stateBadge } from "../parts.js";
 import { about } from "../settings.js";
 import { bar, sparkline } from "../sparkline.js";
 
@@ -33,8 +33,8 @@ export async function runPage({ parameters, signal, go }) {
       fill(head, compared.length ? comparison(runs, adding) : header(run, adding));
       curves.node.hidden = !runs.some((each) => each.epochs.length || each.validations.length);
       curves.update(runs);
+      fill(dropped, compared.length ? differences(runs) : leftOut(run));
       if (compared.length) return;
-      fill(dropped, leftOut(run));
       const opened = [...foot.querySelectorAll("details[open]")].map((each) => each.id);
       fill(foot, about(run));
       for (const id of opened) foot.querySelector(`#${id}`)?.setAttribute("open", "");
@@ -52,6 +52,8 @@ export async function runPage({ parameters, signal, go }) {
       draw();
     },
     shortcuts: [
+      { keys: ["j"], what: "next row of the list", run: () => lists?.table?.move(1) },
+      { keys: ["k"], what: "previous row of the list", run: () => lists?.table?.move(-1) },
       { keys: ["g"], what: "list the groups", run: () => lists?.show("groups") },
       { keys: ["e"], what: "list the episodes", run: () => lists?.show("episodes") },
       { keys: ["u"], what: "all runs", run: () => go("/runs") },
@@ -72,7 +74,7 @@ function header(run, adding) {
     h("header", { class: "page-head" }, h("div", { class: "title-line" }, h("h1", {}, summary.name, " ", stateBadge(summary.status)), adding), h("p", { class: "sub" }, origin)),
     summary.error ? failure(summary.status === "interrupted" ? "The run was interrupted" : "The run failed", summary.error) : null,
     summary.status === "killed" ? failure("The process of this run ended without recording why", `insitu finetune --resume: ${run.resume}`) : null,
-    problems(run.problems),
+    problems(run.problems, summary.run_dir),
     h("dl", { class: "facts" },
       scoreFact(run),
       fact("Training reward", score(last?.avg_reward), last ? [sparkline(run.epochs.map((/** @type {any} */ line) => [line.epoch, line.avg_reward]), "training reward", "--amber"), `epoch ${last.epoch}`] : "no epoch is complete yet"),
@@ -144,16 +146,22 @@ function comparison(runs, adding) {
     ["Trained tokens", (/** @type {Details} */ run) => compact(run.summary.tokens)],
     ["Time", (/** @type {Details} */ run) => duration(run.summary.seconds)],
   ];
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings ?? {})))].filter((key) => new Set(runs.map((run) => JSON.stringify(run.settings?.[key]))).size > 1);
   return [
     h("header", { class: "page-head title-line" }, h("h1", {}, `${runs.length} runs compared`), adding),
-    runs.flatMap((run) => problems(run.problems) ?? []),
+    runs.map((run) => problems(run.problems, run.summary.run_dir)),
     h("div", { class: "scroll-x" }, h("table", { class: "plain compared" },
-      h("thead", {}, h("tr", {}, h("th", {}), runs.map((run) => h("th", { scope: "col" }, link(toRun(run.run), {}, run.summary.name))))),
-      h("tbody", {}, rows.map(([title, value]) => h("tr", {}, h("th", { scope: "row" }, /** @type {string} */ (title)), runs.map((run) => h("td", {}, /** @type {any} */ (value)(run)))))),
-      keys.length ? h("tbody", {}, h("tr", { class: "divider" }, h("th", { colspan: runs.length + 1 }, "Settings that differ")),
-        keys.map((key) => h("tr", {}, h("th", { scope: "row", class: "mono" }, key), runs.map((run) => h("td", { class: "mono" }, key in (run.settings ?? {}) ? JSON.stringify(run.settings[key]) : "default"))))) : null)),
+      h("thead", {}, h("tr", {}, h("th", {}), runs.map((run) => h("th", { scope: "col" }, link(toRun(run.run), {}, runName(run)))))),
+      h("tbody", {}, rows.map(([title, value]) => h("tr", {}, h("th", { scope: "row" }, /** @type {string} */ (title)), runs.map((run) => h("td", {}, /** @type {any} */ (value)(run)))))))),
   ];
+}
+
+/** @param {Details[]} runs */
+function differences(runs) {
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings ?? {})))].filter((key) => new Set(runs.map((run) => JSON.stringify(run.settings?.[key]))).size > 1);
+  if (!keys.length) return null;
+  return section("Settings that differ", h("div", { class: "scroll-x" }, h("table", { class: "plain compared" },
+    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Key"), runs.map((run) => h("th", { scope: "col" }, runName(run))))),
+    h("tbody", {}, keys.map((key) => h("tr", {}, h("th", { scope: "row", class: "mono" }, key), runs.map((run) => h("td", { class: "mono" }, key in (run.settings ?? {}) ? JSON.stringify(run.settings[key]) : "default"))))))));
 }
 
 /** @param {string} run @param {string[]} compared @param {Details[]} runs @param {(href: string) => void} go */

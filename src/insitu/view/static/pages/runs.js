@@ -3,7 +3,7 @@
 import { get } from "../api.js";
 import { fill, h } from "../dom.js";
 import { ABSENT, compact, count, duration, isNumber, plural, score, when } from "../format.js";
-import { link, toRun } from "../links.js";
+import { link, runName, toRun } from "../links.js";
 import { arrow, select, stateBadge } from "../parts.js";
 import { bar, sparkline } from "../sparkline.js";
 
@@ -11,7 +11,7 @@ import { bar, sparkline } from "../sparkline.js";
 
 /** Title, what it is sorted by, whether large values come first. @type {[string, (run: Run) => any, boolean, string][]} */
 const COLUMNS = [
-  ["Run", (run) => run.name, false, "name"],
+  ["Run", (run) => runName(run), false, "name"],
   ["State", (run) => run.status, false, "state"],
   ["Held-out score", (run) => run.best_score, true, "score"],
   ["Training reward", (run) => run.rewards?.at(-1)?.[1], true, "reward"],
@@ -74,6 +74,10 @@ export async function runsPage({ parameters, signal, go }) {
     remember();
     draw();
   });
+  const move = (/** @type {number} */ by) => {
+    const links = /** @type {HTMLElement[]} */ ([...body.querySelectorAll("th a")]);
+    links[Math.max(0, Math.min(links.length - 1, links.indexOf(/** @type {HTMLElement} */ (document.activeElement)) + by))]?.focus();
+  };
   draw();
   const node = h("div", { class: "page" },
     h("header", { class: "page-head" }, heading, h("p", { class: "sub mono" }, answer.folder)),
@@ -87,7 +91,11 @@ export async function runsPage({ parameters, signal, go }) {
       answer = await get("runs", {}, signal);
       draw();
     },
-    shortcuts: [{ keys: ["/"], what: "filter the runs", run: () => filter.focus() }],
+    shortcuts: [
+      { keys: ["j"], what: "next run", run: () => move(1) },
+      { keys: ["k"], what: "previous run", run: () => move(-1) },
+      { keys: ["/"], what: "filter the runs", run: () => filter.focus() },
+    ],
   };
 }
 
@@ -108,7 +116,7 @@ function visible(runs, view) {
 
 /** @param {Run} run @param {Set<string>} chosen @param {() => void} changed */
 function row(run, chosen, changed) {
-  const tick = /** @type {HTMLInputElement} */ (h("input", { type: "checkbox", checked: chosen.has(run.run), "aria-label": `Compare ${run.name}`, onchange: () => {
+  const tick = /** @type {HTMLInputElement} */ (h("input", { type: "checkbox", checked: chosen.has(run.run), "aria-label": `Compare ${runName(run)}`, onchange: () => {
     if (tick.checked) chosen.add(run.run);
     else chosen.delete(run.run);
     changed();
@@ -117,11 +125,11 @@ function row(run, chosen, changed) {
   const reward = run.rewards?.at(-1)?.[1];
   return h("tr", {},
     h("td", { class: "tick" }, tick),
-    h("th", { scope: "row", class: "c-name" }, link(toRun(run.run), {}, run.name), h("span", { class: "about" }, about),
+    h("th", { scope: "row", class: "c-name" }, link(toRun(run.run), {}, runName(run)), h("span", { class: "about" }, about),
       run.error ? h("span", { class: "about bad", title: run.error }, run.error) : null,
       run.problems?.length ? h("span", { class: "about warn", title: run.problems.join("\n") }, `⚠ ${plural(run.problems.length, "problem")} with its files`) : null),
     h("td", { class: "c-state" }, stateBadge(run.status)),
-    h("td", { class: "c-score" }, scoreCell(run)),
+    h("td", { class: "c-score", "data-label": "held-out score" }, scoreCell(run)),
     h("td", { class: "c-reward", "data-label": "training reward" }, sparkline(run.rewards ?? [], "training reward", "--amber"), h("span", { class: "num" }, score(reward))),
     h("td", { class: "c-epochs", "data-label": "epochs" }, h("span", { class: "num" }, `${count(run.epoch)} / ${count(run.epochs)}`), bar(run.epoch, run.epochs ?? 0)),
     h("td", { class: "c-tokens num", "data-label": "tokens" }, compact(run.tokens)),
@@ -132,8 +140,9 @@ function row(run, chosen, changed) {
 /** @param {Run} run */
 function scoreCell(run) {
   if (!isNumber(run.best_score)) return h("span", { class: "num" }, ABSENT);
+  const improved = run.best_epoch !== run.scores?.[0]?.[0];
   const where = isNumber(run.best_epoch) && run.best_epoch !== run.scores?.at(-1)?.[0] ? `best, epoch ${run.best_epoch}` : null;
-  return [sparkline(run.scores ?? [], "held-out score"), h("span", { class: "num" }, arrow(score(run.first_score), score(run.best_score))), where && h("span", { class: "about" }, where)];
+  return [sparkline(run.scores ?? [], "held-out score"), h("span", { class: "num" }, improved ? arrow(score(run.first_score), score(run.best_score)) : h("strong", {}, score(run.best_score))), where && h("span", { class: "about" }, where)];
 }
 
 /** @param {{runs: Run[], folder: string}} answer */
