@@ -95,6 +95,18 @@ def test_few_groups_with_variance(groups: list[list[float]], code: str | None) -
         assert finding.what.startswith(f"1 of {len(groups)} groups have variance")
 
 
+def test_a_reward_that_follows_the_length() -> None:
+    groups = [[float(n) for n in range(6)]]
+    for sign, way in ((1, "longer"), (-1, "shorter")):
+        found = evidence(*groups)
+        for n, trajectory in enumerate(found.groups[0]):
+            trajectory.calls = [call(answer="a" * (9 + sign * n))]
+        [finding] = about_groups(PLAN, found)
+        assert (finding.code, finding.severity) == ("reward_follows_length", NOTE)
+        assert f"{way} answers score higher (correlation {sign:.2f})" in finding.what
+    assert not [*about_groups(PLAN, evidence(*groups))]
+
+
 def test_pairs_that_were_not_made() -> None:
     nothing = evidence(makes_pairs=True)
     nothing.selected.dropped = {"equal_scores": 7, "single_candidate": 1}

@@ -55,8 +55,9 @@ def _estimate(diagnosis: "Diagnosis") -> list[str]:
     from insitu.doctor.estimate import readable_bytes, readable_seconds
 
     of, budget = diagnosis.estimate, diagnosis.budget
+    generations = f" x {budget['generations']}" if budget["generations"] is not None else ""
     return [
-        f"played {budget['episodes_played']} episodes ({budget['rows']} rows x {budget['generations']}, at most "
+        f"played {budget['episodes_played']} episodes ({budget['rows']} rows{generations}, at most "
         f"{budget['seconds']:g} s) in {readable_seconds(budget['seconds_played'])}",
         f"time: {_time(of)}",
         *_if_known("memory: at least {}", of.memory_bytes, ", the backend {}", of.backend_memory_bytes),
