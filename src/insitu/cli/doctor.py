@@ -77,8 +77,9 @@ def _time(of: "Estimate") -> str:
         f"{of.epochs} epoch{'s' * (of.epochs != 1)} of {readable_seconds(of.collect_seconds_per_epoch)} collecting"
     ]
     parts[0] += f" and {training}" if training else " (no training job could be measured)"
-    if of.validation_seconds is not None:
-        parts.append(f"{of.validations} validations of {readable_seconds(of.validation_seconds)}")
+    if of.validations:
+        each = readable_seconds(of.validation_seconds) if of.validation_seconds is not None else "unknown length"
+        parts.append(f"{of.validations} validations of {each}")
     return total + ", ".join(parts)
 
 

@@ -66,6 +66,8 @@ async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
             plan, keep = examination.plan, getattr(getattr(ready.adapter, "adapter_config", None), "keep", None)
     estimated = estimate(plan, measures, keep, output_dir)
     findings = worst_first([*judge(plan, evidence, decode), *about_disk(plan, estimated, output_dir)])
+    if plan.replays:
+        rows, generations = plan.rows_per_epoch, plan.generations
     limits = {"rows": rows, "generations": generations, "seconds": budget.seconds}
     used = {"episodes_played": measures.episodes, "seconds_played": evidence.seconds}
     return Diagnosis(findings, estimated, {**limits, **used}, _played(evidence))

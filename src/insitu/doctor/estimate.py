@@ -63,7 +63,9 @@ class Estimate:
 def estimate(plan: Plan, measures: Measures, keep: KeepConfig | None, output_dir: Path) -> Estimate:
     """A job takes as long as the measured one for each of its episodes."""
     collect = _playing_seconds(plan, measures, plan.episodes_per_epoch)
-    validation = _playing_seconds(plan, measures, len(plan.held_out) * plan.validation_reps)
+    validation = None
+    if not plan.replays or not plan.validations:  # reading an episode says nothing about playing one
+        validation = _playing_seconds(plan, measures, len(plan.held_out) * plan.validation_reps)
     train = _job_seconds(plan, measures)
     total = None
     if collect is not None and train is not None and validation is not None:

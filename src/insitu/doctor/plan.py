@@ -47,6 +47,8 @@ class Plan:
     held_out_name: str
     training: Mapping[str, Any] = field(default_factory=dict)
     warms_up: bool = False
+    replays: bool = False
+    """Whether it trains on the recorded episodes of another run."""
 
     @property
     def episodes_per_epoch(self) -> int:
@@ -92,6 +94,7 @@ class Plan:
             dataset=str(getattr(config.eval.dataset, "file_path", "eval.general.dataset")),
             held_out_name=str(validation.dataset or validation.config_file) if validation is not None else "",
             warms_up=getattr(config.blocks.get((TRAINER.section, str(finetuning.trainer))), "sft", None) is not None,
+            replays=stored,
         )
 
 

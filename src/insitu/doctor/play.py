@@ -140,11 +140,11 @@ class Examination:
         """Adds the collection, what would be trained of it, and the settings that only live components know."""
         evidence.collection = evidence.selected = collection
         trainer, builder = self._trainer, self._trainer.trajectory_builder
-        groups = collection.trajectories
+        groups, plan = collection.trajectories, self.plan
         if not isinstance(builder, EpisodesBuilder):
-            self.plan = replace(self.plan, generations=max(map(len, groups), default=1))
-        elif builder.stored is not None:  # all of its episodes have been read
-            self.plan = replace(self.plan, rows_per_epoch=len(groups), generations=max(map(len, groups), default=1))
+            self.plan = replace(plan, generations=max(map(len, groups), default=1))
+        elif plan.replays:  # all of its episodes have been read
+            self.plan = replace(plan, rows_per_epoch=len(groups), generations=max(map(len, groups), default=1))
         if not isinstance(trainer, InsituTrainer):
             return
         self.plan = replace(self.plan, training=self._adapter.training_settings())
