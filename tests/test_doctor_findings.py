@@ -114,6 +114,14 @@ def test_pairs_that_were_not_made() -> None:
     assert (finding.code, finding.severity, finding.where) == ("equal_scores", STOPS, "trajectory_builders.episodes")
 
 
+def test_episodes_of_which_none_is_selected() -> None:
+    strict = evidence([0.25, 0.5], compares_groups=False)
+    strict.selected = TrajectoryCollection(trajectories=[], run_id="r", dropped={"not_best": 2})
+    [finding] = about_groups(PLAN, strict)
+    assert (finding.code, finding.severity, finding.where) == ("nothing_selected", STOPS, "trainers.grpo")
+    assert finding.what.endswith("dropped: 2 not_best")
+
+
 def test_how_severe_failures_are() -> None:
     """Failures of some episodes stop everything if no group remains."""
     assert [severity_of(count, 40) for count in (40, 4, 3)] == [STOPS, HARMS, NOTE]

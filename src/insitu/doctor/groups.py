@@ -9,6 +9,7 @@ from insitu.doctor.plan import Plan
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.metrics import likely_causes, share_of, trained_calls, why_no_pairs, without_variance
+from insitu.training.report import counts
 
 _FEW = 0.25
 """Share of the groups with variance below which most of a run's time is wasted."""
@@ -24,22 +25,30 @@ def about_groups(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     """Groups without variance, and why; what else was dropped from them."""
     if evidence.episodes and all(episode.reason is not None for episode in evidence.episodes):
         return  # their failures say why
-    if evidence.makes_pairs:
-        if not any(evidence.selected.trajectories):
-            yield from _no_pairs(plan, evidence)
-        return
+    found = [*_no_pairs(plan, evidence)] if evidence.makes_pairs else [*_rewards(plan, evidence)]
+    yield from found
+    stops = any(finding.severity is Severity.STOPS_LEARNING for finding in found)
+    if any(evidence.groups) and not any(evidence.selected.trajectories) and not stops:
+        what = f"nothing that was played would be trained; dropped: {counts(evidence.selected.dropped)}"
+        change = "see what the reasons mean; min_reward and the like may be too strict for this model"
+        yield Finding("nothing_selected", Severity.STOPS_LEARNING, what, plan.trainer, change)
+
+
+def _rewards(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     groups = [group for group in evidence.groups if len(group) > 1]
-    if not groups or not evidence.compares_groups:
-        return
     alike = without_variance(evidence.collection, evidence.selected.drop_reasons)
-    if len(alike) == len(groups):
-        for cause in likely_causes(alike):
-            yield Finding(cause.code, Severity.STOPS_LEARNING, cause.what, _where(cause.code, plan), cause.change)
-    elif len(groups) - len(alike) < _FEW * len(groups):
-        yield _few_with_variance(plan, groups, len(groups) - len(alike))
-    else:
-        yield from _small_differences(plan, groups)
-        yield from _length_alone(plan, groups)
+    if groups and len(alike) == len(groups):
+        causes = likely_causes(alike)
+        for cause in causes:
+            follows = cause.code == "constant_reward" and causes[0].code in ("greedy_sampling", "same_answers")
+            severity = Severity.NOTE if follows else Severity.STOPS_LEARNING
+            yield Finding(cause.code, severity, cause.what, _where(cause.code, plan), cause.change)
+    elif groups and evidence.compares_groups:
+        if len(groups) - len(alike) < _FEW * len(groups):
+            yield _few_with_variance(plan, groups, len(groups) - len(alike))
+        else:
+            yield from _small_differences(plan, groups)
+            yield from _length_alone(plan, groups)
     if missing := evidence.selected.dropped.get(DropReason.NO_STEP_REWARDS):
         total = sum(map(len, evidence.groups))
         yield Finding(
@@ -60,6 +69,8 @@ def _where(code: str, plan: Plan) -> str:
 
 
 def _no_pairs(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
+    if any(evidence.selected.trajectories):
+        return
     for cause in why_no_pairs(evidence.selected.dropped):
         yield Finding(cause.code, Severity.STOPS_LEARNING, cause.what, plan.builder, cause.change)
 
