@@ -11,7 +11,7 @@ from insitu.doctor.estimate import Measures, about_disk, estimate, readable_byte
 from insitu.doctor.evidence import Evidence, is_random
 from insitu.doctor.findings import Severity, severity_of
 from insitu.doctor.groups import about_groups
-from insitu.doctor.plan import Plan, about_settings
+from insitu.doctor.plan import Plan, about_rows, about_settings
 from insitu.doctor.play import Budget
 from insitu.doctor.prefixes import about_prefixes, broken_prefixes
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
@@ -195,6 +195,19 @@ def test_a_random_environment() -> None:
     assert is_random([other])
     model_differs = [Trajectory(reward=0, calls=[call(answer=a), call(1, prompt=a)]) for a in ("b1", "b2")]
     assert not is_random([model_differs])
+
+
+def test_rows_whose_question_is_an_object() -> None:
+    """It may only set the scene of a random environment, which a few episodes need not show."""
+    for question, severity in (("Where?", HARMS), ({"mark": "X"}, NOTE)):
+        rows = [EvalInputItem(id=n, input_obj=question) for n in range(4)]
+        plan = replace(PLAN, rows=rows, held_out=rows)
+        found = [*about_rows(plan, random_environment=False)]
+        assert [(f.code, f.severity) for f in found] == [
+            ("repeated_rows", severity),
+            ("held_out_rows_trained", severity),
+        ]
+        assert not [*about_rows(plan, random_environment=True)]
 
 
 def test_rates_and_curricula() -> None:
