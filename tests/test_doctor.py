@@ -244,7 +244,7 @@ async def test_time_that_is_over(tmp_path: Path, backend: str) -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    """It trains on a backend of its own, and leaves the folder of the run alone."""
+    """It trains on a separate backend, and leaves the folder of the run alone."""
     file = project(tmp_path, {"model": str(MODEL), "training": {"learning_rate": 1e-3}})
     (tmp_path / "run").mkdir()
     (tmp_path / "run/run.json").write_text("{}")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,13 +12,14 @@ from rich.console import Console
 
 from insitu.config import Config, load_config
 from insitu.doctor.episodes import about_calls, about_failures, about_lengths, about_scores
-from insitu.doctor.estimate import Estimate, about_disk, estimate
+from insitu.doctor.estimate import Estimate, about_disk, estimate, nearest_folder
 from insitu.doctor.evidence import Evidence, is_random
 from insitu.doctor.findings import Finding, Severity, will_learn, worst_first
 from insitu.doctor.groups import about_groups
 from insitu.doctor.plan import Plan, about_rows, about_settings
 from insitu.doctor.play import Budget, Examination
 from insitu.doctor.prefixes import Decoder, about_prefixes, rows_per_episode
+from insitu.errors import ConfigError
 from insitu.evaluation.run import write_json
 from insitu.registry import TRAJECTORY_BUILDER
 from insitu.schemas.finetuning import FinetuneRunConfig
@@ -53,11 +55,11 @@ async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
     check_ready(config)
     config = await prepared(request.model_copy(update={"config_file": config, "override": ()}))
     plan, output_dir = Plan.of(config), config.finetuning.output_dir
-    with TemporaryDirectory(prefix="insitu-doctor-") as scratch:
-        rows, generations = _limit(config, plan, budget, Path(scratch))
-        finetuning = config.finetuning.model_copy(update={"output_dir": Path(scratch)})
+    with _scratch_beside(output_dir) as scratch:
+        rows, generations = _limit(config, plan, budget, scratch)
+        finetuning = config.finetuning.model_copy(update={"output_dir": scratch})
         async with ready_run(config, finetuning, Console(quiet=True)) as ready:
-            examination = Examination(ready, config, plan, budget, Path(scratch))
+            examination = Examination(ready, config, plan, budget, scratch)
             examination.start_seconds = time.perf_counter() - started
             evidence = await examination.play()
             await examination.rescore(evidence)
@@ -71,6 +73,18 @@ async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
     limits = {"rows": rows, "generations": generations, "seconds": budget.seconds}
     used = {"episodes_played": measures.episodes, "seconds_played": evidence.seconds}
     return Diagnosis(findings, estimated, {**limits, **used}, _played(evidence))
+
+
+@contextmanager
+def _scratch_beside(output_dir: Path) -> Iterator[Path]:
+    """A temporary folder on the disk of the run, which has to have space for a checkpoint. Raises ConfigError."""
+    folder = nearest_folder(output_dir.absolute().parent)
+    try:
+        temporary = TemporaryDirectory(prefix=".insitu-doctor-", dir=folder)
+    except OSError as error:
+        raise ConfigError(f"finetuning.output_dir: {folder} cannot be written: {error.strerror}") from error
+    with temporary:
+        yield Path(temporary.name)
 
 
 def judge(plan: Plan, evidence: Evidence, decode: Decoder | None = None) -> Iterator[Finding]:

@@ -88,7 +88,7 @@ def estimate(plan: Plan, measures: Measures, keep: KeepConfig | None, output_dir
         episodes_bytes=episodes,
         checkpoint_bytes=checkpoints,
         disk_bytes=sum(known) if known else None,
-        disk_free_bytes=shutil.disk_usage(_existing(output_dir)).free,
+        disk_free_bytes=shutil.disk_usage(nearest_folder(output_dir)).free,
     )
 
 
@@ -145,13 +145,14 @@ def about_disk(plan: Plan, estimated: Estimate, output_dir: Path) -> Iterator[Fi
             "disk_space",
             Severity.STOPS_LEARNING,
             f"the run needs {readable_bytes(estimated.disk_bytes)}, and {readable_bytes(estimated.disk_free_bytes)} "
-            f"are free in {_existing(output_dir)}",
+            f"are free in {nearest_folder(output_dir)}",
             f"finetuning.output_dir, {plan.adapter}.keep",
             "free space, use another disk, or keep fewer checkpoints",
         )
 
 
-def _existing(path: Path) -> Path:
+def nearest_folder(path: Path) -> Path:
+    """The path itself, or the nearest of its parents that exists."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
