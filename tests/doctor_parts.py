@@ -3,9 +3,20 @@
 import asyncio
 import itertools
 import os
+from collections.abc import AsyncIterator
 from typing import Any
 
 import insitu
+from insitu.plugin_api import (
+    Builder,
+    EpisodeItem,
+    Trajectory,
+    TrajectoryBuilder,
+    TrajectoryBuilderConfig,
+    TrajectoryCollection,
+    register_trajectory_builder,
+)
+from insitu.toolkit.parsers.base_parser import parse_to_openai_messages
 
 _count = itertools.count()
 
@@ -75,3 +86,34 @@ def broken(answer: str) -> float:
 
 def not_a_number(answer: str) -> float:
     return float("nan")
+
+
+class ThreeEvaluationsConfig(TrajectoryBuilderConfig, name="three_evaluations"):
+    pass
+
+
+class ThreeEvaluations(TrajectoryBuilder):
+    """A builder as plugins for the toolkit have them: each evaluation is a generation of every row."""
+
+    async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
+        self.runs = [asyncio.create_task(self.run_eval()) for _ in range(3)]
+
+    async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
+        groups: dict[str, list[Trajectory]] = {}
+        for output in await asyncio.gather(*self.runs):
+            scores = {item.id: item for item in output.evaluation_results[0][1].eval_output_items}
+            for item in output.eval_input.eval_input_items:
+                messages = [
+                    EpisodeItem(role=m["role"], content=m["content"], logprobs=m.get("logprobs"))
+                    for m in parse_to_openai_messages(item.trajectory)
+                ]
+                trajectory = Trajectory(episode=messages, reward=await self.compute_reward(scores[item.id]))
+                groups.setdefault(str(item.id), []).append(trajectory)
+        return TrajectoryCollection(trajectories=list(groups.values()), run_id=run_id)
+
+    def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None: ...
+
+
+@register_trajectory_builder(config_type=ThreeEvaluationsConfig)
+async def three_evaluations(config: ThreeEvaluationsConfig, builder: Builder) -> AsyncIterator[ThreeEvaluations]:
+    yield ThreeEvaluations(config)

@@ -14,6 +14,7 @@ options added to the line, on the one backend and the one workflow service that 
 that need the ART library are checked, and not run: `make test-art` has it.
 """
 
+import ast
 import importlib.util
 import json
 import os
@@ -423,6 +424,17 @@ def test_every_option_is_documented(name: str) -> None:
 def test_every_reason_code_is_documented() -> None:
     text = (ROOT / "docs/concepts.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == {reason.value for reason in DropReason}
+
+
+def test_every_code_of_the_doctor_is_documented() -> None:
+    section = (ROOT / "docs/guides/train-your-agent.md").read_text().partition("### Will it learn?")[2]
+    documented = set(re.findall(r"`(\w+)`", "".join(line for line in section.splitlines() if line.startswith("| "))))
+    files = [*(ROOT / "src/insitu/doctor").glob("*.py"), ROOT / "src/insitu/training/metrics.py"]
+    calls = [n for file in files for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Call)]
+    made = [n.args[0] for n in calls if isinstance(n.func, ast.Name) and n.func.id in ("Finding", "Cause") and n.args]
+    codes = {code.value for code in made if isinstance(code, ast.Constant)}
+    assert len(codes) > 15
+    assert codes <= documented
 
 
 def documented_keys(file: str) -> set[str]:

@@ -123,8 +123,8 @@ CURRICULUM = "finetuning.curriculum_learning"
         (("llms.player.temperature", 0), "greedy_sampling", STOPS, "llms.player.temperature", "raise it"),
         (("llms.player.top_p", 1e-6), "same_answers", STOPS, "llms.player.temperature", "raise the temperature"),
         (("llms.player.max_tokens", 2), "cut_off", HARMS, "llms.player.max_tokens", "raise it"),
-        (scored_by("always_half"), "constant_reward", STOPS, "eval.evaluators.score", "distinguish good answers"),
-        (scored_by("by_row"), "same_reward_in_groups", STOPS, "rows.jsonl", "too easy or too hard"),
+        (scored_by("always_half"), "constant_reward", STOPS, "eval.evaluators.score", "distinguishes good answers"),
+        (scored_by("by_row"), "same_reward_in_groups", STOPS, "rows.jsonl", "neither too easy nor too hard"),
         (scored_by("moody"), "changing_scores", HARMS, "eval.evaluators.score", "no randomness"),
         (scored_by("broken"), "evaluator_error", STOPS, "eval.evaluators.score", "correct the evaluator"),
         (scored_by("not_a_number"), "nan_score", STOPS, "eval.evaluators.score", "a finite number"),
@@ -218,6 +218,24 @@ async def test_a_chat_template_that_changes_earlier_answers(tmp_path: Path) -> N
     assert finding.where == "trainer_adapters.backend.model (chat template)"
 
 
+@pytest.mark.parametrize(("part", "codes"), [("score", []), ("always_half", ["constant_reward"])])
+async def test_a_trajectory_builder_of_a_plugin(tmp_path: Path, backend: str, part: str, codes: list[str]) -> None:
+    """It plays a few rows as often as it does, and writes its evaluations elsewhere."""
+    overrides = [
+        ("general", {"plugins": ["doctor_parts"]}),
+        ("trajectory_builders.episodes", {"_type": "three_evaluations"}),
+        ("eval.general.output_dir", str(tmp_path / "evaluations")),
+        scored_by(part),
+    ]
+    diagnosis = await diagnose(tmp_path, backend, *overrides, budget=Budget(episodes=3))
+    assert [finding.code for finding in serious(diagnosis)] == codes
+    assert (diagnosis.budget["rows"], diagnosis.budget["generations"]) == (3, None)
+    assert (diagnosis.budget["episodes_played"], diagnosis.played["num_groups"]) == (9, 3)
+    seconds = diagnosis.budget["seconds_played"]
+    assert diagnosis.estimate.collect_seconds_per_epoch == pytest.approx(seconds / 9 * 12)
+    assert not (tmp_path / "evaluations").exists()
+
+
 async def test_time_that_is_over(tmp_path: Path, backend: str) -> None:
     diagnosis = await diagnose(tmp_path, backend, agent("hang"), budget=Budget(seconds=0.2))
     [finding] = diagnosis.findings
@@ -226,7 +244,7 @@ async def test_time_that_is_over(tmp_path: Path, backend: str) -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    """It trains on a backend of its own, and leaves the folder of the run alone."""
+    """It trains on a separate backend, and leaves the folder of the run alone."""
     file = project(tmp_path, {"model": str(MODEL), "training": {"learning_rate": 1e-3}})
     (tmp_path / "run").mkdir()
     (tmp_path / "run/run.json").write_text("{}")

@@ -11,7 +11,7 @@ from insitu.doctor.estimate import Measures, about_disk, estimate, readable_byte
 from insitu.doctor.evidence import Evidence, is_random
 from insitu.doctor.findings import Severity, severity_of
 from insitu.doctor.groups import about_groups
-from insitu.doctor.plan import Plan, about_settings
+from insitu.doctor.plan import Plan, about_rows, about_settings
 from insitu.doctor.play import Budget
 from insitu.doctor.prefixes import about_prefixes, broken_prefixes
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
@@ -95,11 +95,31 @@ def test_few_groups_with_variance(groups: list[list[float]], code: str | None) -
         assert finding.what.startswith(f"1 of {len(groups)} groups have variance")
 
 
+def test_a_reward_that_follows_the_length() -> None:
+    groups = [[float(n) for n in range(6)]]
+    for sign, way in ((1, "longer"), (-1, "shorter")):
+        found = evidence(*groups)
+        for n, trajectory in enumerate(found.groups[0]):
+            trajectory.calls = [call(answer="a" * (9 + sign * n))]
+        [finding] = about_groups(PLAN, found)
+        assert (finding.code, finding.severity) == ("reward_follows_length", NOTE)
+        assert f"{way} answers score higher (correlation {sign:.2f})" in finding.what
+    assert not [*about_groups(PLAN, evidence(*groups))]
+
+
 def test_pairs_that_were_not_made() -> None:
     nothing = evidence(makes_pairs=True)
     nothing.selected.dropped = {"equal_scores": 7, "single_candidate": 1}
     [finding] = about_groups(PLAN, nothing)
     assert (finding.code, finding.severity, finding.where) == ("equal_scores", STOPS, "trajectory_builders.episodes")
+
+
+def test_episodes_of_which_none_is_selected() -> None:
+    strict = evidence([0.25, 0.5], compares_groups=False)
+    strict.selected = TrajectoryCollection(trajectories=[], run_id="r", dropped={"not_best": 2})
+    [finding] = about_groups(PLAN, strict)
+    assert (finding.code, finding.severity, finding.where) == ("nothing_selected", STOPS, "trainers.grpo")
+    assert finding.what.endswith("dropped: 2 not_best")
 
 
 def test_how_severe_failures_are() -> None:
@@ -175,6 +195,19 @@ def test_a_random_environment() -> None:
     assert is_random([other])
     model_differs = [Trajectory(reward=0, calls=[call(answer=a), call(1, prompt=a)]) for a in ("b1", "b2")]
     assert not is_random([model_differs])
+
+
+def test_rows_whose_question_is_an_object() -> None:
+    """It may only set the scene of a random environment, which a few episodes need not show."""
+    for question, severity in (("Where?", HARMS), ({"mark": "X"}, NOTE)):
+        rows = [EvalInputItem(id=n, input_obj=question) for n in range(4)]
+        plan = replace(PLAN, rows=rows, held_out=rows)
+        found = [*about_rows(plan, random_environment=False)]
+        assert [(f.code, f.severity) for f in found] == [
+            ("repeated_rows", severity),
+            ("held_out_rows_trained", severity),
+        ]
+        assert not [*about_rows(plan, random_environment=True)]
 
 
 def test_rates_and_curricula() -> None:

@@ -63,7 +63,7 @@ def test_the_statistics_of_an_epoch() -> None:
         ([[episode(0.0, answer())] * 2, [episode(1.0, answer())] * 2], ["the answers of each row are the same"]),
         (
             [[episode(0.0, answer(text, finish_reason="length")) for text in "abc"]],
-            ["all 3 answers were cut off at max_tokens", "every episode has the reward 0: does the evaluator"],
+            ["all 3 answers were cut off at max_tokens", "every episode has the reward 0: check that the evaluator"],
         ),
         (
             [[episode(0.25, answer(text)) for text in "ab"], [episode(1.0, answer(text)) for text in "ab"]],

@@ -56,8 +56,9 @@ def _estimate(diagnosis: "Diagnosis") -> list[str]:
     from insitu.doctor.estimate import readable_bytes, readable_seconds
 
     of, budget = diagnosis.estimate, diagnosis.budget
+    generations = f" x {budget['generations']}" if budget["generations"] is not None else ""
     return [
-        f"played {budget['episodes_played']} episodes ({budget['rows']} rows x {budget['generations']}, at most "
+        f"played {budget['episodes_played']} episodes ({budget['rows']} rows{generations}, at most "
         f"{budget['seconds']:g} s) in {readable_seconds(budget['seconds_played'])}",
         f"time: {_time(of)}",
         *_if_known("memory: at least {}", of.memory_bytes, ", the backend {}", of.backend_memory_bytes),
@@ -77,8 +78,9 @@ def _time(of: "Estimate") -> str:
         f"{of.epochs} epoch{'s' * (of.epochs != 1)} of {readable_seconds(of.collect_seconds_per_epoch)} collecting"
     ]
     parts[0] += f" and {training}" if training else " (no training job could be measured)"
-    if of.validation_seconds is not None:
-        parts.append(f"{of.validations} validations of {readable_seconds(of.validation_seconds)}")
+    if of.validations:
+        each = readable_seconds(of.validation_seconds) if of.validation_seconds is not None else "unknown length"
+        parts.append(f"{of.validations} validations of {each}")
     return total + ", ".join(parts)
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,14 +12,15 @@ from rich.console import Console
 
 from insitu.config import Config, load_config
 from insitu.doctor.episodes import about_calls, about_failures, about_lengths, about_scores
-from insitu.doctor.estimate import Estimate, about_disk, estimate
+from insitu.doctor.estimate import Estimate, about_disk, estimate, nearest_folder
 from insitu.doctor.evidence import Evidence, is_random
 from insitu.doctor.findings import Finding, Severity, will_learn, worst_first
 from insitu.doctor.groups import about_groups
 from insitu.doctor.plan import Plan, about_rows, about_settings
 from insitu.doctor.play import Budget, Examination
-from insitu.doctor.prefixes import Decoder, about_prefixes
+from insitu.doctor.prefixes import Decoder, about_prefixes, rows_per_episode
 from insitu.errors import ConfigError
+from insitu.evaluation.run import write_json
 from insitu.registry import TRAJECTORY_BUILDER
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training.metrics import collected_metrics
@@ -53,22 +55,36 @@ async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
     check_ready(config)
     config = await prepared(request.model_copy(update={"config_file": config, "override": ()}))
     plan, output_dir = Plan.of(config), config.finetuning.output_dir
-    rows, generations = _limit(config, plan, budget)
-    with TemporaryDirectory(prefix="insitu-doctor-") as scratch:
-        finetuning = config.finetuning.model_copy(update={"output_dir": Path(scratch)})
+    with _scratch_beside(output_dir) as scratch:
+        rows, generations = _limit(config, plan, budget, scratch)
+        finetuning = config.finetuning.model_copy(update={"output_dir": scratch})
         async with ready_run(config, finetuning, Console(quiet=True)) as ready:
-            examination = Examination(ready, config, plan, budget, Path(scratch))
+            examination = Examination(ready, config, plan, budget, scratch)
             examination.start_seconds = time.perf_counter() - started
             evidence = await examination.play()
             await examination.rescore(evidence)
             await examination.train(evidence)
             measures, decode = examination.measures(evidence), examination.decoder()
-            plan, keep = examination.plan, getattr(ready.adapter.adapter_config, "keep", None)
+            plan, keep = examination.plan, getattr(getattr(ready.adapter, "adapter_config", None), "keep", None)
     estimated = estimate(plan, measures, keep, output_dir)
     findings = worst_first([*judge(plan, evidence, decode), *about_disk(plan, estimated, output_dir)])
+    if plan.replays:
+        rows, generations = plan.rows_per_epoch, plan.generations
     limits = {"rows": rows, "generations": generations, "seconds": budget.seconds}
-    used = {"episodes_played": len(evidence.episodes), "seconds_played": evidence.seconds}
+    used = {"episodes_played": measures.episodes, "seconds_played": evidence.seconds}
     return Diagnosis(findings, estimated, {**limits, **used}, _played(evidence))
+
+
+@contextmanager
+def _scratch_beside(output_dir: Path) -> Iterator[Path]:
+    """A temporary folder on the disk of the run, which has to have space for a checkpoint. Raises ConfigError."""
+    folder = nearest_folder(output_dir.absolute().parent)
+    try:
+        temporary = TemporaryDirectory(prefix=".insitu-doctor-", dir=folder)
+    except OSError as error:
+        raise ConfigError(f"finetuning.output_dir: {folder} cannot be written: {error.strerror}") from error
+    with temporary:
+        yield Path(temporary.name)
 
 
 def judge(plan: Plan, evidence: Evidence, decode: Decoder | None = None) -> Iterator[Finding]:
@@ -89,26 +105,37 @@ def judge(plan: Plan, evidence: Evidence, decode: Decoder | None = None) -> Iter
         where = f"{plan.adapter}.training"
         yield Finding("job_failed", Severity.STOPS_LEARNING, evidence.job_problem, where, change)
     if evidence.ended_early:
-        ended, what = len(evidence.episodes), "the time was over before all episodes had ended"
+        ended, what = (
+            len(evidence.episodes) or sum(map(len, evidence.groups)),
+            "the time was over before all episodes had ended",
+        )
         severity = Severity.NOTE if ended else Severity.STOPS_LEARNING
         change = "raise --seconds" + ("" if ended else ", or set an episode_timeout if the agent hangs")
         yield Finding("time_over", severity, f"{what}: {ended} did", "eval.general.episode_timeout", change)
 
 
-def _limit(config: Config, plan: Plan, budget: Budget) -> tuple[int, int]:
-    """Limits the rows and generations of the file's trajectory builder; raises ConfigError if it has no limits."""
+def _limit(config: Config, plan: Plan, budget: Budget, scratch: Path) -> tuple[int, int | None]:
+    """Limits the rows and generations that the file's trajectory builder plays.
+
+    That of a plugin gets a dataset with a few rows, which it plays as often as it does. The files of its evaluations
+    are written to `scratch`, too.
+    """
     name = str(config.finetuning.trajectory_builder)
     block = config.block(TRAJECTORY_BUILDER, name)
-    if not isinstance(block, CollectingBuilderConfig):
-        raise ConfigError(
-            f"trajectory_builders.{name} ({block.type}) has no num_generations and rows_per_epoch, so that no few rows "
-            "can be played; `insitu validate` checks the rest of the file"
-        )
-    rows, generations = budget.rows_and_generations(block.num_generations)
-    rows = min(rows, plan.rows_per_epoch) or rows
-    limits = {"rows_per_epoch": rows, "num_generations": generations}
-    config.blocks[TRAJECTORY_BUILDER.section, name] = block.model_copy(update=limits)
-    return rows, generations
+    if isinstance(block, CollectingBuilderConfig):
+        rows, generations = budget.rows_and_generations(block.num_generations)
+        rows = min(rows, plan.rows_per_epoch) or rows
+        limits = {"rows_per_epoch": rows, "num_generations": generations}
+        config.blocks[TRAJECTORY_BUILDER.section, name] = block.model_copy(update=limits)
+        return rows, generations
+    rows = min(budget.rows_and_generations(1)[0], len(plan.rows))
+    few = scratch / "rows.json"
+    write_json(few, [row.full_dataset_entry for row in plan.rows[:rows]])
+    asked = config.finetuning.run_configuration
+    assert asked is not None  # of a prepared file
+    config.finetuning.run_configuration = asked.model_copy(update={"dataset": few})
+    config.eval.output_dir = scratch / "eval"
+    return rows, None
 
 
 def _played(evidence: Evidence) -> dict[str, Any]:
@@ -118,6 +145,7 @@ def _played(evidence: Evidence) -> dict[str, Any]:
     metrics = collected_metrics(evidence.groups)
     return {
         **metrics,
+        "rows_per_episode": rows_per_episode(evidence.groups),
         "prompts_max_length": max(prompts, default=None),
         "completions_max_length": max((len(call.token_ids or ()) for call in calls), default=None),
         "context_length": evidence.served.max_length if evidence.served is not None else None,

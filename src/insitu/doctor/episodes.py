@@ -41,13 +41,15 @@ def about_calls(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     calling = [episode for episode in episodes if episode.calls]
     if served is not None and calling:
         asked = {url for episode in calling for url in episode.requested}
-        if not any(is_same_server(url, served.base_url) for url in asked):
+        reached = any(is_same_server(url, served.base_url) for url in asked) or evidence.traffic_problem is not None
+        if asked and not reached:
+            counted = evidence.leftovers is not None and evidence.leftovers.unknown_completions is not None
             who = share_of(len(calling), len(episodes), "episodes")
             yield Finding(
                 "other_server",
-                Severity.STOPS_LEARNING,
+                Severity.STOPS_LEARNING if counted else Severity.HARMS,  # it may have two names
                 f"the model that is trained is served at {served.base_url}, but {who} called "
-                f"{', '.join(sorted(asked)) or 'no server'}",
+                f"{', '.join(sorted(asked))}",
                 plan.llm("base_url"),
                 "use _type: policy, which is the model under training wherever it is served",
             )

@@ -63,7 +63,9 @@ class Estimate:
 def estimate(plan: Plan, measures: Measures, keep: KeepConfig | None, output_dir: Path) -> Estimate:
     """A job takes as long as the measured one for each of its episodes."""
     collect = _playing_seconds(plan, measures, plan.episodes_per_epoch)
-    validation = _playing_seconds(plan, measures, len(plan.held_out) * plan.validation_reps)
+    validation = None
+    if not plan.replays or not plan.validations:  # reading an episode says nothing about playing one
+        validation = _playing_seconds(plan, measures, len(plan.held_out) * plan.validation_reps)
     train = _job_seconds(plan, measures)
     total = None
     if collect is not None and train is not None and validation is not None:
@@ -86,7 +88,7 @@ def estimate(plan: Plan, measures: Measures, keep: KeepConfig | None, output_dir
         episodes_bytes=episodes,
         checkpoint_bytes=checkpoints,
         disk_bytes=sum(known) if known else None,
-        disk_free_bytes=shutil.disk_usage(_existing(output_dir)).free,
+        disk_free_bytes=shutil.disk_usage(nearest_folder(output_dir)).free,
     )
 
 
@@ -143,13 +145,14 @@ def about_disk(plan: Plan, estimated: Estimate, output_dir: Path) -> Iterator[Fi
             "disk_space",
             Severity.STOPS_LEARNING,
             f"the run needs {readable_bytes(estimated.disk_bytes)}, and {readable_bytes(estimated.disk_free_bytes)} "
-            f"are free in {_existing(output_dir)}",
+            f"are free in {nearest_folder(output_dir)}",
             f"finetuning.output_dir, {plan.adapter}.keep",
             "free space, use another disk, or keep fewer checkpoints",
         )
 
 
-def _existing(path: Path) -> Path:
+def nearest_folder(path: Path) -> Path:
+    """The path itself, or the nearest of its parents that exists."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from insitu.schemas.episodes import Episode, ModelCall
-from insitu.schemas.finetuning import PolicyEndpoint, TrajectoryCollection
+from insitu.schemas.finetuning import PolicyEndpoint, Trajectory, TrajectoryCollection
 from insitu.training.metrics import trained_calls
 from insitu.training.traffic import Leftovers
 
@@ -43,7 +43,7 @@ class Evidence:
     makes_pairs: bool = False
 
     @property
-    def groups(self) -> Sequence[Any]:
+    def groups(self) -> Sequence[Sequence[Trajectory]]:
         return self.collection.trajectories
 
     @property
@@ -57,12 +57,12 @@ class Evidence:
         return [call for group in self.groups for call in trained_calls(group)]
 
 
-def is_random(groups: Sequence[Any]) -> bool:
+def is_random(groups: Sequence[Sequence[Trajectory]]) -> bool:
     """Whether the environment is random: after the same prompts and answers, episodes of a row got another prompt."""
     return any(_differs(group) for group in groups)
 
 
-def _differs(group: Sequence[Any]) -> bool:
+def _differs(group: Sequence[Trajectory]) -> bool:
     following: dict[str, str] = {}
     for trajectory in group:
         for history, prompt in _prompts(trajectory.calls):

@@ -1,15 +1,22 @@
 """What the rewards of the groups show: whether there is anything to learn from."""
 
 from collections.abc import Iterator, Sequence
+from statistics import correlation, fmean
 
 from insitu.doctor.evidence import Evidence
 from insitu.doctor.findings import Finding, Severity
 from insitu.doctor.plan import Plan
 from insitu.schemas.episodes import DropReason
-from insitu.training.metrics import likely_causes, share_of, why_no_pairs, without_variance
+from insitu.schemas.finetuning import Trajectory
+from insitu.training.metrics import likely_causes, share_of, trained_calls, why_no_pairs, without_variance
+from insitu.training.report import counts
 
 _FEW = 0.25
 """Share of the groups with variance below which most of a run's time is wasted."""
+_RELATED = 0.95
+"""Correlation of reward and length within the groups from which there is hardly anything else to learn."""
+_LENGTHS = 5
+"""Different lengths and rewards that a correlation needs."""
 _AT_THE_END = 0.9
 """Share of the episodes with the highest or lowest reward from which that is why few groups have variance."""
 
@@ -18,21 +25,30 @@ def about_groups(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     """Groups without variance, and why; what else was dropped from them."""
     if evidence.episodes and all(episode.reason is not None for episode in evidence.episodes):
         return  # their failures say why
-    if evidence.makes_pairs:
-        if not any(evidence.selected.trajectories):
-            yield from _no_pairs(plan, evidence)
-        return
+    found = [*_no_pairs(plan, evidence)] if evidence.makes_pairs else [*_rewards(plan, evidence)]
+    yield from found
+    stops = any(finding.severity is Severity.STOPS_LEARNING for finding in found)
+    if any(evidence.groups) and not any(evidence.selected.trajectories) and not stops:
+        what = f"nothing that was played would be trained; dropped: {counts(evidence.selected.dropped)}"
+        change = "see what the reasons mean; min_reward and the like may be too strict for this model"
+        yield Finding("nothing_selected", Severity.STOPS_LEARNING, what, plan.trainer, change)
+
+
+def _rewards(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     groups = [group for group in evidence.groups if len(group) > 1]
-    if not groups or not evidence.compares_groups:
-        return
     alike = without_variance(evidence.collection, evidence.selected.drop_reasons)
-    if len(alike) == len(groups):
-        for cause in likely_causes(alike):
-            yield Finding(cause.code, Severity.STOPS_LEARNING, cause.what, _where(cause.code, plan), cause.change)
-    elif len(groups) - len(alike) < _FEW * len(groups):
-        yield _few_with_variance(plan, groups, len(groups) - len(alike))
-    else:
-        yield from _small_differences(plan, groups)
+    if groups and len(alike) == len(groups):
+        causes = likely_causes(alike)
+        for cause in causes:
+            follows = cause.code == "constant_reward" and causes[0].code in ("greedy_sampling", "same_answers")
+            severity = Severity.NOTE if follows else Severity.STOPS_LEARNING
+            yield Finding(cause.code, severity, cause.what, _where(cause.code, plan), cause.change)
+    elif groups and evidence.compares_groups:
+        if len(groups) - len(alike) < _FEW * len(groups):
+            yield _few_with_variance(plan, groups, len(groups) - len(alike))
+        else:
+            yield from _small_differences(plan, groups)
+            yield from _length_alone(plan, groups)
     if missing := evidence.selected.dropped.get(DropReason.NO_STEP_REWARDS):
         total = sum(map(len, evidence.groups))
         yield Finding(
@@ -53,12 +69,14 @@ def _where(code: str, plan: Plan) -> str:
 
 
 def _no_pairs(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
+    if any(evidence.selected.trajectories):
+        return
     for cause in why_no_pairs(evidence.selected.dropped):
         yield Finding(cause.code, Severity.STOPS_LEARNING, cause.what, plan.builder, cause.change)
 
 
-def _few_with_variance(plan: Plan, groups: Sequence[Sequence[object]], varied: int) -> Finding:
-    rewards = [t.reward for group in groups for t in group]  # type: ignore[attr-defined]
+def _few_with_variance(plan: Plan, groups: Sequence[Sequence[Trajectory]], varied: int) -> Finding:
+    rewards = [t.reward for group in groups for t in group]
     what = f"{varied} of {len(groups)} groups have variance; the others teach nothing"
     for code, end, kind in (("reward_ceiling", max(rewards), "highest"), ("reward_floor", min(rewards), "lowest")):
         if (count := rewards.count(end)) >= _AT_THE_END * len(rewards):
@@ -70,11 +88,28 @@ def _few_with_variance(plan: Plan, groups: Sequence[Sequence[object]], varied: i
     return Finding("little_variance", Severity.HARMS, what, f"{plan.dataset}, {plan.evaluator}", change)
 
 
-def _small_differences(plan: Plan, groups: Sequence[Sequence[object]]) -> Iterator[Finding]:
+def _length_alone(plan: Plan, groups: Sequence[Sequence[Trajectory]]) -> Iterator[Finding]:
+    """A reward that follows the length of the answers."""
+    rewards, lengths = [], []
+    for group in groups:
+        tokens = [sum(len(call.token_ids or ()) for call in trained_calls([t])) for t in group]
+        lengths += [each - fmean(tokens) for each in tokens]
+        rewards += [t.reward - fmean(other.reward for other in group) for t in group]
+    if len({*lengths}) < _LENGTHS or len({*rewards}) < _LENGTHS:
+        return
+    related = correlation(lengths, rewards)
+    if abs(related) >= _RELATED:
+        way = "longer" if related > 0 else "shorter"
+        what = f"in the groups {way} answers score higher (correlation {related:.2f}): training teaches length first"
+        change = "see whether the score means to; if not, judge the content, or subtract a term for the length"
+        yield Finding("reward_follows_length", Severity.NOTE, what, plan.evaluator, change)
+
+
+def _small_differences(plan: Plan, groups: Sequence[Sequence[Trajectory]]) -> Iterator[Finding]:
     """Groups that the curriculum leaves out although their rewards differ."""
     if not plan.curriculum.enabled:
         return
-    ranges = [max(rewards) - min(rewards) for group in groups if (rewards := [t.reward for t in group])]  # type: ignore[attr-defined]
+    ranges = [max(rewards) - min(rewards) for group in groups if (rewards := [t.reward for t in group])]
     small = [each for each in ranges if 0 < round(each, 9) < plan.curriculum.min_reward_diff]
     if 2 * len(small) >= len(groups):
         yield Finding(

@@ -47,6 +47,8 @@ class Plan:
     held_out_name: str
     training: Mapping[str, Any] = field(default_factory=dict)
     warms_up: bool = False
+    replays: bool = False
+    """Whether it trains on the recorded episodes of another run."""
 
     @property
     def episodes_per_epoch(self) -> int:
@@ -92,6 +94,7 @@ class Plan:
             dataset=str(getattr(config.eval.dataset, "file_path", "eval.general.dataset")),
             held_out_name=str(validation.dataset or validation.config_file) if validation is not None else "",
             warms_up=getattr(config.blocks.get((TRAINER.section, str(finetuning.trainer))), "sft", None) is not None,
+            replays=stored,
         )
 
 
@@ -144,17 +147,19 @@ def _about_curriculum(plan: Plan) -> Iterator[Finding]:
 def about_rows(plan: Plan, *, random_environment: bool) -> Iterator[Finding]:
     """Rows that repeat, and rows that are held out and trained.
 
-    In a `random_environment` rows with the same question are different tasks: the question only sets the scene.
+    In a `random_environment` rows with the same question are different tasks: the question only sets the scene. One
+    that is an object often does, so that it is only noted.
     """
     if random_environment:
         return
+    harms = Severity.NOTE if any(isinstance(row.input_obj, Mapping) for row in plan.rows) else Severity.HARMS
     by_question: dict[str, list[str]] = {}
     for row in plan.rows:
         by_question.setdefault(_text(row.input_obj), []).append(str(row.id))
     repeated = [ids for ids in by_question.values() if len(ids) > 1]
     if extra := sum(len(ids) - 1 for ids in repeated):
         share, example = share_of(extra, len(plan.rows), "rows"), ", ".join(repr(each) for each in repeated[0][:3])
-        severity = Severity.HARMS if extra >= _MANY * len(plan.rows) else Severity.NOTE
+        severity = harms if extra >= _MANY * len(plan.rows) else Severity.NOTE
         yield Finding(
             "repeated_rows",
             severity,
@@ -166,7 +171,7 @@ def about_rows(plan: Plan, *, random_environment: bool) -> Iterator[Finding]:
     if held_out:
         yield Finding(
             "held_out_rows_trained",
-            Severity.HARMS,
+            harms,
             f"{share_of(len(held_out), len(plan.held_out), 'held-out rows')} are trained too, such as the row "
             f"{held_out[0]!r}: the held-out score says little about other rows",
             f"finetuning.validation.dataset ({plan.held_out_name})",

@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,6 +61,13 @@ async def _rehearse(builder: TrajectoryBuilder, run_id: str) -> float:
     return time.perf_counter() - began
 
 
+def _collection(records: list[GroupRecord], run_id: str) -> TrajectoryCollection:
+    """The groups that are complete."""
+    dropped = sum((record.dropped for record in records), Counter[str]())
+    groups = [record.trajectories for record in sorted(records, key=lambda r: r.row_id) if record.trajectories]
+    return TrajectoryCollection(trajectories=groups, run_id=run_id, epoch=1, dropped=dict(dropped))
+
+
 class Examination:
     """A run in a temporary folder, of which one epoch is played and trained."""
 
@@ -82,8 +90,8 @@ class Examination:
         """
         run_id = new_run_id()
         served = await self._adapter.policy_endpoint() if isinstance(self._adapter, TrainerAdapter) else None
-        nothing = TrajectoryCollection(trajectories=[], run_id=run_id, epoch=1)
-        evidence = Evidence(nothing, nothing, served=served)
+        collection = TrajectoryCollection(trajectories=[], run_id=run_id, epoch=1)
+        evidence = Evidence(collection, collection, served=served)
         records: list[GroupRecord] = []
         traffic = PolicyTraffic(self._builder, served)
 
@@ -107,7 +115,7 @@ class Examination:
                 await traffic.start()
                 began = time.perf_counter()
                 await builder.start_run(run_id, meta)
-                await builder.finalize(run_id, meta)
+                collection = await builder.finalize(run_id, meta)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -115,8 +123,10 @@ class Examination:
         evidence.seconds = time.perf_counter() - began
         if not evidence.ended_early:  # what was cancelled was requested, too
             evidence.leftovers, evidence.traffic_problem = await traffic.finish()
-        self._record(records)
-        self._collect(evidence, records, run_id)
+        if records:  # those of the built-in builders, as they complete
+            self._record(records)
+            collection = _collection(records, run_id)
+        self._judge_as_trainer(evidence, with_recovered_calls(collection, run_id, 1))
         return evidence
 
     def _record(self, records: list[GroupRecord]) -> None:
@@ -126,22 +136,18 @@ class Examination:
                 self._trainer.store.append_group(record, 1)
             self._bytes = sum(self._trainer.store.sizes().values())
 
-    def _collect(self, evidence: Evidence, records: list[GroupRecord], run_id: str) -> None:
-        """Adds the collection, and what would be trained of it."""
-        groups = [r.trajectories for r in sorted(records, key=lambda r: r.row_id) if r.trajectories]
-        dropped: dict[str, int] = {}
-        for record in records:
-            for reason, count in record.dropped.items():
-                dropped[reason] = dropped.get(reason, 0) + count
-        collection = TrajectoryCollection(trajectories=groups, run_id=run_id, epoch=1, dropped=dropped)
-        evidence.collection = evidence.selected = with_recovered_calls(collection, run_id, 1)
-        trainer = self._trainer
+    def _judge_as_trainer(self, evidence: Evidence, collection: TrajectoryCollection) -> None:
+        """Adds the collection, what would be trained of it, and the settings that only live components know."""
+        evidence.collection = evidence.selected = collection
+        trainer, builder = self._trainer, self._trainer.trajectory_builder
+        groups, plan = collection.trajectories, self.plan
+        if not isinstance(builder, EpisodesBuilder):
+            self.plan = replace(plan, generations=max(map(len, groups), default=1))
+        elif plan.replays:  # all of its episodes have been read
+            self.plan = replace(plan, rows_per_epoch=len(groups), generations=max(map(len, groups), default=1))
         if not isinstance(trainer, InsituTrainer):
             return
         self.plan = replace(self.plan, training=self._adapter.training_settings())
-        if getattr(trainer.trajectory_builder, "stored", None) is not None:  # all of its episodes have been read
-            size = max(map(len, groups), default=0)
-            self.plan = replace(self.plan, rows_per_epoch=len(groups), generations=size)
         evidence.compares_groups, evidence.makes_pairs = trainer.needs.groups, trainer.needs.pairs
         try:
             check_sampled(trainer, trainer.needs, evidence.collection, evidence.served)
@@ -159,9 +165,12 @@ class Examination:
         if reward is None or not isinstance(builder, EpisodesBuilder) or builder.stored is not None:
             return
         rows = {str(row.id): row for row in builder.rows_of_epoch(1)}
-        played = [each for each in self._steps.values() if reward in each[0].scores and each[0].outcome is Outcome.OK]
+        scored = (each for each in self._steps.values() if each[0].outcome is Outcome.OK)
+        played = [each for each in scored if each[0].scores.get(reward) is not None]
         again = (self._score(*each, rows, reward) for each in played[:_RESCORED])
-        evidence.rescored = await asyncio.gather(*again)
+        with suppress(TimeoutError):  # what is known of a slow evaluator is how slow it is
+            async with asyncio.timeout(self._budget.seconds):
+                evidence.rescored = await asyncio.gather(*again)
 
     async def _score(self, episode: Episode, steps: list[Any], rows: dict[str, EvalInputItem], reward: str) -> Rescored:
         info = await self._builder.get_evaluator(reward)
@@ -198,7 +207,7 @@ class Examination:
         return Measures(
             start=self.start_seconds,
             playing=evidence.seconds,
-            episodes=len(evidence.episodes),
+            episodes=len(evidence.episodes) or sum(map(len, evidence.groups)),
             collected=sum(map(len, evidence.groups)),
             alone=self._alone,
             together=fmean(episode.seconds for episode in evidence.episodes) if evidence.episodes else None,

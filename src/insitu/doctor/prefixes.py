@@ -1,6 +1,7 @@
 """Conversations that need more than one training row, because a prompt does not repeat the tokens before it."""
 
 from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from insitu.advantages.estimator import rows_of
@@ -8,6 +9,7 @@ from insitu.doctor.evidence import Evidence
 from insitu.doctor.findings import Finding, Severity, severity_of
 from insitu.doctor.plan import Plan
 from insitu.schemas.episodes import ModelCall
+from insitu.schemas.finetuning import Trajectory
 from insitu.training.metrics import share_of
 from insitu.trajectories.conversations import same_message
 
@@ -72,6 +74,17 @@ def _starts_with(call: ModelCall, earlier: ModelCall) -> bool:
 
 def _tokens_after(call: ModelCall) -> list[int]:
     return [*(call.prompt_token_ids or ()), *(call.token_ids or ())]
+
+
+def rows_per_episode(groups: Sequence[Sequence[Trajectory]]) -> float | None:
+    """The mean number of training rows that an episode would need; None if it is unknown."""
+    counts = []
+    for trajectory in (t for group in groups for t in group):
+        calls = [trajectory.calls[position] for position in trajectory.trained_calls]
+        if any(call.prompt_token_ids is None or not call.logprobs for call in calls):
+            return None
+        counts.append(len(rows_of(trajectory.calls, dict.fromkeys(trajectory.trained_calls, 1.0))))
+    return fmean(counts) if counts else None
 
 
 def about_prefixes(plan: Plan, evidence: Evidence, decode: Decoder | None = None) -> Iterator[Finding]:

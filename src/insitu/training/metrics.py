@@ -188,14 +188,14 @@ def likely_causes(groups: Sequence[Group]) -> list[Cause]:
     rewards = {t.reward for group in groups for t in group}
     if len(rewards) == 1:
         what = f"every episode has the reward {rewards.pop():g}"
-        change = "does the evaluator distinguish good answers from bad ones, and are some answers good?"
+        change = "check that the evaluator distinguishes good answers from bad ones, and that some answers are good"
         causes.append(Cause("constant_reward", what, change))
     elif not causes:
         causes.append(
             Cause(
                 "same_reward_in_groups",
                 f"the episodes of a row score the same, from {min(rewards):g} to {max(rewards):g} by row",
-                "its question is too easy or too hard, or the score too coarse",
+                "use rows that are neither too easy nor too hard, or a finer score",
             )
         )
     return causes

@@ -21,8 +21,8 @@ class Leftovers(NamedTuple):
     stray_completions: int
     """Requested through the run's own clients, but outside every episode and evaluator."""
     unknown_completions: int | None
-    """Sampled by the policy's server, but not requested by the run; None if it does not count them or was restarted, or
-    if a process that runs episodes has ended."""
+    """Sampled by the policy's server, but not requested by the run; None if it does not count them or was restarted, if
+    a process that runs episodes has ended, or if a plugin's builder runs episodes without reporting them."""
     abandoned_attempts: int
     """Attempts at episodes whose code ignored its cancellation."""
 
@@ -45,6 +45,7 @@ class PolicyTraffic:
         self._served = served
         self._episodes: Counter[str] = Counter()
         self._abandoned = 0
+        self._has_episodes = False
         self._stray_before = 0
         self._outside_before = 0
         self._served_before: _Count | None = None
@@ -55,6 +56,7 @@ class PolicyTraffic:
         self._outside_before, self._served_before = self._outside(), await self._count()
 
     def add(self, episode: Episode) -> None:
+        self._has_episodes = True
         self._episodes.update({_normal(url): count for url, count in episode.requested.items()})
         self._abandoned += episode.abandoned_attempts
 
@@ -66,6 +68,7 @@ class PolicyTraffic:
         is_complete = self._lost_workers() == self._lost_before
         if (
             not is_complete
+            or not self._has_episodes
             or after is None
             or before is None
             or self._served is None
