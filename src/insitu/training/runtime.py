@@ -37,6 +37,8 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     ValidationConfig,
 )
+from insitu.trackers.processes import reported
+from insitu.trackers.tracker import check_trackers
 from insitu.training.checkpoints import find_checkpoint
 from insitu.training.event_loop import run_async
 from insitu.training.report import Report
@@ -94,7 +96,7 @@ async def finetuning_main(run_config: FinetuneRunConfig, console: Console | None
                     run.wait_for_policy = adapter.wait_until_reachable
                     builder.trained_policy = await adapter.policy_endpoint()
                     check_model_names(builder, run_config.endpoint)
-                async with _watched(adapter):
+                async with _watched(adapter), reported(finetuning.report_to, Path(finetuning.output_dir)):
                     statuses = await run_finetuning(trainer)
     _check_validations(run, config)
     return statuses
@@ -119,6 +121,7 @@ async def _prepared(run_config: FinetuneRunConfig) -> Config:
     """The file with the options of the command line; raises ConfigError if its inputs cannot be used."""
     config = load_config(run_config.config_file, run_config.override)
     check_ready(config)
+    check_trackers(config.finetuning.report_to)
     if isinstance(run_config.resume, Path):
         if not any((run_config.resume / name).exists() for name in RUN_FILES):
             raise ConfigError(f"--resume: {run_config.resume} holds no run that can continue")
