@@ -22,7 +22,7 @@ from insitu.plugin_api import Tracker
 
 class Recording(Tracker):
     def start(self, run, continued):
-        self.path = run.folder / "recorded.jsonl"
+        self.path = run.folder / f"{type(self).__name__}.jsonl"
         self.write(started=run.settings["finetuning.num_epochs"], continued=continued, run=run.run_id)
         return "an id"
 
@@ -88,7 +88,7 @@ def finetune(folder: Path, site: Path, *options: str) -> Any:
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run/trackers/recorded.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "run/trackers/Recording.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +108,7 @@ def test_each_epoch_is_logged_once_also_by_a_run_that_continues(project: Path, t
     run_id = json.loads((project / "run/run.json").read_text())["run_id"]
     assert [line for line in lines if "epoch" not in line] == [
         {"started": 2, "continued": None, "run": run_id},
-        {"started": 2, "continued": None, "run": run_id},
-        *[{"finished": "completed"}] * 1,
-        {"started": 2, "continued": "an id", "run": run_id},
+        {"finished": "completed"},
         {"started": 2, "continued": "an id", "run": run_id},
         {"finished": "completed"},
     ]
@@ -131,7 +129,7 @@ def test_what_is_logged_is_what_the_files_have(project: Path, tracked: str) -> N
         assert all(isinstance(value, float) for value in metrics.values())
         columns, rows = steps[epoch]["tables"]["train/episodes"]
         assert len(rows) == 8
-        assert rows[0][columns.index("prompt")] == "user: Row 0"
+        assert rows[0][columns.index("prompt")].startswith("user: Row ")
     for epoch in (0, 2, 3):
         assert steps[epoch]["metrics"]["validation/score"] == validations[epoch]["avg_reward"]
         columns, rows = steps[epoch]["tables"]["validation/scores"]
@@ -141,7 +139,7 @@ def test_what_is_logged_is_what_the_files_have(project: Path, tracked: str) -> N
 
 def test_a_tracker_that_fails_is_one_warning(project: Path, tracked: str) -> None:
     assert tracked.count("finetuning.report_to: raising has failed: ValueError: the password is ***") == 2, tracked
-    assert tracked.count("WARNING") == 2
+    assert len(tracked.splitlines()) == 2
     assert "the files of the run have everything" in tracked
     assert "hunter2" not in (project / "run/trackers/raising.log").read_text()
 
@@ -186,7 +184,7 @@ async def test_a_tracker_that_hangs_is_ended_with_the_run(
     made_up(tmp_path, 2)
     with caplog.at_level(logging.WARNING):
         async with asyncio.timeout(HANGS), reported([name], tmp_path):
-            sign = tmp_path / "trackers" / ("hangs" if name == "hanging" else "recorded.jsonl")
+            sign = tmp_path / "trackers" / ("hangs" if name == "hanging" else "HangingAtTheEnd.jsonl")
             while not sign.exists():  # noqa: ASYNC110 - another process makes it
                 await asyncio.sleep(0.01)
     (record,) = caplog.records
@@ -208,7 +206,7 @@ def test_a_tracker_ends_when_the_run_is_killed(project: Path, site: Path, tmp_pa
     write_rows(digits_project(tmp_path), [{"say": "Row"}])
     command = ["finetune", "--config_file", "config.yml", "-o", "finetuning.report_to", "recording"]
     with start(*command, "-o", "finetuning.num_epochs", "500", folder=tmp_path, PYTHONPATH=str(site)) as process:
-        file = tmp_path / "run/trackers/recorded.jsonl"
+        file = tmp_path / "run/trackers/Recording.jsonl"
         process.wait_until(lambda: file.exists() and '"epoch"' in file.read_text())
         process.kill()
         process.wait()
