@@ -54,6 +54,7 @@ class Follower:
 
     def _started(self) -> Tracker:
         run = self._files.run
+        run.folder.mkdir(exist_ok=True)
         known = read_object(self._state_file) if self._state_file.is_file() else {}
         self._state = known if known.get("run_id") == run.run_id else {"run_id": run.run_id, "id": None, "epoch": -1}
         tracker = tracker_class(self._name)()
