@@ -66,7 +66,8 @@ class Follower:
         write_file(self._state_file, orjson.dumps(self._state) + b"\n")
 
 
-def main(name: str, folder: Path) -> None:
+def follow(name: str, folder: Path) -> None:
+    """Returns when the run has ended."""
     follower = Follower(name, RunFiles(folder))
     has_ended = False
     while not has_ended:
@@ -76,12 +77,16 @@ def main(name: str, folder: Path) -> None:
     follower.finish()
 
 
-if __name__ == "__main__":
+def main(name: str, folder: str) -> None:
     os.nice(_NICENESS)
     remember_environment(os.environ)
     redact_stream(sys.stdout)
     redact_stream(sys.stderr)
     try:
-        main(sys.argv[1], Path(sys.argv[2]))
+        follow(name, Path(folder))
     except InsituError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

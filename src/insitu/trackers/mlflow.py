@@ -1,4 +1,4 @@
-"""MLflow. MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and its other variables apply."""
+"""MLflow, configured by MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and its other variables."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Trackio. TRACKIO_DIR, TRACKIO_PROJECT and its other variables apply."""
+"""Trackio, configured by TRACKIO_DIR, TRACKIO_PROJECT and its other variables."""
 
 import os
 from typing import Any

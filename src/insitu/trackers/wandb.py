@@ -1,4 +1,4 @@
-"""Weights & Biases. WANDB_PROJECT, WANDB_MODE=offline and its other variables apply."""
+"""Weights & Biases, configured by WANDB_PROJECT, WANDB_MODE and its other variables."""
 
 import os
 import secrets
