@@ -4,7 +4,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help install quickstart example-dpo test test-chaos test-hostile test-art test-customizer test-frameworks \
-	test-preferences test-javascript test-distributed test-vllm test-ray test-browser check bench clean
+	test-preferences test-javascript test-distributed test-vllm test-ray test-browser test-trackers check bench \
+	clean
 
 help:
 	@echo "make quickstart   install into .venv and train the tic-tac-toe player (about 3 minutes)"
@@ -23,6 +24,7 @@ help:
 	@echo "make test-ray     runs episodes on a Ray cluster of two nodes, in an environment with Ray (about 10 minutes)"
 	@echo "make test-browser  opens the pages of insitu view in Debian's Chromium and saves screenshots to build/screenshots"
 	@echo "                  (about 5 minutes; installs chromium with apt-get if it is missing, as root or with sudo)"
+	@echo "make test-trackers  logs a run to each experiment tracker and reads it back, in an environment with all of them"
 	@echo "make test-javascript  trains an agent that uses the openai package of npm (needs node)"
 	@echo "make check        lint, formatting and types"
 	@echo "make bench        measure side by side and write benchmarks/RESULTS.md"
@@ -162,6 +164,16 @@ $(CHROMIUM):
 
 test-browser: $(VENV)/.installed-dev .venv-browser/.installed $(CHROMIUM)
 	CHROMIUM=$(CHROMIUM) .venv-browser/bin/python -m pytest tests_browser
+
+# The trackers' packages, without torch: they log a run that is made up.
+.venv-trackers/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv .venv-trackers
+	.venv-trackers/bin/python -m pip install --quiet --disable-pip-version-check \
+		-e '.[tensorboard,wandb,mlflow,trackio]' pytest pytest-asyncio
+	@touch $@
+
+test-trackers: .venv-trackers/.installed
+	.venv-trackers/bin/python -m pytest tests_trackers
 
 examples/javascript/node_modules: examples/javascript/package.json
 	npm install --prefix examples/javascript --no-audit --no-fund --no-package-lock --silent

@@ -44,6 +44,7 @@ ORDER = [
     "plain",
     "interfaces",
     "trajectories",
+    "trackers",
     "training",
     "toolkit",
     "plugin_api",
@@ -67,6 +68,7 @@ INTEGRATIONS = {
     "backend/protocols/native": None,
     "backend/vllm": "backend/server.py",
     "frameworks/*": None,
+    **{f"trackers/{name}": None for name in ("tensorboard", "wandb", "mlflow", "trackio")},
 }
 BACKEND_MAY = {
     *("errors", "redaction", "files", "folder_lock", "schemas", "checkpoint_files", "algorithms"),

@@ -100,6 +100,12 @@ from insitu.toolkit.ttc import (
     StrategyBase as StrategyBase,
     TTCItem as TTCItem,
 )
+from insitu.trackers.tracker import (
+    Step as Step,
+    Table as Table,
+    TrackedRun as TrackedRun,
+    Tracker as Tracker,
+)
 from insitu.workflow.context import (
     Context as Context,
 )

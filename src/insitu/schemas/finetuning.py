@@ -175,6 +175,8 @@ class FinetuneConfig(BaseModel):
     """Run directory, relative to the working directory; an earlier run in it is renamed."""
     validation: ValidationConfig | None = None
     """Validation before, during and after training; none: no validation."""
+    report_to: list[str] = Field(default_factory=list)
+    """Experiment trackers that each epoch is logged to: tensorboard, wandb, mlflow, trackio, or those of plugins."""
     run_configuration: FinetuneRunConfig | None = None
     """Set from the command line; in the file it is not used, and a warning."""
 
@@ -182,6 +184,18 @@ class FinetuneConfig(BaseModel):
     @classmethod
     def _expand_home(cls, value: Path) -> Path:
         return value.expanduser()
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("report_to")
+    @classmethod
+    def _no_name_twice(cls, value: list[str]) -> list[str]:
+        if twice := sorted({name for name in value if value.count(name) > 1}):
+            raise ValueError(f"names {', '.join(twice)} twice")
+        return value
 
     @model_validator(mode="before")
     @classmethod

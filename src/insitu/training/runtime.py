@@ -32,6 +32,8 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     ValidationConfig,
 )
+from insitu.trackers.processes import reported
+from insitu.trackers.tracker import check_trackers
 from insitu.training.event_loop import run_async
 from insitu.training.serving import check_open_files, watched
 from insitu.training.store import RUN_FILES
@@ -74,7 +76,11 @@ async def finetuning_main(run_config: FinetuneRunConfig, console: Console | None
     Raises if a job failed, nothing was trained, or a validation failed.
     """
     config = await prepared(run_config)
-    async with ready_run(config, config.finetuning, console) as ready:
+    finetuning = config.finetuning
+    async with (
+        ready_run(config, finetuning, console) as ready,
+        reported(finetuning.report_to, Path(finetuning.output_dir)),
+    ):
         statuses = await run_finetuning(ready.trainer)
     _check_validations(ready.state, config)
     return statuses
@@ -130,6 +136,7 @@ async def prepared(run_config: FinetuneRunConfig) -> Config:
     """The file with the options of the command line; raises ConfigError if its inputs cannot be used."""
     config = load_config(run_config.config_file, run_config.override)
     check_ready(config)
+    check_trackers(config.finetuning.report_to)
     if isinstance(run_config.resume, Path):
         if not any((run_config.resume / name).exists() for name in RUN_FILES):
             raise ConfigError(f"--resume: {run_config.resume} holds no run that can continue")

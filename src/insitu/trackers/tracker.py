@@ -1,0 +1,89 @@
+"""The interface of an experiment tracker, and the look-up of trackers by name.
+
+A package adds its own with an entry point of the group `insitu.trackers`: NAME = "module:Class".
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from insitu.errors import ConfigError, PluginError, describe_error, install_command
+from insitu.registry import not_found
+
+GROUP = "insitu.trackers"
+KEY = "finetuning.report_to"
+PROJECT = "insitu"
+"""The project or experiment, if the tracker's own environment variable names none."""
+
+
+class TrackedRun(NamedTuple):
+    """A run as trackers get to know it; `folder` is for their own files. `settings` are those of the file, by key."""
+
+    name: str
+    run_id: str
+    folder: Path
+    settings: dict[str, str | float | bool | None]
+
+
+class Table(NamedTuple):
+    """Texts and numbers by column."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+
+class Step(NamedTuple):
+    """What is logged of an epoch; 0 is before training. All numbers are finite."""
+
+    epoch: int
+    metrics: dict[str, float]
+    tables: dict[str, Table]
+
+
+class Tracker(ABC):
+    """A run of an experiment tracker. Its methods are called one after the other, in a process of the tracker alone."""
+
+    package: ClassVar[str | None] = None
+    """What it imports, apart from what insitu needs itself; the package is installed by the extra of insitu `extra`."""
+    extra: ClassVar[str | None] = None
+
+    @abstractmethod
+    def start(self, run: TrackedRun, continued: str | None) -> str:
+        """Begins a run, or continues the one whose id an earlier call has returned; returns its id."""
+
+    @abstractmethod
+    def log(self, step: Step) -> None:
+        """Logs an epoch; epochs come in ascending order, each once. Must not return before it is safe."""
+
+    @abstractmethod
+    def finish(self, status: str) -> None:
+        """Ends the run, which is completed, failed, interrupted, or still running if its process was killed."""
+
+
+def tracker_class(name: str) -> type[Tracker]:
+    """Raises ConfigError if there is no such tracker, and PluginError if it cannot be imported."""
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in points:
+        raise ConfigError(not_found(f"{KEY}: the tracker", name, sorted(points)))
+    try:
+        found = points[name].load()
+    except Exception as error:  # a plugin may raise anything
+        raise PluginError(f"{KEY}: {name} cannot be imported: {describe_error(error)}") from error
+    if not (isinstance(found, type) and issubclass(found, Tracker)):
+        raise PluginError(f"{KEY}: {name} is {found!r}, not a Tracker")
+    return found
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raises ConfigError for a tracker that does not exist, or whose package is not installed."""
+    for name in names:
+        tracker = tracker_class(name)
+        if tracker.package is None:
+            continue
+        spec = find_spec(tracker.package)
+        if spec is None or spec.origin is None:  # a folder of that name, such as W&B's, is no package
+            where = f": {install_command(tracker.extra)} in the clone of insitu" if tracker.extra else ""
+            raise ConfigError(f"{KEY}: {name} needs the package {tracker.package!r}{where}")
