@@ -11,12 +11,14 @@ from urllib.parse import urlencode, urlsplit
 
 import pytest
 from made_runs import write_runs
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 SCREENSHOTS = Path(os.environ.get("SCREENSHOTS", "build/screenshots"))
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
 
 Open = Callable[..., Page]
+
+expect.set_options(timeout=30_000)  # what never comes ends the test; a busy machine does not
 
 
 @contextmanager

@@ -46,6 +46,7 @@ export async function get(name, parameters = {}, signal) {
     throw new ApiError(0, "The server does not answer. Is `insitu view` still running?");
   }
   const body = await response.json().catch(() => null);
-  if (!response.ok) throw new ApiError(response.status, body?.error?.message ?? `The server answered ${response.status}.`);
+  if (!response.ok)
+    throw new ApiError(response.status, body?.error?.message ?? `The server answered ${response.status}.`);
   return body;
 }

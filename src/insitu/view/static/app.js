@@ -54,7 +54,10 @@ async function show(scroll = 0) {
 /** @param {Page} page @param {number} scroll */
 function display(page, scroll) {
   document.title = `${page.title} · insitu`;
-  fill(crumbs, page.crumbs.map(([text, href]) => (href ? link(href, {}, text) : h("span", { "aria-current": "page" }, text))));
+  fill(
+    crumbs,
+    page.crumbs.map(([text, href]) => (href ? link(href, {}, text) : h("span", { "aria-current": "page" }, text))),
+  );
   fill(main, page.node);
   setShortcuts(page.shortcuts ?? []);
   window.scrollTo(0, scroll);
@@ -102,22 +105,46 @@ function showProblem(error) {
   if (!(error instanceof ApiError)) console.error(error);
   const message = error instanceof Error ? error.message : String(error);
   if (error instanceof ApiError && error.status === 401) return fill(main, tokenForm());
-  fill(main, h("section", { class: "problem", role: "alert" },
-    h("h1", {}, "This cannot be shown"), h("p", { class: "pre" }, message),
-    h("p", {}, link("/runs", {}, "All runs"), " · ", h("button", { type: "button", onclick: () => show() }, "Try again"))));
+  fill(
+    main,
+    h(
+      "section",
+      { class: "problem", role: "alert" },
+      h("h1", {}, "This cannot be shown"),
+      h("p", { class: "pre" }, message),
+      h(
+        "p",
+        {},
+        link("/runs", {}, "All runs"),
+        " · ",
+        h("button", { type: "button", onclick: () => show() }, "Try again"),
+      ),
+    ),
+  );
 }
 
 function tokenForm() {
-  const input = /** @type {HTMLInputElement} */ (h("input", { id: "token", type: "password", autocomplete: "off", required: true }));
+  const input = /** @type {HTMLInputElement} */ (
+    h("input", { id: "token", type: "password", autocomplete: "off", required: true })
+  );
   const submit = (/** @type {Event} */ event) => {
     event.preventDefault();
     setToken(input.value.trim());
     show();
   };
-  return h("form", { class: "problem", onsubmit: submit },
+  return h(
+    "form",
+    { class: "problem", onsubmit: submit },
     h("h1", {}, "This server needs its token"),
-    h("p", {}, "Open the link that ", h("code", {}, "insitu view"), " printed, or paste the token here. It is kept until the tab is closed."),
-    h("p", { class: "field" }, h("label", { for: "token" }, "Token"), input, h("button", { type: "submit" }, "Open")));
+    h(
+      "p",
+      {},
+      "Open the link that ",
+      h("code", {}, "insitu view"),
+      " printed, or paste the token here. It is kept until the tab is closed.",
+    ),
+    h("p", { class: "field" }, h("label", { for: "token" }, "Token"), input, h("button", { type: "submit" }, "Open")),
+  );
 }
 
 /** Opens an address without loading the page anew. @param {string} href @param {boolean} [replace] */
@@ -131,7 +158,8 @@ function go(href, replace = false) {
 document.addEventListener("click", (event) => {
   const anchor = /** @type {HTMLElement} */ (event.target).closest?.("a");
   const modified = event.button || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey;
-  if (!anchor || modified || event.defaultPrevented || anchor.origin !== location.origin || !(anchor.pathname in PAGES)) return;
+  if (!anchor || modified || event.defaultPrevented || anchor.origin !== location.origin || !(anchor.pathname in PAGES))
+    return;
   if (anchor.hash) return;
   event.preventDefault();
   go(anchor.pathname + anchor.search);

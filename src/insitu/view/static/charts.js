@@ -30,8 +30,12 @@ export class ChartCard {
     this.chart = chart;
     this.values = h("span", { class: "values" });
     this.plot = h("div", { class: "plot", role: "img" });
-    this.node = h("figure", { class: chart.tall ? "chart tall" : "chart" },
-      h("figcaption", {}, h("span", { class: "title", title: chart.help }, chart.title), this.values), this.plot);
+    this.node = h(
+      "figure",
+      { class: chart.tall ? "chart tall" : "chart" },
+      h("figcaption", {}, h("span", { class: "title", title: chart.help }, chart.title), this.values),
+      this.plot,
+    );
     /** @type {uPlot | null} */
     this.uplot = null;
     this.drawn = "";
@@ -64,16 +68,19 @@ export class ChartCard {
     if (!width || !height) return;
     this.uplot?.destroy();
     const { data, series, bands } = columns(this.chart.series);
+    /** @type {any} */
     const options = { width, height, series, bands, ...this.options() };
-    this.uplot = new uPlot(options, data, this.plot);
+    this.uplot = new uPlot(options, /** @type {any} */ (data), this.plot);
     this.show(null);
     const { pick } = this.chart;
-    if (pick) this.uplot.over.addEventListener("click", () => {
-      const index = this.uplot?.cursor.idx;
-      if (index != null) pick(data[0][index]);
-    });
+    if (pick)
+      this.uplot.over.addEventListener("click", () => {
+        const index = this.uplot?.cursor.idx;
+        if (index != null) pick(data[0][index]);
+      });
   }
 
+  /** What all charts have in common. @returns {any} */
   options() {
     const [ink, rule, font] = [colour("--muted"), colour("--rule"), '11px system-ui, "Segoe UI", sans-serif'];
     const format = this.chart.format ?? number;
@@ -82,14 +89,39 @@ export class ChartCard {
       padding: [6, 10, 0, 0],
       cursor: { y: false, drag: { x: false, y: false }, sync: { key: SYNC, scales: ["x", null] }, points: { size: 7 } },
       scales: {
-        x: { time: false, range: (_, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) },
-        y: { range: (_, min, max) => padded(min, max, this.chart.from_zero) },
+        x: {
+          time: false,
+          range: (/** @type {any} */ _, /** @type {number} */ min, /** @type {number} */ max) =>
+            min === max ? [min - 1, max + 1] : [min, max],
+        },
+        y: {
+          range: (/** @type {any} */ _, /** @type {number} */ min, /** @type {number} */ max) =>
+            padded(min, max, this.chart.from_zero),
+        },
       },
       axes: [
-        { stroke: ink, font, size: 22, gap: 3, grid: { show: false }, ticks: { stroke: rule, size: 4 }, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000], space: 36 },
-        { stroke: ink, font, size: 52, gap: 4, grid: { stroke: rule, width: 1 }, ticks: { show: false }, space: 25, values: (_, splits) => splits.map(tick(splits, format)) },
+        {
+          stroke: ink,
+          font,
+          size: 22,
+          gap: 3,
+          grid: { show: false },
+          ticks: { stroke: rule, size: 4 },
+          incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000],
+          space: 36,
+        },
+        {
+          stroke: ink,
+          font,
+          size: 52,
+          gap: 4,
+          grid: { stroke: rule, width: 1 },
+          ticks: { show: false },
+          space: 25,
+          values: (/** @type {any} */ _, /** @type {number[]} */ splits) => splits.map(tick(splits, format)),
+        },
       ],
-      hooks: { setCursor: [(plot) => this.show(plot.cursor.idx ?? null)] },
+      hooks: { setCursor: [(/** @type {uPlot} */ plot) => this.show(plot.cursor.idx ?? null)] },
     };
   }
 
@@ -99,9 +131,15 @@ export class ChartCard {
     const { series } = this.chart;
     const xs = this.uplot?.data[0] ?? [];
     const x = index == null ? null : xs[index];
-    const shown = series.map((each) => [each, at(each, x)]).filter(([, value]) => value != null);
-    const parts = index == null && series.length > MANY ? [] : shown.map(([each, value]) =>
-      style(h("span", { class: "value", title: each.label }, format(value)), { "--series": `var(${each.colour})` }));
+    const shown = series.map((each) => ({ each, value: at(each, x) })).filter(({ value }) => value != null);
+    const parts =
+      index == null && series.length > MANY
+        ? []
+        : shown.map(({ each, value }) =>
+            style(h("span", { class: "value", title: each.label }, format(value)), {
+              "--series": `var(${each.colour})`,
+            }),
+          );
     fill(this.values, x == null ? null : h("span", { class: "at" }, `epoch ${x}`), parts);
   }
 
@@ -135,14 +173,23 @@ function columns(curves) {
     const few = curve.sparse || curve.points.length <= 40;
     const common = { spanGaps: curve.sparse ?? false };
     if (curve.band?.length) {
-      bands.push({ series: [series.length, series.length + 1], fill: `color-mix(in srgb, ${stroke} 16%, transparent)` });
+      bands.push({
+        series: [series.length, series.length + 1],
+        fill: `color-mix(in srgb, ${stroke} 16%, transparent)`,
+      });
       for (const bound of [2, 1]) {
         data.push(column(curve.band.map((each) => [each[0], each[bound]])));
         series.push({ ...common, points: { show: false }, stroke: "transparent" });
       }
     }
     data.push(column(curve.points));
-    series.push({ ...common, stroke, width: 1.75, dash: curve.dashed ? [5, 4] : undefined, points: { show: few, size: curve.sparse ? 6 : 4, fill: stroke, stroke } });
+    series.push({
+      ...common,
+      stroke,
+      width: 1.75,
+      dash: curve.dashed ? [5, 4] : undefined,
+      points: { show: few, size: curve.sparse ? 6 : 4, fill: stroke, stroke },
+    });
   }
   return { data, series, bands };
 }
@@ -161,7 +208,9 @@ function tick(splits, format) {
   if (format !== number && format !== score) return format;
   const step = Math.abs((splits[1] ?? 1) - (splits[0] ?? 0));
   const decimals = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9));
-  return decimals > 4 || Math.abs(splits[0]) >= 1000 ? number : (/** @type {number} */ value) => value.toFixed(decimals).replace("-", "−");
+  return decimals > 4 || Math.abs(splits[0]) >= 1000
+    ? number
+    : (/** @type {number} */ value) => value.toFixed(decimals).replace("-", "−");
 }
 
 /** What a chart shows in a sentence, for those who do not see it. @param {Chart} chart */

@@ -15,13 +15,21 @@ import { advantageClass, TokenText } from "./tokens.js";
 export function conversation(messages, shown) {
   const calls = new Map(shown.answer.calls.map((/** @type {any} */ call) => [call.index, call]));
   const sampled = messages.filter((message) => message.call != null).length;
-  return h("section", { class: "conversation", "aria-label": shown.title },
-    h("h2", {}, shown.title, h("span", { class: "muted" }, ` ${plural(messages.length, "message")}, ${sampled} sampled`)),
+  return h(
+    "section",
+    { class: "conversation", "aria-label": shown.title },
+    h(
+      "h2",
+      {},
+      shown.title,
+      h("span", { class: "muted" }, ` ${plural(messages.length, "message")}, ${sampled} sampled`),
+    ),
     messages.map((message) => {
       const call = message.call == null ? null : calls.get(message.call);
       const node = call ? completion(message, call, shown) : context(message);
       return style(node, { "--height": `${likelyHeight(node.textContent ?? "")}px` });
-    }));
+    }),
+  );
 }
 
 /** About how high a message is, for the scroll bar while it is not drawn. @param {string} text */
@@ -34,8 +42,20 @@ function likelyHeight(text) {
 function context(message) {
   const role = String(message.role ?? "unknown");
   const tool = role === "tool" || role === "function";
-  return h("article", { class: `message role-${known(role)}` }, h("header", {}, h("span", { class: "role" }, role), message.name ? h("span", { class: "mono muted" }, message.name) : null),
-    reasoningOf(message), tool ? toolResult(message) : contentOf(message), toolCallsOf(message), furtherFields(message));
+  return h(
+    "article",
+    { class: `message role-${known(role)}` },
+    h(
+      "header",
+      {},
+      h("span", { class: "role" }, role),
+      message.name ? h("span", { class: "mono muted" }, message.name) : null,
+    ),
+    reasoningOf(message),
+    tool ? toolResult(message) : contentOf(message),
+    toolCallsOf(message),
+    furtherFields(message),
+  );
 }
 
 /** @param {string} role */
@@ -45,16 +65,42 @@ function known(role) {
 
 /** A message that a call sampled. @param {Record<string, any>} message @param {Record<string, any>} call @param {Shown} shown */
 function completion(message, call, shown) {
-  const head = h("header", {},
+  const head = h(
+    "header",
+    {},
     h("span", { class: "role" }, String(message.role ?? "assistant")),
     h("a", { class: "call-link", href: shown.href(call.index), title: "a link to this call" }, `call ${call.index}`),
-    call.functions?.length && !(call.functions.length === 1 && call.functions[0] === "<workflow>") ? h("span", { class: "mono muted" }, call.functions.filter((/** @type {string} */ name) => name !== "<workflow>").join(" › ")) : null,
+    call.functions?.length && !(call.functions.length === 1 && call.functions[0] === "<workflow>")
+      ? h(
+          "span",
+          { class: "mono muted" },
+          call.functions.filter((/** @type {string} */ name) => name !== "<workflow>").join(" › "),
+        )
+      : null,
     call.llm && severalModels(shown.answer) ? h("span", { class: "muted" }, call.llm) : null,
-    call.finish_reason === "length" ? h("span", { class: "tag bad", title: "cut off at the limit of tokens" }, "cut off") : null,
+    call.finish_reason === "length"
+      ? h("span", { class: "tag bad", title: "cut off at the limit of tokens" }, "cut off")
+      : null,
     h("span", { class: "spacer" }),
-    call.step_reward != null ? h("span", { class: "tag reward", title: "step reward" }, `reward ${signed(call.step_reward)}`) : null,
-    call.trained ? h("span", { class: `tag adv ${advantageClass(call.advantage, shown.view.bound)}`, title: "advantage" }, call.advantage == null ? "trained by the server" : `advantage ${signed(call.advantage, 2)}`) : h("span", { class: "tag quiet" }, "not trained"));
-  return h("article", { class: `message role-assistant sampled${call.trained ? " trained" : ""}`, id: `call-${call.index}` }, head, body(message, call, shown), furtherFields(message), callDetails(call));
+    call.step_reward != null
+      ? h("span", { class: "tag reward", title: "step reward" }, `reward ${signed(call.step_reward)}`)
+      : null,
+    call.trained
+      ? h(
+          "span",
+          { class: `tag adv ${advantageClass(call.advantage, shown.view.bound)}`, title: "advantage" },
+          call.advantage == null ? "trained by the server" : `advantage ${signed(call.advantage, 2)}`,
+        )
+      : h("span", { class: "tag quiet" }, "not trained"),
+  );
+  return h(
+    "article",
+    { class: `message role-assistant sampled${call.trained ? " trained" : ""}`, id: `call-${call.index}` },
+    head,
+    body(message, call, shown),
+    furtherFields(message),
+    callDetails(call),
+  );
 }
 
 /** @param {Record<string, any>} answer */
@@ -67,11 +113,23 @@ function body(message, call, shown) {
   const tokens = call.tokens ?? [];
   if (!tokens.length || tokens.some((/** @type {any} */ token) => token.text == null)) {
     const content = [reasoningOf(message), ...contentOf(message), ...toolCallsOf(message)].filter(Boolean);
-    return h("div", { class: `whole ${advantageClass(call.advantage, shown.view.bound)}` }, content.length ? content : h("p", { class: "muted" }, "an empty answer"));
+    return h(
+      "div",
+      { class: `whole ${advantageClass(call.advantage, shown.view.bound)}` },
+      content.length ? content : h("p", { class: "muted" }, "an empty answer"),
+    );
   }
-  const text = new TokenText(tokens, shown.view, `${plural(tokens.length, "sampled token")} of call ${call.index}; the arrow keys go from token to token`);
+  const text = new TokenText(
+    tokens,
+    shown.view,
+    `${plural(tokens.length, "sampled token")} of call ${call.index}; the arrow keys go from token to token`,
+  );
   shown.withText(call.index, text);
-  return [foldLong(text.node, tokens.map((/** @type {any} */ token) => token.text).join("")), toolCallsOf(message), differentContent(message, tokens)];
+  return [
+    foldLong(text.node, tokens.map((/** @type {any} */ token) => token.text).join("")),
+    toolCallsOf(message),
+    differentContent(message, tokens),
+  ];
 }
 
 /** The message as the server returned it, if that is not the text of its tokens. @param {Record<string, any>} message @param {any[]} tokens */
@@ -79,31 +137,78 @@ function differentContent(message, tokens) {
   const content = contentText(message).trim();
   const sampled = tokens.map((token) => token.text).join("");
   if (!content || sampled.includes(content)) return null;
-  return folded(h("span", { class: "muted" }, "the message as the agent received it"), reasoningOf(message), contentOf(message));
+  return folded(
+    h("span", { class: "muted" }, "the message as the agent received it"),
+    reasoningOf(message),
+    contentOf(message),
+  );
 }
 
 /** @param {Record<string, any>} call */
 function callDetails(call) {
   const usage = `${count(call.prompt_tokens ?? call.usage?.prompt_tokens)} prompt + ${count(call.tokens?.length ?? call.sampled_tokens ?? call.usage?.completion_tokens)} sampled tokens`;
   const time = isNumber(call.ended) ? duration(call.ended - call.started) : ABSENT;
-  const summary = h("span", { class: "muted" }, `${usage} · ${time}${call.policy_version == null ? "" : ` · weights v${call.policy_version}`}`);
-  return h("details", { class: "call-details" }, h("summary", {}, summary), definitions([
-    ["model", call.llm && call.llm !== call.model ? `${call.llm} (${call.model})` : call.model],
-    ["functions", call.functions?.join(" › ")],
-    ["time", `${duration(call.started)} to ${duration(call.ended)} after the first call began`],
-    ["finish reason", call.finish_reason],
-    ["sampling", call.sampling && Object.entries(call.sampling).map(([name, value]) => `${name} ${plain(value)}`).join(", ")],
-    ["tools", call.tools?.map((/** @type {any} */ tool) => (typeof tool === "string" ? tool : tool.function?.name ?? plain(tool))).join(", ")],
-    ["usage", call.usage && Object.entries(call.usage).map(([name, value]) => `${name} ${plain(value)}`).join(", ")],
-  ].filter(([, value]) => value != null && value !== "")));
+  const summary = h(
+    "span",
+    { class: "muted" },
+    `${usage} · ${time}${call.policy_version == null ? "" : ` · weights v${call.policy_version}`}`,
+  );
+  return h(
+    "details",
+    { class: "call-details" },
+    h("summary", {}, summary),
+    definitions(
+      /** @type {[string, any][]} */ ([
+        ["model", call.llm && call.llm !== call.model ? `${call.llm} (${call.model})` : call.model],
+        ["functions", call.functions?.join(" › ")],
+        ["time", `${duration(call.started)} to ${duration(call.ended)} after the first call began`],
+        ["finish reason", call.finish_reason],
+        [
+          "sampling",
+          call.sampling &&
+            Object.entries(call.sampling)
+              .map(([name, value]) => `${name} ${plain(value)}`)
+              .join(", "),
+        ],
+        [
+          "tools",
+          call.tools
+            ?.map((/** @type {any} */ tool) => (typeof tool === "string" ? tool : (tool.function?.name ?? plain(tool))))
+            .join(", "),
+        ],
+        [
+          "usage",
+          call.usage &&
+            Object.entries(call.usage)
+              .map(([name, value]) => `${name} ${plain(value)}`)
+              .join(", "),
+        ],
+      ]).filter(([, value]) => value != null && value !== ""),
+    ),
+  );
 }
 
 /** Calls without a completion, which no conversation has. @param {Record<string, any>[]} calls */
 export function failedCalls(calls) {
   const failed = calls.filter((call) => call.error);
   if (!failed.length) return null;
-  return h("section", { class: "conversation", "aria-label": "Calls without an answer" }, h("h2", {}, "Calls without an answer"),
-    failed.map((call) => h("article", { class: "message failed-call", id: `call-${call.index}` },
-      h("header", {}, h("span", { class: "role" }, `call ${call.index}`), h("span", { class: "muted" }, call.llm ?? call.model)),
-      h("p", { class: "pre bad" }, call.error), callDetails(call))));
+  return h(
+    "section",
+    { class: "conversation", "aria-label": "Calls without an answer" },
+    h("h2", {}, "Calls without an answer"),
+    failed.map((call) =>
+      h(
+        "article",
+        { class: "message failed-call", id: `call-${call.index}` },
+        h(
+          "header",
+          {},
+          h("span", { class: "role" }, `call ${call.index}`),
+          h("span", { class: "muted" }, call.llm ?? call.model),
+        ),
+        h("p", { class: "pre bad" }, call.error),
+        callDetails(call),
+      ),
+    ),
+  );
 }

@@ -71,7 +71,7 @@ function walkBack(trace, a, b) {
     const before = down ? k + 1 : k - 1;
     const fromX = reach.get(before) ?? 0;
     const fromY = fromX - before;
-    while (x > fromX && y > fromY && x > 0 && y > 0) found.push(["same", a[--x]]), y--;
+    while (x > fromX && y > fromY && x > 0 && y > 0) (found.push(["same", a[--x]]), y--);
     if (d === 0) break;
     if (down) found.push(["added", b[--y]]);
     else found.push(["removed", a[--x]]);

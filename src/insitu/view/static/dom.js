@@ -1,6 +1,7 @@
 /** Builds elements. What comes from a run only ever becomes a text node or an attribute's value, never markup. */
 
-/** @typedef {Node | string | number | null | undefined | false | Child[]} Child */
+/** @typedef {Node | string | number | null | undefined | false} Leaf */
+/** @typedef {Leaf | Leaf[] | Leaf[][]} Child what an element contains; null, undefined, false and empty texts are left out */
 
 const SVG = "http://www.w3.org/2000/svg";
 

@@ -17,7 +17,9 @@ export function number(value) {
   const size = Math.abs(value);
   if (size >= 1000) return integers.format(value);
   if (size < 0.001) return value.toExponential(2).replace("e-", "e−").replace(/^-/, "−");
-  return minus(size >= 100 ? value.toFixed(1) : size >= 10 ? value.toFixed(2) : size >= 1 ? value.toFixed(3) : trimmed(value));
+  return minus(
+    size >= 100 ? value.toFixed(1) : size >= 10 ? value.toFixed(2) : size >= 1 ? value.toFixed(3) : trimmed(value),
+  );
 }
 
 /** @param {number} value */
@@ -75,7 +77,11 @@ export function duration(seconds) {
   if (seconds < 1) return `${(seconds * 1000).toFixed(0)} ms`;
   if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`;
   const whole = Math.round(seconds);
-  const [days, hours, minutes] = [Math.floor(whole / 86400), Math.floor(whole / 3600) % 24, Math.floor(whole / 60) % 60];
+  const [days, hours, minutes] = [
+    Math.floor(whole / 86400),
+    Math.floor(whole / 3600) % 24,
+    Math.floor(whole / 60) % 60,
+  ];
   if (days) return `${days} d ${hours} h`;
   return hours ? `${hours} h ${minutes} min` : `${minutes} min ${whole % 60} s`;
 }
@@ -95,7 +101,9 @@ export function when(iso) {
   if (!iso || Number.isNaN(time.getTime())) return ABSENT;
   const clock = time.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
   const today = new Date().toDateString() === time.toDateString();
-  return today ? clock : `${time.toLocaleDateString("en-GB", { day: "numeric", month: "short", year: "numeric" })} ${clock}`;
+  return today
+    ? clock
+    : `${time.toLocaleDateString("en-GB", { day: "numeric", month: "short", year: "numeric" })} ${clock}`;
 }
 
 /** A value of a file as text: strings as they are, everything else as JSON. @param {any} value */

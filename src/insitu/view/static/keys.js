@@ -15,7 +15,14 @@ export function setShortcuts(of) {
 export function listenForKeys() {
   document.addEventListener("keydown", (event) => {
     const target = /** @type {HTMLElement} */ (event.target);
-    if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || target.closest("input, select, textarea, dialog[open]")) return;
+    if (
+      event.defaultPrevented ||
+      event.ctrlKey ||
+      event.metaKey ||
+      event.altKey ||
+      target.closest("input, select, textarea, dialog[open]")
+    )
+      return;
     if (event.key === "?") return showKeys();
     const shortcut = shortcuts.find((each) => each.keys.includes(event.key));
     if (!shortcut) return;
@@ -28,10 +35,24 @@ export function showKeys() {
   const rows = [...shortcuts, { keys: ["?"], what: "show these keys" }];
   const close = h("button", { type: "button", onclick: () => dialog.close() }, "Close");
   const dialog = /** @type {HTMLDialogElement} */ (
-    h("dialog", { class: "keys", "aria-label": "Keys", onclose: () => dialog.remove() },
+    h(
+      "dialog",
+      { class: "keys", "aria-label": "Keys", onclose: () => dialog.remove() },
       h("h2", {}, "Keys"),
-      h("dl", {}, rows.map((row) => [h("dt", {}, row.keys.flatMap((key, i) => [i ? " or " : null, h("kbd", {}, named(key))])), h("dd", {}, row.what)])),
-      close)
+      h(
+        "dl",
+        {},
+        rows.map((row) => [
+          h(
+            "dt",
+            {},
+            row.keys.flatMap((key, i) => [i ? " or " : null, h("kbd", {}, named(key))]),
+          ),
+          h("dd", {}, row.what),
+        ]),
+      ),
+      close,
+    )
   );
   document.body.append(dialog);
   dialog.showModal();

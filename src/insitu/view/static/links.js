@@ -6,7 +6,8 @@ import { h } from "./dom.js";
 export function address(path, parameters = {}) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {
-    for (const each of Array.isArray(value) ? value : [value]) if (each != null && each !== "") query.append(name, each);
+    for (const each of Array.isArray(value) ? value : [value])
+      if (each != null && each !== "") query.append(name, each);
   }
   return query.size ? `${path}?${query}` : path;
 }

@@ -39,7 +39,8 @@ export async function follow(runs, onChange, onState, signal) {
 
 /** @param {ReadableStream<Uint8Array>} body @param {(event: string, data: string) => void} onEvent */
 async function readEvents(body, onEvent) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  const decoder = /** @type {any} */ (new TextDecoderStream());
+  const reader = body.pipeThrough(decoder).getReader();
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();

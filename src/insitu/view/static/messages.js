@@ -15,13 +15,19 @@ export function contentText(message) {
   const { content } = message;
   if (content == null) return "";
   if (!Array.isArray(content)) return plain(content);
-  return content.map((part) => (typeof part === "string" ? part : typeof part?.text === "string" ? part.text : `[${part?.type ?? "part"}]`)).join("\n");
+  return content
+    .map((part) =>
+      typeof part === "string" ? part : typeof part?.text === "string" ? part.text : `[${part?.type ?? "part"}]`,
+    )
+    .join("\n");
 }
 
 /** Everything a message says in one text, for comparisons. @param {Message} message */
 export function messageText(message) {
   const reasoning = message.reasoning_content ?? message.reasoning;
-  const calls = (message.tool_calls ?? []).map((/** @type {any} */ call) => `${call.function?.name ?? call.type}(${plain(call.function?.arguments ?? "")})`);
+  const calls = (message.tool_calls ?? []).map(
+    (/** @type {any} */ call) => `${call.function?.name ?? call.type}(${plain(call.function?.arguments ?? "")})`,
+  );
   return [reasoning, contentText(message), ...calls].filter(Boolean).join("\n");
 }
 
@@ -39,10 +45,27 @@ export function contentOf(message) {
 
 /** A part that is not text: an image that the message contains, or its JSON. Nothing is loaded from elsewhere. @param {any} part */
 function partOf(part) {
-  const source = part?.image_url?.url ?? part?.image_url ?? (part?.source?.data ? `data:${part.source.media_type};base64,${part.source.data}` : null);
-  if (typeof source === "string" && IMAGE.test(source)) return h("img", { class: "image", src: source, alt: "image of this message" });
-  if (typeof source === "string") return h("p", { class: "part" }, h("span", { class: "tag" }, "image"), " ", h("span", { class: "mono" }, source.length > 200 ? `${source.slice(0, 200)} …` : source));
-  return folded([h("span", { class: "tag" }, String(part?.type ?? "part")), ` ${count(JSON.stringify(part ?? null).length)} characters`], h("pre", {}, JSON.stringify(part, null, 2)));
+  const source =
+    part?.image_url?.url ??
+    part?.image_url ??
+    (part?.source?.data ? `data:${part.source.media_type};base64,${part.source.data}` : null);
+  if (typeof source === "string" && IMAGE.test(source))
+    return h("img", { class: "image", src: source, alt: "image of this message" });
+  if (typeof source === "string")
+    return h(
+      "p",
+      { class: "part" },
+      h("span", { class: "tag" }, "image"),
+      " ",
+      h("span", { class: "mono" }, source.length > 200 ? `${source.slice(0, 200)} …` : source),
+    );
+  return folded(
+    [
+      h("span", { class: "tag" }, String(part?.type ?? "part")),
+      ` ${count(JSON.stringify(part ?? null).length)} characters`,
+    ],
+    h("pre", {}, JSON.stringify(part, null, 2)),
+  );
 }
 
 /** A text that is folded if it is long. @param {string} text @param {string} [kind] */
@@ -57,11 +80,20 @@ export function foldLong(body, text) {
   if (text.length <= LONG && lines <= LINES) return body;
   body.classList.add("clamped");
   const label = () => (body.classList.contains("clamped") ? `Show all ${count(text.length)} characters` : "Show less");
-  const button = h("button", { type: "button", class: "more", "aria-expanded": "false", onclick: () => {
-    body.classList.toggle("clamped");
-    button.textContent = label();
-    button.setAttribute("aria-expanded", String(!body.classList.contains("clamped")));
-  } }, label());
+  const button = h(
+    "button",
+    {
+      type: "button",
+      class: "more",
+      "aria-expanded": "false",
+      onclick: () => {
+        body.classList.toggle("clamped");
+        button.textContent = label();
+        button.setAttribute("aria-expanded", String(!body.classList.contains("clamped")));
+      },
+    },
+    label(),
+  );
   return h("div", { class: "foldable" }, body, button);
 }
 
@@ -69,7 +101,12 @@ export function foldLong(body, text) {
 export function reasoningOf(message) {
   const text = message.reasoning_content ?? message.reasoning;
   if (typeof text !== "string" || !text) return null;
-  return h("details", { class: "reasoning", open: text.length < 600 }, h("summary", {}, `reasoning, ${count(text.length)} characters`), h("div", { class: "text" }, text));
+  return h(
+    "details",
+    { class: "reasoning", open: text.length < 600 },
+    h("summary", {}, `reasoning, ${count(text.length)} characters`),
+    h("div", { class: "text" }, text),
+  );
 }
 
 /** The tools that a message calls. @param {Message} message */
@@ -78,9 +115,19 @@ export function toolCallsOf(message) {
     const name = call.function?.name ?? call.name ?? call.type ?? "tool";
     const given = call.function?.arguments ?? call.arguments ?? "";
     const text = plain(given);
-    return h("details", { class: "tool-call", open: text.length < 200 && text.length > 60 },
-      h("summary", {}, h("span", { class: "tag" }, "calls"), " ", h("span", { class: "mono" }, h("strong", {}, name), `(${oneLine(text, 60)})`)),
-      h("pre", {}, pretty(text)), call.id ? h("p", { class: "muted small mono" }, call.id) : null);
+    return h(
+      "details",
+      { class: "tool-call", open: text.length < 200 && text.length > 60 },
+      h(
+        "summary",
+        {},
+        h("span", { class: "tag" }, "calls"),
+        " ",
+        h("span", { class: "mono" }, h("strong", {}, name), `(${oneLine(text, 60)})`),
+      ),
+      h("pre", {}, pretty(text)),
+      call.id ? h("p", { class: "muted small mono" }, call.id) : null,
+    );
   });
 }
 
@@ -88,9 +135,25 @@ export function toolCallsOf(message) {
 export function toolResult(message) {
   const text = contentText(message);
   const name = message.name ?? message.tool_call_id ?? "";
-  if (Array.isArray(message.content) && message.content.some((part) => typeof part === "object" && typeof part?.text !== "string")) return contentOf(message);
+  if (
+    Array.isArray(message.content) &&
+    message.content.some((part) => typeof part === "object" && typeof part?.text !== "string")
+  )
+    return contentOf(message);
   if (text.length < 240 && !text.includes("\n")) return [h("div", { class: "text mono" }, text)];
-  return [h("details", { class: "tool-result" }, h("summary", {}, h("span", { class: "mono" }, oneLine(text, 90)), h("span", { class: "muted" }, ` ${count(text.length)} characters ${name ? `· ${name}` : ""}`)), h("pre", {}, pretty(text)))];
+  return [
+    h(
+      "details",
+      { class: "tool-result" },
+      h(
+        "summary",
+        {},
+        h("span", { class: "mono" }, oneLine(text, 90)),
+        h("span", { class: "muted" }, ` ${count(text.length)} characters ${name ? `· ${name}` : ""}`),
+      ),
+      h("pre", {}, pretty(text)),
+    ),
+  ];
 }
 
 /** @param {string} text @param {number} limit */
@@ -101,7 +164,24 @@ export function oneLine(text, limit) {
 
 /** Fields of a message that are shown nowhere else. @param {Message} message */
 export function furtherFields(message) {
-  const shown = new Set(["role", "content", "tool_calls", "reasoning", "reasoning_content", "call", "conversation", "name", "tool_call_id"]);
-  const rest = Object.entries(message).filter(([key, value]) => !shown.has(key) && value != null && !(Array.isArray(value) && !value.length));
-  return rest.length ? folded(h("span", { class: "muted" }, rest.map(([key]) => key).join(", ")), h("pre", {}, JSON.stringify(Object.fromEntries(rest), null, 2))) : null;
+  const shown = new Set([
+    "role",
+    "content",
+    "tool_calls",
+    "reasoning",
+    "reasoning_content",
+    "call",
+    "conversation",
+    "name",
+    "tool_call_id",
+  ]);
+  const rest = Object.entries(message).filter(
+    ([key, value]) => !shown.has(key) && value != null && !(Array.isArray(value) && !value.length),
+  );
+  return rest.length
+    ? folded(
+        h("span", { class: "muted" }, rest.map(([key]) => key).join(", ")),
+        h("pre", {}, JSON.stringify(Object.fromEntries(rest), null, 2)),
+      )
+    : null;
 }

@@ -14,34 +14,55 @@ const inTokens = (value) => number(value);
 
 /** @type {[string, [string, string, string, ((value: any) => string)?, boolean?][]][]} */
 const GROUPS = [
-  ["Training", [
-    ["loss", "Loss", "mean over the optimizer steps of the epoch's job"],
-    ["kl", "KL to the start, nats per token", "divergence from the reference policy, by the configured estimator"],
-    ["entropy", "Entropy, nats per token", "of the policy's distribution; towards 0 it stops exploring"],
-    ["grad_norm", "Gradient norm", "before clipping, mean over the steps", number, true],
-    ["clip_fraction", "Clip fraction", "share of trained tokens whose ratio lies outside the bounds of the objective", percent, true],
-    ["learning_rate", "Learning rate", "of the last step", number, true],
-    ["ratio_mean", "Mean ratio at the first step", "learner compared with sampler; should be 1"],
-    ["logprob_gap", "Log-probability gap", "learner compared with sampler at the first step; should be near 0", number, true],
-  ]],
-  ["Preferences", [
-    ["rewards/margins", "Reward margin", "chosen minus rejected"],
-    ["rewards/accuracies", "Accuracy", "share of the pairs with the higher reward on the chosen side", percent, true],
-    ["rewards/chosen", "Reward, chosen", "beta x log-ratio, mean over the pairs"],
-    ["rewards/rejected", "Reward, rejected", "beta x log-ratio, mean over the pairs"],
-    ["logps/chosen", "Log-probability, chosen", "of a side, mean"],
-    ["logps/rejected", "Log-probability, rejected", "of a side, mean"],
-    ["sft_loss", "SFT loss", "per token of the chosen sides"],
-    ["pairs", "Pairs", "of the epoch's job", number, true],
-  ]],
-  ["Episodes", [
-    ["reward_std", "Reward deviation within a group", "standard deviation, averaged over the groups", number, true],
-    ["frac_reward_zero_std", "Groups with equal rewards", "they teach nothing", percent, true],
-    ["completions_mean_length", "Answer length, tokens", "mean of the trained answers", inTokens, true],
-    ["completions_clipped_ratio", "Answers cut off", "at max_tokens or the model's limit", percent, true],
-    ["num_trajectories", "Episodes with a reward", "of the epoch", compact, true],
-    ["curriculum_percentile", "Share of the curriculum", "of the examples that are included", percent, true],
-  ]],
+  [
+    "Training",
+    [
+      ["loss", "Loss", "mean over the optimizer steps of the epoch's job"],
+      ["kl", "KL to the start, nats per token", "divergence from the reference policy, by the configured estimator"],
+      ["entropy", "Entropy, nats per token", "of the policy's distribution; towards 0 it stops exploring"],
+      ["grad_norm", "Gradient norm", "before clipping, mean over the steps", number, true],
+      [
+        "clip_fraction",
+        "Clip fraction",
+        "share of trained tokens whose ratio lies outside the bounds of the objective",
+        percent,
+        true,
+      ],
+      ["learning_rate", "Learning rate", "of the last step", number, true],
+      ["ratio_mean", "Mean ratio at the first step", "learner compared with sampler; should be 1"],
+      [
+        "logprob_gap",
+        "Log-probability gap",
+        "learner compared with sampler at the first step; should be near 0",
+        number,
+        true,
+      ],
+    ],
+  ],
+  [
+    "Preferences",
+    [
+      ["rewards/margins", "Reward margin", "chosen minus rejected"],
+      ["rewards/accuracies", "Accuracy", "share of the pairs with the higher reward on the chosen side", percent, true],
+      ["rewards/chosen", "Reward, chosen", "beta x log-ratio, mean over the pairs"],
+      ["rewards/rejected", "Reward, rejected", "beta x log-ratio, mean over the pairs"],
+      ["logps/chosen", "Log-probability, chosen", "of a side, mean"],
+      ["logps/rejected", "Log-probability, rejected", "of a side, mean"],
+      ["sft_loss", "SFT loss", "per token of the chosen sides"],
+      ["pairs", "Pairs", "of the epoch's job", number, true],
+    ],
+  ],
+  [
+    "Episodes",
+    [
+      ["reward_std", "Reward deviation within a group", "standard deviation, averaged over the groups", number, true],
+      ["frac_reward_zero_std", "Groups with equal rewards", "they teach nothing", percent, true],
+      ["completions_mean_length", "Answer length, tokens", "mean of the trained answers", inTokens, true],
+      ["completions_clipped_ratio", "Answers cut off", "at max_tokens or the model's limit", percent, true],
+      ["num_trajectories", "Episodes with a reward", "of the epoch", compact, true],
+      ["curriculum_percentile", "Share of the curriculum", "of the examples that are included", percent, true],
+    ],
+  ],
 ];
 
 /** @type {[string, string, (line: any) => number | null, (value: any) => string][]} */
@@ -49,14 +70,33 @@ const SPEED = [
   ["Collecting", "seconds of the epoch", (line) => line.seconds?.collect ?? null, duration],
   ["Training", "seconds of the epoch's job", (line) => line.seconds?.train ?? null, duration],
   ["Validating", "seconds after the epoch", (line) => line.seconds?.validate || null, duration],
-  ["Episodes collected per second", "with a reward", (line) => ratio(line.num_trajectories, line.seconds?.collect), perSecond],
+  [
+    "Episodes collected per second",
+    "with a reward",
+    (line) => ratio(line.num_trajectories, line.seconds?.collect),
+    perSecond,
+  ],
   ["Tokens trained per second", "of the epoch's job", (line) => ratio(line.tokens, line.seconds?.train), perSecond],
 ];
 
 const KNOWN = new Set([
   ...GROUPS.flatMap(([, metrics]) => metrics.map(([key]) => key)),
-  "epoch", "avg_reward", "min_reward", "max_reward", "num_groups", "greedy_groups", "stray_completions", "unknown_completions",
-  "abandoned_attempts", "filtered_trajectories", "filtered_groups", "policy_version", "tokens", "rows", "steps", "episodes",
+  "epoch",
+  "avg_reward",
+  "min_reward",
+  "max_reward",
+  "num_groups",
+  "greedy_groups",
+  "stray_completions",
+  "unknown_completions",
+  "abandoned_attempts",
+  "filtered_trajectories",
+  "filtered_groups",
+  "policy_version",
+  "tokens",
+  "rows",
+  "steps",
+  "episodes",
 ]);
 
 /** @param {any} amount @param {any} seconds */
@@ -70,13 +110,52 @@ function ratio(amount, seconds) {
  */
 export function metricGroups(lines) {
   const has = (/** @type {Metric} */ metric) => lines.some((line) => isNumber(metric.read(line)));
-  const groups = GROUPS.map(([name, metrics]) => /** @type {[string, Metric[]]} */ ([name, metrics.map(([key, title, help, format, from_zero]) =>
-    ({ key, title, help, format: format ?? number, from_zero, read: (line) => line[key] ?? null }))]));
+  const groups = GROUPS.map(
+    ([name, metrics]) =>
+      /** @type {[string, Metric[]]} */ ([
+        name,
+        metrics.map(([key, title, help, format, from_zero]) => ({
+          key,
+          title,
+          help,
+          format: format ?? number,
+          from_zero,
+          read: (line) => line[key] ?? null,
+        })),
+      ]),
+  );
   const evaluators = [...new Set(lines.flatMap((line) => Object.keys(line.scores ?? {})))];
-  const scores = evaluators.length > 1 ? evaluators.map((name) => ({ key: `scores.${name}`, title: `Score: ${name}`, help: "mean of an evaluator over the training episodes", format: score, read: (/** @type {any} */ line) => line.scores?.[name] ?? null })) : [];
+  const scores =
+    evaluators.length > 1
+      ? evaluators.map((name) => ({
+          key: `scores.${name}`,
+          title: `Score: ${name}`,
+          help: "mean of an evaluator over the training episodes",
+          format: score,
+          read: (/** @type {any} */ line) => line.scores?.[name] ?? null,
+        }))
+      : [];
   groups[2][1].unshift(...scores);
-  groups.push(["Speed", SPEED.map(([title, help, read, format]) => ({ key: title, title, help, read, format, from_zero: true, sparse: title === "Validating" }))]);
-  const others = [...new Set(lines.flatMap((line) => Object.keys(line).filter((key) => isNumber(line[key]) && !KNOWN.has(key))))];
-  groups.push(["Other", others.map((key) => ({ key, title: key, help: "", format: number, read: (line) => line[key] ?? null }))]);
-  return groups.map(([name, metrics]) => /** @type {[string, Metric[]]} */ ([name, metrics.filter(has)])).filter(([, metrics]) => metrics.length);
+  groups.push([
+    "Speed",
+    SPEED.map(([title, help, read, format]) => ({
+      key: title,
+      title,
+      help,
+      read,
+      format,
+      from_zero: true,
+      sparse: title === "Validating",
+    })),
+  ]);
+  const others = [
+    ...new Set(lines.flatMap((line) => Object.keys(line).filter((key) => isNumber(line[key]) && !KNOWN.has(key)))),
+  ];
+  groups.push([
+    "Other",
+    others.map((key) => ({ key, title: key, help: "", format: number, read: (line) => line[key] ?? null })),
+  ]);
+  return groups
+    .map(([name, metrics]) => /** @type {[string, Metric[]]} */ ([name, metrics.filter(has)]))
+    .filter(([, metrics]) => metrics.length);
 }

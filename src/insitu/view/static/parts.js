@@ -16,13 +16,19 @@ const STATES = {
 /** @param {any} status */
 export function stateBadge(status) {
   const [sign, word] = STATES[status] ?? ["?", String(status ?? "unknown")];
-  return h("span", { class: `state state-${status in STATES ? status : "unknown"}` }, h("span", { "aria-hidden": "true" }, sign), word);
+  return h(
+    "span",
+    { class: `state state-${status in STATES ? status : "unknown"}` },
+    h("span", { "aria-hidden": "true" }, sign),
+    word,
+  );
 }
 
 /** @param {{outcome?: string, dropped?: string | null, reason?: string | null}} record */
 export function outcomeBadge(record) {
   if (record.outcome === "failed") return h("span", { class: "outcome bad" }, "✕ ", record.reason ?? "failed");
-  if (record.dropped) return h("span", { class: "outcome left-out", title: "left out of training" }, "○ ", record.dropped);
+  if (record.dropped)
+    return h("span", { class: "outcome left-out", title: "left out of training" }, "○ ", record.dropped);
   if (record.reason) return h("span", { class: "outcome left-out" }, "○ ", record.reason);
   return h("span", { class: "outcome" }, "ok");
 }
@@ -32,7 +38,12 @@ export function outcomeBadge(record) {
  * @param {string} name @param {import("./dom.js").Child | import("./dom.js").Child[]} value @param {import("./dom.js").Child | import("./dom.js").Child[]} [remark]
  */
 export function fact(name, value, remark) {
-  return h("div", { class: "fact" }, h("dt", {}, name), h("dd", {}, h("span", { class: "figure" }, value), remark && h("span", { class: "remark" }, remark)));
+  return h(
+    "div",
+    { class: "fact" },
+    h("dt", {}, name),
+    h("dd", {}, h("span", { class: "figure" }, value), remark && h("span", { class: "remark" }, remark)),
+  );
 }
 
 /** @param {string} title @param {...any} children */
@@ -52,24 +63,49 @@ export function problems(texts, folder) {
   if (!texts?.length) return null;
   const items = texts.map((text) => h("li", { class: "pre" }, folder ? text.replaceAll(`${folder}/`, "") : text));
   const rest = items.splice(texts.length > FEW + 1 ? FEW : texts.length);
-  return h("div", { class: "callout warn", role: "alert" },
-    h("strong", {}, texts.length === 1 ? "A file of this run is missing or damaged" : "Files of this run are missing or damaged"), h("ul", {}, items),
-    rest.length ? folded(`${rest.length} more`, h("ul", {}, rest)) : null);
+  return h(
+    "div",
+    { class: "callout warn", role: "alert" },
+    h(
+      "strong",
+      {},
+      texts.length === 1 ? "A file of this run is missing or damaged" : "Files of this run are missing or damaged",
+    ),
+    h("ul", {}, items),
+    rest.length ? folded(`${rest.length} more`, h("ul", {}, rest)) : null,
+  );
 }
 
 /** Why something failed. @param {string} title @param {any} text */
 export function failure(title, text) {
-  return h("div", { class: "callout bad", role: "alert" }, h("strong", {}, title), text ? h("p", { class: "pre" }, text) : null);
+  return h(
+    "div",
+    { class: "callout bad", role: "alert" },
+    h("strong", {}, title),
+    text ? h("p", { class: "pre" }, text) : null,
+  );
 }
 
 /** Keys and values. @param {[string, any][]} entries */
 export function definitions(entries) {
-  return h("dl", { class: "definitions" }, entries.map(([key, value]) => h("div", {}, h("dt", {}, key), h("dd", {}, value instanceof Node ? value : plain(value)))));
+  return h(
+    "dl",
+    { class: "definitions" },
+    entries.map(([key, value]) =>
+      h("div", {}, h("dt", {}, key), h("dd", {}, value instanceof Node ? value : plain(value))),
+    ),
+  );
 }
 
 /** @param {string} label @param {string} value @param {[string, string][]} options value and text @param {(value: string) => void} change */
 export function select(label, value, options, change) {
-  const element = /** @type {HTMLSelectElement} */ (h("select", { onchange: () => change(element.value) }, options.map(([key, text]) => h("option", { value: key, selected: key === value }, text))));
+  const element = /** @type {HTMLSelectElement} */ (
+    h(
+      "select",
+      { onchange: () => change(element.value) },
+      options.map(([key, text]) => h("option", { value: key, selected: key === value }, text)),
+    )
+  );
   return h("label", { class: "field" }, h("span", {}, label), element);
 }
 
@@ -78,7 +114,13 @@ export function select(label, value, options, change) {
  * @param {string} label @param {string} value @param {[string, string, string?][]} options value, text and explanation @param {(value: string) => void} change
  */
 export function choice(label, value, options, change) {
-  const buttons = options.map(([key, text, help]) => h("button", { type: "button", "aria-pressed": String(key === value), title: help, onclick: () => choose(key) }, text));
+  const buttons = options.map(([key, text, help]) =>
+    h(
+      "button",
+      { type: "button", "aria-pressed": String(key === value), title: help, onclick: () => choose(key) },
+      text,
+    ),
+  );
   const choose = (/** @type {string} */ key) => {
     buttons.forEach((button, index) => button.setAttribute("aria-pressed", String(options[index][0] === key)));
     change(key);

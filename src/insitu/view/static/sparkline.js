@@ -17,15 +17,25 @@ export function sparkline(points, label, colour = "--blue") {
   const [x, y] = [scale(xs, 2, WIDTH - 4), scale(ys, HEIGHT - 4, 4)];
   const path = known.map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
   const last = known[known.length - 1];
-  const node = svg("svg", { class: "sparkline", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${label}: ${score(ys[0])} to ${score(last[1])}` },
-    svg("path", { d: path }), svg("circle", { cx: x(last[0]), cy: y(last[1]), r: 2.4 }));
+  const node = svg(
+    "svg",
+    {
+      class: "sparkline",
+      viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
+      role: "img",
+      "aria-label": `${label}: ${score(ys[0])} to ${score(last[1])}`,
+    },
+    svg("path", { d: path }),
+    svg("circle", { cx: x(last[0]), cy: y(last[1]), r: 2.4 }),
+  );
   return style(node, { "--series": `var(${colour})` });
 }
 
 /** @param {number[]} values @param {number} from @param {number} to */
 function scale(values, from, to) {
   const [low, high] = [Math.min(...values), Math.max(...values)];
-  return (/** @type {number} */ value) => (high === low ? (values.length > 1 ? (from + to) / 2 : from) : from + ((value - low) / (high - low)) * (to - from));
+  return (/** @type {number} */ value) =>
+    high === low ? (values.length > 1 ? (from + to) / 2 : from) : from + ((value - low) / (high - low)) * (to - from);
 }
 
 /**
@@ -39,10 +49,25 @@ export function rewardDots(rewards, range) {
   const counts = new Map();
   for (const reward of rewards) counts.set(reward, (counts.get(reward) ?? 0) + 1);
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
-  const dots = [...counts].map(([reward, n]) => svg("circle", { cx: x(reward).toFixed(1), cy: HEIGHT / 2, r: (1.7 + 3.6 * Math.sqrt(n / rewards.length)).toFixed(1) }));
-  return svg("svg", { class: "dots", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `rewards from ${score(Math.min(...rewards))} to ${score(Math.max(...rewards))}` },
-    svg("line", { x1: 2, x2: WIDTH - 2, y1: HEIGHT / 2, y2: HEIGHT / 2 }), dots,
-    svg("path", { class: "mean", d: `M${x(mean).toFixed(1)} 2V${HEIGHT - 2}` }));
+  const dots = [...counts].map(([reward, n]) =>
+    svg("circle", {
+      cx: x(reward).toFixed(1),
+      cy: HEIGHT / 2,
+      r: (1.7 + 3.6 * Math.sqrt(n / rewards.length)).toFixed(1),
+    }),
+  );
+  return svg(
+    "svg",
+    {
+      class: "dots",
+      viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
+      role: "img",
+      "aria-label": `rewards from ${score(Math.min(...rewards))} to ${score(Math.max(...rewards))}`,
+    },
+    svg("line", { x1: 2, x2: WIDTH - 2, y1: HEIGHT / 2, y2: HEIGHT / 2 }),
+    dots,
+    svg("path", { class: "mean", d: `M${x(mean).toFixed(1)} 2V${HEIGHT - 2}` }),
+  );
 }
 
 /** A number with a bar to the left or right of zero. @param {any} value @param {number} bound */
@@ -56,5 +81,7 @@ export function divergingBar(value, bound) {
 /** A bar from zero. @param {any} value @param {number} bound @param {string} [kind] */
 export function bar(value, bound, kind = "") {
   if (!isNumber(value)) return null;
-  return style(h("span", { class: `meter ${kind}`, "aria-hidden": "true" }, h("i", {})), { "--share": Math.max(0, Math.min(value / (bound || 1), 1)) });
+  return style(h("span", { class: `meter ${kind}`, "aria-hidden": "true" }, h("i", {})), {
+    "--share": Math.max(0, Math.min(value / (bound || 1), 1)),
+  });
 }

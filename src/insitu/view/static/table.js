@@ -36,23 +36,51 @@ export class LongTable {
     this.header = h("div", { role: "row", class: "tr th" });
     this.body = h("div", { role: "rowgroup", class: "tbody" });
     this.status = h("p", { class: "table-note", role: "status" });
-    this.scroller = h("div", { class: "scroller", tabindex: "0", role: "region", "aria-label": table.label, onscroll: () => this.schedule() },
-      h("div", { class: "long-table", role: "table", "aria-label": table.label }, h("div", { role: "rowgroup", class: "thead" }, this.header), this.body));
+    this.scroller = h(
+      "div",
+      { class: "scroller", tabindex: "0", role: "region", "aria-label": table.label, onscroll: () => this.schedule() },
+      h(
+        "div",
+        { class: "long-table", role: "table", "aria-label": table.label },
+        h("div", { role: "rowgroup", class: "thead" }, this.header),
+        this.body,
+      ),
+    );
     this.node = h("div", { class: "table-box" }, this.scroller, this.status);
     style(this.node, { "--columns": table.columns.map(({ width }) => width).join(" ") });
-    for (const rank of [1, 2]) style(this.node, { [`--columns-${rank}`]: table.columns.filter((column) => (column.rank ?? 1) <= rank).map(({ width }) => width).join(" ") });
+    for (const rank of [1, 2])
+      style(this.node, {
+        [`--columns-${rank}`]: table.columns
+          .filter((column) => (column.rank ?? 1) <= rank)
+          .map(({ width }) => width)
+          .join(" "),
+      });
     this.resizing = new ResizeObserver(() => this.schedule());
     this.resizing.observe(this.scroller);
     this.drawHeader();
   }
 
   drawHeader() {
-    fill(this.header, this.table.columns.map((column) => {
-      const sorted = column.sort === this.order.sort;
-      const direction = sorted ? (this.order.descending ? "descending" : "ascending") : null;
-      const text = column.sort ? h("button", { type: "button", onclick: () => this.sortBy(column) }, column.title, sorted ? (this.order.descending ? " ↓" : " ↑") : "") : column.title;
-      return h("div", { role: "columnheader", class: classes(column), "aria-sort": direction, title: column.help }, text);
-    }));
+    fill(
+      this.header,
+      this.table.columns.map((column) => {
+        const sorted = column.sort === this.order.sort;
+        const direction = sorted ? (this.order.descending ? "descending" : "ascending") : null;
+        const text = column.sort
+          ? h(
+              "button",
+              { type: "button", onclick: () => this.sortBy(column) },
+              column.title,
+              sorted ? (this.order.descending ? " ↓" : " ↑") : "",
+            )
+          : column.title;
+        return h(
+          "div",
+          { role: "columnheader", class: classes(column), "aria-sort": direction, title: column.help },
+          text,
+        );
+      }),
+    );
   }
 
   /** @param {Column<Row>} column */
@@ -75,7 +103,12 @@ export class LongTable {
     this.generation += 1;
     this.asked.clear();
     const page = Math.floor(this.scroller.scrollTop / ROW / PAGE);
-    await this.load(page, true);
+    try {
+      await this.load(page, true);
+    } catch (error) {
+      this.asked.delete(page);
+      if (error instanceof Error && error.name !== "AbortError") this.status.textContent = error.message;
+    }
     this.schedule();
   }
 
@@ -93,19 +126,26 @@ export class LongTable {
     this.scroller.classList.toggle("short", this.total * ROW < 420);
     this.scroller.querySelector("[role=table]")?.setAttribute("aria-rowcount", String(this.total + 1));
     const note = this.table.note?.(answer) ?? "";
-    this.status.textContent = this.total ? `${count(this.total)} ${this.total === 1 ? "row" : "rows"}${note}` : note || this.table.empty;
+    this.status.textContent = this.total
+      ? `${count(this.total)} ${this.total === 1 ? "row" : "rows"}${note}`
+      : note || this.table.empty;
     this.schedule();
   }
 
   /** Moves the focus to another row. @param {number} by */
   move(by) {
-    const focused = this.body.contains(document.activeElement) ? Number(document.activeElement?.closest(".tr")?.getAttribute("aria-rowindex")) - 2 : -1;
+    const focused = this.body.contains(document.activeElement)
+      ? Number(document.activeElement?.closest(".tr")?.getAttribute("aria-rowindex")) - 2
+      : -1;
     const index = Math.max(0, Math.min(this.total - 1, focused + by));
     const { scrollTop, clientHeight } = this.scroller;
     const room = clientHeight - 2 * ROW;
-    if (index * ROW < scrollTop || index * ROW > scrollTop + room) this.scroller.scrollTop = index * ROW - (by > 0 ? room : 0);
+    if (index * ROW < scrollTop || index * ROW > scrollTop + room)
+      this.scroller.scrollTop = index * ROW - (by > 0 ? room : 0);
     this.draw();
-    /** @type {HTMLElement | null} */ (this.body.querySelector(`[aria-rowindex="${index + 2}"] a`))?.focus({ preventScroll: true });
+    /** @type {HTMLElement | null} */ (this.body.querySelector(`[aria-rowindex="${index + 2}"] a`))?.focus({
+      preventScroll: true,
+    });
   }
 
   schedule() {
@@ -118,24 +158,37 @@ export class LongTable {
   draw() {
     const first = Math.max(0, Math.floor(this.scroller.scrollTop / ROW) - AROUND);
     const last = Math.min(this.total, Math.ceil((this.scroller.scrollTop + this.scroller.clientHeight) / ROW) + AROUND);
-    const focused = this.body.contains(document.activeElement) ? document.activeElement?.closest(".tr")?.getAttribute("aria-rowindex") : null;
+    const focused = this.body.contains(document.activeElement)
+      ? document.activeElement?.closest(".tr")?.getAttribute("aria-rowindex")
+      : null;
     const rows = [];
     for (let index = first; index < last; index++) rows.push(this.row(index));
     fill(this.body, rows);
     if (focused) {
-      /** @type {HTMLElement | null} */ (this.body.querySelector(`[aria-rowindex="${focused}"] a`))?.focus({ preventScroll: true });
+      /** @type {HTMLElement | null} */ (this.body.querySelector(`[aria-rowindex="${focused}"] a`))?.focus({
+        preventScroll: true,
+      });
     }
-    for (let page = Math.floor(first / PAGE); page * PAGE < last; page++) if (!this.pages.has(page)) void this.load(page).catch(() => this.asked.delete(page));
+    for (let page = Math.floor(first / PAGE); page * PAGE < last; page++)
+      if (!this.pages.has(page)) void this.load(page).catch(() => this.asked.delete(page));
   }
 
   /** @param {number} index */
   row(index) {
     const row = this.pages.get(Math.floor(index / PAGE))?.[index % PAGE];
-    const element = style(h("div", { role: "row", class: row ? "tr" : "tr waiting", "aria-rowindex": index + 2 }), { top: `${index * ROW}px` });
+    const element = style(h("div", { role: "row", class: row ? "tr" : "tr waiting", "aria-rowindex": index + 2 }), {
+      top: `${index * ROW}px`,
+    });
     if (!row) return element;
     this.table.columns.forEach((column, position) => {
       const content = column.cell(row);
-      element.append(h("div", { role: "cell", class: classes(column) }, position ? content : h("a", { class: "row-link", href: this.table.href(row) }, content)));
+      element.append(
+        h(
+          "div",
+          { role: "cell", class: classes(column) },
+          position ? content : h("a", { class: "row-link", href: this.table.href(row) }, content),
+        ),
+      );
     });
     return element;
   }

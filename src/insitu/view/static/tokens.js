@@ -49,17 +49,35 @@ export function advantageClass(advantage, bound) {
 
 /** What the colours mean. @param {Colour} colour @param {number} bound */
 export function legend(colour, bound) {
-  const swatch = (/** @type {string} */ name, /** @type {string} */ text = "") => h("span", { class: `swatch ${name}` }, text);
+  const swatch = (/** @type {string} */ name, /** @type {string} */ text = "") =>
+    h("span", { class: `swatch ${name}` }, text);
   if (colour === "logprob") {
     const labels = ["≥ 90 %", "≥ 50 %", "≥ 20 %", "≥ 5 %", "≥ 1 %", "< 1 %"];
-    return h("p", { class: "scale" }, h("span", {}, "probability when sampled"), labels.map((label, index) => swatch(`q${index}`, label)));
+    return h(
+      "p",
+      { class: "scale" },
+      h("span", {}, "probability when sampled"),
+      labels.map((label, index) => swatch(`q${index}`, label)),
+    );
   }
   if (colour === "none") return null;
   const [low, high] = colour === "advantage" ? [number(-bound).replace("-", "−"), `+${number(bound)}`] : ["÷ 5", "× 5"];
-  const [less, more] = colour === "advantage" ? ["made less likely", "made more likely"] : ["less likely now", "more likely now"];
+  const [less, more] =
+    colour === "advantage" ? ["made less likely", "made more likely"] : ["less likely now", "more likely now"];
   const steps = [5, 4, 3, 2, 1];
-  return h("p", { class: "scale" }, h("span", {}, `${less}, ${low}`), h("span", { class: "swatches", "aria-hidden": "true" }, steps.map((step) => swatch(`down${step}`)), swatch("even"), steps.toReversed().map((step) => swatch(`up${step}`))),
-    h("span", {}, `${high}, ${more}`));
+  return h(
+    "p",
+    { class: "scale" },
+    h("span", {}, `${less}, ${low}`),
+    h(
+      "span",
+      { class: "swatches", "aria-hidden": "true" },
+      steps.map((step) => swatch(`down${step}`)),
+      swatch("even"),
+      steps.toReversed().map((step) => swatch(`up${step}`)),
+    ),
+    h("span", {}, `${high}, ${more}`),
+  );
 }
 
 /**
@@ -72,7 +90,11 @@ export class TokenText {
     this.tokens = tokens;
     this.view = view;
     this.drawn = false;
-    this.node = h("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": label }, tokens.map((token) => token.text ?? "").join(""));
+    this.node = h(
+      "div",
+      { class: "tokens", tabindex: "0", role: "group", "aria-label": label },
+      tokens.map((token) => token.text ?? "").join(""),
+    );
     this.node.addEventListener("keydown", (event) => this.step(event));
     this.node.addEventListener("blur", () => hideTip());
     this.cursor = -1;
@@ -84,14 +106,21 @@ export class TokenText {
     if (this.drawn) return;
     this.drawn = true;
     const { colour, bound } = this.view;
-    fill(this.node, this.tokens.map((token) => h("span", { class: `t ${tokenClass(token, colour, bound)}` }, token.text ?? `⟨${token.id}⟩`)));
+    fill(
+      this.node,
+      this.tokens.map((token) =>
+        h("span", { class: `t ${tokenClass(token, colour, bound)}` }, token.text ?? `⟨${token.id}⟩`),
+      ),
+    );
   }
 
   /** Draws the tokens again in another colour. */
   recolour() {
     if (!this.drawn) return;
     const { colour, bound } = this.view;
-    this.tokens.forEach((token, index) => (this.node.children[index].className = `t ${tokenClass(token, colour, bound)}`));
+    this.tokens.forEach(
+      (token, index) => (this.node.children[index].className = `t ${tokenClass(token, colour, bound)}`),
+    );
   }
 
   /** Moves from token to token with the arrow keys. @param {KeyboardEvent} event */
@@ -108,13 +137,16 @@ export class TokenText {
 /** @type {WeakMap<Element, TokenText>} */
 const owners = new WeakMap();
 
-const near = new IntersectionObserver((entries) => {
-  for (const entry of entries) {
-    if (!entry.isIntersecting) continue;
-    owners.get(entry.target)?.draw();
-    near.unobserve(entry.target);
-  }
-}, { rootMargin: "600px" });
+const near = new IntersectionObserver(
+  (entries) => {
+    for (const entry of entries) {
+      if (!entry.isIntersecting) continue;
+      owners.get(entry.target)?.draw();
+      near.unobserve(entry.target);
+    }
+  },
+  { rootMargin: "600px" },
+);
 
 /** Shows the numbers of tokens that are pointed at within an element. @param {HTMLElement} element */
 export function watchTokens(element) {
@@ -133,16 +165,33 @@ function showTip(element, token) {
   document.querySelector(".t.current")?.classList.remove("current");
   element.classList.add("current");
   const rows = [
-    ["token", h("span", { class: "mono" }, JSON.stringify(token.text ?? ""), h("span", { class: "muted" }, ` ${token.id ?? ABSENT}`))],
+    [
+      "token",
+      h(
+        "span",
+        { class: "mono" },
+        JSON.stringify(token.text ?? ""),
+        h("span", { class: "muted" }, ` ${token.id ?? ABSENT}`),
+      ),
+    ],
     ["probability", isNumber(token.logprob) ? `${number(Math.exp(token.logprob) * 100)} %` : ABSENT],
     ["log-probability", isNumber(token.logprob) ? signed(token.logprob, 4) : ABSENT],
     ["advantage", isNumber(token.advantage) ? signed(token.advantage, 4) : "not trained"],
-    ...(isNumber(token.newest) ? [
-      ["newest weights", `${number(Math.exp(token.newest) * 100)} %`],
-      ["change", isNumber(token.logprob) ? `${signed(token.newest - token.logprob, 4)} nats` : ABSENT],
-    ] : []),
+    ...(isNumber(token.newest)
+      ? [
+          ["newest weights", `${number(Math.exp(token.newest) * 100)} %`],
+          ["change", isNumber(token.logprob) ? `${signed(token.newest - token.logprob, 4)} nats` : ABSENT],
+        ]
+      : []),
   ];
-  fill(tip, h("dl", {}, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
+  fill(
+    tip,
+    h(
+      "dl",
+      {},
+      rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]),
+    ),
+  );
   tip.hidden = false;
   const box = element.getClientRects()[0] ?? element.getBoundingClientRect();
   const left = Math.max(8, Math.min(box.left, innerWidth - tip.offsetWidth - 8));

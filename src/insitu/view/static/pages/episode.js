@@ -3,11 +3,9 @@
 import { get } from "../api.js";
 import { conversation, failedCalls } from "../chat.js";
 import { append, fill, h } from "../dom.js";
-import { ABSENT, count, duration, isNumber, plain, plural, score, signed } from "../format.js";
-import { address, episodeLabel, link, toEpisode, toGroup, toRun } from "../links.js";
-import { longText } from "../messages.js";
-import { choice, definitions, fact, failure, outcomeBadge, problems } from "../parts.js";
-import { rewardDots } from "../sparkline.js";
+import { head, side } from "../episodefacts.js";
+import { address, episodeLabel, toEpisode, toGroup, toRun } from "../links.js";
+import { choice } from "../parts.js";
 import { timeline } from "../timeline.js";
 import { advantageBound, hideTip, legend, watchTokens } from "../tokens.js";
 
@@ -22,9 +20,16 @@ export async function episodePage({ parameters, signal, go }) {
   withAdvantages(answer);
   const { record } = answer;
   const trained = answer.calls.some((/** @type {any} */ call) => call.advantage != null);
-  const view = { colour: /** @type {import("../tokens.js").Colour} */ (asked ?? (trained ? "advantage" : "logprob")), bound: advantageBound(answer.calls) };
+  const view = {
+    colour: /** @type {import("../tokens.js").Colour} */ (asked ?? (trained ? "advantage" : "logprob")),
+    bound: advantageBound(answer.calls),
+  };
   let called = parameters.get("call");
-  const here = (/** @type {number | string | null} */ call) => toEpisode(run, name, { colour: asked || view.colour !== (trained ? "advantage" : "logprob") ? view.colour : null, call: /** @type {any} */ (call) });
+  const here = (/** @type {number | string | null} */ call) =>
+    toEpisode(run, name, {
+      colour: asked || view.colour !== (trained ? "advantage" : "logprob") ? view.colour : null,
+      call: /** @type {any} */ (call),
+    });
 
   const texts = /** @type {import("../tokens.js").TokenText[]} */ ([]);
   const key = h("div", { class: "colour-legend" });
@@ -40,26 +45,36 @@ export async function episodePage({ parameters, signal, go }) {
     fill(key, legend(view.colour, view.bound));
   };
   const readChanges = async () => {
-    if (answer.calls.some((/** @type {any} */ call) => call.tokens?.some((/** @type {any} */ token) => token.newest != null))) return;
+    if (
+      answer.calls.some((/** @type {any} */ call) =>
+        call.tokens?.some((/** @type {any} */ token) => token.newest != null),
+      )
+    )
+      return;
     status.textContent = "Asking the newest weights. The first time, a model is loaded …";
-    const changed = await get("episode", { run, episode: name, changed: 1 }, signal).catch((error) => ({ newest_problem: error.message }));
+    const changed = await get("episode", { run, episode: name, changed: 1 }, signal).catch((error) => ({
+      newest_problem: error.message,
+    }));
     if (signal.aborted) return;
     if (changed.calls) {
       answer = changed;
       withAdvantages(answer);
       texts.forEach((text, index) => (text.tokens = answer.calls[callOrder[index]].tokens));
     }
-    status.textContent = changed.newest_problem ?? (changed.newest ? `compared with the weights of ${changed.newest.checkpoint}` : "");
+    status.textContent =
+      changed.newest_problem ?? (changed.newest ? `compared with the weights of ${changed.newest.checkpoint}` : "");
   };
   const callOrder = /** @type {number[]} */ ([]);
-  const positions = new Map(answer.calls.map((/** @type {any} */ call, /** @type {number} */ position) => [call.index, position]));
+  const positions = new Map(
+    answer.calls.map((/** @type {any} */ call, /** @type {number} */ position) => [call.index, position]),
+  );
   const openCall = (/** @type {number} */ index, smooth = true) => {
     called = String(index);
     history.replaceState(history.state, "", here(called));
     const message = document.getElementById(`call-${index}`);
     document.querySelector(".message.at")?.classList.remove("at");
     message?.classList.add("at");
-    message?.scrollIntoView({ behavior: smooth ? "smooth" : "instant", block: "center" });
+    if (message) void reveal(message, smooth);
     document.querySelector(".span[aria-current]")?.removeAttribute("aria-current");
     document.querySelector(`.span[data-call="${index}"]`)?.setAttribute("aria-current", "true");
   };
@@ -75,26 +90,70 @@ export async function episodePage({ parameters, signal, go }) {
   };
 
   dialogues.dataset.colour = view.colour;
-  append(dialogues, answer.conversations.map((/** @type {any} */ messages, /** @type {number} */ index) =>
-    conversation(messages, { answer, view, title: answer.conversations.length > 1 ? `Conversation ${index + 1} of ${answer.conversations.length}` : "Conversation", href: here, withText })));
+  append(
+    dialogues,
+    answer.conversations.map((/** @type {any} */ messages, /** @type {number} */ index) =>
+      conversation(messages, {
+        answer,
+        view,
+        title:
+          answer.conversations.length > 1
+            ? `Conversation ${index + 1} of ${answer.conversations.length}`
+            : "Conversation",
+        href: here,
+        withText,
+      }),
+    ),
+  );
   append(dialogues, [failedCalls(answer.calls)]);
   fill(key, legend(view.colour, view.bound));
   watchTokens(dialogues);
-  const colours = choice("Colour of the sampled tokens", view.colour, [["advantage", "advantage", "what training pushed up and down"], ["logprob", "probability", "how likely each token was when it was sampled"], ["changed", "change", "how the newest weights changed its probability"], ["none", "none"]], recolour);
+  const colours = choice(
+    "Colour of the sampled tokens",
+    view.colour,
+    [
+      ["advantage", "advantage", "what training pushed up and down"],
+      ["logprob", "probability", "how likely each token was when it was sampled"],
+      ["changed", "change", "how the newest weights changed its probability"],
+      ["none", "none"],
+    ],
+    recolour,
+  );
   const calls = answer.calls.length;
   return {
     title: `${record.row_id} ${episodeLabel(record)}`,
     crumbs: crumbs(run, record),
     runs: [run],
-    node: h("div", { class: "page episode-page" },
+    node: h(
+      "div",
+      { class: "page episode-page" },
       head(run, answer),
       calls ? timeline(answer.calls, view.bound, here, openCall) : null,
-      h("div", { class: "episode-body" },
-        h("div", { class: "dialogue-column" },
-          calls ? h("div", { class: "controls sticky" }, h("span", { class: "field" }, h("span", {}, "Tokens by"), colours), key, status) : null,
-          calls ? dialogues : h("p", { class: "empty" }, "This episode made no model call.")),
-        h("aside", { "aria-label": "About this episode" }, side(run, answer)))),
-    shortcuts: [...moves(run, answer, go), { keys: ["l"], what: "next call", run: () => step(1) }, { keys: ["h"], what: "previous call", run: () => step(-1) }],
+      h(
+        "div",
+        { class: "episode-body" },
+        h(
+          "div",
+          { class: "dialogue-column" },
+          calls
+            ? h(
+                "div",
+                { class: "controls sticky" },
+                h("span", { class: "field" }, h("span", {}, "Tokens by"), colours),
+                key,
+                status,
+              )
+            : null,
+          calls ? dialogues : h("p", { class: "empty" }, "This episode made no model call."),
+        ),
+        h("aside", { "aria-label": "About this episode" }, side(run, answer)),
+      ),
+    ),
+    shortcuts: [
+      ...moves(run, answer, go),
+      { keys: ["l"], what: "next call", run: () => step(1) },
+      { keys: ["h"], what: "previous call", run: () => step(-1) },
+    ],
     shown: () => {
       if (called != null) openCall(Number(called), false);
       if (view.colour === "changed") void recolour("changed");
@@ -103,14 +162,38 @@ export async function episodePage({ parameters, signal, go }) {
   };
 }
 
+/**
+ * Scrolls to a message. Those on the way get their true height when they are drawn, so it takes several steps.
+ * @param {HTMLElement} message @param {boolean} smooth
+ */
+async function reveal(message, smooth) {
+  const top = message.getBoundingClientRect().top;
+  const near = Math.abs(top) < 2 * innerHeight;
+  message.scrollIntoView({ behavior: smooth && near ? "smooth" : "instant", block: "center" });
+  for (let step = 0, last = top; !near && step < 10; step++) {
+    await new Promise(requestAnimationFrame);
+    const now = message.getBoundingClientRect().top;
+    if (now === last) return;
+    last = now;
+    message.scrollIntoView({ behavior: "instant", block: "center" });
+  }
+}
+
 /** Gives the tokens of a trained call its advantage. @param {Answer} answer */
 function withAdvantages(answer) {
-  for (const call of answer.calls) for (const token of call.tokens ?? []) token.advantage ??= call.trained ? call.advantage : null;
+  for (const call of answer.calls)
+    for (const token of call.tokens ?? []) token.advantage ??= call.trained ? call.advantage : null;
 }
 
 /** @param {string} run @param {any} record @returns {[string, string | null][]} */
 function crumbs(run, record) {
-  return [["Runs", "/runs"], [run === "." ? "run" : run, toRun(run)], [`epoch ${record.epoch}`, address("/run", { run, epoch: record.epoch })], [record.row_id, toGroup(run, record)], [episodeLabel(record), null]];
+  return [
+    ["Runs", "/runs"],
+    [run === "." ? "run" : run, toRun(run)],
+    [`epoch ${record.epoch}`, address("/run", { run, epoch: record.epoch })],
+    [record.row_id, toGroup(run, record)],
+    [episodeLabel(record), null],
+  ];
 }
 
 /** @param {string} run @param {Answer} answer @param {(href: string) => void} go @returns {import("../keys.js").Shortcut[]} */
@@ -126,83 +209,4 @@ function moves(run, answer, go) {
     { keys: ["["], what: "the same row in the previous epoch", run: to(answer.previous_epoch) },
     { keys: ["u"], what: "the group of this episode", run: () => go(toGroup(run, answer.record)) },
   ];
-}
-
-/** @param {string} run @param {Answer} answer */
-function head(run, answer) {
-  const { record } = answer;
-  const step = (/** @type {string | null} */ target, /** @type {string} */ text, /** @type {string} */ label) =>
-    target ? link(toEpisode(run, target), { class: "button", "aria-label": label, title: label }, text) : h("span", { class: "button off", "aria-hidden": "true" }, text);
-  return h("header", { class: "page-head" },
-    h("div", { class: "title-line" },
-      h("h1", {}, record.row_id, " ", h("span", { class: "muted" }, episodeLabel(record))),
-      h("nav", { class: "steps", "aria-label": "Other episodes" },
-        step(answer.previous, "‹ episode", "Previous episode (k)"), step(answer.next, "episode ›", "Next episode (j)"),
-        step(answer.previous_epoch, "‹ epoch", "The same row in the previous epoch ([)"), step(answer.next_epoch, "epoch ›", "The same row in the next epoch (])"))),
-    record.outcome === "failed" ? failure(`The episode failed: ${record.reason ?? "no reason is recorded"}`, record.error) : record.error ? failure(`No reward: ${record.reason ?? "no reason is recorded"}`, record.error) : null,
-    problems(answer.problems),
-    h("dl", { class: "facts" },
-      fact("Reward", score(record.reward), comparedWithGroup(answer)),
-      fact("Advantage", advantage(answer), trainedText(answer)),
-      fact("Outcome", outcomeBadge({ ...record, dropped: answer.dropped }), answer.status ?? null),
-      fact("Calls", count(record.calls), record.failed_requests && Object.keys(record.failed_requests).length ? Object.entries(record.failed_requests).map(([reason, n]) => `${n} failed: ${reason}`).join(", ") : null),
-      fact("Sampled tokens", count(record.sampled_tokens), `after ${plural(record.prompt_tokens, "prompt token")}`),
-      fact("Time", duration(record.seconds), `weights ${(record.policy_versions ?? []).map((/** @type {any} */ version) => `v${version}`).join(", ") || "unknown"}`)));
-}
-
-/** @param {Answer} answer */
-function comparedWithGroup(answer) {
-  const rewards = (answer.group?.episodes ?? []).map((/** @type {any} */ each) => each.reward).filter(isNumber);
-  if (!rewards.length) return null;
-  const mean = rewards.reduce((/** @type {number} */ sum, /** @type {number} */ each) => sum + each, 0) / rewards.length;
-  return [rewardDots(rewards, [Math.min(...rewards), Math.max(...rewards)]), `group mean ${score(mean)}`];
-}
-
-/** @param {Answer} answer */
-function advantage(answer) {
-  const values = answer.calls.map((/** @type {any} */ call) => call.advantage).filter((/** @type {any} */ value) => value != null);
-  if (!values.length) return ABSENT;
-  const [low, high] = [Math.min(...values), Math.max(...values)];
-  return low === high ? signed(low) : `${signed(low, 2)} … ${signed(high, 2)}`;
-}
-
-/** @param {Answer} answer */
-function trainedText(answer) {
-  const trained = answer.calls.filter((/** @type {any} */ call) => call.trained).length;
-  return answer.training ?? (answer.calls.length ? `${trained} of ${plural(answer.calls.length, "call")} trained` : null);
-}
-
-/** @param {string} run @param {Answer} answer */
-function side(run, answer) {
-  const { record } = answer;
-  const scores = Object.entries(record.scores ?? {});
-  const rescores = answer.rescores ?? [];
-  return [
-    scores.length || record.reasoning != null ? h("section", { "aria-label": "Scores" }, h("h2", {}, "Scores"), scores.length ? definitions(scores.map(([name, value]) => [name, score(value)])) : null,
-      record.reasoning != null ? h("div", { class: "judgement" }, h("span", { class: "small muted" }, "The evaluator's reasoning"), typeof record.reasoning === "string" ? longText(record.reasoning) : h("pre", {}, JSON.stringify(record.reasoning, null, 2))) : null) : null,
-    rescores.length ? h("section", { "aria-label": "Scored later" }, h("h2", {}, "Scored later"), definitions(rescores.map((/** @type {any} */ each) => [each.evaluator, each.error ?? score(each.score)]))) : null,
-    record.output != null ? h("section", { "aria-label": "Answer" }, h("h2", {}, "Answer"), typeof record.output === "string" ? longText(record.output) : foldedJson(record.output)) : null,
-    record.candidates?.length ? h("section", { "aria-label": "Candidates" }, h("h2", {}, `Candidates (${record.candidates.length})`), candidates(record.candidates)) : null,
-    h("section", { "aria-label": "Name" }, h("h2", {}, "Episode"), h("p", { class: "mono small break" }, record.episode),
-      record.source ? h("p", { class: "small" }, "recorded in ", h("span", { class: "mono break" }, record.source)) : null,
-      h("p", {}, link(toGroup(run, record), {}, "Compare with its group"), " · ", copyLink())),
-  ];
-}
-
-/** @param {any} value */
-function foldedJson(value) {
-  return longText(JSON.stringify(value, null, 2), "code");
-}
-
-/** @param {any[]} all */
-function candidates(all) {
-  return h("ol", { class: "candidates" }, all.slice(0, 200).map((each) => h("li", {}, h("span", { class: "num" }, score(each.score)), " ", h("span", { class: "muted" }, `turn ${each.turn_index ?? each.turn_id}`), " ", h("span", { class: "mono" }, plain(each.response)))));
-}
-
-function copyLink() {
-  const button = h("button", { type: "button", class: "as-link", onclick: async () => {
-    await navigator.clipboard?.writeText(location.href);
-    button.textContent = "Copied";
-  } }, "Copy the link");
-  return button;
 }

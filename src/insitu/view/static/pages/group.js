@@ -28,13 +28,29 @@ export async function groupPage({ parameters, signal, go }) {
   const beside = h("section", { class: "section", "aria-label": "Side by side" });
 
   const drawBeside = () => {
-    const episodes = chosen.map((name) => answer.episodes.find((/** @type {any} */ each) => each.episode === name)).filter(Boolean);
-    fill(beside, h("h2", {}, episodes.length > 1 ? "Side by side" : "Dialogue"),
-      episodes.length ? sideBySide(run, episodes, bounds(answer.episodes).advantage) : h("p", { class: "empty" }, "Choose episodes in the list to compare them."));
+    const episodes = chosen
+      .map((name) => answer.episodes.find((/** @type {any} */ each) => each.episode === name))
+      .filter(Boolean);
+    fill(
+      beside,
+      h("h2", {}, episodes.length > 1 ? "Side by side" : "Dialogue"),
+      episodes.length
+        ? sideBySide(run, episodes, bounds(answer.episodes).advantage)
+        : h("p", { class: "empty" }, "Choose episodes in the list to compare them."),
+    );
   };
   const choose = (/** @type {string} */ name, /** @type {boolean} */ on) => {
     chosen = on ? [...chosen, name].slice(-MOST_COLUMNS) : chosen.filter((each) => each !== name);
-    history.replaceState(history.state, "", address("/group", { run, epoch: key.epoch, row: key.row_id, show: chosen.map((each) => generation(answer, each)) }));
+    history.replaceState(
+      history.state,
+      "",
+      address("/group", {
+        run,
+        epoch: key.epoch,
+        row: key.row_id,
+        show: chosen.map((each) => generation(answer, each)),
+      }),
+    );
     drawList();
     drawBeside();
   };
@@ -53,7 +69,12 @@ export async function groupPage({ parameters, signal, go }) {
   const to = (/** @type {any} */ target) => () => target && go(toGroup(run, target));
   return {
     title: `${key.row_id}, epoch ${key.epoch}`,
-    crumbs: [["Runs", "/runs"], [run === "." ? "run" : run, toRun(run)], [`epoch ${key.epoch}`, address("/run", { run, epoch: key.epoch })], [key.row_id, null]],
+    crumbs: [
+      ["Runs", "/runs"],
+      [run === "." ? "run" : run, toRun(run)],
+      [`epoch ${key.epoch}`, address("/run", { run, epoch: key.epoch })],
+      [key.row_id, null],
+    ],
     runs: [run],
     node: h("div", { class: "page" }, head, list, beside),
     update: async () => {
@@ -79,12 +100,14 @@ function chosenAtFirst(episodes, asked) {
   const found = episodes.filter((each) => asked.includes(String(each.generation))).map((each) => each.episode);
   if (found.length) return found;
   const scored = episodes.filter((each) => isNumber(each.reward)).toSorted((a, b) => b.reward - a.reward);
-  const ends = scored.length > 1 ? [scored[0], scored[scored.length - 1]] : scored.length ? scored : episodes.slice(0, 1);
+  const ends =
+    scored.length > 1 ? [scored[0], scored[scored.length - 1]] : scored.length ? scored : episodes.slice(0, 1);
   return ends.map((each) => each.episode);
 }
 
 /** @param {Answer} answer @param {string} name */
-const generation = (answer, name) => answer.episodes.find((/** @type {any} */ each) => each.episode === name)?.generation;
+const generation = (answer, name) =>
+  answer.episodes.find((/** @type {any} */ each) => each.episode === name)?.generation;
 
 /** @param {Answer} answer @param {{epoch: number, row_id: string}} key @param {number} by */
 function nearEpoch(answer, key, by) {
@@ -97,58 +120,153 @@ function nearEpoch(answer, key, by) {
 function bounds(episodes) {
   const rewards = episodes.map((each) => each.reward).filter(isNumber);
   const advantages = episodes.map((each) => Math.abs(each.advantage ?? 0));
-  return { low: Math.min(0, ...rewards), high: Math.max(...rewards, 0), advantage: Math.max(1, ...advantages), rewards };
+  return {
+    low: Math.min(0, ...rewards),
+    high: Math.max(...rewards, 0),
+    advantage: Math.max(1, ...advantages),
+    rewards,
+  };
 }
 
 /** @param {string} run @param {{epoch: number, row_id: string}} key @param {Answer} answer */
 function header(run, key, answer) {
   const { rewards } = bounds(answer.episodes);
   const mean = rewards.length ? rewards.reduce((sum, each) => sum + each, 0) / rewards.length : null;
-  const std = mean == null || rewards.length < 2 ? null : Math.sqrt(rewards.reduce((sum, each) => sum + (each - mean) ** 2, 0) / (rewards.length - 1));
+  const std =
+    mean == null || rewards.length < 2
+      ? null
+      : Math.sqrt(rewards.reduce((sum, each) => sum + (each - mean) ** 2, 0) / (rewards.length - 1));
   const step = (/** @type {any} */ target, /** @type {string} */ text, /** @type {string} */ label) =>
-    target ? link(toGroup(run, target), { class: "button", "aria-label": label, title: label }, text) : h("span", { class: "button off", "aria-hidden": "true" }, text);
+    target
+      ? link(toGroup(run, target), { class: "button", "aria-label": label, title: label }, text)
+      : h("span", { class: "button off", "aria-hidden": "true" }, text);
   const dropped = answer.episodes.filter((/** @type {any} */ each) => each.dropped || each.reward == null).length;
   return [
-    h("header", { class: "page-head" }, h("div", { class: "title-line" }, h("h1", {}, key.row_id, " ", h("span", { class: "muted" }, `epoch ${key.epoch}`)),
-      h("nav", { class: "steps", "aria-label": "Other groups" },
-        step(answer.previous, "‹ group", "Previous group (K)"), step(answer.next, "group ›", "Next group (J)"),
-        step(nearEpoch(answer, key, -1), "‹ epoch", "The same row in the previous epoch ([)"), step(nearEpoch(answer, key, 1), "epoch ›", "The same row in the next epoch (])")))),
+    h(
+      "header",
+      { class: "page-head" },
+      h(
+        "div",
+        { class: "title-line" },
+        h("h1", {}, key.row_id, " ", h("span", { class: "muted" }, `epoch ${key.epoch}`)),
+        h(
+          "nav",
+          { class: "steps", "aria-label": "Other groups" },
+          step(answer.previous, "‹ group", "Previous group (K)"),
+          step(answer.next, "group ›", "Next group (J)"),
+          step(nearEpoch(answer, key, -1), "‹ epoch", "The same row in the previous epoch ([)"),
+          step(nearEpoch(answer, key, 1), "epoch ›", "The same row in the next epoch (])"),
+        ),
+      ),
+    ),
     problems(answer.problems),
-    h("div", { class: "group-head" },
-      h("dl", { class: "facts" },
-        fact("Mean reward", score(mean), rewards.length ? rewardDots(rewards, [Math.min(...rewards), Math.max(...rewards)]) : "no episode has a reward"),
+    h(
+      "div",
+      { class: "group-head" },
+      h(
+        "dl",
+        { class: "facts" },
+        fact(
+          "Mean reward",
+          score(mean),
+          rewards.length
+            ? rewardDots(rewards, [Math.min(...rewards), Math.max(...rewards)])
+            : "no episode has a reward",
+        ),
         fact("Deviation", score(std), std === 0 ? "equal rewards teach nothing" : null),
-        fact("Episodes", count(answer.episodes.length), dropped ? `${dropped} left out of training` : "all of them trainable")),
-      answer.epochs?.length > 1 ? h("figure", { class: "history" }, h("figcaption", {}, "This row through the epochs"), rowHistory(run, key.row_id, answer.epochs, key.epoch)) : null),
+        fact(
+          "Episodes",
+          count(answer.episodes.length),
+          dropped ? `${dropped} left out of training` : "all of them trainable",
+        ),
+      ),
+      answer.epochs?.length > 1
+        ? h(
+            "figure",
+            { class: "history" },
+            h("figcaption", {}, "This row through the epochs"),
+            rowHistory(run, key.row_id, answer.epochs, key.epoch),
+          )
+        : null,
+    ),
   ];
 }
 
 /** @param {string} run @param {Answer} answer @param {string[]} chosen @param {(name: string, on: boolean) => void} choose */
 function episodeTable(run, answer, chosen, choose) {
   const { low, high, advantage } = bounds(answer.episodes);
-  const sorted = answer.episodes.toSorted((/** @type {any} */ a, /** @type {any} */ b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.generation - b.generation);
+  const sorted = answer.episodes.toSorted(
+    (/** @type {any} */ a, /** @type {any} */ b) =>
+      (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.generation - b.generation,
+  );
   const rows = sorted.map((/** @type {any} */ episode) => {
-    const tick = /** @type {HTMLInputElement} */ (h("input", { type: "checkbox", checked: chosen.includes(episode.episode), "aria-label": `Show episode ${episode.generation} side by side`, onchange: () => choose(episode.episode, tick.checked) }));
-    return h("tr", {}, h("td", { class: "tick" }, tick),
+    const tick = /** @type {HTMLInputElement} */ (
+      h("input", {
+        type: "checkbox",
+        checked: chosen.includes(episode.episode),
+        "aria-label": `Show episode ${episode.generation} side by side`,
+        onchange: () => choose(episode.episode, tick.checked),
+      })
+    );
+    return h(
+      "tr",
+      {},
+      h("td", { class: "tick" }, tick),
       h("th", { scope: "row" }, link(toEpisode(run, episode.episode), {}, episodeLabel(episode))),
-      h("td", { class: "n" }, isNumber(episode.reward) ? [bar(episode.reward - low, high - low), h("span", { class: "num" }, score(episode.reward))] : h("span", { class: "num" }, ABSENT)),
-      h("td", { class: "n" }, isNumber(episode.advantage) ? [divergingBar(episode.advantage, advantage), h("span", { class: "num" }, signed(episode.advantage, 2))] : h("span", { class: "num" }, ABSENT)),
+      h(
+        "td",
+        { class: "n" },
+        isNumber(episode.reward)
+          ? [bar(episode.reward - low, high - low), h("span", { class: "num" }, score(episode.reward))]
+          : h("span", { class: "num" }, ABSENT),
+      ),
+      h(
+        "td",
+        { class: "n" },
+        isNumber(episode.advantage)
+          ? [divergingBar(episode.advantage, advantage), h("span", { class: "num" }, signed(episode.advantage, 2))]
+          : h("span", { class: "num" }, ABSENT),
+      ),
       h("td", { class: "w-2" }, outcomeBadge(episode)),
       h("td", { class: "n num w-2" }, count(episode.calls)),
       h("td", { class: "n num w-2" }, compact(episode.sampled_tokens)),
       h("td", { class: "n num w-3" }, duration(episode.seconds)),
-      h("td", { class: "ending w-3" }, ending(episode)));
+      h("td", { class: "ending w-3" }, ending(episode)),
+    );
   });
-  return h("div", { class: rows.length > 12 ? "scroll-y" : "" }, h("table", { class: "plain episodes" },
-    h("thead", {}, h("tr", {}, h("th", { class: "tick" }, h("span", { class: "sr" }, "Side by side")), h("th", { scope: "col" }, "Episode"), h("th", { scope: "col", class: "n" }, "Reward"),
-      h("th", { scope: "col", class: "n", title: "mean over its trained tokens" }, "Advantage"), h("th", { scope: "col", class: "w-2" }, "Outcome"), h("th", { scope: "col", class: "n w-2" }, "Calls"), h("th", { scope: "col", class: "n w-2" }, "Tokens"),
-      h("th", { scope: "col", class: "n w-3" }, "Time"), h("th", { scope: "col", class: "w-3" }, "Ends with"))),
-    h("tbody", {}, rows)));
+  return h(
+    "div",
+    { class: rows.length > 12 ? "scroll-y" : "" },
+    h(
+      "table",
+      { class: "plain episodes" },
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          h("th", { class: "tick" }, h("span", { class: "sr" }, "Side by side")),
+          h("th", { scope: "col" }, "Episode"),
+          h("th", { scope: "col", class: "n" }, "Reward"),
+          h("th", { scope: "col", class: "n", title: "mean over its trained tokens" }, "Advantage"),
+          h("th", { scope: "col", class: "w-2" }, "Outcome"),
+          h("th", { scope: "col", class: "n w-2" }, "Calls"),
+          h("th", { scope: "col", class: "n w-2" }, "Tokens"),
+          h("th", { scope: "col", class: "n w-3" }, "Time"),
+          h("th", { scope: "col", class: "w-3" }, "Ends with"),
+        ),
+      ),
+      h("tbody", {}, rows),
+    ),
+  );
 }
 
 /** What the episode's last completion says. @param {any} episode */
 function ending(episode) {
   if (episode.outcome === "failed") return h("span", { class: "bad" }, oneLine(episode.error ?? "", 120));
-  const last = messagesOf(episode).findLast((/** @type {any} */ message) => message.call != null || message.role === "assistant");
+  const last = messagesOf(episode).findLast(
+    (/** @type {any} */ message) => message.call != null || message.role === "assistant",
+  );
   return last ? oneLine(contentText(last), 120) : "";
 }

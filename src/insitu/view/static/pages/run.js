@@ -1,16 +1,16 @@
 /** One run, or several compared: how it does, its curves, what was left out, its episodes and its settings. */
 
 import { get } from "../api.js";
+import { compareWith, comparison, differences } from "../comparison.js";
 import { Curves } from "../curves.js";
 import { fill, h } from "../dom.js";
 import { ABSENT, compact, count, duration, isNumber, percent, score, signed, when } from "../format.js";
-import { link, runName, toRun } from "../links.js";
 import { Lists } from "../lists.js";
-import { arrow, fact, failure, problems, section, select, stateBadge } from "../parts.js";
+import { arrow, fact, failure, problems, section, stateBadge } from "../parts.js";
 import { about } from "../settings.js";
 import { bar, sparkline } from "../sparkline.js";
 
-/** @typedef {Record<string, any>} Details */
+/** @typedef {import("../curves.js").Details} Details */
 
 /** @param {import("../app.js").Context} context @returns {Promise<import("../app.js").Page>} */
 export async function runPage({ parameters, signal, go }) {
@@ -39,12 +39,19 @@ export async function runPage({ parameters, signal, go }) {
       fill(foot, about(run));
       for (const id of opened) foot.querySelector(`#${id}`)?.setAttribute("open", "");
     }
-    void lists?.update(runs[0].epochs.at(-1)?.epoch ?? 0, Object.keys(runs[0].dropped ?? {}), rewardRange(runs[0].epochs));
+    void lists?.update(
+      runs[0].epochs.at(-1)?.epoch ?? 0,
+      Object.keys(runs[0].dropped ?? {}),
+      rewardRange(runs[0].epochs),
+    );
   };
   draw();
   return {
     title: compared.length ? `${runs.length} runs` : runs[0].summary.name,
-    crumbs: [["Runs", "/runs"], [compared.length ? "Comparison" : runs[0].summary.name, null]],
+    crumbs: [
+      ["Runs", "/runs"],
+      [compared.length ? "Comparison" : runs[0].summary.name, null],
+    ],
     node: h("div", { class: "page" }, head, curves.node, dropped, lists?.node, foot),
     runs: [name, ...compared],
     update: async () => {
@@ -69,19 +76,54 @@ export async function runPage({ parameters, signal, go }) {
 function header(run, adding) {
   const { summary } = run;
   const last = run.epochs.at(-1);
-  const origin = [summary.method, summary.model, summary.started && `started ${when(summary.started)}`, summary.written && `last written ${when(summary.written)}`].filter(Boolean).join(" · ");
+  const origin = [
+    summary.method,
+    summary.model,
+    summary.started && `started ${when(summary.started)}`,
+    summary.written && `last written ${when(summary.written)}`,
+  ]
+    .filter(Boolean)
+    .join(" · ");
   return [
-    h("header", { class: "page-head" }, h("div", { class: "title-line" }, h("h1", {}, summary.name, " ", stateBadge(summary.status)), adding), h("p", { class: "sub" }, origin)),
-    summary.error ? failure(summary.status === "interrupted" ? "The run was interrupted" : "The run failed", summary.error) : null,
-    summary.status === "killed" ? failure("The process of this run ended without recording why", `insitu finetune --resume: ${run.resume}`) : null,
+    h(
+      "header",
+      { class: "page-head" },
+      h("div", { class: "title-line" }, h("h1", {}, summary.name, " ", stateBadge(summary.status)), adding),
+      h("p", { class: "sub" }, origin),
+    ),
+    summary.error
+      ? failure(summary.status === "interrupted" ? "The run was interrupted" : "The run failed", summary.error)
+      : null,
+    summary.status === "killed"
+      ? failure("The process of this run ended without recording why", `insitu finetune --resume: ${run.resume}`)
+      : null,
     problems(run.problems, summary.run_dir),
-    h("dl", { class: "facts" },
+    h(
+      "dl",
+      { class: "facts" },
       scoreFact(run),
-      fact("Training reward", score(last?.avg_reward), last ? [sparkline(run.epochs.map((/** @type {any} */ line) => [line.epoch, line.avg_reward]), "training reward", "--amber"), `epoch ${last.epoch}`] : "no epoch is complete yet"),
-      fact("Epochs", `${count(summary.epoch ?? (last ? last.epoch : null))} / ${count(summary.epochs)}`, [bar(summary.epoch ?? 0, summary.epochs ?? 0), remaining(run)]),
+      fact(
+        "Training reward",
+        score(last?.avg_reward),
+        last
+          ? [
+              sparkline(
+                run.epochs.map((/** @type {any} */ line) => [line.epoch, line.avg_reward]),
+                "training reward",
+                "--amber",
+              ),
+              `epoch ${last.epoch}`,
+            ]
+          : "no epoch is complete yet",
+      ),
+      fact("Epochs", `${count(summary.epoch ?? (last ? last.epoch : null))} / ${count(summary.epochs)}`, [
+        bar(summary.epoch ?? 0, summary.epochs ?? 0),
+        remaining(run),
+      ]),
       fact("Trained tokens", compact(summary.tokens), throughput(run)),
       fact("Time", duration(summary.seconds), "of complete epochs"),
-      fact("Trained episodes", percent(learning(run)), last ? `of those with a reward, epoch ${last.epoch}` : null)),
+      fact("Trained episodes", percent(learning(run)), last ? `of those with a reward, epoch ${last.epoch}` : null),
+    ),
   ];
 }
 
@@ -89,25 +131,54 @@ function header(run, adding) {
 function scoreFact(run) {
   const { summary } = run;
   const scored = run.validations.filter((/** @type {any} */ each) => isNumber(each.avg_reward));
-  const best = run.best ?? scored.reduce((/** @type {any} */ top, /** @type {any} */ each) => (top && top.avg_reward >= each.avg_reward ? top : each), null);
+  const best =
+    run.best ??
+    scored.reduce(
+      (/** @type {any} */ top, /** @type {any} */ each) => (top && top.avg_reward >= each.avg_reward ? top : each),
+      null,
+    );
   if (!best) {
     const failed = run.validations.at(-1)?.error;
     return fact("Held-out score", ABSENT, failed ? `the validation failed: ${failed}` : "no validation");
   }
   const interval = best.ci95 ? `95 %: ${score(best.ci95[0])} to ${score(best.ci95[1])}` : "";
   const first = scored[0] && scored[0].epoch < best.epoch ? scored[0] : null;
-  const gain = first ? `${signed(best.avg_reward - first.avg_reward)} since epoch ${first.epoch}` : best.epoch ? null : "before training";
-  return h("div", { class: "fact lead-fact" }, h("dt", {}, "Held-out score"),
-    h("dd", {}, h("span", { class: "figure" }, first ? arrow(score(first.avg_reward), score(best.avg_reward)) : score(best.avg_reward)),
-      h("span", { class: "remark" }, [best.epoch ? `best, epoch ${best.epoch}` : null, gain].filter(Boolean).join(" · "), interval && h("br"), interval)));
+  const gain = first
+    ? `${signed(best.avg_reward - first.avg_reward)} since epoch ${first.epoch}`
+    : best.epoch
+      ? null
+      : "before training";
+  return h(
+    "div",
+    { class: "fact lead-fact" },
+    h("dt", {}, "Held-out score"),
+    h(
+      "dd",
+      {},
+      h(
+        "span",
+        { class: "figure" },
+        first ? arrow(score(first.avg_reward), score(best.avg_reward)) : score(best.avg_reward),
+      ),
+      h(
+        "span",
+        { class: "remark" },
+        [best.epoch ? `best, epoch ${best.epoch}` : null, gain].filter(Boolean).join(" · "),
+        interval && h("br"),
+        interval,
+      ),
+    ),
+  );
 }
 
 /** @param {Details} run */
 function remaining(run) {
   const { summary, epochs } = run;
-  if (summary.status !== "running" || !epochs.length || !summary.epochs) return summary.status === "running" ? "collecting" : null;
+  if (summary.status !== "running" || !epochs.length || !summary.epochs)
+    return summary.status === "running" ? "collecting" : null;
   const seconds = epochs.slice(-5).map((/** @type {any} */ line) => total(line.seconds));
-  const each = seconds.reduce((/** @type {number} */ sum, /** @type {number} */ value) => sum + value, 0) / seconds.length;
+  const each =
+    seconds.reduce((/** @type {number} */ sum, /** @type {number} */ value) => sum + value, 0) / seconds.length;
   const left = (summary.epochs - epochs.at(-1).epoch) * each;
   return left > 0 ? `about ${duration(Math.round(left))} left` : "finishing";
 }
@@ -136,50 +207,56 @@ function rewardRange(epochs) {
   return low.length && high.length ? [Math.min(...low), Math.max(...high)] : [0, 1];
 }
 
-/** @param {Details[]} runs @param {Node | null} adding a control to add another */
-function comparison(runs, adding) {
-  const rows = [
-    ["State", (/** @type {Details} */ run) => stateBadge(run.summary.status)],
-    ["Held-out score, first → best", (/** @type {Details} */ run) => arrow(score(run.summary.first_score), score(run.summary.best_score))],
-    ["Training reward, last", (/** @type {Details} */ run) => score(run.epochs.at(-1)?.avg_reward)],
-    ["Epochs", (/** @type {Details} */ run) => `${count(run.summary.epoch)} / ${count(run.summary.epochs)}`],
-    ["Trained tokens", (/** @type {Details} */ run) => compact(run.summary.tokens)],
-    ["Time", (/** @type {Details} */ run) => duration(run.summary.seconds)],
-  ];
-  return [
-    h("header", { class: "page-head title-line" }, h("h1", {}, `${runs.length} runs compared`), adding),
-    runs.map((run) => problems(run.problems, run.summary.run_dir)),
-    h("div", { class: "scroll-x" }, h("table", { class: "plain compared" },
-      h("thead", {}, h("tr", {}, h("th", {}), runs.map((run) => h("th", { scope: "col" }, link(toRun(run.run), {}, runName(run)))))),
-      h("tbody", {}, rows.map(([title, value]) => h("tr", {}, h("th", { scope: "row" }, /** @type {string} */ (title)), runs.map((run) => h("td", {}, /** @type {any} */ (value)(run)))))))),
-  ];
-}
-
-/** @param {Details[]} runs */
-function differences(runs) {
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings ?? {})))].filter((key) => new Set(runs.map((run) => JSON.stringify(run.settings?.[key]))).size > 1);
-  if (!keys.length) return null;
-  return section("Settings that differ", h("div", { class: "scroll-x" }, h("table", { class: "plain compared" },
-    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Key"), runs.map((run) => h("th", { scope: "col" }, runName(run))))),
-    h("tbody", {}, keys.map((key) => h("tr", {}, h("th", { scope: "row", class: "mono" }, key), runs.map((run) => h("td", { class: "mono" }, key in (run.settings ?? {}) ? JSON.stringify(run.settings[key]) : "default"))))))));
-}
-
-/** @param {string} run @param {string[]} compared @param {Details[]} runs @param {(href: string) => void} go */
-function compareWith(run, compared, runs, go) {
-  const others = runs.filter((each) => each.run !== run && !compared.includes(each.run));
-  if (!others.length) return null;
-  const options = others.map((each) => /** @type {[string, string]} */ ([each.run, each.run]));
-  return h("div", { class: "controls" }, select(compared.length ? "Add to the comparison" : "Compare with", "", [["", "choose a run"], ...options], (other) => other && go(toRun(run, [...compared, other]))));
-}
-
 /** @param {Details} run */
 function leftOut(run) {
   const entries = Object.entries(run.dropped ?? {});
   if (!entries.length) return null;
   const most = Math.max(...entries.map(([, n]) => n));
-  return h("section", { class: "section", "aria-label": "Left out" }, h("h2", {}, "Left out of training"),
-    h("div", { class: "scroll-x" }, h("table", { class: "plain left-out-table" },
-      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Reason"), h("th", { scope: "col", class: "n" }, "Count"), h("th", {}, h("span", { class: "sr" }, "Share")), h("th", { scope: "col" }, "By epoch"))),
-      h("tbody", {}, entries.map(([reason, n]) => h("tr", {}, h("th", { scope: "row", class: "mono" }, reason), h("td", { class: "n num" }, count(n)), h("td", { class: "bar-cell" }, bar(n, most, "warn")),
-        h("td", {}, sparkline(run.epochs.map((/** @type {any} */ line) => [line.epoch, line.dropped?.[reason] ?? 0]), `${reason} by epoch`, "--vermilion"))))))));
+  return h(
+    "section",
+    { class: "section", "aria-label": "Left out" },
+    h("h2", {}, "Left out of training"),
+    h(
+      "div",
+      { class: "scroll-x" },
+      h(
+        "table",
+        { class: "plain left-out-table" },
+        h(
+          "thead",
+          {},
+          h(
+            "tr",
+            {},
+            h("th", { scope: "col" }, "Reason"),
+            h("th", { scope: "col", class: "n" }, "Count"),
+            h("th", {}, h("span", { class: "sr" }, "Share")),
+            h("th", { scope: "col" }, "By epoch"),
+          ),
+        ),
+        h(
+          "tbody",
+          {},
+          entries.map(([reason, n]) =>
+            h(
+              "tr",
+              {},
+              h("th", { scope: "row", class: "mono" }, reason),
+              h("td", { class: "n num" }, count(n)),
+              h("td", { class: "bar-cell" }, bar(n, most, "warn")),
+              h(
+                "td",
+                {},
+                sparkline(
+                  run.epochs.map((/** @type {any} */ line) => [line.epoch, line.dropped?.[reason] ?? 0]),
+                  `${reason} by epoch`,
+                  "--vermilion",
+                ),
+              ),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
 }

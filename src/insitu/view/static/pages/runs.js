@@ -7,7 +7,7 @@ import { link, runName, toRun } from "../links.js";
 import { arrow, select, stateBadge } from "../parts.js";
 import { bar, sparkline } from "../sparkline.js";
 
-/** @typedef {Record<string, any>} Run */
+/** @typedef {{run: string, [key: string]: any}} Run */
 
 /** Title, what it is sorted by, whether large values come first. @type {[string, (run: Run) => any, boolean, string][]} */
 const COLUMNS = [
@@ -27,7 +27,12 @@ export async function runsPage({ parameters, signal, go }) {
   if (location.pathname === "/" && answer.runs.length === 1 && answer.runs[0].run === ".") {
     queueMicrotask(() => go(toRun("."), true));
   }
-  const view = { text: parameters.get("filter") ?? "", state: parameters.get("state") ?? "", sort: parameters.get("sort") ?? "", descending: parameters.get("descending") !== "0" };
+  const view = {
+    text: parameters.get("filter") ?? "",
+    state: parameters.get("state") ?? "",
+    sort: parameters.get("sort") ?? "",
+    descending: parameters.get("descending") !== "0",
+  };
   const chosen = new Set();
   const head = h("thead");
   const body = h("tbody");
@@ -38,51 +43,115 @@ export async function runsPage({ parameters, signal, go }) {
     drawHead();
     const runs = visible(answer.runs, view);
     fill(heading, "Runs");
-    fill(body, runs.length ? runs.map((run) => row(run, chosen, drawCompare)) : h("tr", {}, h("td", { colspan: COLUMNS.length + 1, class: "empty" }, emptyText(answer))));
+    fill(
+      body,
+      runs.length
+        ? runs.map((run) => row(run, chosen, drawCompare))
+        : h("tr", {}, h("td", { colspan: COLUMNS.length + 1, class: "empty" }, emptyText(answer))),
+    );
     drawCompare();
   };
-  const drawHead = () => fill(head, h("tr", {}, h("th", { class: "tick" }, h("span", { class: "sr" }, "Compare")), COLUMNS.map(([title, , descending, key]) => {
-    const sorted = view.sort === key;
-    const sort = () => {
-      [view.descending, view.sort] = [sorted ? !view.descending : descending, key];
-      remember();
-      draw();
-    };
-    return h("th", { scope: "col", class: `c-${key}`, "aria-sort": sorted ? (view.descending ? "descending" : "ascending") : null },
-      h("button", { type: "button", onclick: sort }, title, sorted ? (view.descending ? " ↓" : " ↑") : ""));
-  })));
+  const drawHead = () =>
+    fill(
+      head,
+      h(
+        "tr",
+        {},
+        h("th", { class: "tick" }, h("span", { class: "sr" }, "Compare")),
+        COLUMNS.map(([title, , descending, key]) => {
+          const sorted = view.sort === key;
+          const sort = () => {
+            [view.descending, view.sort] = [sorted ? !view.descending : descending, key];
+            remember();
+            draw();
+          };
+          return h(
+            "th",
+            {
+              scope: "col",
+              class: `c-${key}`,
+              "aria-sort": sorted ? (view.descending ? "descending" : "ascending") : null,
+            },
+            h("button", { type: "button", onclick: sort }, title, sorted ? (view.descending ? " ↓" : " ↑") : ""),
+          );
+        }),
+      ),
+    );
   const drawCompare = () => {
     const names = [...chosen];
-    const open = names.length > 1 ? link(toRun(names[0], names.slice(1)), { class: "button" }, `Compare ${names.length} runs`) : null;
+    const open =
+      names.length > 1
+        ? link(toRun(names[0], names.slice(1)), { class: "button" }, `Compare ${names.length} runs`)
+        : null;
     const clear = () => {
       chosen.clear();
       draw();
     };
-    fill(compare, names.length ? [open ?? "Choose another run to compare it with.", h("button", { type: "button", onclick: clear }, "Clear")] : null);
+    fill(
+      compare,
+      names.length
+        ? [open ?? "Choose another run to compare it with.", h("button", { type: "button", onclick: clear }, "Clear")]
+        : null,
+    );
   };
   const remember = () => {
-    const query = new URLSearchParams(Object.entries({ filter: view.text, state: view.state, sort: view.sort, descending: view.sort && !view.descending ? "0" : "" }).filter(([, value]) => value));
+    const query = new URLSearchParams(
+      Object.entries({
+        filter: view.text,
+        state: view.state,
+        sort: view.sort,
+        descending: view.sort && !view.descending ? "0" : "",
+      }).filter(([, value]) => value),
+    );
     history.replaceState(history.state, "", query.size ? `/runs?${query}` : "/runs");
   };
-  const filter = /** @type {HTMLInputElement} */ (h("input", { type: "search", value: view.text, placeholder: "name, model, method", oninput: () => {
-    view.text = filter.value;
-    remember();
-    draw();
-  } }));
-  const states = select("State", view.state, [["", "any"], ...["running", "completed", "failed", "interrupted", "killed", "forked"].map((state) => /** @type {[string, string]} */ ([state, state === "killed" ? "died" : state]))], (state) => {
-    view.state = state;
-    remember();
-    draw();
-  });
+  const filter = /** @type {HTMLInputElement} */ (
+    h("input", {
+      type: "search",
+      value: view.text,
+      placeholder: "name, model, method",
+      oninput: () => {
+        view.text = filter.value;
+        remember();
+        draw();
+      },
+    })
+  );
+  const states = select(
+    "State",
+    view.state,
+    [
+      ["", "any"],
+      ...["running", "completed", "failed", "interrupted", "killed", "forked"].map(
+        (state) => /** @type {[string, string]} */ ([state, state === "killed" ? "died" : state]),
+      ),
+    ],
+    (state) => {
+      view.state = state;
+      remember();
+      draw();
+    },
+  );
   const move = (/** @type {number} */ by) => {
     const links = /** @type {HTMLElement[]} */ ([...body.querySelectorAll("th a")]);
-    links[Math.max(0, Math.min(links.length - 1, links.indexOf(/** @type {HTMLElement} */ (document.activeElement)) + by))]?.focus();
+    links[
+      Math.max(0, Math.min(links.length - 1, links.indexOf(/** @type {HTMLElement} */ (document.activeElement)) + by))
+    ]?.focus();
   };
   draw();
-  const node = h("div", { class: "page" },
+  const node = h(
+    "div",
+    { class: "page" },
     h("header", { class: "page-head" }, heading, h("p", { class: "sub mono" }, answer.folder)),
-    h("div", { class: "controls" }, h("label", { class: "field grow" }, h("span", {}, "Filter"), filter), states, compare),
-    h("table", { class: "runs" }, head, body));
+    h(
+      "div",
+      { class: "controls" },
+      h("label", { class: "field grow" }, h("span", {}, "Filter"), filter),
+      states,
+      compare,
+    ),
+    h("table", { class: "runs" }, head, body),
+  );
   return {
     title: "Runs",
     crumbs: [],
@@ -102,7 +171,11 @@ export async function runsPage({ parameters, signal, go }) {
 /** @param {Run[]} runs @param {{text: string, state: string, sort: string, descending: boolean}} view */
 function visible(runs, view) {
   const text = view.text.toLowerCase();
-  const found = runs.filter((run) => (!view.state || run.status === view.state) && `${run.run} ${run.model ?? ""} ${run.method ?? ""}`.toLowerCase().includes(text));
+  const found = runs.filter(
+    (run) =>
+      (!view.state || run.status === view.state) &&
+      `${run.run} ${run.model ?? ""} ${run.method ?? ""}`.toLowerCase().includes(text),
+  );
   const column = COLUMNS.find(([, , , key]) => key === view.sort);
   if (!column) return found;
   const sign = view.descending ? -1 : 1;
@@ -116,36 +189,82 @@ function visible(runs, view) {
 
 /** @param {Run} run @param {Set<string>} chosen @param {() => void} changed */
 function row(run, chosen, changed) {
-  const tick = /** @type {HTMLInputElement} */ (h("input", { type: "checkbox", checked: chosen.has(run.run), "aria-label": `Compare ${runName(run)}`, onchange: () => {
-    if (tick.checked) chosen.add(run.run);
-    else chosen.delete(run.run);
-    changed();
-  } }));
+  const tick = /** @type {HTMLInputElement} */ (
+    h("input", {
+      type: "checkbox",
+      checked: chosen.has(run.run),
+      "aria-label": `Compare ${runName(run)}`,
+      onchange: () => {
+        if (tick.checked) chosen.add(run.run);
+        else chosen.delete(run.run);
+        changed();
+      },
+    })
+  );
   const about = [run.method, run.model?.split("/").slice(-2).join("/")].filter(Boolean).join(" · ");
   const reward = run.rewards?.at(-1)?.[1];
-  return h("tr", {},
+  return h(
+    "tr",
+    {},
     h("td", { class: "tick" }, tick),
-    h("th", { scope: "row", class: "c-name" }, link(toRun(run.run), {}, runName(run)), h("span", { class: "about" }, about),
+    h(
+      "th",
+      { scope: "row", class: "c-name" },
+      link(toRun(run.run), {}, runName(run)),
+      h("span", { class: "about" }, about),
       run.error ? h("span", { class: "about bad", title: run.error }, run.error) : null,
-      run.problems?.length ? h("span", { class: "about warn", title: run.problems.join("\n") }, `⚠ ${plural(run.problems.length, "problem")} with its files`) : null),
+      run.problems?.length
+        ? h(
+            "span",
+            { class: "about warn", title: run.problems.join("\n") },
+            `⚠ ${plural(run.problems.length, "problem")} with its files`,
+          )
+        : null,
+    ),
     h("td", { class: "c-state" }, stateBadge(run.status)),
     h("td", { class: "c-score", "data-label": "held-out score" }, scoreCell(run)),
-    h("td", { class: "c-reward", "data-label": "training reward" }, sparkline(run.rewards ?? [], "training reward", "--amber"), h("span", { class: "num" }, score(reward))),
-    h("td", { class: "c-epochs", "data-label": "epochs" }, h("span", { class: "num" }, `${count(run.epoch)} / ${count(run.epochs)}`), bar(run.epoch, run.epochs ?? 0)),
+    h(
+      "td",
+      { class: "c-reward", "data-label": "training reward" },
+      sparkline(run.rewards ?? [], "training reward", "--amber"),
+      h("span", { class: "num" }, score(reward)),
+    ),
+    h(
+      "td",
+      { class: "c-epochs", "data-label": "epochs" },
+      h("span", { class: "num" }, `${count(run.epoch)} / ${count(run.epochs)}`),
+      bar(run.epoch, run.epochs ?? 0),
+    ),
     h("td", { class: "c-tokens num", "data-label": "tokens" }, compact(run.tokens)),
     h("td", { class: "c-time num", "data-label": "time" }, duration(run.seconds)),
-    h("td", { class: "c-started num", "data-label": "started" }, h("time", { datetime: run.started, title: run.started }, when(run.started))));
+    h(
+      "td",
+      { class: "c-started num", "data-label": "started" },
+      h("time", { datetime: run.started, title: run.started }, when(run.started)),
+    ),
+  );
 }
 
 /** @param {Run} run */
 function scoreCell(run) {
   if (!isNumber(run.best_score)) return h("span", { class: "num" }, ABSENT);
   const improved = run.best_epoch !== run.scores?.[0]?.[0];
-  const where = isNumber(run.best_epoch) && run.best_epoch !== run.scores?.at(-1)?.[0] ? `best, epoch ${run.best_epoch}` : null;
-  return [sparkline(run.scores ?? [], "held-out score"), h("span", { class: "num" }, improved ? arrow(score(run.first_score), score(run.best_score)) : h("strong", {}, score(run.best_score))), where && h("span", { class: "about" }, where)];
+  const where =
+    isNumber(run.best_epoch) && run.best_epoch !== run.scores?.at(-1)?.[0] ? `best, epoch ${run.best_epoch}` : null;
+  return [
+    sparkline(run.scores ?? [], "held-out score"),
+    h(
+      "span",
+      { class: "num" },
+      improved ? arrow(score(run.first_score), score(run.best_score)) : h("strong", {}, score(run.best_score)),
+    ),
+    where && h("span", { class: "about" }, where),
+  ];
 }
 
 /** @param {{runs: Run[], folder: string}} answer */
 function emptyText(answer) {
-  return answer.runs.length ? "No run matches the filter." : `There is no run in ${answer.folder} yet. It appears here when \`insitu finetune\` starts one.`;
+  return answer.runs.length
+    ? "No run matches the filter."
+    : `There is no run in ${answer.folder} yet. It appears here when \`insitu finetune\` starts one.`;
 }
