@@ -3,13 +3,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install quickstart example-dpo test test-chaos test-hostile test-art test-customizer test-frameworks \
+.PHONY: help install quickstart example-dpo example-python test test-chaos test-hostile test-art test-customizer test-frameworks \
 	test-preferences test-javascript test-distributed test-vllm test-ray test-browser test-trackers check bench \
 	clean
 
 help:
 	@echo "make quickstart   install into .venv and train the tic-tac-toe player (about 3 minutes)"
 	@echo "make example-dpo  train the same player on preferences instead (about 3 minutes)"
+	@echo "make example-python  train the same player from a Python script (about 2 minutes)"
 	@echo "make test         install what the tests need and run them"
 	@echo "make test-chaos   broken connections in 50 runs of 200 episodes, and more than 100 kills (about 40 minutes)"
 	@echo "make test-hostile  10,000 generated requests to each server, instead of a few hundred (about 15 minutes), and"
@@ -54,6 +55,9 @@ quickstart: $(VENV)/.installed
 
 example-dpo: $(VENV)/.installed
 	$(BIN)/insitu finetune --config_file examples/tic_tac_toe/dpo.yml
+
+example-python: $(VENV)/.installed
+	cd examples/tic_tac_toe && $(abspath $(BIN))/python train.py
 
 # Many processes import the same sources, which bytecode saves them compiling. A file's tests share its fixtures.
 test: $(VENV)/.installed-dev

@@ -16,6 +16,7 @@ from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutputItem
 
 AGENT = """
 import insitu
+import pydantic
 from digits_plugin import mean_digit
 
 async def answer(question: dict, model: insitu.Model) -> str:
@@ -50,6 +51,15 @@ async def score_with_reason(answer, question, expected, weight):
 def score_in_numpy(answer):
     import numpy
     return numpy.float32(mean_digit(answer))
+
+class Digits(pydantic.BaseModel):
+    text: str
+
+async def model_answer(question: dict, model: insitu.Model) -> Digits:
+    return Digits(text=await model.ask(question["say"]))
+
+def score_of_model(answer: Digits) -> float:
+    return mean_digit(answer.text)
 
 def text_score(answer):
     return "good"
@@ -89,6 +99,11 @@ def test_functions_are_trained_as_registered_components_are(tmp_path: Path) -> N
     expected = [line["avg_reward"] for line in metrics_of(registered)]
     for name, workflow, score in (
         ("async", {"function": "my_agent:answer", "model": "player"}, {"function": "my_agent:score"}),
+        (
+            "models and files",
+            {"function": "my_agent.py:model_answer", "model": "player"},
+            {"function": "my_agent.py:score_of_model"},
+        ),
         (
             "thread",
             {"function": "my_agent:answer_in_a_thread", "model": "player"},

@@ -21,6 +21,7 @@ from insitu.plain.functions import parameters
 from insitu.registry import register_evaluator
 from insitu.schemas.components import CodeRef
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluatorBaseConfig, EvaluatorInfo
+from insitu.workflow.conversion import convert, is_model, type_hints
 
 _FROM_ITEM: dict[str, Callable[[EvalInputItem], Any]] = {
     "row": lambda item: item.full_dataset_entry,
@@ -30,10 +31,10 @@ _FROM_ITEM: dict[str, Callable[[EvalInputItem], Any]] = {
 
 
 class PythonScoreConfig(EvaluatorBaseConfig, name="python"):
-    """A Python function, `def` or `async def`. Its first parameter gets the answer; parameters called `row`, `expected`
-    and `question` get the row, its expected answer and its question. It returns a number, a number and a text that
-    explains it, or an `insitu.Score`; an exception is counted as `evaluator_error`. A function that is not asynchronous
-    runs in a thread."""
+    """A Python function, `def` or `async def`. Its first parameter gets the answer, as a pydantic model if one is its
+    type; parameters called `row`, `expected` and `question` get the row, its expected answer and its question. It
+    returns a number, a number and a text that explains it, or an `insitu.Score`; an exception is counted as
+    `evaluator_error`. A function that is not asynchronous runs in a thread."""
 
     function: CodeRef
     """The function, as MODULE:NAME or FILE.py:NAME. Files are relative to the folder of the YAML file, modules in which
@@ -83,8 +84,13 @@ async def python_score(config: PythonScoreConfig, builder: Builder) -> AsyncIter
         raise ConfigError(f"{where}.function: {config.function} is a {type(function).__name__}; it must be a function")
     first, names = parameters(function, f"{where} ({config.function})", config.arguments, _FROM_ITEM)
 
+    wanted = type_hints(function).get(first or "", Any)
+
     async def score(item: EvalInputItem) -> Any:
-        args = [item.output_obj] if first is not None else []
+        answer = item.output_obj
+        if is_model(wanted) and not isinstance(answer, wanted):
+            answer = convert(answer, wanted)
+        args = [answer] if first is not None else []
         kwargs = config.arguments | {name: _FROM_ITEM[name](item) for name in names}
         return await called(function, *args, **kwargs)
 
