@@ -13,8 +13,11 @@ import click
 )
 def command(name: Path, framework: str | None, model: str | None) -> None:
     """Write a small project to start from, in the new folder NAME: an agent, a score, rows, a file and tests."""
+    from insitu.errors import install_command
     from insitu.starter import write_project
 
     written = write_project(name, framework, model)
     print(f"{name}: {', '.join(written)}")
+    if framework is not None:
+        print(f"needs the framework: {install_command(framework.replace('_', '-'))} in the clone of insitu")
     print(f"next: cd {name} && insitu finetune config.yml")
