@@ -148,7 +148,7 @@ def _project(
         given = {"an agent": agent, "a score": score, "rows": rows, "model": model}
         if missing := [name for name, value in given.items() if value is None]:
             raise ConfigError(f"{', '.join(missing)} must be given, or config, a file that names them")
-    project = Project.of(agent, config, caller)
+    project = Project.of(config, caller)
     if agent is not None:
         _set_agent(project, agent, framework, caller)
     if score is not None:
@@ -199,11 +199,7 @@ def _name_of(agent: Any) -> str:
 
 def _output(project: Project, key: str, given: str | os.PathLike[str] | None, default: str) -> Path:
     """The output folder: the one given, that of the settings, or the default."""
-    section, *_, last = key.split(".")
-    node: Any = project.settings.get(section) or {}
-    for part in key.split(".")[1:-1]:
-        node = node.get(part) or {}
-    output = Path(given if given is not None else node.get(last) or default).expanduser()
+    output = Path(given if given is not None else project.get(key) or default).expanduser()
     project.set(key, str(output))
     return output.resolve()
 

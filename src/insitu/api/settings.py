@@ -65,29 +65,34 @@ class Project:
     not_importable: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, agent: Any, config: str | Path | Mapping[str, Any] | None, caller: Mapping[str, Any]) -> "Project":
-        """A project with the settings of `config`, which is in the folder of its file, or else in that of the agent."""
-        settings: Settings = {}
-        folder = Path.cwd()
-        if isinstance(config, Mapping):
-            settings = copy.deepcopy(dict(config))
-        elif config is not None:
-            folder, settings = Path(config).resolve().parent, read_settings(Path(config))
-        elif (module := _module_of(agent, caller)) is not None and (file := _file_of(module)) is not None:
-            folder = place_of(file)[0]
-        project = cls(folder, Path(), settings)
+    def of(cls, config: str | Path | Mapping[str, Any] | None, caller: Mapping[str, Any]) -> "Project":
+        """A project with the settings of `config`, in the folder of its file, or else in that of the calling script."""
+        script = _file_of(sys.modules.get(str(caller.get("__name__"))))
+        folder = place_of(script)[0] if script is not None else Path.cwd()
         if config is None:
-            project.settings = _defaults()
-        return project
+            return cls(folder, Path(), _defaults())
+        if isinstance(config, Mapping):
+            return cls(folder, Path(), copy.deepcopy(dict(config)))
+        return cls(Path(config).resolve().parent, Path(), read_settings(Path(config)))
+
+    def get(self, key: str) -> Any:
+        """The value of a dotted key, None if it is not set."""
+        node: Any = self.settings
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, Mapping) else None
+        return node
 
     def set(self, key: str, value: Any) -> None:
         """Sets a dotted key, unless the value is None."""
+        if value is None:
+            return
         node = self.settings
         *parents, last = key.split(".")
-        for part in parents if value is not None else ():
-            node = node.setdefault(part, {})
-        if value is not None:
-            node[last] = value
+        for part in parents:
+            if not isinstance(node.get(part), dict):  # an empty section is None
+                node[part] = {}
+            node = node[part]
+        node[last] = value
 
     def set_keywords(self, **values: Any) -> None:
         """Sets the keys that the keywords of a call stand for, unless they are None."""
@@ -97,12 +102,12 @@ class Project:
 
     def block(self, kind: str) -> str:
         """The dotted key of the block that the section `finetuning` names as its `kind` of component."""
-        return f"{kind}s.{(self.settings.get('finetuning') or {}).get(kind) or _NAMES[kind]}"
+        return f"{kind}s.{self.get(f'finetuning.{kind}') or _NAMES[kind]}"
 
     @property
     def student(self) -> str:
         """The key of the model under training."""
-        llms = self.settings.get("llms") or {}
+        llms = self.get("llms") or {}
         policies = [name for name, block in llms.items() if isinstance(block, dict) and block.get("_type") == "policy"]
         return policies[0] if policies else _STUDENT
 
@@ -117,7 +122,7 @@ class Project:
         """A function or object, with the name by which a file can import it."""
         module = _module_of(code, caller)
         name = _name_in(module, code)
-        file = _file_of(module) if module is not None else None
+        file = _file_of(module)
         if file is None or name is None:
             name = name or getattr(code, "__name__", type(code).__name__).strip("<>")
             self.not_importable.append(f"{_SESSION}:{name}")
@@ -152,9 +157,8 @@ class Project:
     def dataset(self, rows: Any, name: str) -> None:
         """The rows that the workflow runs on."""
         if (file := self.rows(rows, name)) is not None:
-            before = ((self.settings.get("eval") or {}).get("general") or {}).get("dataset") or {}
             changed = {"_type": file_format(file), "file_path": str(file)}
-            self.set("eval.general.dataset", {**before, **changed})
+            self.set("eval.general.dataset", {**(self.get("eval.general.dataset") or {}), **changed})
 
     def write_rows(self) -> None:
         """Writes the rows that were not given as files into the output folder."""
@@ -193,7 +197,8 @@ def _module_of(code: Any, caller: Mapping[str, Any]) -> ModuleType | None:
     return sys.modules.get(str(getattr(code, "__module__", "") if own else caller.get("__name__")))
 
 
-def _file_of(module: ModuleType) -> Path | None:
+def _file_of(module: ModuleType | None) -> Path | None:
+    """The source of a module; none of an interactive session or a notebook."""
     file = getattr(module, "__file__", None)
     return Path(file) if file is not None and file.endswith(".py") and Path(file).is_file() else None
 
