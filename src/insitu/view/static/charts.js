@@ -207,6 +207,7 @@ function padded(min, max, from_zero) {
 function tick(splits, format) {
   if (format !== number && format !== score) return format;
   const step = Math.abs((splits[1] ?? 1) - (splits[0] ?? 0));
+  if (step < 1e-4) return number;
   let decimals = 0;
   while (decimals < 5 && Math.abs(step * 10 ** decimals - Math.round(step * 10 ** decimals)) > 1e-6) decimals += 1;
   return decimals > 4 || Math.abs(splits[0]) >= 1000
