@@ -428,14 +428,19 @@ async def test_a_file_that_is_being_copied_is_read_when_it_is_there(tmp_path: Pa
     write_run(tmp_path).store.close()
     path = tmp_path / "episodes.jsonl.gz"
     content = path.read_bytes()
-    path.write_bytes(content[:-100])
+    [_, second, *_] = (tmp_path / "groups.jsonl").read_text().splitlines()[1:]
+    there = json.loads(second)["blocks"]["episodes.jsonl.gz"][0] + 10
+    path.write_bytes(content[:there])
     async with shown(tmp_path) as page:
-        assert len(await page.episodes()) == 6
+        assert await page.episodes() == ["1/r 1/0/0", "1/r 1/1/2"]
         assert "the file is damaged" in (await page.get("run"))["problems"][-1]
         with path.open("r+b") as file:
             file.seek(0, 2)
-            file.write(content[-100:])
+            file.write(content[there:])
         assert len(await page.episodes()) == 8
+        assert await page.episodes(outcome="no_variance") == ["1/r2/0/0", "1/r2/1/0"]
+        await page.groups()
+        assert not [problem for problem in (await page.get("run"))["problems"] if "damaged" in problem]
 
 
 async def test_other_kinds_of_runs(tmp_path: Path) -> None:

@@ -31,8 +31,11 @@ class AppendedLines:
         self._number = 0
         self._last = b""
 
-    def read(self) -> Iterator[Line]:
-        """Whole lines; an incomplete last one is left for later. Raises FileReplaced or OSError."""
+    def read(self, end: int | None = None) -> Iterator[Line]:
+        """Whole lines, up to the byte `end`; an incomplete last one is left for later.
+
+        Raises FileReplaced or OSError.
+        """
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -42,7 +45,7 @@ class AppendedLines:
         with file:
             self._seek(file)
             for content in file:
-                if not content.endswith(b"\n"):
+                if not content.endswith(b"\n") or (end is not None and self._offset + len(content) > end):
                     return
                 line = Line(self._number + 1, self._offset, content)
                 self._number, self._offset = line.number, self._offset + len(content)

@@ -58,6 +58,8 @@ _STATUS = """status(e.reward IS NULL OR NOT e.in_group OR e.dropped IS NOT NULL,
 EPISODES = f"SELECT e.*, {_STATUS} AS status FROM episodes e LEFT JOIN epochs ON epochs.epoch = e.epoch"
 """The query of episodes with their training status, which is None as long as it is not indexed."""
 
+_MISSING, _UNREADABLE = "missing", "unreadable"
+"""Keys of problems that may go away. Those of others are the names of files."""
 _TO_READ, _INDEXED, _SHORT, _DAMAGED = range(4)
 """States of a group: its lines are to be read, were read, are not all in the file, or cannot be read."""
 
@@ -143,6 +145,8 @@ class RunIndex:
     def refresh(self) -> None:
         """Indexes what the files hold by now."""
         with self._refreshing:
+            if self._closed:
+                return
             try:
                 self._read_files()
             except FileReplaced:
@@ -152,22 +156,27 @@ class RunIndex:
                 self._read_files()
 
     def _read_files(self) -> None:
+        """Reads the files in the reverse order of their writing, so that what a line refers to is read as well."""
         try:
-            self._insert(GROUPS_FILE, _group, _ADD_GROUP)
             self._insert(METRICS, _epoch, _ADD_EPOCH)
+            advantages = _size(self.run / ADVANTAGES)  # those after it may be of groups that are not read this time
+            self._insert(GROUPS_FILE, _group, _ADD_GROUP)
             self.groups_known.set()
             self._retry_short_groups()
             self._read_episodes()
-            self._insert(ADVANTAGES, _advantages, _ADD_ADVANTAGES)
+            self._insert(ADVANTAGES, _advantages, _ADD_ADVANTAGES, advantages)
+            self._problems.pop(_UNREADABLE, None)
         except OSError as error:
-            self._note(error.filename, f"{error.filename} cannot be read: {error.strerror}")
+            self._problems[_UNREADABLE] = f"{error.filename} cannot be read: {error.strerror}", 1
             self.groups_known.set()
         self._complete = not self._closed
 
-    def _insert(self, name: str, read: Callable[[dict[str, Any], Line], Values], statement: str) -> None:
+    def _insert(
+        self, name: str, read: Callable[[dict[str, Any], Line], Values], statement: str, end: int | None = None
+    ) -> None:
         """Executes a statement with what `read` takes from each new record of a file; damaged ones are noted."""
         path = self.run / name
-        for lines in _batches(self._files[name].read()):
+        for lines in _batches(self._files[name].read(end)):
             if self._closed:
                 return
             self._no_requests.wait(_PAUSE)
@@ -219,11 +228,16 @@ class RunIndex:
     def _retry_short_groups(self) -> None:
         """Groups whose lines were not all in the file, which may have been copied meanwhile."""
         size = _size(self.run / EPISODES_FILE)
+        if not self.select("SELECT 1 FROM groups WHERE state = ? LIMIT 1", (_SHORT,)):
+            self._problems.pop(_MISSING, None)
+            return
         with self._lock:
-            self._database.execute(
+            found = self._database.execute(
                 "UPDATE groups SET state = ? WHERE state = ? AND episodes_offset + episodes_size <= ?",
                 (_TO_READ, _SHORT, size),
             )
+        if found.rowcount:  # the advantages of their episodes have been read already
+            self._files[ADVANTAGES] = AppendedLines(self.run / ADVANTAGES)
 
     def _read_episodes(self) -> None:
         while not self._closed:
@@ -242,7 +256,7 @@ class RunIndex:
         self._no_requests.wait(_PAUSE)
         path, block = self.run / EPISODES_FILE, stored_group(group).episodes
         if (size := _size(path)) < block.end:
-            self._note(EPISODES_FILE, shorter_than_written(path, size, block.end))
+            self._note(_MISSING, shorter_than_written(path, size, block.end))
             return _SHORT, []
         try:
             members = set(read_at(self.run / GROUPS_FILE, group)["episodes"])

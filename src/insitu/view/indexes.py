@@ -28,24 +28,32 @@ class IndexedRun:
         self.pages = EpisodePages(self.index)
         self._lock = threading.Lock()
         self._refresh: threading.Thread | None = None
+        self._again = False
+        """Whether files may have changed since the refresh that is running has read them."""
 
     def refresh(self) -> None:
         """Reads what was appended. A refresh that takes longer continues in its thread, one at a time."""
         with self._lock:
-            started = self._refresh is None or not self._refresh.is_alive()
-            if started:
+            running, self._again = self._refresh, self._refresh is not None
+            if running is None:
                 self._refresh = threading.Thread(target=self._run, name="index a run", daemon=True)
                 self._refresh.start()
-            running = self._refresh
+            thread = self._refresh
         self.index.groups_known.wait(_GROUPS_SECONDS)
-        if running is not None and (started or self.index.complete):
-            running.join(_PATIENCE)
+        if thread is not None and (running is None or self.index.complete):
+            thread.join(_PATIENCE)
 
     def _run(self) -> None:
-        try:
-            self.index.refresh()
-        except Exception:  # a page shows what is indexed, and the next request tries again
-            logger.exception("%s cannot be indexed", self.index.run)
+        while True:
+            try:
+                self.index.refresh()
+            except Exception:  # a page shows what is indexed, and the next request tries again
+                logger.exception("%s cannot be indexed", self.index.run)
+            with self._lock:
+                if not self._again:
+                    self._refresh = None
+                    return
+                self._again = False
 
     def close(self) -> None:
         self.index.close()

@@ -207,7 +207,9 @@ function padded(min, max, from_zero) {
 function tick(splits, format) {
   if (format !== number && format !== score) return format;
   const step = Math.abs((splits[1] ?? 1) - (splits[0] ?? 0));
-  const decimals = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9));
+  if (step < 1e-4) return number;
+  let decimals = 0;
+  while (decimals < 5 && Math.abs(step * 10 ** decimals - Math.round(step * 10 ** decimals)) > 1e-6) decimals += 1;
   return decimals > 4 || Math.abs(splits[0]) >= 1000
     ? number
     : (/** @type {number} */ value) => value.toFixed(decimals).replace("-", "−");

@@ -108,7 +108,7 @@ export class Curves {
           h(
             "details",
             { class: "chart-group", open: !(name in closed) || several },
-            h("summary", {}, h("h3", {}, name)),
+            h("summary", {}, h("h2", {}, name)),
             h(
               "div",
               { class: "charts" },

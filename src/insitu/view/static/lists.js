@@ -35,7 +35,7 @@ export class Lists {
     this.box = h("div");
     this.node = h(
       "section",
-      { class: "section", "aria-label": "Episodes", id: "episodes" },
+      { class: "section", "aria-label": "Groups and episodes", id: "episodes" },
       h("h2", {}, "Groups and episodes"),
       this.controls,
       this.box,

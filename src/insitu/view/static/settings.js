@@ -15,6 +15,8 @@ export function about(run) {
     part("recorded", "How advantages and losses are computed", recorded(run)),
     run.config ? part("config", "All settings", filtered(flatten(run.config))) : null,
     run.epochs.length ? part("numbers", "All numbers of the epochs", epochTable(run.epochs)) : null,
+    run.collections?.length ? part("collections", "What was collected", epochTable(run.collections)) : null,
+    run.final_metrics ? part("final", "Result of the job", definitions(flatten(run.final_metrics))) : null,
     run.validations.length
       ? part("validations", `Validations (${run.validations.length})`, validationTable(run.validations))
       : null,

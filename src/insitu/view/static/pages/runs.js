@@ -262,9 +262,10 @@ function scoreCell(run) {
   ];
 }
 
-/** @param {{runs: Run[], folder: string}} answer */
+/** @param {{runs: Run[], folder: string, note?: string | null}} answer */
 function emptyText(answer) {
-  return answer.runs.length
-    ? "No run matches the filter."
+  if (answer.runs.length) return "No run matches the filter.";
+  return answer.note
+    ? answer.note
     : `There is no run in ${answer.folder} yet. It appears here when \`insitu finetune\` starts one.`;
 }
