@@ -67,14 +67,17 @@ class Follower:
 
 
 def follow(name: str, folder: Path) -> None:
-    """Returns when the run has ended."""
-    follower = Follower(name, RunFiles(folder))
+    """Returns when the run has ended. Raises InsituError if it has no file that says which epochs are complete."""
+    files = RunFiles(folder)
+    follower = Follower(name, files)
     has_ended = False
     while not has_ended:
         readable, _, _ = select.select([sys.stdin], [], [], INTERVAL)
         has_ended = bool(readable)  # nothing is ever written to it
         follower.update()
     follower.finish()
+    if not files.progress:
+        raise InsituError("nothing was logged: the trainer of this run writes no progress.json")
 
 
 def main(name: str, folder: str) -> None:
