@@ -191,6 +191,22 @@ async def test_a_tracker_that_hangs_is_ended_with_the_run(
     assert f"finetuning.report_to: {name} did not end within 0.3 s after the run" in record.getMessage()
 
 
+async def test_a_run_that_cannot_be_followed_is_a_warning(
+    tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as that of the NeMo Customizer trainer, or of a plugin's."""
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    (made_up(tmp_path, 2) / "progress.json").unlink()
+    with caplog.at_level(logging.WARNING):
+        async with reported(["recording"], tmp_path):
+            while not (tmp_path / "trackers/Recording.jsonl").exists():  # noqa: ASYNC110 - another process makes it
+                await asyncio.sleep(0.01)
+    (record,) = caplog.records
+    assert "recording has failed: InsituError: nothing was logged: the trainer of this run writes no progress.json" in (
+        record.getMessage()
+    )
+
+
 def test_epochs_that_may_be_run_again_are_not_logged(tmp_path: Path) -> None:
     """The line of an epoch is written before the run can continue from it."""
     files = RunFiles(made_up(tmp_path, 2))
