@@ -282,7 +282,10 @@ class WorkerPool:
                 self._close(worker)
                 await asyncio.sleep(delay or 0.0)
         except Exception as error:  # a keeper that ends would leave episodes waiting for ever
-            self._fail(error if isinstance(error, InsituError) else InsituError(f"{KEY}: {format_error(error)}"))
+            failure = error if isinstance(error, InsituError) else InsituError(f"{KEY}: {format_error(error)}")
+            if self._ready:  # the episodes go on there, until the last one has ended
+                logger.warning("%s; workers that end are not replaced any more, %d run", failure, len(self._ready))
+            self._fail(failure)
 
     async def _start(self, worker: Worker, failures: int) -> float | None:
         """Starts a worker and opens all workflows; if that fails, returns how long to wait before the next one."""

@@ -35,7 +35,7 @@ class Watcher:
         """Yields a queue of the changes of these runs; of none: of all runs, and of the list of runs."""
         queue: asyncio.Queue[Change] = asyncio.Queue()
         self._clients[queue] = frozenset(runs)
-        if self._task is None:
+        if self._task is None or self._task.done():  # done: it has failed
             self._task = asyncio.create_task(self._watch(), name="watch runs")
         try:
             yield queue
