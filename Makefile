@@ -57,7 +57,7 @@ example-dpo: $(VENV)/.installed
 	$(BIN)/insitu finetune --config_file examples/tic_tac_toe/dpo.yml
 
 example-python: $(VENV)/.installed
-	cd examples/tic_tac_toe && $(abspath $(BIN))/python train.py
+	$(BIN)/python examples/tic_tac_toe/train.py
 
 # Many processes import the same sources, which bytecode saves them compiling. A file's tests share its fixtures.
 test: $(VENV)/.installed-dev
