@@ -121,7 +121,13 @@ for name, _agent in agents.items():
     done = insitu.evaluate(_agent, both, ROWS, model=MODEL, max_tokens=6)
     scores[name] = [estimate.mean for estimate in done.scores.values()]
 rows = done.table
-done = insitu.evaluate(answer, "exact_match", [{"question": "x", "answer": "y"}], model=MODEL, max_tokens=6)
+judge = {"_type": "llm_judge", "llm": "judge", "rubric": "good?"}
+key = "secret-of-nobody"
+nobody = {"_type": "openai", "model_name": "x", "base_url": "http://127.0.0.1:9/v1", "api_key": key, "max_retries": 0}
+row = [{"question": "x", "answer": "y"}]
+both = {"exact": "exact_match", "judge": judge}
+done = insitu.evaluate(answer, both, row, model=MODEL, max_tokens=6, llms={"judge": nobody})
+show(problems=done.problems, file=(done.folder / "config.yml").read_text(), shown=repr(done))
 
 async def in_a_loop():
     return insitu.evaluate(answer, score, ROWS, model=MODEL, max_tokens=6).score
@@ -135,6 +141,11 @@ show(scores=scores, columns=rows.columns, exact=done.score, looped=asyncio.run(i
     assert scores["closure"][0] > scores["function"][0]
     assert shown["columns"] == ["id", "rep", "question", "expected", "answer", "error", "score", "seven"]
     assert shown["exact"] == 0.0
+    (problem,) = shown["problems"]
+    assert problem.startswith("1 scores are missing; the first, of row 0: ")
+    assert problem in shown["shown"]
+    assert "secret-of-nobody" not in shown["file"]
+    assert "# Secrets are hidden" in shown["file"]
     assert shown["looped"] == scores["function"][0]
     written = (tmp_path / "evaluations/lambda/config.yml").read_text()
     assert "session:lambda: defined where no file can import it" in written
@@ -184,7 +195,7 @@ def test_a_run_is_continued(trained: tuple[Path, dict[str, Any]]) -> None:
         ("evaluate(answer, score, ROWS, model='nothing')", "BackendUnavailable"),
         (
             "evaluate(answer, lambda answer: 'good', ROWS, model=MODEL)",
-            "InsituError: nothing could be scored; the first ",
+            "InsituError: nothing could be scored; 4 scores are ",
         ),
         ("Run('nothing')", "ConfigError: nothing holds no run of insitu finetune"),
         ("finetuned", "module 'insitu' has no attribute 'finetuned'"),

@@ -1,6 +1,6 @@
 """The quickstart from Python: the same player, rewards and settings as in grpo.yml, and the same scores.
 
-    python examples/tic_tac_toe/train.py
+python examples/tic_tac_toe/train.py
 """
 
 from tic_tac_toe.evaluators import gained

@@ -12,6 +12,7 @@ from insitu.files import numbered_records, read_object
 from insitu.schemas.episodes import Episode
 from insitu.schemas.evaluation import EvaluationRunOutput
 from insitu.training.held_out import read_validations
+from insitu.training.report import evaluation_problems
 from insitu.training.runs import RunSummary, read_summary
 from insitu.training.store import RUN_FILES
 
@@ -128,11 +129,10 @@ class Evaluation:
     def __init__(self, folder: Path, output: EvaluationRunOutput) -> None:
         self.folder = folder
         self.output = output
+        self.problems = evaluation_problems(output)
+        """Failed episodes and missing scores: how many, and the first of each."""
         if not self.scores:
-            items = (item for _, result in output.evaluation_results for item in result.eval_output_items)
-            problems = [message for item in items if (message := parse_score(item)[2]) is not None]
-            problems += [item.error for item in output.eval_input.eval_input_items if item.error is not None]
-            raise InsituError(f"nothing could be scored; the first problem: {next(iter(problems), 'no episodes')}")
+            raise InsituError("; ".join(["nothing could be scored", *self.problems]))
 
     @property
     def scores(self) -> dict[str, Estimate]:
@@ -169,4 +169,4 @@ class Evaluation:
         scores = ", ".join(
             f"{name} {e.mean:.4f} (95 % CI {e.low:.4f} to {e.high:.4f})" for name, e in self.scores.items()
         )
-        return f"Evaluation({scores})"
+        return f"Evaluation({'; '.join([scores, *self.problems])})"

@@ -172,7 +172,10 @@ class Project:
         if self.not_importable:
             names = ", ".join(self.not_importable)
             head += f"# {names}: defined where no file can import it; put it into {_SESSION}.py in general.folder.\n"
-        write_file(path, (head + dump_yaml(without_secrets(self.settings))).encode())
+        shown = without_secrets(self.settings)
+        if shown != self.settings:
+            head += "# Secrets are hidden: name environment variables in their place, as ${NAME}.\n"
+        write_file(path, (head + dump_yaml(shown)).encode())
 
 
 def _defaults() -> Settings:

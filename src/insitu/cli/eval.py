@@ -31,20 +31,14 @@ def command(checkpoint: Path | None, **run_options: Any) -> None:
 
 async def _evaluate(run_config: "EvaluationRunConfig", checkpoint: Path | None) -> None:
     from insitu.errors import InsituError
-    from insitu.evaluation.evaluators import parse_score
+    from insitu.evaluation.evaluators import scores_by_row
+    from insitu.training.report import evaluation_problems
     from insitu.training.serving import evaluation_main
 
     output = await evaluation_main(run_config, checkpoint, consoles.results(), consoles.notes())
     for path in (output.workflow_output_file, *output.evaluator_output_files):
         print(path)
-    items = output.eval_input.eval_input_items
-    errors = [item for item in items if item.error is not None]
-    if errors:
-        print(f"{len(errors)} of {len(items)} episodes failed; the first, of row {errors[0].id!r}: {errors[0].error}")
-    scores = [item for _, result in output.evaluation_results for item in result.eval_output_items]
-    missing = [(item.id, message) for item in scores if (message := parse_score(item)[2]) is not None]
-    if missing:
-        row_id, message = missing[0]
-        print(f"{len(missing)} scores are missing; the first, of row {row_id!r}: {message}")
-    if len(missing) == len(scores):
+    for problem in evaluation_problems(output):
+        print(problem)
+    if not any(scores_by_row(result) for _, result in output.evaluation_results):
         raise InsituError("nothing could be scored")

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from insitu.algorithms.statistics import mean_ci95
-from insitu.evaluation.evaluators import scores_by_row
+from insitu.evaluation.evaluators import parse_score, scores_by_row
 from insitu.schemas.evaluation import EvaluationRunOutput
 
 _SILENCE = 30.0
@@ -187,6 +187,19 @@ def evaluation_table(output: EvaluationRunOutput) -> Table:
         unscored = len(result.eval_output_items) - scored
         table.add_row(name, mean, interval, str(len(rows)), str(len(items)), str(failed), str(unscored))
     return table
+
+
+def evaluation_problems(output: EvaluationRunOutput) -> list[str]:
+    """How many episodes failed and how many scores are missing, with the first of each."""
+    problems, items = [], output.eval_input.eval_input_items
+    if errors := [item for item in items if item.error is not None]:
+        first = f"the first, of row {errors[0].id!r}: {errors[0].error}"
+        problems.append(f"{len(errors)} of {len(items)} episodes failed; {first}")
+    scores = [item for _, result in output.evaluation_results for item in result.eval_output_items]
+    if missing := [(item.id, message) for item in scores if (message := parse_score(item)[2]) is not None]:
+        row_id, message = missing[0]
+        problems.append(f"{len(missing)} scores are missing; the first, of row {row_id!r}: {message}")
+    return problems
 
 
 def _interval(low: float, high: float, digits: int = 3) -> str:
