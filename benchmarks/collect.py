@@ -97,8 +97,8 @@ async def insitu(url: str, through: str, folder: Path) -> dict[str, float]:
     """A whole collection by the built-in trajectory builder, stored as in a training run."""
     from insitu.builder import Builder
     from insitu.config import load_config
+    from insitu.runs.store import RunStore
     from insitu.schemas.finetuning import FinetuneRunConfig
-    from insitu.training.store import RunStore
 
     file = folder / "config.yml"
     names = {"url": url, "through": through, "concurrency": CONCURRENCY, "generations": GENERATIONS}

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
-from insitu.evaluation.evaluators import BaseEvaluator
+from insitu.collect.evaluators import BaseEvaluator
 from insitu.plugin_api import Builder, EvaluatorInfo, register_evaluator, register_function
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluatorBaseConfig

@@ -25,7 +25,7 @@ SIZES = ((64, 16), (1000, 128), (1000, 512), (4000, 512))
 
 async def serve_stub(model: str) -> None:
     """Answers the backend's first request by the model, so that it is accepted, and all others with a made-up token."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests/support"))
     from fake_vllm import FakeVllm
 
     from insitu.backend.model import load_model
@@ -63,7 +63,7 @@ def started(*command: str) -> tuple[subprocess.Popen, str]:
 
 def measure() -> list[tuple[int, int, float, float]]:
     """Prompt and completion tokens, CPU milliseconds a call, calls a second."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests/support"))
     from tiny_models import save_tiny_model
 
     with tempfile.TemporaryDirectory() as folder:

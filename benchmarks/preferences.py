@@ -13,9 +13,9 @@ import gpu
 import numpy as np
 import torch
 
+from insitu.backend.learner.batches import Row
+from insitu.backend.learner.learner import Learner
 from insitu.backend.model import LoadedModel, load_model
-from insitu.backend.training.batches import Row
-from insitu.backend.training.learner import Learner
 from insitu.schemas.training_jobs import TrainingSettings
 
 ROUNDS = 3

@@ -5,7 +5,7 @@
 2,000 episodes of one call each to an endpoint that answers after 50 ms; two workers on the cluster at ADDRESS, 128
 episodes in flight. The driver's own part is everything but the agent: sending rows, reading episodes, an evaluator, and
 every episode written to disk. Its CPU time is `time.process_time()`, which includes the threads of Ray's client.
-`tests_ray` holds it to 1.5 ms an episode.
+`tests/with_ray` holds it to 1.5 ms an episode.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ async def collect(url: str, address: str, folder: Path) -> dict[str, float]:
     """A whole collection, after a first one that starts the workers."""
     from insitu.builder import Builder
     from insitu.config import load_config
+    from insitu.runs.store import RunStore
     from insitu.schemas.finetuning import FinetuneRunConfig
-    from insitu.training.store import RunStore
 
     file = folder / "config.yml"
     names = {"url": url, "through": "openai", "concurrency": CONCURRENCY, "generations": GENERATIONS}
@@ -54,7 +54,7 @@ async def collect(url: str, address: str, folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    from insitu.training.event_loop import run_async
+    from insitu.collect.event_loop import run_async
 
     with stub_endpoint(LATENCY) as url, TemporaryDirectory() as folder:
         print(json.dumps(run_async(collect(url, sys.argv[1], Path(folder)))))

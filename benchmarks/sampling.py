@@ -17,7 +17,7 @@ import aiohttp
 import torch
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests/support"))
 
 QUICKSTART = HERE.parent / "examples" / "tic_tac_toe" / "model"
 CONCURRENCY = 32

@@ -72,9 +72,9 @@ def finished(folder: Path, process: "subprocess.Popen[str]") -> dict[str, float]
 def child(arguments: list[str]) -> None:
     """Runs the command in this process, and measures what is spent in the methods that write files."""
     from insitu.cli import main
+    from insitu.runs.resume import ResumableRun
+    from insitu.runs.store import RunStore
     from insitu.training import loop
-    from insitu.training.resume import ResumableRun
-    from insitu.training.store import RunStore
 
     spent = [0.0]
     for owner, names in (

@@ -4,8 +4,7 @@ import random
 from collections.abc import AsyncIterator
 from typing import Any
 
-from insitu.evaluation.evaluators import BaseEvaluator
-from insitu.interfaces import TrainerAdapter
+from insitu.collect.evaluators import BaseEvaluator
 from insitu.plugin_api import Builder, EvaluatorInfo, register_evaluator, register_function, register_trainer_adapter
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluatorBaseConfig
@@ -17,6 +16,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
+from insitu.training.interfaces import TrainerAdapter
 from insitu.workflow.functions import FunctionInfo
 
 TURNS = 3

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path += [str(next((ROOT / ".venv/lib").glob("python*")) / "site-packages"), str(ROOT / "tests")]
+sys.path += [str(next((ROOT / ".venv/lib").glob("python*")) / "site-packages"), str(ROOT / "tests/support")]
 
 import art  # noqa: E402
 import torch  # noqa: E402

@@ -17,7 +17,7 @@ import aiohttp
 from aiohttp import web
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests/support"))
 KEPT_HEADERS = ("authorization", "content-type", "idempotency-key", "user-agent")
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "WANDB_MODE": "offline", "WANDB_SILENT": "true", "TQDM_DISABLE": "1"}
 

@@ -23,14 +23,14 @@ from typing import Any
 
 from fake_openai import FakeOpenAI
 
-from insitu.evaluation.attempt_records import decode, encode
+from insitu.integrations.nat.base_parser import parse_to_conversations
+from insitu.remote.attempt_records import decode, encode
 from insitu.schemas.steps import (
     IntermediateStepPayload,
     IntermediateStepType,
     StreamEventData,
     TraceMetadata,
 )
-from insitu.toolkit.parsers.base_parser import parse_to_conversations
 from insitu.workflow.context import Context, EpisodeScope
 
 DATA = Path(__file__).parent.parent / "tests" / "data" / "parsers"

@@ -10,7 +10,7 @@ from typing import Any
 from insitu.errors import install_command
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "tests_frameworks" / "results"
+RESULTS = ROOT / "tests/with_frameworks" / "results"
 PAGE = ROOT / "docs" / "frameworks.md"
 MODES = ("whole", "streamed")
 HEAD = """# Agent frameworks
@@ -37,15 +37,15 @@ framework that accepts an official OpenAI or Anthropic client, pass it the clien
 `"anthropic"`.
 
 If a model is not called over HTTP, its calls are taken from the steps that the framework reports. LangChain and
-LlamaIndex report them once `insitu.frameworks.langchain` or `.llama_index` is imported. `parse_to_openai_messages`
-converts these steps, and those of ADK, into a conversation for [your own trajectory
+LlamaIndex report them once `insitu.integrations.frameworks.langchain` or `.llama_index` is imported.
+`parse_to_openai_messages` converts these steps, and those of ADK, into a conversation for [your own trajectory
 builder](guides/extend.md#a-trajectory-builder):
 
 ```python
 from langchain_core.language_models import FakeListChatModel
 
-import insitu.frameworks.langchain
-from insitu.toolkit.parsers.base_parser import parse_to_openai_messages
+import insitu.integrations.frameworks.langchain
+from insitu.integrations.nat.base_parser import parse_to_openai_messages
 from insitu.workflow.context import EpisodeScope
 
 with EpisodeScope() as episode:
@@ -80,7 +80,7 @@ def _line(name: str, found: dict[str, Any]) -> str:
 def _section(name: str, found: dict[str, Any]) -> str:
     example = Path("examples/frameworks") / f"{name}_agent.py"
     return (
-        f"\n## {found['framework']}\n\n{_prose(ROOT / f'src/insitu/frameworks/{name}.py')}\n\n"
+        f"\n## {found['framework']}\n\n{_prose(ROOT / f'src/insitu/integrations/frameworks/{name}.py')}\n\n"
         f"```python from={example}\n{_agent(ROOT / example)}```\n\n[Full example](../{example}).\n"
     )
 
@@ -91,7 +91,7 @@ def _prose(module: Path) -> str:
     first, *others = docstring.split("\n\n")
     about = " ".join(first.split()).partition(": ")[2]
     prose = [
-        f"`insitu.frameworks.{module.stem}`: {about}",
+        f"`insitu.integrations.frameworks.{module.stem}`: {about}",
         *(" ".join(other.split()) for other in others if not _is_code(other)),
     ]
     return "\n\n".join(textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in prose)
@@ -115,7 +115,11 @@ def _agent(example: Path) -> str:
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    found = [n for n in tree.body if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("insitu.frameworks")]
+    found = [
+        n
+        for n in tree.body
+        if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("insitu.integrations.frameworks")
+    ]
     yield from (f"{ast.unparse(node)}\n" for node in found)
     if found:
         yield "\n"

@@ -40,7 +40,7 @@ def script(
     folder: Path, code: str, *, head: str = HEAD, returncode: int = 0, **names: str
 ) -> tuple[dict[str, Any], str]:
     """What a script shows, and all that it prints."""
-    (folder / "digits_plugin.py").write_text((ROOT / "tests/digits_plugin.py").read_text())
+    (folder / "digits_plugin.py").write_text((ROOT / "tests/support/digits_plugin.py").read_text())
     (folder / "my_script.py").write_text(HEAD + code)
     command = [forked_python(), "-W", "error", "my_script.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANGS)

@@ -17,22 +17,22 @@ from processes import run, serving
 from pydantic import ValidationError
 from tiny_models import save_tiny_model
 
-from insitu.adapters.art.components import ARTTrainer, ARTTrajectoryBuilder
-from insitu.adapters.art.config import (
+from insitu.advantages.credit import credit_by_function, credited_calls
+from insitu.advantages.estimator import estimate_epoch
+from insitu.collect.conversations import main_conversation
+from insitu.config import Config, load_config
+from insitu.errors import BackendUnavailable, ConfigError, RequestRefused, TrajectoryError
+from insitu.integrations.art.components import ARTTrainer, ARTTrajectoryBuilder
+from insitu.integrations.art.config import (
     ARTTrainerAdapterConfig,
     ARTTrainerConfig,
     ARTTrajectoryBuilderConfig,
 )
-from insitu.adapters.art.conversion import art_trajectory, check_order
-from insitu.adapters.art.remote_backend import _RemoteBackend, known_metrics, mean_metrics
-from insitu.advantages.credit import credit_by_function, credited_calls
-from insitu.advantages.estimator import estimate_epoch
-from insitu.config import Config, load_config
-from insitu.errors import BackendUnavailable, ConfigError, RequestRefused, TrajectoryError
+from insitu.integrations.art.conversion import art_trajectory, check_order
+from insitu.integrations.art.remote_backend import _RemoteBackend, known_metrics, mean_metrics
 from insitu.plugin_api import Builder, FinetuneConfig, FinetuneRunConfig, register_trajectory_builder
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
-from insitu.trajectories.conversations import main_conversation
 
 BACKEND = {"ip": "localhost", "port": 7623}
 

@@ -10,11 +10,11 @@ import torch
 from tiny_models import byte_tokenizer
 
 from insitu.backend.inference.tokenizer import ChatTokenizer
-from insitu.backend.protocols.art.rows import ArtBatch, build_batch
-from insitu.backend.protocols.art.settings import parse_plan
-from insitu.backend.protocols.art.trajectories import ArtModel, parse_groups, parse_model
-from insitu.backend.training.losses import PolicyBatch, policy_loss, row_weights
+from insitu.backend.learner.losses import PolicyBatch, policy_loss, row_weights
 from insitu.errors import RequestRefused
+from insitu.integrations.art.server.rows import ArtBatch, build_batch
+from insitu.integrations.art.server.settings import parse_plan
+from insitu.integrations.art.server.trajectories import ArtModel, parse_groups, parse_model
 
 DATA = Path(__file__).parent / "data/art"
 VECTORS = json.loads((DATA / "vectors.json").read_text())

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from insitu.adapters.art.remote_backend import _RemoteBackend
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
+from insitu.integrations.art.remote_backend import _RemoteBackend
 
 LINE = b'{"loss": 1.0, "num_gradient_steps": 2}\n'
 HTML = b"<html>welcome</html>"
@@ -140,7 +140,7 @@ BUSY = [
 
 
 async def test_transient_errors_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("insitu.connection._FIRST_DELAY", 0.001)
+    monkeypatch.setattr("insitu.wire.connection._FIRST_DELAY", 0.001)
     for path, body, request in (
         ("healthcheck", b"", lambda backend: backend.check_health()),
         ("register", b"null", lambda backend: backend.register(StubModel())),

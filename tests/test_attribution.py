@@ -11,17 +11,17 @@ import pytest
 from fake_openai import FakeOpenAI, encode
 from test_capture import ask, model, text_of
 
+from insitu.agents.frameworks import sync_client
 from insitu.capture.ledger import CallLedger
+from insitu.collect.collector import collect
+from insitu.collect.episodes import EpisodeOptions
+from insitu.collect.event_loop import run_async
+from insitu.collect.watchdog import Watchdog
 from insitu.config import Config
-from insitu.evaluation.collector import collect
-from insitu.evaluation.episodes import EpisodeOptions
-from insitu.evaluation.watchdog import Watchdog
-from insitu.frameworks import sync_client
 from insitu.plugin_api import Builder, register_function
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem
-from insitu.training.event_loop import run_async
 from insitu.workflow.context import Context
 from insitu.workflow.llms import ModelClient, OpenAIConfig
 

@@ -550,7 +550,7 @@ def test_the_same_over_release_2_of_the_client() -> None:
         assert openai.__version__.startswith("2."), f"{openai.__version__} of {openai.__file__}"
         return
     clients = Path(__file__).with_name("test_framework_clients.py")
-    paths = os.pathsep.join([str(OPENAI_2), str(Path(__file__).parent)])
+    paths = os.pathsep.join([str(OPENAI_2), str(Path(__file__).with_name("support"))])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, str(clients)],
         env={**os.environ, "PYTHONPATH": paths, "TEST_OPENAI_RELEASE": "2"},

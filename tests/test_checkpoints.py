@@ -9,7 +9,7 @@ import pytest
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError
-from insitu.training.checkpoints import find_checkpoint
+from insitu.runs.checkpoints import find_checkpoint
 
 
 def make_run(folder: Path, steps: int = 3, best: Any = "backend/checkpoints/step_000002") -> Path:

@@ -9,7 +9,7 @@ import pytest
 from factories import digits_project, write_rows
 from processes import run
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parent / "support"
 KEY = "sk-never-to-be-seen"
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from insitu.connection import Connection, Retry, is_transient, retry_after
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
+from insitu.wire.connection import Connection, Retry, is_transient, retry_after
 
 
 @pytest.fixture(autouse=True)
 def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("insitu.connection._FIRST_DELAY", 0.001)
-    monkeypatch.setattr("insitu.connection._LONGEST_DELAY", 0.001)
+    monkeypatch.setattr("insitu.wire.connection._FIRST_DELAY", 0.001)
+    monkeypatch.setattr("insitu.wire.connection._LONGEST_DELAY", 0.001)
 
 
 class Failing:

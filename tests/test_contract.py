@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.schemas.evaluation import (
     EvalInput,
     EvalInputItem,
@@ -46,6 +45,7 @@ from insitu.schemas.steps import (
     TTCEventData,
     UsageInfo,
 )
+from insitu.training.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 
 JOB = {"run_id": "r", "backend": "b"}
 RUNNING = {**JOB, "status": "running"}

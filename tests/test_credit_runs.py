@@ -18,8 +18,8 @@ import yaml
 from factories import read_lines
 from tiny_backend import Served
 
+from insitu.runs.inspection import RunFiles, TrainingStatus
 from insitu.schemas.finetuning import FinetuneRunConfig
-from insitu.training.inspection import RunFiles, TrainingStatus
 from insitu.training.runtime import finetuning_main
 
 ROWS, GENERATIONS = 5, 4

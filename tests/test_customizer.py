@@ -15,12 +15,6 @@ from fake_nemo import CONFIG, FakeNeMo
 from pairs_plugin import pairs_of
 from rich.console import Console
 
-from insitu.adapters.customizer import services as services_module
-from insitu.adapters.customizer.components import (
-    NeMoCustomizerTrainer,
-    NeMoCustomizerTrainerAdapter,
-    NeMoCustomizerTrainerAdapterConfig,
-)
 from insitu.errors import (
     BackendError,
     BackendUnavailable,
@@ -31,6 +25,12 @@ from insitu.errors import (
     RequestRefused,
     TrajectoryError,
 )
+from insitu.integrations.customizer import services as services_module
+from insitu.integrations.customizer.components import (
+    NeMoCustomizerTrainer,
+    NeMoCustomizerTrainerAdapter,
+    NeMoCustomizerTrainerAdapterConfig,
+)
 from insitu.plugin_api import TrainingJobRef, TrainingJobStatus, TrajectoryCollection
 from insitu.schemas.finetuning import FinetuneConfig, FinetuneRunConfig, TrainingStatusEnum
 from insitu.training.runtime import finetuning_main
@@ -40,8 +40,8 @@ TOKEN = "hf_very_secret"
 
 @pytest.fixture(autouse=True)
 def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("insitu.connection._FIRST_DELAY", 0.001)
-    monkeypatch.setattr("insitu.connection._LONGEST_DELAY", 0.001)
+    monkeypatch.setattr("insitu.wire.connection._FIRST_DELAY", 0.001)
+    monkeypatch.setattr("insitu.wire.connection._LONGEST_DELAY", 0.001)
 
 
 @pytest.fixture(scope="module")

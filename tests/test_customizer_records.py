@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from pairs_plugin import pairs_of
 
-from insitu.adapters.customizer.records import (
+from insitu.errors import TrajectoryError
+from insitu.integrations.customizer.records import (
     json_lines,
     single_pairs,
     split_records,
 )
-from insitu.errors import TrajectoryError
 from insitu.plugin_api import DPOItem, EpisodeItem, Trajectory, TrajectoryCollection
 from insitu.preferences.selection import distinct_pairs, pair_item, sampled_pairs
 

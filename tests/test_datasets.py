@@ -9,9 +9,9 @@ from typing import Any
 import orjson
 import pytest
 
+from insitu.collect.datasets import load_dataset
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
-from insitu.evaluation.datasets import load_dataset
 from insitu.plugin_api import Builder
 from insitu.schemas.finetuning import FinetuneRunConfig, RewardFunctionConfig, ValidationConfig
 from insitu.training.runtime import _check_inputs

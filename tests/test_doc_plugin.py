@@ -14,7 +14,7 @@ from processes import run
 from training_service import TrainingService
 
 ROOT = Path(__file__).parent.parent
-PLUGIN = ROOT / "tests/doc_plugin"
+PLUGIN = ROOT / "tests/support/doc_plugin"
 KEY = "the key of the service"
 LEGS = {"snail": 1, "hen": 2, "cow": 4, "ant": 6, "spider": 8, "snake": 0}
 """The examples, the easiest for the starting model first."""

@@ -394,7 +394,7 @@ def test_the_page_of_frameworks_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -
     """And every framework has been tested, streamed too where it streams."""
     module = script("write_frameworks")
     assert module.PAGE.read_text() == module.page(), "run scripts/write_frameworks.py"
-    monkeypatch.syspath_prepend(ROOT / "tests_frameworks")
+    monkeypatch.syspath_prepend(ROOT / "tests/with_frameworks")
     cases = importlib.import_module("cases").CASES
     assert {kind.value for kind in LLMFrameworkEnum} == {*cases, "langchain"}, "langgraph's case is langchain's too"
     found = {file.stem: json.loads(file.read_text()) for file in module.RESULTS.glob("*.json")}

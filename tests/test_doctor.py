@@ -67,7 +67,7 @@ def project(folder: Path, adapter: dict[str, Any]) -> Path:
         },
     }
     (folder / "config.yml").write_text(yaml.safe_dump(config, sort_keys=False))
-    (folder / "doctor_parts.py").write_text((Path(__file__).parent / "doctor_parts.py").read_text())
+    (folder / "doctor_parts.py").write_text((Path(__file__).parent / "support/doctor_parts.py").read_text())
     write_rows(folder, ROWS[:-1])
     write_rows(folder, ROWS[-1:], "held_out.jsonl")
     return folder / "config.yml"

@@ -22,22 +22,22 @@ from factories import read_lines
 from fake_openai import FakeOpenAI
 from tiny_models import save_tiny_model
 
+from insitu.collect.collector import open_workflow
+from insitu.collect.episodes import EpisodeOptions, run_episode
+from insitu.collect.evaluation import EvaluationRun
 from insitu.config import Config, load_config
 from insitu.errors import BackendUnavailable, ConfigError, RequestRefused
-from insitu.evaluation import service as service_module
-from insitu.evaluation.attempt_records import decode, encode
-from insitu.evaluation.collector import open_workflow
-from insitu.evaluation.episodes import EpisodeOptions, run_episode
-from insitu.evaluation.remote import EPISODES, PROTOCOL, RemoteWorkflow
-from insitu.evaluation.run import EvaluationRun
-from insitu.evaluation.service import WorkflowService
-from insitu.http_access import AccessPolicy
 from insitu.plugin_api import Builder, PolicyEndpoint
+from insitu.remote import service as service_module
+from insitu.remote.client import EPISODES, PROTOCOL, RemoteWorkflow
+from insitu.remote.service import WorkflowService
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
+from insitu.wire.http_access import AccessPolicy
+from insitu.wire.json_values import decode, encode
 
 ROOT = Path(__file__).parent.parent
-STRICT = {"PYTHONPATH": str(ROOT / "tests"), "PYTHONWARNINGS": "error"}
+STRICT = {"PYTHONPATH": str(ROOT / "tests/support"), "PYTHONWARNINGS": "error"}
 RULES = EpisodeOptions(seed=7, training=frozenset({"player"}))
 
 
@@ -190,7 +190,7 @@ async def test_time_outs(config: Config, served: str) -> None:
 async def test_a_service_that_is_blocked_or_killed_fails_the_episodes_it_has(
     folder: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("insitu.evaluation.remote._SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr("insitu.remote.client._SILENCE_SECONDS", 0.5)
     with serve("config.yml", folder) as (
         running,
         address,
@@ -260,7 +260,7 @@ async def describing(*statuses: int, port: int = 0) -> AsyncIterator[int]:
 async def test_a_service_that_is_busy_or_restarts_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("insitu.connection._FIRST_DELAY", 0.001)
+    monkeypatch.setattr("insitu.wire.connection._FIRST_DELAY", 0.001)
     async with describing(503, 429) as port, RemoteWorkflow(f"http://127.0.0.1:{port}", 60) as remote:
         await remote.check()
     caplog.clear()

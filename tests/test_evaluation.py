@@ -10,13 +10,13 @@ from typing import Any
 import plain_parts
 import pytest
 
+from insitu.collect import episodes
+from insitu.collect.collector import run_limited
+from insitu.collect.evaluation import EvaluationRun
+from insitu.collect.evaluators import BaseEvaluator, average, parse_score
+from insitu.collect.validation import validation_metrics
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, WorkflowError
-from insitu.evaluation import episodes
-from insitu.evaluation.collector import run_limited
-from insitu.evaluation.evaluators import BaseEvaluator, average, parse_score
-from insitu.evaluation.run import EvaluationRun
-from insitu.evaluation.validation import validation_metrics
 from insitu.schemas.evaluation import (
     EvalInput,
     EvalInputItem,

@@ -16,19 +16,20 @@ from fake_openai import FakeOpenAI
 from test_endpoint import RULES, content, key, known, openai_at
 
 from insitu.builder import Builder
+from insitu.collect.collector import open_workflow
+from insitu.collect.episodes import AttemptResult, EpisodeOptions, run_episode
 from insitu.config import Config, load_config
 from insitu.config.resolved import resolved_config
 from insitu.errors import ConfigError
-from insitu.evaluation.attempt_records import encode, request_fields
-from insitu.evaluation.collector import open_workflow
-from insitu.evaluation.episodes import AttemptResult, EpisodeOptions, run_episode
-from insitu.executors.openings import Opening, Policy, Target, opening_of, this_host
-from insitu.executors.ray_executor import result_of
-from insitu.executors.worker import EpisodeWorker
+from insitu.integrations.ray.executor import result_of
+from insitu.integrations.ray.openings import Opening, Policy, Target, opening_of, this_host
+from insitu.integrations.ray.worker import EpisodeWorker
+from insitu.remote.attempt_records import request_fields
+from insitu.runs.resume import check_same_run
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.training.resume import check_same_run
+from insitu.wire.json_values import encode
 
 OPTIONS = EpisodeOptions(seed=7, training=frozenset({"player"}))
 RAY = {"_type": "ray", "workers": 2}

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from factories import disk_space, power_failures
 
-from insitu.errors import ConfigError, InsituError
-from insitu.files import (
+from insitu.disk.files import (
     Block,
     LineFile,
     delete_drafts,
@@ -28,7 +27,8 @@ from insitu.files import (
     writable_folder,
     write_file,
 )
-from insitu.folder_lock import LOCK_FILE, FolderLock
+from insitu.disk.folder_lock import LOCK_FILE, FolderLock
+from insitu.errors import ConfigError, InsituError
 
 
 @contextmanager
@@ -197,7 +197,7 @@ def test_the_folder_of_a_killed_process_is_free(tmp_path: Path) -> None:
     code = """if True:
         import os, sys
         from pathlib import Path
-        from insitu.folder_lock import FolderLock
+        from insitu.disk.folder_lock import FolderLock
         lock = FolderLock(Path(sys.argv[1]), "output_dir")
         print("locked", flush=True)
         sys.stdin.read()"""

@@ -15,7 +15,7 @@ import pytest
 from factories import MODEL, digits_project, read_lines, write_rows
 from processes import HANGS, Process, forked_python, run_project, serving, start_project
 
-from insitu.training.inspection import RunFiles, TrainingStatus
+from insitu.runs.inspection import RunFiles, TrainingStatus
 
 
 @pytest.fixture

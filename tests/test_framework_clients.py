@@ -11,8 +11,9 @@ import pytest
 from anthropic import BadRequestError
 from fake_openai import FakeOpenAI, encode
 
-from insitu.frameworks import ToolSteps, anthropic, async_client, sync_client
-from insitu.training.event_loop import run_async
+from insitu.agents.frameworks import ToolSteps, async_client, sync_client
+from insitu.collect.event_loop import run_async
+from insitu.integrations.frameworks import anthropic
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 

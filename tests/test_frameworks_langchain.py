@@ -14,7 +14,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
 from insitu.errors import CaptureError
-from insitu.frameworks.langchain import make_llm
+from insitu.integrations.frameworks.langchain import make_llm
 from insitu.schemas.steps import TraceMetadata
 from insitu.workflow.context import Context, EpisodeScope
 from insitu.workflow.llms import Endpoint, OpenAIConfig, connect

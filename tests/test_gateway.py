@@ -313,7 +313,7 @@ async def test_a_body_too_large(server: FakeOpenAI) -> None:
 
 async def test_the_memory_of_large_requests_is_returned() -> None:
     """In a fresh interpreter: a forked one shares pages with the fork server."""
-    command = (sys.executable, Path(__file__).with_name("hostile_gateway.py"), "http://127.0.0.1:9/v1", "t")
+    command = (sys.executable, Path(__file__).with_name("support") / "hostile_gateway.py", "http://127.0.0.1:9/v1", "t")
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
     assert process.stdin
     assert process.stdout

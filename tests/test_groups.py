@@ -8,10 +8,10 @@ from factories import sampled
 from insitu.advantages.credit import AdvantageConfig, Credit, call_advantages
 from insitu.advantages.estimator import GroupRelativeEstimator, estimate_epoch, training_rows
 from insitu.advantages.targeting import targeted_calls
+from insitu.collect.conversations import main_conversation, text_content
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItemRole, Trajectory, TrajectoryCollection
-from insitu.trajectories.conversations import main_conversation, text_content
 
 CENTRED = AdvantageConfig(baseline="mean", scale="none")
 

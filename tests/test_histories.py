@@ -22,13 +22,13 @@ from aiohttp import web
 from fake_openai import FakeOpenAI, encode, logprob, texts_of
 
 from insitu.advantages.estimator import rows_of
-from insitu.evaluation.collector import run_limited
-from insitu.evaluation.episodes import EpisodeOptions, in_process, run_episode
+from insitu.collect.collector import run_limited
+from insitu.collect.conversations import conversations
+from insitu.collect.episodes import EpisodeOptions, in_process, run_episode
 from insitu.gateway.server import Gateway
+from insitu.runs.records import call_records, restore_calls
 from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
-from insitu.trajectories.conversations import conversations
-from insitu.trajectories.records import call_records, restore_calls
 from insitu.workflow.context import current_scope
 from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 

@@ -196,7 +196,7 @@ async def test_the_backend(backend: tuple[int, str], kind: str) -> None:
 def test_the_gateway(backend: tuple[int, str]) -> None:
     command = [
         sys.executable if MEASURED else forked_python(),
-        str(ROOT / "tests/hostile_gateway.py"),
+        str(ROOT / "tests/support/hostile_gateway.py"),
         f"{backend[1]}/v1",
         TOKEN,
     ]
@@ -236,5 +236,5 @@ async def test_the_workflow_service(tmp_path: Path) -> None:
     }
     (tmp_path / "config.yml").write_text(yaml.safe_dump(config))
     options = ("--config_file", tmp_path / "config.yml", "--port", 0)
-    with server("serve", *options, PYTHONPATH=str(ROOT / "tests")) as (process, address):
+    with server("serve", *options, PYTHONPATH=str(ROOT / "tests/support")) as (process, address):
         await attack(process.pid, address, "serve", hostile_requests(random.Random(SEED), ROUTES["serve"]))

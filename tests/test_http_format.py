@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from insitu.http_format import (
+from insitu.wire.http_format import (
     choice_logprobs,
     choice_token_ids,
     error_body,

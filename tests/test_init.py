@@ -42,7 +42,7 @@ def test_there_is_a_project_for_every_framework() -> None:
 
 @pytest.mark.parametrize("framework", with_a_project())
 def test_a_project_of_a_framework(tmp_path: Path, framework: str) -> None:
-    """Whether it trains is tested with the framework (tests_frameworks)."""
+    """Whether it trains is tested with the framework (tests/with_frameworks)."""
     code, out, err = init(tmp_path, "desk", "--framework", framework)
     assert code == 0, err
     assert f"pip install -e '.[{framework.replace('_', '-')}]'" in out

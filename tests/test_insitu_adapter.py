@@ -15,7 +15,6 @@ from aiohttp import web
 from factories import MODEL
 from tiny_backend import tiny_backend
 
-from insitu.adapters.native.trainer_adapter import InsituTrainerAdapter
 from insitu.config import load_config
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, TrajectoryError
 from insitu.plugin_api import Builder
@@ -23,6 +22,7 @@ from insitu.registry import TRAINER_ADAPTER
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.finetuning import TrainingStatusEnum, Trajectory, TrajectoryCollection
 from insitu.schemas.training_jobs import DPOSettings, KTOSettings, LossSettings, TrainingOptions
+from insitu.training.native.trainer_adapter import InsituTrainerAdapter
 
 OPTIONS: dict[str, Any] = {
     "objective": "cispo",
@@ -368,8 +368,8 @@ async def whole_epoch(adapter: InsituTrainerAdapter) -> TrainingStatusEnum:
 async def test_a_transient_error_of_any_request_is_retried(
     backend: Backend, write: Any, route: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("insitu.connection._FIRST_DELAY", 0.001)
-    monkeypatch.setattr("insitu.adapters.native.trainer_adapter._RECONNECT_DELAY", 0.001)
+    monkeypatch.setattr("insitu.wire.connection._FIRST_DELAY", 0.001)
+    monkeypatch.setattr("insitu.training.native.trainer_adapter._RECONNECT_DELAY", 0.001)
     at_start = route in ROUTES[:2] and fault not in ("garbage", "wrong shape")
     if at_start:
         backend.faults[route] = [fault, fault]
@@ -398,7 +398,7 @@ LIMITS = {"read_timeout": 0.2, "retry_timeout": 0.7}
 async def test_silence_is_reported_and_ends(
     backend: Backend, write: Any, route: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("insitu.connection._FIRST_DELAY", 0.001)
+    monkeypatch.setattr("insitu.wire.connection._FIRST_DELAY", 0.001)
     if route == ROUTES[3]:
         backend.hanging.add(ROUTES[4])
     elif route == ROUTES[4]:

@@ -18,12 +18,12 @@ from factories import MODEL
 
 from insitu.cli import main
 from insitu.cli.trajectories import _SORT_KEYS
+from insitu.collect import event_loop
+from insitu.collect.groups import GroupRecord
+from insitu.runs.inspection import SORT_KEYS, token_texts
+from insitu.runs.store import RunStore
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
-from insitu.training import event_loop
-from insitu.training.inspection import SORT_KEYS, token_texts
-from insitu.training.store import RunStore
-from insitu.trajectories.builder import GroupRecord
 
 
 def user(text: str) -> dict[str, Any]:

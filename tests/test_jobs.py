@@ -21,13 +21,13 @@ from insitu.backend.compute import ComputeThread
 from insitu.backend.http import EXCEPTION_HANDLERS
 from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.inference.tokenizer import ChatTokenizer
+from insitu.backend.learner.jobs import TrainingQueue
+from insitu.backend.learner.learner import Learner
+from insitu.backend.learner.optimizer_file import write_optimizer
 from insitu.backend.model import load_model
 from insitu.backend.protocols.native import job_routes
 from insitu.backend.protocols.native.uploads import Limits, read_job
 from insitu.backend.protocols.openai.chat import ChatRequest
-from insitu.backend.training.jobs import TrainingQueue
-from insitu.backend.training.learner import Learner
-from insitu.backend.training.optimizer_file import write_optimizer
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import TrainingRow
 
@@ -558,7 +558,7 @@ async def test_a_compressed_bomb_is_stopped_early():
 
 
 async def test_a_full_queue_refuses_jobs(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr("insitu.backend.training.jobs.MAX_UNFINISHED_JOBS", 1)
+    monkeypatch.setattr("insitu.backend.learner.jobs.MAX_UNFINISHED_JOBS", 1)
     async with serving(loaded, tmp_path) as backend:
         _, first = await backend.post(lines(MANY), Idempotency_Key="run/1")
         async with backend.session.post(JOBS, data=lines(MANY)) as response:
@@ -570,7 +570,7 @@ async def test_a_full_queue_refuses_jobs(loaded, tmp_path, monkeypatch):
 
 
 async def test_the_oldest_ended_jobs_are_forgotten(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr("insitu.backend.training.jobs.KEPT_JOBS", 1)
+    monkeypatch.setattr("insitu.backend.learner.jobs.KEPT_JOBS", 1)
     async with serving(loaded, tmp_path) as backend:
         ids = []
         for number in range(3):
@@ -596,7 +596,7 @@ async def test_sampling_continues_while_a_checkpoint_is_written(loaded, tmp_path
         continued.append(steps[0] >= before + 3)
         write_optimizer(*args)
 
-    monkeypatch.setattr("insitu.backend.training.checkpoint_writer.write_optimizer", write)
+    monkeypatch.setattr("insitu.backend.learner.checkpoint_writer.write_optimizer", write)
     async with serving(loaded, tmp_path) as backend:
         backend.compute.sampling_step = sampling_step
         _, job = await backend.post(lines([row()]))
@@ -617,7 +617,7 @@ async def test_a_job_that_is_canceled_while_its_checkpoint_is_written_leaves_non
 
         loop = asyncio.get_running_loop()
         with monkeypatch.context() as patch:
-            patch.setattr("insitu.backend.training.checkpoint_writer.write_optimizer", write)
+            patch.setattr("insitu.backend.learner.checkpoint_writer.write_optimizer", write)
             _, job = await backend.post(lines([row()]))
             await writing.wait()
             _, state = await backend.post(path=f"{JOBS}/{job['id']}/cancel")

@@ -1,80 +1,52 @@
 """The house rules that a machine can hold: who may import whom, lengths, docstrings, errors, printing."""
 
 import ast
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from processes import forked_python
-from tiny_models import save_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "insitu"
-PROTOCOLS = PACKAGE / "backend" / "protocols"
 ORDER = [
     "errors",
-    "redaction",
-    "files",
-    "folder_lock",
     "schemas",
-    "checkpoint_files",
+    "wire",
+    "disk",
     "algorithms",
-    "model_files",
     "advantages",
     "preferences",
-    "http_format",
-    "http_access",
-    "http_limits",
-    "connection",
     "registry",
     "config",
     "builder",
     "capture",
     "workflow",
     "gateway",
-    "frameworks",
-    "evaluation",
-    "plain",
-    "interfaces",
-    "trajectories",
-    "trackers",
+    "agents",
+    "collect",
+    "remote",
+    "runs",
     "training",
-    "toolkit",
+    "release",
     "plugin_api",
-    "adapters",
-    "executors",
     "api",
     "starter",
     "view",
     "doctor",
     "cli",
 ]
-# Leaves: nothing imports them, except the one module that lists or mounts them.
-INTEGRATIONS = {
-    "toolkit": "plugin_api.py",
-    "adapters/art": None,
-    "adapters/native": None,
-    "adapters/customizer": None,
-    "executors": None,
-    "view": "cli/view.py",
-    "backend/protocols/art": None,
-    "backend/protocols/native": None,
-    "backend/vllm": "backend/server.py",
-    "frameworks/*": None,
-    **{f"trackers/{name}": None for name in ("tensorboard", "wandb", "mlflow", "trackio")},
-}
-BACKEND_MAY = {
-    *("errors", "redaction", "files", "folder_lock", "schemas", "checkpoint_files", "algorithms"),
-    *("model_files", "advantages"),
-    *("http_format", "http_access", "http_limits", "connection", "backend"),
-}
+INTEGRATIONS = PACKAGE / "integrations"
+SERVER_HALVES = ("art/server", "vllm")
+"""Integrations whose modules run in the backend's process."""
+BACKEND_MAY = {"errors", "schemas", "wire", "disk", "algorithms", "advantages", "backend"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]
 each_module = pytest.mark.parametrize("path", MODULES, ids=NAMES)
@@ -136,6 +108,8 @@ def parse(path: Path) -> ast.Module:
 
 
 def may_import(importer: str, imported: str) -> bool:
+    if importer == "integrations":
+        return imported in ORDER or imported == "integrations"
     if importer == "backend":
         return imported in BACKEND_MAY
     if imported == "backend" or imported not in ORDER:
@@ -144,7 +118,7 @@ def may_import(importer: str, imported: str) -> bool:
 
 
 def test_every_part_has_its_place_in_the_order() -> None:
-    assert {part_of(m) for m in MODULES} - {""} <= {*ORDER, "backend"}
+    assert {part_of(m) for m in MODULES} - {""} <= {*ORDER, "backend", "integrations"}
 
 
 @each_module
@@ -157,7 +131,8 @@ def test_imports_go_leftwards_only(path: Path) -> None:
             continue
         imported = rest.partition(".")[0]
         starts_the_backend = path == PACKAGE / "cli" / "backend.py" and imported == "backend"
-        if not may_import(part_of(path), imported) and not starts_the_backend:
+        serves = is_server_half(path) and may_import("backend", imported)
+        if not may_import(part_of(path), imported) and not starts_the_backend and not serves:
             wrong.append(f"line {line}: {module}")
     assert not wrong
 
@@ -167,12 +142,12 @@ def test_the_check_of_imports_sees_what_it_must() -> None:
         "if TYPE_CHECKING:\n from insitu.cli import options\n"
         "def f():\n import insitu.training.loop\n"
         "TABLE = {'x': 'insitu.workflow.functions:as_function', 'y': 'insitu is a name'}\n"
-        "import_module(f'insitu.frameworks.{name}')\n"
+        "import_module(f'insitu.integrations.frameworks.{name}')\n"
     )
     found = [m for _, m in imports(ast.parse(text))]
     assert sorted(found) == [
         "insitu.cli.options",
-        "insitu.frameworks",
+        "insitu.integrations.frameworks",
         "insitu.training.loop",
         "insitu.workflow.functions",
     ]
@@ -220,61 +195,51 @@ def test_the_walk_of_a_rollout_is_short_and_in_the_order_of_the_imports() -> Non
         assert not reachable(path) & set(walk[index + 1 :]), f"{path.name} imports a later file of the walk"
 
 
-def integration_of(path: Path) -> str:
-    """The key of INTEGRATIONS that a module belongs to, empty for the core."""
-    name = path.relative_to(PACKAGE).with_suffix("").as_posix()
-    return next((k for k in INTEGRATIONS if name != "frameworks/__init__" and fnmatch(f"{name}/", f"{k}/*")), "")
+def is_server_half(path: Path) -> bool:
+    return any(path.is_relative_to(INTEGRATIONS / half) for half in SERVER_HALVES)
 
 
 @each_module
-def test_the_core_imports_no_integration(path: Path) -> None:
+def test_integrations_are_leaves(path: Path) -> None:
+    """Nothing imports one, except itself; a half that runs in the backend imports no more than the backend may."""
+    own = path.relative_to(INTEGRATIONS).parts[0] if path.is_relative_to(INTEGRATIONS) else ""
     for line, module in imports_of(path):
-        if module.startswith("insitu."):
-            imported = integration_of(PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py"))
-            allowed = ("", integration_of(path))
-            assert imported in allowed or INTEGRATIONS[imported] == str(path.relative_to(PACKAGE)), f"line {line}"
+        parts = module.split(".")
+        if parts[:2] == ["insitu", "integrations"]:
+            assert parts[2:3] == [own], f"line {line}: {module}"
+        elif is_server_half(path) and parts[0] == "insitu" and len(parts) > 1:
+            assert may_import("backend", parts[1]), f"line {line}: {module}"
 
 
 def test_folders_are_at_most_two_deep() -> None:
-    """Except for the protocols of the backend, a package each."""
-    deep = [name for name in NAMES if name.removeprefix("backend/protocols/").count("/") > 2]
+    """Except for the protocols of the backend, a package each, and the server half of an integration."""
+    deep = [name for name in NAMES if re.sub(r"^(backend/protocols|integrations)/", "", name).count("/") > 2]
     assert not deep
-    assert not [folder for folder in PROTOCOLS.glob("*/*") if folder.is_dir() and folder.name != "__pycache__"]
 
 
-def test_the_backend_works_without_a_protocol(tmp_path: Path) -> None:
-    """A copy of the package without backend/protocols/art samples and lists its own model."""
+def test_the_core_trains_without_the_integrations(tmp_path: Path) -> None:
+    """A copy of the package without the folder trains the quickstart for one epoch."""
     shutil.copytree(PACKAGE, tmp_path / "insitu", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.rmtree(tmp_path / "insitu" / "backend" / "protocols" / "art")
-    model = save_tiny_model(tmp_path / "model")
-    code = f"""if True:
-        import asyncio, httpx, sys
-        from pathlib import Path
-        for name in [name for name in sys.modules if name.split(".")[0] == "insitu"]:  # the whole package, preloaded
-            del sys.modules[name]
-        import insitu
-        assert insitu.__file__ == {str(tmp_path / "insitu/__init__.py")!r}
-        from insitu.backend import BackendOptions
-        from insitu.backend.model import load_model
-        from insitu.backend.server import create_backend
-
-        async def main():
-            backend = create_backend(load_model({str(model)!r}), BackendOptions(model="m", threads=1), Path("out"))
-            await backend.start()
-            transport = httpx.ASGITransport(backend.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-                body = {{"model": "policy", "prompt": "Hello", "max_tokens": 3, "ignore_eos": True}}
-                answer = (await client.post("/v1/completions", json=body)).json()
-                assert answer["usage"]["completion_tokens"] == 3, answer
-                assert (await client.get("/v1/train/jobs/x")).status_code == 404
-                paths = (await client.get("/openapi.json")).json()["paths"]
-                assert "/v1/train/jobs" in paths and "/_train_model" not in paths, paths
-            await backend.close()
-            assert not any("protocols.art" in name for name in sys.modules)
-
-        asyncio.run(main())"""
-    done = subprocess.run([forked_python(), "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    shutil.rmtree(tmp_path / "insitu" / "integrations")
+    shutil.copytree(ROOT / "examples/tic_tac_toe", tmp_path / "example")
+    options = {"finetuning.num_epochs": 1, "finetuning.output_dir": tmp_path / "run", "finetuning.validation": "null"}
+    rows = (tmp_path / "example/train.jsonl").read_text().splitlines(keepends=True)[:4]
+    (tmp_path / "example/train.jsonl").write_text("".join(rows))
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import insitu.cli; sys.argv[0] = 'insitu'; "
+        f"assert insitu.__file__.startswith({str(tmp_path)!r}); insitu.cli.main()"
+    )
+    overrides = [word for key, value in options.items() for word in ("-o", key, str(value))]
+    done = subprocess.run(
+        [sys.executable, "-c", code, "finetune", "--config_file", "grpo.yml", *overrides],
+        cwd=tmp_path / "example",
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (epoch,) = map(json.loads, (tmp_path / "run/training_metrics.jsonl").read_text().splitlines())
+    assert epoch["policy_version"] == 1
 
 
 @each_module

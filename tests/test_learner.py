@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM
 
+from insitu.backend.learner.batches import Packer, Row, collate, optimizer_steps
+from insitu.backend.learner.learner import Learner
+from insitu.backend.learner.learners import Learners
+from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
+from insitu.backend.learner.optimizer_loop import learning_rate
+from insitu.backend.learner.policy import build_policy
 from insitu.backend.model import LoadedModel, load_model
-from insitu.backend.training.batches import Packer, Row, collate, optimizer_steps
-from insitu.backend.training.learner import Learner
-from insitu.backend.training.learners import Learners
-from insitu.backend.training.logprobs import LogprobComputer, PolicyForward
-from insitu.backend.training.optimizer_loop import learning_rate
-from insitu.backend.training.policy import build_policy
-from insitu.checkpoint_files import read_record, write_record
+from insitu.disk.checkpoint_files import read_record, write_record
 from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
@@ -143,7 +143,7 @@ def test_many_logits_are_computed_in_chunks(llama, monkeypatch):
         return (result.logprobs_N, *torch.autograd.grad(result.logprobs_N.sum(), list(module.parameters())))
 
     whole = gradients()
-    monkeypatch.setattr("insitu.backend.training.logprobs.CHUNK_ELEMENTS", 320 * 5)
+    monkeypatch.setattr("insitu.backend.learner.logprobs.CHUNK_ELEMENTS", 320 * 5)
     for a, b in zip(whole, gradients(), strict=True):
         assert torch.allclose(a, b, atol=1e-4)
 

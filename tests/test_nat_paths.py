@@ -169,10 +169,10 @@ def test_pickles_of_either_name() -> None:
 @pytest.mark.parametrize("path", ["nat.finetuning", "nat.finetuning.interfaces.finetuning_runner"])
 def test_what_is_patched_under_one_name_is_patched_under_the_other(path: str) -> None:
     """The tests of plugins patch names, at either path."""
-    from insitu import interfaces
+    from insitu.training import interfaces
 
     module, before = importlib.import_module(path), interfaces.Trainer
-    for patched in (path, "insitu.interfaces"):
+    for patched in (path, "insitu.training.interfaces"):
         with mock.patch(f"{patched}.Trainer", "another"):
             assert module.Trainer == interfaces.Trainer == "another"
         assert module.Trainer is interfaces.Trainer is before
@@ -181,7 +181,7 @@ def test_what_is_patched_under_one_name_is_patched_under_the_other(path: str) ->
 def test_reloading() -> None:
     import nat.utils.io.suppress_logs as by_path
 
-    from insitu.toolkit import logs
+    from insitu.integrations.nat import logs
 
     before = logs.suppress_logs
     try:
@@ -326,7 +326,7 @@ def test_a_plugin_may_have_a_folder_of_its_own_below_nat(tmp_path: Path) -> None
     (tmp_path / "nat" / "plugins" / "theirs" / "steps.py").write_text("from nat.plugin_api import Trainer\n")
     code = "from nat.plugins.theirs.steps import Trainer; from nat.plugins.eval.runtime.evaluate import EvaluationRun"
     done = run("-c", f"{code}; print(Trainer.__module__)", PYTHONPATH=str(tmp_path))
-    assert (done.stdout, done.stderr) == ("insitu.interfaces\n", "")
+    assert (done.stdout, done.stderr) == ("insitu.training.interfaces\n", "")
     assert run("-m", "insitu", "--help", PYTHONPATH=str(tmp_path)).stderr == ""
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from test_learner import LORA, same, train, weights
 from tiny_models import byte_tokenizer, save_tiny_model
 
+from insitu.backend.learner.batches import Packer, Row, collate, group_rows
+from insitu.backend.learner.learner import Learner
+from insitu.backend.learner.learners import Learners
+from insitu.backend.learner.logprobs import LogprobComputer
+from insitu.backend.learner.objectives import mismatched_rows
 from insitu.backend.model import LoadedModel, load_model
-from insitu.backend.training.batches import Packer, Row, collate, group_rows
-from insitu.backend.training.learner import Learner
-from insitu.backend.training.learners import Learners
-from insitu.backend.training.logprobs import LogprobComputer
-from insitu.backend.training.objectives import mismatched_rows
 from insitu.errors import JobFailed, RequestRefused
 from insitu.schemas.training_jobs import TrainingSettings
 

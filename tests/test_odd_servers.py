@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from test_gateway import KINDS, ask, claude, gateway_to, plain, post, text_by
 
-from insitu.evaluation.episodes import AttemptResult, EpisodeOptions, in_process
+from insitu.collect.episodes import AttemptResult, EpisodeOptions, in_process
 from insitu.gateway.server import EpisodeEndpoint
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem

@@ -28,12 +28,12 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
 from insitu.errors import TrajectoryError
-from insitu.evaluation.attempt_records import decode, read_step
-from insitu.evaluation.attempt_records import encode as as_json
-from insitu.frameworks.langchain import make_llm
-from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, StreamEventData, TraceMetadata
-from insitu.toolkit.parsers import adk_parser, langchain_parser, llama_index_parser
-from insitu.toolkit.parsers.base_parser import parse_calls, parse_to_conversations, parse_to_openai_messages
+from insitu.integrations.frameworks.langchain import make_llm
+from insitu.integrations.nat import adk_parser, langchain_parser, llama_index_parser
+from insitu.integrations.nat.base_parser import parse_calls, parse_to_conversations, parse_to_openai_messages
+from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, StreamEventData, TraceMetadata, read_step
+from insitu.wire.json_values import decode
+from insitu.wire.json_values import encode as as_json
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect, http_library
 

@@ -13,15 +13,16 @@ from factories import ROOT, sampled, write_rows
 from openai.types.chat.chat_completion import Choice
 from tiny_backend import Served
 
-from insitu.adapters.art.conversion import art_trajectory
-from insitu.adapters.art.remote_backend import _RemoteBackend
-from insitu.adapters.native.config import InsituAdapterConfig
-from insitu.adapters.native.trainer_adapter import InsituTrainerAdapter
 from insitu.advantages.estimator import training_rows
-from insitu.backend.protocols.art.trajectories import parse_groups
+from insitu.collect.conversations import call_logprobs, main_conversation
+from insitu.collect.recovery import recover_calls, recover_collection
+from insitu.collect.shared_run import share
 from insitu.config import load_config
 from insitu.errors import TrajectoryError
-from insitu.evaluation.shared_run import share
+from insitu.integrations.art.conversion import art_trajectory
+from insitu.integrations.art.remote_backend import _RemoteBackend
+from insitu.integrations.art.server.trajectories import parse_groups
+from insitu.integrations.nat.base_parser import parse_to_openai_messages
 from insitu.plugin_api import (
     Builder,
     EpisodeItem,
@@ -43,11 +44,10 @@ from insitu.plugin_api import (
     register_function,
 )
 from insitu.schemas.episodes import ModelCall
-from insitu.toolkit.parsers.base_parser import parse_to_openai_messages
-from insitu.trajectories.builder import EpisodesBuilder
-from insitu.trajectories.config import EpisodesBuilderConfig
-from insitu.trajectories.conversations import call_logprobs, main_conversation
-from insitu.trajectories.recovery import recover_calls, recover_collection
+from insitu.training.builder_config import EpisodesBuilderConfig
+from insitu.training.episodes_builder import EpisodesBuilder
+from insitu.training.native.config import InsituAdapterConfig
+from insitu.training.native.trainer_adapter import InsituTrainerAdapter
 
 GENERATIONS = 3
 
@@ -113,7 +113,7 @@ class PlainBuilder(TrajectoryBuilder):
 
 def documented_builder() -> TrajectoryBuilder:
     """That of a package written for the toolkit."""
-    sys.path.insert(0, str(ROOT / "tests/doc_plugin/src"))
+    sys.path.insert(0, str(ROOT / "tests/support/doc_plugin/src"))
     try:
         from my_plugin.my_trajectory_builder import MyTrajectoryBuilder, MyTrajectoryBuilderConfig
     finally:
@@ -353,7 +353,7 @@ def test_content_of_an_item_may_be_missing_or_in_parts() -> None:
 
 
 def test_candidates_of_one_request_keep_their_own_tokens(steps_of_two: list[Any]) -> None:
-    from insitu.toolkit.parsers.base_parser import parse_calls
+    from insitu.integrations.nat.base_parser import parse_calls
 
     assert [call.token_ids for call in parse_calls(steps_of_two)] == [[7], [8]]
 

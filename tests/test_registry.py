@@ -212,7 +212,7 @@ def test_names_clash_even_between_classes_of_the_same_name() -> None:
 
 @pytest.mark.parametrize("ours_first", [False, True])
 def test_a_plugins_evaluator_may_have_the_name_of_one_of_ours(ours_first: bool) -> None:
-    from insitu.plain.comparisons import ContainsConfig
+    from insitu.collect.comparisons import ContainsConfig
 
     registry, mine = Registry(), type("Mine", (EVALUATOR.base,), {"__module__": "my_plugin"}, name="contains")
     for config_type in (ContainsConfig, mine) if ours_first else (mine, ContainsConfig):

@@ -10,8 +10,8 @@ import pytest
 from factories import read_lines
 from test_inspection import Run, episode, failed, show
 
-from insitu.folder_lock import FolderLock
-from insitu.training.store import dataset_record
+from insitu.disk.folder_lock import FolderLock
+from insitu.runs.store import dataset_record
 
 FILE: dict[str, Any] = {
     "eval": {

@@ -18,8 +18,8 @@ from insitu.plugin_api import Trainer, TrainerConfig, TrajectoryBuilderConfig
 from insitu.plugin_api import register_trainer, register_trajectory_builder
 from insitu.training.config import InsituTrainerConfig
 from insitu.training.loop import InsituTrainer
-from insitu.trajectories.builder import EpisodesBuilder
-from insitu.trajectories.config import EpisodesBuilderConfig
+from insitu.training.episodes_builder import EpisodesBuilder
+from insitu.training.builder_config import EpisodesBuilderConfig
 
 
 class QuietConfig(EpisodesBuilderConfig, name="quiet"):

@@ -18,10 +18,10 @@ from tiny_models import save_tiny_model
 from insitu.backend import BackendOptions
 from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.inference.sampling import GenerationRequest, SamplingParams
+from insitu.backend.learner.batches import Row
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.server import Backend, create_backend
-from insitu.backend.training.batches import Row
-from insitu.checkpoint_files import expired
+from insitu.disk.checkpoint_files import expired
 from insitu.schemas.training_jobs import Retention, TrainingSettings
 
 ROW = {"token_ids": [1, 5, 7, 2], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -1, -1], "advantages": 1}

@@ -12,7 +12,7 @@ import pytest
 from factories import digits_project, read_lines, write_rows
 from processes import run, run_project
 
-from insitu.folder_lock import FolderLock
+from insitu.disk.folder_lock import FolderLock
 
 VALIDATION = ("--validation_dataset", "validation.jsonl", "--validation_interval", "2")
 EPOCHS = ("-o", "finetuning.num_epochs", "3")

@@ -20,8 +20,8 @@ from rich.console import Console
 from tiny_backend import Served
 from tiny_models import byte_tokenizer
 
+from insitu.collect import episodes
 from insitu.errors import BackendError, ConfigError, PluginError, TrajectoryError
-from insitu.evaluation import episodes
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training.runtime import finetuning_main
 

@@ -40,11 +40,13 @@ from insitu.config import load_config
 from insitu.config.resolved import resolved_config
 from insitu.config.yaml_loader import _Loader
 from insitu.errors import BackendError, ConfigError, RequestRefused
-from insitu.evaluation.attempt_records import ServedPolicy
-from insitu.evaluation.service import WorkflowService
-from insitu.http_access import AccessPolicy
 from insitu.plugin_api import Builder, FunctionBaseConfig, register_function
-from insitu.redaction import (
+from insitu.remote.attempt_records import ServedPolicy
+from insitu.remote.service import WorkflowService
+from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.training import consoles
+from insitu.wire.http_access import AccessPolicy
+from insitu.wire.redaction import (
     is_secret_variable,
     redact,
     redact_bytes,
@@ -52,8 +54,6 @@ from insitu.redaction import (
     remember_secret,
     remember_settings,
 )
-from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.training import consoles
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, OpenAIConfig
 
@@ -413,7 +413,7 @@ def check_no_leaks(folder: Path, out: str, err: str) -> None:
 def leaky_project(folder: Path, address: str, **adapter: Any) -> None:
     """A run whose secrets come from the environment by `${NAME}`, in each kind of key and in URLs."""
     digits_project(folder, plugin="leaky_plugin", **adapter)
-    (folder / "leaky_plugin.py").write_text((ROOT / "tests/leaky_plugin.py").read_text())
+    (folder / "leaky_plugin.py").write_text((ROOT / "tests/support/leaky_plugin.py").read_text())
     file = folder / "config.yml"
     config = yaml.safe_load(file.read_text())
     host = address.partition("://")[2]
@@ -497,8 +497,8 @@ def test_no_secret_leaves_the_gateway_or_a_service(tmp_path: Path) -> None:
 
 
 def test_what_counts_as_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("insitu.redaction._texts", ())
-    monkeypatch.setattr("insitu.redaction._bytes", ())
+    monkeypatch.setattr("insitu.wire.redaction._texts", ())
+    monkeypatch.setattr("insitu.wire.redaction._bytes", ())
     remember_settings(
         {
             "llms": {"a": {"api_key": 'quoted"key\\', "model_name": "policy-7b"}},
@@ -580,8 +580,8 @@ def encodings(secret: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("secret", SECRETS, ids=ascii)
 def test_a_secret_is_recognised_however_it_is_encoded(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
-    monkeypatch.setattr("insitu.redaction._texts", ())
-    monkeypatch.setattr("insitu.redaction._bytes", ())
+    monkeypatch.setattr("insitu.wire.redaction._texts", ())
+    monkeypatch.setattr("insitu.wire.redaction._bytes", ())
     assert remember_secret(secret)
     for how, text in encodings(secret).items():
         assert "***" in redact(text), (how, text)
@@ -591,8 +591,8 @@ def test_a_secret_is_recognised_however_it_is_encoded(monkeypatch: pytest.Monkey
 
 
 def test_each_line_of_a_key_is_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("insitu.redaction._texts", ())
-    monkeypatch.setattr("insitu.redaction._bytes", ())
+    monkeypatch.setattr("insitu.wire.redaction._texts", ())
+    monkeypatch.setattr("insitu.wire.redaction._bytes", ())
     remember_secret(SECRETS[-2])
     assert redact("1:   MIGHAgEAMBMGByqGSM49\n2:   AgEGCCqGSM49AwEHBG0w\n3: END") == "1:   ***\n2:   ***\n3: END"
 
@@ -600,8 +600,8 @@ def test_each_line_of_a_key_is_a_secret(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_secret_is_recognised_before_a_table_wraps_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("insitu.redaction._texts", ())
-    monkeypatch.setattr("insitu.redaction._bytes", ())
+    monkeypatch.setattr("insitu.wire.redaction._texts", ())
+    monkeypatch.setattr("insitu.wire.redaction._bytes", ())
     monkeypatch.setenv("COLUMNS", "20")
     remember_secret("sk-0123456789-of-two-lines")
     table = Table()
@@ -670,7 +670,7 @@ def test_the_threat_model_names_its_tests() -> None:
 
 def test_a_number_is_not_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be a part of a logprob in a file, which would no longer be JSON."""
-    monkeypatch.setattr("insitu.redaction._texts", ())
-    monkeypatch.setattr("insitu.redaction._bytes", ())
+    monkeypatch.setattr("insitu.wire.redaction._texts", ())
+    monkeypatch.setattr("insitu.wire.redaction._bytes", ())
     remember_environment({"RELEASE_KEY": "20261122", "OTHER_KEY": "2026-11-22x"})
     assert redact('{"logprob": -0.20261122, "at": "2026-11-22x"}') == '{"logprob": -0.20261122, "at": "***"}'

@@ -26,15 +26,15 @@ from insitu.backend import BackendOptions, server
 from insitu.backend.model import load_model
 from insitu.config import Config, load_config
 from insitu.errors import RequestRefused
-from insitu.evaluation.remote import EPISODES, RemoteWorkflow
-from insitu.evaluation.service import WorkflowService
-from insitu.http_access import AccessPolicy, is_loopback
-from insitu.http_limits import MAX_DEPTH, MAX_VALUES, parse_json
 from insitu.plugin_api import PolicyEndpoint
+from insitu.remote.client import EPISODES, RemoteWorkflow
+from insitu.remote.service import WorkflowService
+from insitu.wire.http_access import AccessPolicy, is_loopback
+from insitu.wire.http_limits import MAX_DEPTH, MAX_VALUES, parse_json
 
 HELLO = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 JSON = {"Content-Type": "application/json"}
-PLUGINS = {"PYTHONPATH": str(Path(__file__).parent)}
+PLUGINS = {"PYTHONPATH": str(Path(__file__).with_name("support"))}
 LOADED = MODEL | {"base_model": "model"}
 DEEP = b"[" * 900 + b"]" * 900
 

@@ -9,10 +9,9 @@ from typing import Any
 import plain_parts
 import pytest
 
+from insitu.collect.evaluation import EvaluationRun
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError
-from insitu.evaluation.run import EvaluationRun
-from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.plugin_api import Builder, register_trainer, register_trainer_adapter, register_trajectory_builder
 from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import (
@@ -26,6 +25,7 @@ from insitu.schemas.finetuning import (
     TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
+from insitu.training.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.runtime import finetuning_main
 
 Script = Callable[["ScriptedTrainer"], Awaitable[Any]]

@@ -15,17 +15,17 @@ from factories import disk_space, power_failures, read_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
+from insitu.collect.groups import GroupRecord
+from insitu.disk.files import Block, read_block
+from insitu.disk.folder_lock import FolderLock
 from insitu.errors import ConfigError, InsituError
-from insitu.files import Block, read_block
-from insitu.folder_lock import FolderLock
+from insitu.runs import plot as plot_module
+from insitu.runs.plot import RewardPlot
+from insitu.runs.records import call_records, episode_record, restore_calls, restore_episode
+from insitu.runs.store import RUN_FILES, RunStore, set_aside
+from insitu.runs.stored import StoredRun
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
-from insitu.training import plot as plot_module
-from insitu.training.plot import RewardPlot
-from insitu.training.store import RUN_FILES, RunStore, set_aside
-from insitu.trajectories.builder import GroupRecord
-from insitu.trajectories.records import call_records, episode_record, restore_calls, restore_episode
-from insitu.trajectories.stored import StoredRun
 
 
 def lines(path: Path) -> list[Any]:
@@ -175,11 +175,11 @@ def test_a_run_is_moved_only_after_its_backend_has_ended(tmp_path: Path, monkeyp
     backend = tmp_path / "run/backend"
     backend.mkdir(parents=True)
     (tmp_path / "run/run.json").write_text("{}")
-    monkeypatch.setattr("insitu.training.store.ORPHAN_SECONDS", 0.1)
+    monkeypatch.setattr("insitu.runs.store.ORPHAN_SECONDS", 0.1)
     lock = FolderLock(backend, "--output_dir")
     with pytest.raises(ConfigError, match=f"run/backend is in use by process {os.getpid()}"):
         set_aside(tmp_path / "run")
-    monkeypatch.setattr("insitu.training.store.ORPHAN_SECONDS", 60.0)
+    monkeypatch.setattr("insitu.runs.store.ORPHAN_SECONDS", 60.0)
     ending = threading.Timer(0.2, lock.release)
     ending.start()
     assert set_aside(tmp_path / "run") == tmp_path / "run.1"

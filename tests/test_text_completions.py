@@ -17,13 +17,13 @@ from test_inspection import show
 from tiny_models import save_tiny_model
 
 from insitu.advantages.estimator import rows_of
+from insitu.agents.frameworks import async_client
 from insitu.capture.recorder import Recorder
+from insitu.collect.conversations import conversations
 from insitu.errors import CaptureError
-from insitu.frameworks import async_client
-from insitu.toolkit.parsers.base_parser import parse_to_openai_messages
-from insitu.training.inspection import RunFiles
-from insitu.trajectories.conversations import conversations
-from insitu.trajectories.records import call_records, restore_calls
+from insitu.integrations.nat.base_parser import parse_to_openai_messages
+from insitu.runs.inspection import RunFiles
+from insitu.runs.records import call_records, restore_calls
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 

@@ -15,7 +15,7 @@ from fake_openai import FakeOpenAI
 from processes import run, serving
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = Path(__file__).parent / "toolkit_plugin"
+PACKAGE = Path(__file__).parent / "support/toolkit_plugin"
 MODEL = str(ROOT / "examples/tic_tac_toe/model")
 
 DESK = {

@@ -11,9 +11,9 @@ import pytest
 from factories import digits_project, read_lines, write_rows
 from processes import HANGS, run, start
 
-from insitu.trackers import processes
-from insitu.trackers.processes import reported
-from insitu.trackers.stream import RunFiles, training_metrics, validation_metrics
+from insitu.training.trackers import processes
+from insitu.training.trackers.processes import reported
+from insitu.training.trackers.stream import RunFiles, training_metrics, validation_metrics
 
 PLUGIN = """
 import json, os, time

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tiny_models import save_tiny_model
 
+from insitu.backend.learner.batches import Row, optimizer_steps
+from insitu.backend.learner.learner import Learner
 from insitu.backend.model import load_model
-from insitu.backend.training.batches import Row, optimizer_steps
-from insitu.backend.training.learner import Learner
 from insitu.schemas.training_jobs import TrainingSettings
 
 EVERYTHING = {

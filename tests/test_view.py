@@ -22,10 +22,10 @@ from factories import MODEL, recorded_run
 from test_inspection import Run, call, episode, failed, user
 
 from insitu.backend.model import load_model
-from insitu.http_access import AccessPolicy
-from insitu.training.progress import RunProgress
+from insitu.runs.progress import RunProgress
 from insitu.view.opened import OpenedFolder
 from insitu.view.server import HEADERS, ViewServer
+from insitu.wire.http_access import AccessPolicy
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -662,8 +662,8 @@ def test_a_run_that_is_running_and_is_then_killed(tmp_path: Path) -> None:
     code = f"""if True:
         import sys, time
         from pathlib import Path
-        from insitu.training.progress import RunProgress
-        from insitu.training.store import RunStore
+        from insitu.runs.progress import RunProgress
+        from insitu.runs.store import RunStore
         store = RunStore(Path({str(tmp_path / "run")!r}))
         store.write("run.json", {{"run_id": "r"}})
         store.write("progress.json", RunProgress(run_id="r").model_dump(mode="json"))

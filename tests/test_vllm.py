@@ -18,14 +18,14 @@ from factories import MODEL, ROOT
 from processes import run, wait_until
 from pydantic import ValidationError
 
-from insitu.adapters.native.config import InsituAdapterConfig
 from insitu.backend.child_process import ChildProcess
 from insitu.backend.inference.sampler import Completion
 from insitu.backend.inference.sampling import SamplingParams
-from insitu.backend.vllm.requests import request_body, sampled_tokens
-from insitu.backend.vllm.routing import AFFINITY, BLOCK, PrefixRouter
-from insitu.backend.vllm.servers import visible_devices
 from insitu.errors import BackendError
+from insitu.integrations.vllm.requests import request_body, sampled_tokens
+from insitu.integrations.vllm.routing import AFFINITY, BLOCK, PrefixRouter
+from insitu.integrations.vllm.servers import visible_devices
+from insitu.training.native.config import InsituAdapterConfig
 
 ADDRESS = "http://10.0.0.7:8000"
 

@@ -18,13 +18,13 @@ from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.model_names import PolicyModels
 from insitu.backend.inference.sampler import LATEST, OutputDelta, WeightVersion
 from insitu.backend.inference.sampling import GenerationRequest, SamplingParams
+from insitu.backend.learner.batches import Row
+from insitu.backend.learner.jobs import TrainingQueue
+from insitu.backend.learner.learner import Learner
 from insitu.backend.model import LoadedModel, load_model
-from insitu.backend.training.batches import Row
-from insitu.backend.training.jobs import TrainingQueue
-from insitu.backend.training.learner import Learner
-from insitu.backend.vllm import fleet
-from insitu.backend.vllm.sampler import MAX_ATTEMPTS, VllmSampler
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
+from insitu.integrations.vllm import fleet
+from insitu.integrations.vllm.sampler import MAX_ATTEMPTS, VllmSampler
 from insitu.schemas.samplers import SamplerOptions
 from insitu.schemas.training_jobs import JobState, LoRASettings, TrainingSettings
 

@@ -5,7 +5,7 @@ from google.adk.agents.run_config import RunConfig, StreamingMode
 from google.adk.runners import InMemoryRunner
 from google.genai.types import Content, Part
 
-from insitu.frameworks.adk import ToolReports
+from insitu.integrations.frameworks.adk import ToolReports
 from insitu.plugin_api import Builder, FunctionBaseConfig, LLMRef, register_function
 
 

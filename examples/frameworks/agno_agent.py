@@ -2,7 +2,7 @@
 
 from agno.agent import Agent
 
-from insitu.frameworks.agno import tool_hook
+from insitu.integrations.frameworks.agno import tool_hook
 from insitu.plugin_api import Builder, FunctionBaseConfig, LLMRef, register_function
 
 

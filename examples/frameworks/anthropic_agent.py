@@ -1,6 +1,6 @@
 """An agent on the plain Anthropic SDK that looks at things."""
 
-from insitu.frameworks.anthropic import tool_step
+from insitu.integrations.frameworks.anthropic import tool_step
 from insitu.plugin_api import Builder, FunctionBaseConfig, LLMRef, register_function
 
 

@@ -3,7 +3,7 @@
 from autogen_agentchat.agents import AssistantAgent
 from autogen_core.tools import FunctionTool
 
-from insitu.frameworks.autogen import ReportingWorkbench
+from insitu.integrations.frameworks.autogen import ReportingWorkbench
 from insitu.plugin_api import Builder, FunctionBaseConfig, LLMRef, register_function
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from insitu.frameworks.openai import tool_step
+from insitu.integrations.frameworks.openai import tool_step
 from insitu.plugin_api import Builder, FunctionBaseConfig, LLMRef, register_function
 
 

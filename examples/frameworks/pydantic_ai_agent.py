@@ -2,7 +2,7 @@
 
 from pydantic_ai import Agent
 
-from insitu.frameworks.pydantic_ai import ToolReports
+from insitu.integrations.frameworks.pydantic_ai import ToolReports
 from insitu.plugin_api import Builder, FunctionBaseConfig, LLMRef, register_function
 
 

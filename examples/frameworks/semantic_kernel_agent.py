@@ -5,7 +5,7 @@ from semantic_kernel.agents import ChatCompletionAgent
 from semantic_kernel.filters import FilterTypes
 from semantic_kernel.functions import kernel_function
 
-from insitu.frameworks.semantic_kernel import tool_filter
+from insitu.integrations.frameworks.semantic_kernel import tool_filter
 from insitu.plugin_api import Builder, FunctionBaseConfig, LLMRef, register_function
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 from smolagents import ToolCallingAgent, tool
 
-from insitu.frameworks.smolagents import ReportingTool
+from insitu.integrations.frameworks.smolagents import ReportingTool
 from insitu.plugin_api import Builder, FunctionBaseConfig, LLMRef, register_function
 
 

@@ -2,7 +2,7 @@
 
 from strands import Agent, tool
 
-from insitu.frameworks.strands import ToolReports
+from insitu.integrations.frameworks.strands import ToolReports
 from insitu.plugin_api import Builder, FunctionBaseConfig, LLMRef, register_function
 
 

@@ -181,14 +181,18 @@ class Builder:
                 made = await made
         return made if registration.finish is None else registration.finish(name, config, made)
 
-    async def get_executor(self) -> Any:
-        """What runs the episodes, for a run and the other files that it evaluates; None: this process."""
+    async def get_executor(self, block: dict[str, Any] | None = None) -> Any:
+        """What runs the episodes, for a run and the other files that it evaluates; None: this process.
+
+        `block` replaces the file's `general.executor`.
+        """
         if self.parent is not None:
-            return await self.parent.get_executor()
-        config = self.config.general.executor
+            return await self.parent.get_executor(block)
+        config = self.config.general.executor if block is None else registry.parse(EXECUTOR, block)
         if config is None:
             return None
-        return await self._once((EXECUTOR.section, ""), lambda: self._make(EXECUTOR, "", EXECUTOR.section, config))
+        key = (EXECUTOR.section, "" if block is None else config.model_dump_json())
+        return await self._once(key, lambda: self._make(EXECUTOR, "", EXECUTOR.section, config))
 
     async def get_function(self, name: str) -> Any:
         """The function of a block under `functions`; `<workflow>` is the block `workflow`."""
@@ -198,7 +202,7 @@ class Builder:
         return await self.get(FUNCTION, WORKFLOW)
 
     async def get_llm(self, name: str, wrapper_type: LLMFrameworkEnum | str | None = None) -> Any:
-        """Our own model object, or with `wrapper_type` that framework's (see `insitu.frameworks`)."""
+        """Our own model object, or with `wrapper_type` that framework's (see `insitu.integrations.frameworks`)."""
         llm = await self.get(LLM, name)
         if wrapper_type is None:
             return llm

@@ -11,13 +11,11 @@ from insitu.builder import (
     EvalBuilder as EvalBuilder,
     WorkflowBuilder as WorkflowBuilder,
 )
-from insitu.evaluation.evaluators import (
+from insitu.collect.evaluators import (
     BaseEvaluator as BaseEvaluator,
 )
-from insitu.evaluation.run import (
-    EvaluationRun as EvaluationRun,
-)
-from insitu.interfaces import (
+from insitu.collect.evaluation import EvaluationRun as EvaluationRun
+from insitu.training.interfaces import (
     Trainer as Trainer,
     TrainerAdapter as TrainerAdapter,
     TrajectoryBuilder as TrajectoryBuilder,
@@ -91,16 +89,10 @@ from insitu.schemas.steps import (
     TTCEventData as TTCEventData,
     UsageInfo as UsageInfo,
 )
-from insitu.toolkit.logs import (
+from insitu.training.logs import (
     suppress_logs as suppress_logs,
 )
-from insitu.toolkit.ttc import (
-    PipelineTypeEnum as PipelineTypeEnum,
-    StageTypeEnum as StageTypeEnum,
-    StrategyBase as StrategyBase,
-    TTCItem as TTCItem,
-)
-from insitu.trackers.tracker import (
+from insitu.training.trackers.tracker import (
     Step as Step,
     Table as Table,
     TrackedRun as TrackedRun,

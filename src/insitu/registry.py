@@ -156,6 +156,14 @@ class Registry:
             raise PluginError(f"{clash}; uninstall one of the packages")
         return self._known.get((kind.section, name))
 
+    def parse(self, kind: Kind, block: dict[str, Any]) -> TypedBaseModel:
+        """The configuration of a block that the program makes, rather than the file."""
+        name = str(block["_type"])
+        registration = self.find(kind, name)
+        if registration is None:
+            raise PluginError(self.unknown(kind, f"{kind.section}: _type", name))
+        return registration.config_type(**{key: value for key, value in block.items() if key != "_type"})
+
     def names(self, kind: Kind) -> list[str]:
         self._load_entry_points()
         return sorted({n for section, n in self._known if section == kind.section} | set(kind.built_in))

@@ -16,20 +16,20 @@ from typing import Any
 
 from rich.console import Console
 
+from insitu.agents.objects import binder
 from insitu.api.results import Evaluation, Run
 from insitu.api.settings import Project
+from insitu.collect.event_loop import run_anywhere
 from insitu.config import Config, check_config
 from insitu.config.code import stop_import
 from insitu.errors import ConfigError
-from insitu.plain.agents import binder
-from insitu.redaction import remember_environment
+from insitu.runs.store import set_aside
 from insitu.schemas.evaluation import EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training import consoles
-from insitu.training.event_loop import run_anywhere
 from insitu.training.runtime import check_run, finetuning_main
 from insitu.training.serving import evaluation_main
-from insitu.training.store import set_aside
+from insitu.wire.redaction import remember_environment
 
 Rows = Any
 """A path (.json .jsonl .csv .parquet .xlsx), a list of mappings, or a table of pandas or polars."""

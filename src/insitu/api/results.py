@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from insitu.algorithms.statistics import Estimate, mean_ci95
+from insitu.collect.evaluators import parse_score, scores_by_row
+from insitu.disk.files import numbered_records, read_object
 from insitu.errors import ConfigError, InsituError
-from insitu.evaluation.evaluators import parse_score, scores_by_row
-from insitu.files import numbered_records, read_object
+from insitu.runs.held_out import read_validations
+from insitu.runs.store import RUN_FILES
+from insitu.runs.summary import RunSummary, read_summary
 from insitu.schemas.episodes import Episode
 from insitu.schemas.evaluation import EvaluationRunOutput
-from insitu.training.held_out import read_validations
 from insitu.training.report import evaluation_problems
-from insitu.training.runs import RunSummary, read_summary
-from insitu.training.store import RUN_FILES
 
 if TYPE_CHECKING:
     from insitu.api.serving import TrainedModel
@@ -98,7 +98,7 @@ class Run:
 
     def episodes(self, epoch: int | None = None, row: Any = None) -> Iterator[Episode]:
         """The recorded episodes with their model calls, group by group; of one epoch or dataset row, if it is given."""
-        from insitu.trajectories.stored import StoredRun
+        from insitu.runs.stored import StoredRun
 
         stored = StoredRun(self.folder, epochs=None if epoch is None else [epoch])
         for number in stored.epochs:

@@ -8,13 +8,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from insitu.agents.blocking_model import BlockingModel
 from insitu.builder import Builder
+from insitu.collect.event_loop import run_async
 from insitu.config import check_config
+from insitu.disk.files import read_object
 from insitu.errors import ConfigError
-from insitu.files import read_object
-from insitu.plain.models import BlockingModel
-from insitu.training.checkpoints import checkpoint_of_run
-from insitu.training.event_loop import run_async
+from insitu.runs.checkpoints import checkpoint_of_run
 from insitu.training.serving import serve_policy
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from typing import Any
 
 import orjson
 
+from insitu.collect.datasets import file_format
 from insitu.config import SECTIONS, read_settings
 from insitu.config.code import place_of
 from insitu.config.resolved import without_secrets
 from insitu.config.yaml_loader import dump_yaml
+from insitu.disk.files import write_file
 from insitu.errors import ConfigError
-from insitu.evaluation.datasets import file_format
-from insitu.files import write_file
 from insitu.registry import not_found
 from insitu.schemas.components import CodeRef
 

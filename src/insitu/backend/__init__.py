@@ -6,14 +6,14 @@ inference/   sampling: from token ids to completions; vllm/: sampling by vLLM se
 training/    training: from rows to new weights
 child_process  commands that work for the backend
 compute      the thread that touches the weights, shared by inference and training
-model        loads Hugging Face causal language models, after insitu.model_files has checked their files
+model        loads Hugging Face causal language models, after insitu.disk.model_files has checked their files
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from insitu.http_access import AccessPolicy
+from insitu.wire.http_access import AccessPolicy
 
 if TYPE_CHECKING:
     from insitu.schemas.training_jobs import Retention

@@ -14,10 +14,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from insitu.errors import BackendUnavailable, InsituError, RequestRefused
-from insitu.http_access import AccessPolicy
-from insitu.http_format import error_body
-from insitu.http_limits import BODY_SECONDS
-from insitu.redaction import redact
+from insitu.wire.http_access import AccessPolicy
+from insitu.wire.http_format import error_body
+from insitu.wire.http_limits import BODY_SECONDS
+from insitu.wire.redaction import redact
 
 RETRY_AFTER = "5"
 """Seconds after which a client may repeat a request that a full queue refused."""

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from insitu.checkpoint_files import check_model
-from insitu.errors import BackendError
-from insitu.model_files import (
+from insitu.disk.checkpoint_files import check_model
+from insitu.disk.model_files import (
     NO_CODE,
     SAFE_OPTIONS,
     check_adapter,
@@ -22,6 +21,7 @@ from insitu.model_files import (
     check_weights,
     code_problem,
 )
+from insitu.errors import BackendError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

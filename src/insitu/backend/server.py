@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,20 @@ from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.model_names import ModelRegistry, PolicyModels
 from insitu.backend.inference.sampler import Sampler, WeightVersion
 from insitu.backend.inference.scheduler import EngineOptions
+from insitu.backend.learner.jobs import TrainingQueue
+from insitu.backend.learner.learner import Learner
+from insitu.backend.learner.learners import Learners
+from insitu.backend.learner.rank_group import RankGroup
+from insitu.backend.learner.retention import apply_retention
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.protocols import Services, protocol_routes
-from insitu.backend.training.jobs import TrainingQueue
-from insitu.backend.training.learner import Learner
-from insitu.backend.training.learners import Learners
-from insitu.backend.training.rank_group import RankGroup
-from insitu.backend.training.retention import apply_retention
+from insitu.disk.files import writable_folder
+from insitu.disk.folder_lock import FolderLock
 from insitu.errors import BackendError
-from insitu.files import writable_folder
-from insitu.folder_lock import FolderLock
-from insitu.http_format import http_url
-from insitu.http_limits import IDLE_SECONDS
 from insitu.schemas.samplers import SamplerOptions
 from insitu.schemas.training_jobs import LearnerOptions, LoRASettings
+from insitu.wire.http_format import http_url
+from insitu.wire.http_limits import IDLE_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -143,12 +144,11 @@ def _sampler(
     """Raises BackendError if the options do not fit."""
     max_length = min(options.max_length or loaded.max_length, loaded.max_length)
     chosen = _sampler_options(options)
-    if chosen.kind == "vllm":
-        from insitu.backend.vllm.sampler import VllmSampler
-
+    if chosen.kind != "embedded":
+        sampler_class = entry_points(group="insitu.backend.samplers")[chosen.kind].load()
         lora = learners.default.lora
         rank = lora.rank if lora is not None else None
-        return VllmSampler(
+        return sampler_class(
             *(chosen, loaded, compute, learners.folder, learners.load_version, max_length, rank, output_dir),
             threads=options.threads,
         )

@@ -28,7 +28,8 @@ from insitu.capture.completion_format import (
 from insitu.capture.ledger import CallLedger, CallSite, current_call_site
 from insitu.capture.stream_assembler import StreamAssembler
 from insitu.errors import CaptureError
-from insitu.http_format import (
+from insitu.schemas.episodes import ModelCall
+from insitu.wire.http_format import (
     MALFORMED,
     choice_logprobs,
     choice_token_ids,
@@ -36,7 +37,6 @@ from insitu.http_format import (
     error_param,
     parse_lenient_json,
 )
-from insitu.schemas.episodes import ModelCall
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from insitu.capture.completion_format import ResponseFilter, choice_delta
-from insitu.http_format import DONE, error_message, parse_lenient_json
+from insitu.wire.http_format import DONE, error_message, parse_lenient_json
 
 
 class StreamAssembler:

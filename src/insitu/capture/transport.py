@@ -19,7 +19,7 @@ from yarl import URL
 
 from insitu.capture.recorder import Exchange, Recorder
 from insitu.errors import BackendUnavailable
-from insitu.http_format import error_body, split_userinfo
+from insitu.wire.http_format import error_body, split_userinfo
 
 _KEEP_ALIVE_SECONDS = 4.0  # less than uvicorn's 5: the client must be the one to close an idle connection
 _REWRITTEN = frozenset((b"content-length", b"content-encoding", b"transfer-encoding"))

@@ -78,13 +78,13 @@ def _warn_of_original_toolkit() -> None:
 
 def main() -> None:
     """Runs a command and exits: 0 success, 1 failed, 2 invalid command line or file, 130 interrupted."""
-    from insitu.redaction import redact_stream, remember_environment
+    from insitu.wire.redaction import redact_stream, remember_environment
 
     remember_environment(os.environ)
     redact_stream(sys.stdout)
     redact_stream(sys.stderr)
     code = _run()
-    event_loop = sys.modules.get("insitu.training.event_loop")
+    event_loop = sys.modules.get("insitu.collect.event_loop")
     if event_loop is not None and event_loop.left_behind:  # Python would wait for what does not end
         sys.stdout.flush()
         sys.stderr.flush()

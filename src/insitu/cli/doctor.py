@@ -25,10 +25,10 @@ def command(ctx: click.Context, episodes: int | None, seconds: float, as_json: b
 
     Writes nothing into the run's folder. Exit code 1 if the run will not learn.
     """
+    from insitu.collect.event_loop import run_async
     from insitu.doctor.diagnosis import examine
     from insitu.doctor.play import Budget
     from insitu.schemas.finetuning import FinetuneRunConfig
-    from insitu.training.event_loop import run_async
 
     diagnosis = run_async(examine(FinetuneRunConfig(**run_options), Budget(episodes, seconds)))
     if as_json:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 if TYPE_CHECKING:
+    from insitu.runs.inspection import RecordedEpisode
     from insitu.schemas.episodes import ModelCall, TrainingRow
-    from insitu.training.inspection import RecordedEpisode
 
 MAX_CHARACTERS = 2000
 """Longer messages are cut without --full."""
@@ -25,7 +25,7 @@ class View(NamedTuple):
 
 
 def print_list(episodes: list["RecordedEpisode"], matching: int) -> None:
-    from insitu.training.inspection import TrainingStatus
+    from insitu.runs.inspection import TrainingStatus
 
     width = max(len(_escape(episode.record["episode"])) for episode in episodes)
     for episode in episodes:
@@ -89,7 +89,7 @@ def _header(episode: "RecordedEpisode", view: View) -> Iterator[str]:
 
 
 def _format_training(episode: "RecordedEpisode") -> str:
-    from insitu.training.inspection import TrainingStatus
+    from insitu.runs.inspection import TrainingStatus
 
     in_training = episode.status in (TrainingStatus.TRAINED, TrainingStatus.SENT)
     return episode.training_summary if in_training else click.style(episode.training_summary, fg="yellow")
@@ -137,7 +137,7 @@ def _token_count(call: "ModelCall", kind: str) -> Any:
 
 
 def _conversations(episode: "RecordedEpisode", view: View) -> Iterator[str]:
-    from insitu.trajectories.conversations import conversations
+    from insitu.collect.conversations import conversations
 
     for number, turns in enumerate(conversations(episode.calls), 1):
         # one span per call: from the turn after the previous call to the completion of this one
@@ -171,7 +171,7 @@ def _message_text(message: dict[str, Any]) -> str:
 
 
 def _rows(episode: "RecordedEpisode", view: View) -> Iterator[str]:
-    from insitu.training.inspection import TrainingStatus
+    from insitu.runs.inspection import TrainingStatus
 
     note = "" if episode.advantages else " if all calls were trained"
     if None in episode.advantages.values():
@@ -195,7 +195,7 @@ def _rows(episode: "RecordedEpisode", view: View) -> Iterator[str]:
 def _tokens(row: "TrainingRow", calls: list["ModelCall"], view: View) -> Iterator[str]:
     """The tokens of a row: for each call the context since the previous one, then the sampled tokens."""
 
-    from insitu.training.inspection import token_texts
+    from insitu.runs.inspection import token_texts
 
     def text(ids: Sequence[int]) -> str:
         return " ".join(map(str, ids)) if view.decode is None else repr(view.decode(ids))

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 @options.override
 def command(checkpoint: Path | None, **run_options: Any) -> None:
     """Score a workflow on a dataset. Prints a table and writes the evaluation files."""
+    from insitu.collect.event_loop import run_async
     from insitu.schemas.evaluation import EvaluationRunConfig
-    from insitu.training.event_loop import run_async
 
     run_async(_evaluate(EvaluationRunConfig(**run_options), checkpoint))
 
 
 async def _evaluate(run_config: "EvaluationRunConfig", checkpoint: Path | None) -> None:
+    from insitu.collect.evaluators import scores_by_row
     from insitu.errors import InsituError
-    from insitu.evaluation.evaluators import scores_by_row
     from insitu.training.report import evaluation_problems
     from insitu.training.serving import evaluation_main
 

@@ -18,9 +18,9 @@ def command(run_dir: Path, out: Path, checkpoint: str | None, merge: bool, push:
 
     OUT must not exist, or be empty. The state of the optimizer is left out.
     """
-    from insitu.training import hub
-    from insitu.training.checkpoints import checkpoint_of_run
-    from insitu.training.model_export import export_model, open_source
+    from insitu.release import hub
+    from insitu.release.model_export import export_model, open_source
+    from insitu.runs.checkpoints import checkpoint_of_run
 
     source = open_source(run_dir, checkpoint_of_run(run_dir, checkpoint, "--checkpoint"))
     if push is not None:

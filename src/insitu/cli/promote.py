@@ -32,7 +32,7 @@ def command(
     The scores are those of the run's validations, compared row by row. Exit code 1 if they are not higher; then
     DESTINATION does not change.
     """
-    from insitu.training.promotion import promote, roll_back
+    from insitu.release.promotion import promote, roll_back
 
     if rollback is not None:
         if run_dir is not None or checkpoint is not None or merge:

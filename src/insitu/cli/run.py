@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 @options.override
 def command(config_file: Path, text: str, checkpoint: Path | None, override: tuple[tuple[str, str], ...]) -> None:
     """Run a workflow on one input and print its answer."""
-    from insitu.training.event_loop import run_async
+    from insitu.collect.event_loop import run_async
 
     print(run_async(_run(config_file, text, checkpoint, override)))
 

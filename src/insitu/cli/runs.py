@@ -12,7 +12,7 @@ from insitu.training import consoles
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from insitu.training.runs import RunDetails, RunSummary
+    from insitu.runs.summary import RunDetails, RunSummary
 
 _PATH = click.Path(path_type=Path)
 _WIDE = 1000
@@ -34,7 +34,7 @@ def list_(folders: tuple[Path, ...], as_json: bool) -> None:
     Without FOLDER: in runs/ and .tmp/ of the working directory. Damaged runs are listed with what is wrong.
     """
     from insitu.errors import ConfigError
-    from insitu.training.runs import DEFAULT_FOLDERS, find_runs, read_summary
+    from insitu.runs.summary import DEFAULT_FOLDERS, find_runs, read_summary
 
     for folder in folders:
         if not folder.is_dir():
@@ -105,7 +105,7 @@ def _score(value: Any) -> str | None:
 @_as_json
 def show(run_dir: Path, as_json: bool) -> None:
     """Show the settings, events, epochs, validations and files of RUN_DIR, and what --resume would do."""
-    from insitu.training.runs import read_details
+    from insitu.runs.summary import read_details
 
     details = read_details(run_dir)
     if as_json:
@@ -191,7 +191,7 @@ def fork(run_dir: Path, new_dir: Path, epoch: int, new_optimizer: bool) -> None:
 
     RUN_DIR does not change, and may be in progress.
     """
-    from insitu.training.fork import fork_run
+    from insitu.runs.fork import fork_run
 
     forked = fork_run(run_dir, new_dir, epoch, new_optimizer=new_optimizer)
     print(f"{new_dir} is run {forked.run_id}, forked from {forked.original} after epoch {epoch}")

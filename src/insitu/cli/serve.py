@@ -25,7 +25,7 @@ from insitu.training import consoles
 @options.override
 def command(config_file: Path, override: tuple[tuple[str, str], ...], **serve_options: object) -> None:
     """Serve a workflow for `finetune --endpoint`, `eval --endpoint` and POST /generate."""
-    from insitu.training.event_loop import run_async
+    from insitu.collect.event_loop import run_async
 
     run_async(_serve(config_file, override, **serve_options))  # type: ignore[arg-type]
 
@@ -42,11 +42,11 @@ async def _serve(
     checkpoint: Path | None,
 ) -> None:
     from insitu.config import load_config
-    from insitu.evaluation.remote import TOKEN_VARIABLE
-    from insitu.evaluation.service import WorkflowService
-    from insitu.http_access import AccessPolicy
     from insitu.registry import LLM
+    from insitu.remote.client import TOKEN_VARIABLE
+    from insitu.remote.service import WorkflowService
     from insitu.training.serving import serve_policy
+    from insitu.wire.http_access import AccessPolicy
 
     config = load_config(config_file, override)
     access = AccessPolicy.of(

@@ -12,8 +12,8 @@ from insitu.cli.episode_view import MAX_CHARACTERS, View, print_episode, print_l
 from insitu.training import consoles
 
 if TYPE_CHECKING:
-    from insitu.training.export import ExportSummary
-    from insitu.training.rescoring import Rescoring
+    from insitu.release.trajectories import ExportSummary
+    from insitu.runs.rescoring import Rescoring
 
 _SORT_KEYS = ("reward", "seconds", "tokens", "calls")
 _EXPORT_FORMATS = ("preferences", "kto", "sft", "openai", "parquet")
@@ -67,7 +67,7 @@ def show(
 ) -> None:
     """Print an episode: calls, conversations and training rows. Lists the episodes if several match."""
     from insitu.errors import ConfigError
-    from insitu.training.inspection import SORT_KEYS, RunFiles, load_decoder, select
+    from insitu.runs.inspection import SORT_KEYS, RunFiles, load_decoder, select
 
     files = RunFiles(run_dir)
     records = files.find(episode=episode, epoch=epoch, row_id=row, generation=generation)
@@ -119,8 +119,8 @@ def export(
     **selection: Any,
 ) -> None:
     """Write the episodes of RUN_DIR as training data for other tools. Prints how many records were dropped, and why."""
-    from insitu.training.export import ExportOptions, export
-    from insitu.trajectories.stored import StoredRun
+    from insitu.release.trajectories import ExportOptions, export
+    from insitu.runs.stored import StoredRun
 
     run = StoredRun(run_dir, "RUN_DIR", reward, epoch or None)
     summary = export(run, format_, output, ExportOptions(**selection), force)
@@ -146,8 +146,8 @@ def rescore(
     run_dir: Path, evaluator: str, config_file: Path | None, dataset: Path | None, override: tuple[tuple[str, str], ...]
 ) -> None:
     """Score the episodes of RUN_DIR again and append the scores to it; what it has recorded does not change."""
-    from insitu.training.event_loop import run_async
-    from insitu.training.rescoring import open_rescoring
+    from insitu.collect.event_loop import run_async
+    from insitu.runs.rescoring import open_rescoring
 
     run_async(_rescore(open_rescoring(run_dir, evaluator, config_file, dataset, override)))
 
@@ -156,8 +156,8 @@ async def _rescore(rescoring: "Rescoring") -> None:
     from insitu.algorithms.statistics import mean_ci95
     from insitu.builder import Builder
     from insitu.errors import InsituError
+    from insitu.runs.rescoring import rescore
     from insitu.training.report import Report, counts
-    from insitu.training.rescoring import rescore
 
     report = Report(consoles.results())
     async with Builder(rescoring.config) as builder:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 @options.override
 def command(**run_options: Any) -> None:
     """Check a file, its plugins and its datasets, as `finetune` does before it starts anything."""
+    from insitu.collect.event_loop import run_async
     from insitu.schemas.finetuning import FinetuneRunConfig
-    from insitu.training.event_loop import run_async
     from insitu.training.runtime import check_run
 
     set_options = {name: value for name, value in run_options.items() if value is not None}
@@ -32,8 +32,8 @@ def command(**run_options: Any) -> None:
 
 def _summary(config: "Config", dataset: str | Path | None) -> list[str]:
     """What the file runs, and what it trains."""
-    from insitu.evaluation.datasets import load_dataset
-    from insitu.evaluation.validation import held_out_config
+    from insitu.collect.datasets import load_dataset
+    from insitu.collect.validation import held_out_config
     from insitu.registry import EVALUATOR, FUNCTION, TRAJECTORY_BUILDER
     from insitu.schemas.components import WORKFLOW
 

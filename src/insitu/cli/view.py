@@ -29,10 +29,10 @@ def command(
 
     Without FOLDER: the runs in runs/ and .tmp/ of the working directory.
     """
-    from insitu.http_access import AccessPolicy
-    from insitu.training.event_loop import run_async
+    from insitu.collect.event_loop import run_async
     from insitu.view.opened import OpenedFolder
     from insitu.view.server import ViewServer
+    from insitu.wire.http_access import AccessPolicy
 
     access = AccessPolicy.of(
         host, token, variable=_TOKEN_VARIABLE, allow_anyone=insecure_no_auth, allowed_hosts=allowed_host

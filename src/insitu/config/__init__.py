@@ -15,15 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu import registry as reg
 from insitu.advantages.targeting import matching_llms
-from insitu.algorithms.file_names import file_name_problem
 from insitu.config.code import import_module, load_code
 from insitu.config.keys import holds_secret, is_set_by_run, references, secret_values, unknown_keys
 from insitu.config.yaml_loader import expand, override, parse_yaml, type_name
+from insitu.disk.file_names import file_name_problem
 from insitu.errors import ConfigError
-from insitu.redaction import hide_url_secrets, remember_environment, remember_secret, remember_settings
 from insitu.registry import Kind, not_found, registry
 from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, TypedBaseModel
 from insitu.schemas.finetuning import FinetuneConfig, TrainerAdapterConfig
+from insitu.wire.redaction import hide_url_secrets, remember_environment, remember_secret, remember_settings
 
 logger = logging.getLogger(__name__)
 

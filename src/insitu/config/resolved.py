@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from insitu.config import Config
 from insitu.config.keys import is_set_by_run
-from insitu.redaction import MASK, hide_url_secrets, is_secret_key, redact
+from insitu.wire.redaction import MASK, hide_url_secrets, is_secret_key, redact
 
 
 def resolved_config(config: Config) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from insitu.config import Config, load_config
+from insitu.disk.json_files import write_json
 from insitu.doctor.episodes import about_calls, about_failures, about_lengths, about_scores
 from insitu.doctor.estimate import Estimate, about_disk, estimate, nearest_folder
 from insitu.doctor.evidence import Evidence, is_random
@@ -20,12 +21,11 @@ from insitu.doctor.plan import Plan, about_rows, about_settings
 from insitu.doctor.play import Budget, Examination
 from insitu.doctor.prefixes import Decoder, about_prefixes, rows_per_episode
 from insitu.errors import ConfigError
-from insitu.evaluation.run import write_json
 from insitu.registry import TRAJECTORY_BUILDER
 from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.training.builder_config import CollectingBuilderConfig
 from insitu.training.metrics import collected_metrics
 from insitu.training.runtime import check_ready, prepared, ready_run
-from insitu.trajectories.config import CollectingBuilderConfig
 
 
 @dataclass

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from insitu.algorithms.curriculum import included_fraction
+from insitu.collect.datasets import load_dataset
+from insitu.collect.validation import held_out_config
 from insitu.config import Config
 from insitu.doctor.findings import Finding, Severity
-from insitu.evaluation.datasets import load_dataset
-from insitu.evaluation.validation import held_out_config
 from insitu.registry import TRAINER, TRAJECTORY_BUILDER
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import CurriculumLearningConfig
+from insitu.training.builder_config import CollectingBuilderConfig
 from insitu.training.metrics import share_of
-from insitu.trajectories.config import CollectingBuilderConfig
 
 _MANY = 0.5
 """Share of the rows from which repeated ones harm."""

@@ -10,27 +10,28 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from insitu.collect.evaluators import parse_score, score
+from insitu.collect.groups import GroupRecord
+from insitu.collect.recovery import with_recovered_calls
 from insitu.config import Config
 from insitu.doctor.estimate import Measures, checkpoint_sizes
 from insitu.doctor.evidence import Evidence, Rescored
 from insitu.doctor.plan import Plan
 from insitu.doctor.prefixes import Decoder
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
-from insitu.evaluation.evaluators import parse_score, score
-from insitu.interfaces import TrainerAdapter, TrajectoryBuilder
+from insitu.runs.inspection import load_decoder
+from insitu.runs.progress import new_run_id
+from insitu.runs.store import BACKEND_FOLDER
 from insitu.schemas.episodes import Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import TrainingStatusEnum, TrajectoryCollection
 from insitu.training.checks import check_sampled
-from insitu.training.inspection import load_decoder
+from insitu.training.episodes_builder import EpisodesBuilder
+from insitu.training.interfaces import TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import wait_for_job
 from insitu.training.loop import InsituTrainer
-from insitu.training.progress import new_run_id
 from insitu.training.runtime import ReadyRun
-from insitu.training.store import BACKEND_FOLDER
 from insitu.training.traffic import PolicyTraffic
-from insitu.trajectories.builder import EpisodesBuilder, GroupRecord
-from insitu.trajectories.recovery import with_recovered_calls
 
 _ROWS = 8
 _EPISODES = 64

@@ -5,13 +5,13 @@ from statistics import fmean
 from typing import NamedTuple
 
 from insitu.advantages.estimator import rows_of
+from insitu.collect.conversations import same_message
 from insitu.doctor.evidence import Evidence
 from insitu.doctor.findings import Finding, Severity, severity_of
 from insitu.doctor.plan import Plan
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.metrics import share_of
-from insitu.trajectories.conversations import same_message
 
 Decoder = Callable[[Sequence[int]], str]
 _SHOWN = 5

@@ -13,10 +13,10 @@ from aiohttp.typedefs import Middleware
 from pydantic import ValidationError
 
 from insitu.errors import RequestRefused
-from insitu.http_access import AccessPolicy
-from insitu.http_format import error_body
-from insitu.http_limits import BODY_SECONDS, IDLE_SECONDS, prepare_process
-from insitu.redaction import redact
+from insitu.wire.http_access import AccessPolicy
+from insitu.wire.http_format import error_body
+from insitu.wire.http_limits import BODY_SECONDS, IDLE_SECONDS, prepare_process
+from insitu.wire.redaction import redact
 
 _log = logging.getLogger(__name__)
 _KEY = re.compile(r"/e/[^/\s'\"]+")

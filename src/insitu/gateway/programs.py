@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from insitu.errors import EpisodeTimeout, WorkflowError
-from insitu.redaction import is_secret_variable
+from insitu.wire.redaction import is_secret_variable
 
 GRACE_SECONDS = 2.0
 """Seconds between SIGTERM and SIGKILL, and then for the remaining output."""

@@ -32,9 +32,9 @@ from insitu.gateway import proxy
 from insitu.gateway.dialects import DIALECTS, ChatTranslation, Dialect, MessagesTranslation, Translation
 from insitu.gateway.listener import read_body, server_runner
 from insitu.gateway.proxy import MAX_BODY, Route
-from insitu.http_format import MALFORMED, authorization, http_url, split_userinfo
-from insitu.http_limits import parse_body
-from insitu.redaction import redact_bytes
+from insitu.wire.http_format import MALFORMED, authorization, http_url, split_userinfo
+from insitu.wire.http_limits import parse_body
+from insitu.wire.redaction import redact_bytes
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import ModelClient
 

@@ -15,7 +15,7 @@ from insitu.capture.ledger import CallLedger, current_call_site
 from insitu.capture.transport import recording_transport
 from insitu.errors import RequestRefused
 from insitu.gateway.dialects import DIALECTS, StreamTranslator, Translation
-from insitu.http_format import authorization, split_userinfo
+from insitu.wire.http_format import authorization, split_userinfo
 from insitu.workflow.llms import ModelClient
 
 _STREAM = {"content-type": "text/event-stream"}

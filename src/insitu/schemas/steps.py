@@ -192,3 +192,16 @@ class IntermediateStep(BaseModel):
     @property
     def UUID(self) -> str:
         return self.payload.UUID
+
+
+def read_step(record: Any) -> IntermediateStep:
+    """A step from its JSON; TraceMetadata and TTCEventData are recognised by their fields."""
+    if isinstance(record, dict) and isinstance(payload := record.get("payload"), dict):
+        metadata, data = payload.get("metadata"), payload.get("data")
+        if isinstance(metadata, dict) and metadata.keys() >= TraceMetadata.model_fields.keys():
+            metadata = TraceMetadata(**metadata)
+        if isinstance(data, dict):
+            is_candidate = data.keys() >= TTCEventData.model_fields.keys()
+            data = (TTCEventData if is_candidate else StreamEventData)(**data)
+        record = {**record, "payload": {**payload, "metadata": metadata, "data": data}}
+    return IntermediateStep.model_validate(record)

@@ -10,8 +10,8 @@ import shutil
 from importlib.resources import as_file, files
 from pathlib import Path
 
+from insitu.disk.files import new_folder
 from insitu.errors import ConfigError, install_command
-from insitu.files import new_folder
 from insitu.registry import not_found
 
 _HERE = files(__package__)

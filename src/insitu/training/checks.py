@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
-from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.preferences.pairs import ALIKE
+from insitu.runs.stored import EPISODES_FILE
 from insitu.schemas.finetuning import PolicyEndpoint, TrainingJobStatus, TrajectoryCollection
+from insitu.training.episodes_builder import EpisodesBuilder
+from insitu.training.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.metrics import why_no_pairs
 from insitu.training.report import counts
-from insitu.trajectories.builder import EpisodesBuilder
-from insitu.trajectories.stored import EPISODES_FILE
 
 EPISODES, PAIRS = "episodes", "preference pairs"
 

@@ -20,7 +20,7 @@ def notes() -> "Console":
 def _console(*, stderr: bool) -> "Console":
     from rich.console import Console
 
-    from insitu.redaction import redact
+    from insitu.wire.redaction import redact
 
     class RedactedConsole(Console):
         """Removes secrets before lines are wrapped, as a secret of two lines is not recognised."""

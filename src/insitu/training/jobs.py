@@ -5,10 +5,10 @@ import logging
 import time
 from typing import Any
 
+from insitu.collect.shared_run import watchdog_of
+from insitu.collect.watchdog import Watchdog, seconds_since
 from insitu.config import Config
 from insitu.errors import InsituError
-from insitu.evaluation.shared_run import watchdog_of
-from insitu.evaluation.watchdog import Watchdog, seconds_since
 from insitu.schemas.finetuning import TrainingJobRef, TrainingJobStatus
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,16 @@ from insitu.advantages.credit import Credit, credit_by_function, credited_calls
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, GroupRelativeEstimator, estimate_epoch
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
 from insitu.builder import Builder
+from insitu.collect.groups import GroupRecord
+from insitu.collect.recovery import with_recovered_calls
+from insitu.collect.shared_run import UsesBuilder, builder_of_run
 from insitu.config.resolved import resolved_config, without_secrets
 from insitu.errors import JobFailed
-from insitu.evaluation.shared_run import UsesBuilder, builder_of_run
-from insitu.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.registry import register_trainer
+from insitu.runs.plot import RewardPlot
+from insitu.runs.progress import JOURNAL, journal_record, new_run_id
+from insitu.runs.resume import ResumableRun
+from insitu.runs.store import RunStore, provenance, read_curriculum
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import (
     FinetuneConfig,
@@ -41,6 +46,8 @@ from insitu.training.checks import (
     new_version,
 )
 from insitu.training.config import InsituTrainerConfig
+from insitu.training.episodes_builder import EpisodesBuilder
+from insitu.training.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import wait_for_job
 from insitu.training.metrics import (
     JOB_METRICS,
@@ -50,16 +57,10 @@ from insitu.training.metrics import (
     why_no_pairs,
     without_variance,
 )
-from insitu.training.plot import RewardPlot
-from insitu.training.progress import JOURNAL, journal_record, new_run_id
 from insitu.training.report import Report
-from insitu.training.resume import ResumableRun
-from insitu.training.store import RunStore, provenance, read_curriculum
 from insitu.training.traffic import Leftovers, PolicyTraffic
 from insitu.training.validation import Validation
 from insitu.training.warm_up import read_warm_up
-from insitu.trajectories.builder import EpisodesBuilder, GroupRecord
-from insitu.trajectories.recovery import with_recovered_calls
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,6 @@ class InsituTrainer(UsesBuilder, Trainer):
             self._durable.check_served(await self._served_version(), warms_up=self._warm_up is not None)
 
     def _open_run(self, folder: Path) -> list[str]:
-        """Returns what to report."""
         return self._durable.open(folder, self._full_config, self._origin()["dataset"])
 
     async def _served_version(self) -> int | None:

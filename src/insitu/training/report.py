@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from insitu.algorithms.statistics import mean_ci95
-from insitu.evaluation.evaluators import parse_score, scores_by_row
+from insitu.collect.evaluators import parse_score, scores_by_row
 from insitu.schemas.evaluation import EvaluationRunOutput
 
 _SILENCE = 30.0

@@ -9,6 +9,12 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from insitu.builder import Builder
+from insitu.collect.collector import executor_of
+from insitu.collect.datasets import dataset_config, load_dataset
+from insitu.collect.episodes import ResultPath
+from insitu.collect.event_loop import run_async
+from insitu.collect.shared_run import RunState, share
+from insitu.collect.validation import held_out_config
 from insitu.config import Config, load_config
 from insitu.errors import (
     ConfigError,
@@ -18,13 +24,8 @@ from insitu.errors import (
     TrajectoryError,
     describe_error,
 )
-from insitu.evaluation.datasets import dataset_config, load_dataset
-from insitu.evaluation.episodes import ResultPath
-from insitu.evaluation.remote import RemoteWorkflow
-from insitu.evaluation.shared_run import RunState, share
-from insitu.evaluation.validation import held_out_config
-from insitu.interfaces import Trainer, TrainerAdapter
 from insitu.registry import EVALUATOR, TRAJECTORY_BUILDER, not_found
+from insitu.runs.store import RUN_FILES
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     FinetuneRunConfig,
@@ -32,11 +33,10 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     ValidationConfig,
 )
-from insitu.trackers.processes import reported
-from insitu.trackers.tracker import check_trackers
-from insitu.training.event_loop import run_async
+from insitu.training.interfaces import Trainer, TrainerAdapter
 from insitu.training.serving import check_open_files, watched
-from insitu.training.store import RUN_FILES
+from insitu.training.trackers.processes import reported
+from insitu.training.trackers.tracker import check_trackers
 from insitu.workflow.policy_names import check_model_names
 
 logger = logging.getLogger(__name__)
@@ -242,11 +242,7 @@ async def _check_inputs(config: Config, request: FinetuneRunConfig) -> None:
                 )
             )
     async with Builder(config) as components:
-        if (executor := await components.get_executor()) is not None:
-            await executor.check(components)
-    if request.endpoint is not None:
-        async with RemoteWorkflow(request.endpoint, request.endpoint_timeout) as remote:
-            await remote.check(config.trained_llms())
+        await (await executor_of(components, request)).check(components)
 
 
 def _validation(config: Config, request: FinetuneRunConfig) -> ValidationConfig | None:

@@ -10,19 +10,19 @@ from typing import Any
 from rich.console import Console
 
 from insitu.builder import Builder
+from insitu.collect.datasets import load_dataset
+from insitu.collect.evaluation import EvaluationRun
+from insitu.collect.executors import LocalExecutorConfig
+from insitu.collect.shared_run import current_run
 from insitu.config import Config, load_config
 from insitu.errors import BackendError, ConfigError, TrajectoryError
-from insitu.evaluation.datasets import load_dataset
-from insitu.evaluation.executors import LocalExecutorConfig
-from insitu.evaluation.run import EvaluationRun
-from insitu.evaluation.shared_run import current_run
-from insitu.http_limits import raise_file_limit
-from insitu.interfaces import TrainerAdapter
 from insitu.registry import FUNCTION, LLM, TRAINER_ADAPTER
+from insitu.runs.checkpoints import find_checkpoint
 from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import TrainerAdapterConfig
-from insitu.training.checkpoints import find_checkpoint
+from insitu.training.interfaces import TrainerAdapter
 from insitu.training.report import Report, evaluation_table
+from insitu.wire.http_limits import raise_file_limit
 
 _EXIT_NOTICE_SECONDS = 1.0
 _OWN_FILES = 40
@@ -59,7 +59,7 @@ async def serve_policy(
 ) -> AsyncIterator[None]:
     """Serves the model under training without training it, if the file has an llm of `_type: policy`.
 
-    Serves its initial weights, or those of `checkpoint` (see `insitu.training.checkpoints`). Prints to `notes`
+    Serves its initial weights, or those of `checkpoint` (see `insitu.runs.checkpoints`). Prints to `notes`
     which weights those are, unless `checkpoint` is their folder.
     """
     policies = [name for name in config.names(LLM) if config.block(LLM, name).type == "policy"]

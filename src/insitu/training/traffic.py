@@ -6,7 +6,7 @@ from typing import NamedTuple
 import aiohttp
 
 from insitu.builder import Builder
-from insitu.evaluation.collector import outside_completions, stray_completions
+from insitu.collect.collector import outside_completions, stray_completions
 from insitu.registry import EXECUTOR
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import PolicyEndpoint

@@ -6,15 +6,15 @@ import time
 from typing import Any, NamedTuple
 
 from insitu.builder import Builder
+from insitu.collect.datasets import dataset_file, load_dataset
+from insitu.collect.validation import held_out_config, validate
 from insitu.errors import ConfigError, InsituError, Stalled
-from insitu.evaluation.datasets import dataset_file, load_dataset
-from insitu.evaluation.validation import held_out_config, validate
-from insitu.interfaces import TrainerAdapter
+from insitu.runs.held_out import HISTORY_FILE, SCORES_FILE, RowScores, read_validations
+from insitu.runs.progress import RunProgress
+from insitu.runs.store import RunStore, dataset_record
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
-from insitu.training.held_out import HISTORY_FILE, SCORES_FILE, RowScores, read_validations
-from insitu.training.progress import RunProgress
+from insitu.training.interfaces import TrainerAdapter
 from insitu.training.report import Report
-from insitu.training.store import RunStore, dataset_record
 
 
 class Validation:

@@ -9,13 +9,13 @@ from pydantic_core import PydanticCustomError
 
 from insitu.builder import name_being_built
 from insitu.config import Config
+from insitu.disk.files import read_line
 from insitu.errors import ConfigError, InsituError, JobFailed, RequestRefused, TrajectoryError
-from insitu.files import read_line
-from insitu.interfaces import TrainerAdapter
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.finetuning import TrainingStatusEnum
 from insitu.training.checks import new_version
 from insitu.training.config import WarmUpConfig
+from insitu.training.interfaces import TrainerAdapter
 from insitu.training.jobs import wait_for_job
 from insitu.training.report import Report
 

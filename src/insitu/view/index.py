@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from insitu.disk.files import Block, read_block, read_line, shorter_than_written
 from insitu.errors import InsituError
-from insitu.files import Block, read_block, read_line, shorter_than_written
+from insitu.runs.inspection import TrainingStatus
+from insitu.runs.stored import BLOCK_FILES, CALLS_FILE, EPISODES_FILE, GROUPS_FILE, StoredGroup
 from insitu.schemas.episodes import FORMAT_VERSION
-from insitu.training.inspection import TrainingStatus
-from insitu.trajectories.stored import BLOCK_FILES, CALLS_FILE, EPISODES_FILE, GROUPS_FILE, StoredGroup
 from insitu.view.appended import AppendedLines, FileReplaced, Line
 
 ADVANTAGES, METRICS = "advantages.jsonl", "training_metrics.jsonl"

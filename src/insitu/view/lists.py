@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from insitu.errors import RequestRefused
-from insitu.training.inspection import TrainingStatus
+from insitu.runs.inspection import TrainingStatus
 from insitu.view.index import EPISODES, RunIndex
 
 _MOST = 1000

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from insitu.errors import ConfigError, RequestRefused
-from insitu.training.runs import DEFAULT_FOLDERS, find_runs
+from insitu.runs.summary import DEFAULT_FOLDERS, find_runs
 
 _SEARCH_SECONDS = 2.0
 """How long a list of runs is used before the folders are searched again."""

@@ -6,12 +6,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from insitu.disk.files import read_object
+from insitu.disk.folder_lock import LOCK_FILE, locked_by
 from insitu.errors import ConfigError, RequestRefused
-from insitu.files import read_object
-from insitu.folder_lock import LOCK_FILE, locked_by
-from insitu.training.held_out import read_validations
-from insitu.training.runs import RunSummary, read_details, read_summary
-from insitu.training.store import EVENTS
+from insitu.runs.held_out import read_validations
+from insitu.runs.store import EVENTS
+from insitu.runs.summary import RunSummary, read_details, read_summary
 from insitu.view.opened import OpenedFolder
 
 METRICS = "training_metrics.jsonl"

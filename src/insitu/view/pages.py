@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 
+from insitu.collect.conversations import Turn, conversations
 from insitu.errors import ConfigError
+from insitu.runs.inspection import RecordedEpisode, find_tokenizer, load_decoder, token_texts
 from insitu.schemas.episodes import ModelCall
-from insitu.training.inspection import RecordedEpisode, find_tokenizer, load_decoder, token_texts
-from insitu.trajectories.conversations import Turn, conversations
 from insitu.view.index import RunIndex
 from insitu.view.recorded import RecordedGroups
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import orjson
 
 from insitu.errors import RequestRefused
+from insitu.runs.inspection import RecordedEpisode, suggest
+from insitu.runs.stored import GROUPS_FILE, RESCORES, RunFolder
+from insitu.runs.summary import RunSummary
 from insitu.schemas.episodes import ModelCall
-from insitu.training.inspection import RecordedEpisode, suggest
-from insitu.training.runs import RunSummary
-from insitu.trajectories.stored import GROUPS_FILE, RESCORES, RunFolder
 from insitu.view.index import ADVANTAGES, EPISODES, RunIndex, read_at, stored_group
 
 _CHUNK = 1 << 20

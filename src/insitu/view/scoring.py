@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import orjson
 
 from insitu.builder import Builder
-from insitu.checkpoint_files import OPTIMIZER_FILE, saved_checkpoints
 from insitu.config import Config, check_config
-from insitu.connection import Connection
+from insitu.disk.checkpoint_files import OPTIMIZER_FILE, saved_checkpoints
 from insitu.errors import BackendUnavailable, InsituError, describe_error
-from insitu.http_format import MALFORMED, error_message
+from insitu.runs.store import BACKEND_FOLDER
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.training.store import BACKEND_FOLDER
+from insitu.wire.connection import Connection
+from insitu.wire.http_format import MALFORMED, error_message
 
 logger = logging.getLogger(__name__)
 

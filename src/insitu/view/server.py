@@ -18,12 +18,9 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from insitu.disk.json_files import dump_json
 from insitu.errors import InsituError, RequestRefused
-from insitu.evaluation.run import dump_json
 from insitu.gateway.listener import error_response, guard, server_runner
-from insitu.http_access import AccessPolicy
-from insitu.http_format import format_event, http_url
-from insitu.redaction import redact_bytes
 from insitu.schemas.episodes import ModelCall
 from insitu.view.indexes import IndexedRun, Indexes
 from insitu.view.lists import episode_query, group_query, number
@@ -31,6 +28,9 @@ from insitu.view.opened import OpenedFolder
 from insitu.view.overview import Overview, one_run
 from insitu.view.scoring import Newest, Scorer
 from insitu.view.watcher import Watcher
+from insitu.wire.http_access import AccessPolicy
+from insitu.wire.http_format import format_event, http_url
+from insitu.wire.redaction import redact_bytes
 
 logger = logging.getLogger(__name__)
 

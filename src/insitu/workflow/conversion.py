@@ -1,4 +1,4 @@
-"""Converts values to the types that a function's annotations declare, and to plain JSON types."""
+"""Converts values to the types that a function's annotations declare."""
 
 import inspect
 import types
@@ -8,7 +8,9 @@ from functools import cached_property, lru_cache
 from typing import Any, Union
 
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, create_model
-from pydantic_core import to_json, to_jsonable_python
+from pydantic_core import to_json
+
+from insitu.wire.json_values import json_form
 
 
 @dataclass(frozen=True)
@@ -61,23 +63,6 @@ def convert(value: Any, wanted: Any) -> Any:
     if isinstance(value, str | bytes) and (is_model(wanted) or wanted not in (int, float, bool)):
         return adapter.validate_json(value)
     return adapter.validate_python(value)
-
-
-def json_form(value: Any) -> Any:
-    """A JSON form for other objects: numbers and lists for those of numpy and torch, else text."""
-    try:
-        return value.tolist() if hasattr(value, "tolist") else str(value)
-    except Exception:  # a workflow's object may raise anything
-        return f"<{type(value).__name__} object>"
-
-
-JSON_OPTIONS: dict[str, Any] = {"fallback": json_form, "bytes_mode": "base64", "serialize_as_any": True}
-"""serialize_as_any keeps fields that a subclass adds to the declared model, such as LangChain's tool calls."""
-
-
-def to_jsonable(value: Any) -> Any:
-    """Converts a value to plain JSON types; objects without a JSON form become text."""
-    return to_jsonable_python(value, **JSON_OPTIONS)
 
 
 @lru_cache(maxsize=512)

@@ -1,1 +1,1 @@
-from insitu.plugin_api import *
+from insitu.integrations.nat.plugin_api import *

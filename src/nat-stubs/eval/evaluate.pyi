@@ -1,1 +1,1 @@
-from insitu.evaluation.run import *
+from insitu.collect.evaluation import *

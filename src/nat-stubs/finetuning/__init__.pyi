@@ -1,1 +1,1 @@
-from insitu.interfaces import *
+from insitu.training.interfaces import *

@@ -33,8 +33,8 @@ from insitu.backend.inference.sampler import (
 from insitu.backend.inference.sampling import GenerationRequest
 from insitu.backend.inference.scheduler import EngineOptions, Scheduler, SequenceState
 from insitu.backend.inference.tokenizer import ChatTokenizer
+from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.model import LoadedModel
-from insitu.backend.training.logprobs import LogprobComputer
 from insitu.errors import BackendError
 from insitu.schemas.training_jobs import LoRASettings
 

@@ -1,22 +1,24 @@
 """The HTTP interfaces of the backend, one package each.
 
-A protocol is a package in this folder with a function `routes(services) -> list[ApiRoute]`. The server serves the
-routes of every package it finds here; adding or deleting a folder adds or removes a protocol.
+A protocol is a module with a function `routes(services) -> list[ApiRoute]`, declared by an entry point of the group
+`insitu.backend.protocols`. The server serves the routes of all of them.
 """
 
 from dataclasses import dataclass
-from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
-from pkgutil import iter_modules
 
 from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread
 from insitu.backend.http import ApiRoute
 from insitu.backend.inference.model_names import ModelRegistry
 from insitu.backend.inference.sampler import Sampler
+from insitu.backend.learner.jobs import TrainingQueue
+from insitu.backend.learner.learners import Learners
 from insitu.backend.model import LoadedModel
-from insitu.backend.training.jobs import TrainingQueue
-from insitu.backend.training.learners import Learners
+
+GROUP = "insitu.backend.protocols"
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,13 @@ class Services:
 
 
 def protocol_routes(services: Services) -> list[ApiRoute]:
-    """The routes of all protocols, in the order of their names."""
-    names = sorted(module.name for module in iter_modules(__path__) if module.ispkg)
-    return [route for name in names for route in import_module(f"{__name__}.{name}").routes(services)]
+    """The routes of all protocols, in the order of their names; one whose module is not installed is left out."""
+    points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    return [route for point in points if is_installed(point.module) for route in point.load()(services)]
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is its package
+        return False

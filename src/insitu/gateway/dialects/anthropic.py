@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from insitu.gateway.dialects.base import Translation, join_text, refuse_unsupported, unsupported_type
-from insitu.http_format import format_event
+from insitu.wire.http_format import format_event
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "stream")
 _IGNORED = ("metadata", "service_tier", "cache_control")  # no effect on the completion

@@ -8,7 +8,7 @@ import orjson
 
 from insitu.capture.completion_format import CHAT, TEXT
 from insitu.errors import RequestRefused
-from insitu.http_format import error_body, error_message, format_event, parse_events
+from insitu.wire.http_format import error_body, error_message, format_event, parse_events
 
 
 class Translation(ABC):

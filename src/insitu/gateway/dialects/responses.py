@@ -13,7 +13,7 @@ import orjson
 
 from insitu.errors import RequestRefused
 from insitu.gateway.dialects.base import Translation, join_text, refuse_unsupported, unsupported_type
-from insitu.http_format import format_event
+from insitu.wire.http_format import format_event
 
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed", "user")
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "reasoning", "text", "truncation")

@@ -1,1 +1,1 @@
-from insitu.toolkit.parsers.adk_parser import *
+from insitu.integrations.nat.adk_parser import *

@@ -1,1 +1,1 @@
-from insitu.toolkit.parsers.langchain_parser import *
+from insitu.integrations.nat.langchain_parser import *

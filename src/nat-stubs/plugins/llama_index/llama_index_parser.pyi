@@ -1,1 +1,1 @@
-from insitu.toolkit.parsers.llama_index_parser import *
+from insitu.integrations.nat.llama_index_parser import *

@@ -1,1 +1,1 @@
-from insitu.adapters.art.config import *
+from insitu.integrations.art.config import *

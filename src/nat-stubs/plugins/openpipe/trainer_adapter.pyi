@@ -1,1 +1,1 @@
-from insitu.adapters.art.trainer_adapter import *
+from insitu.integrations.art.trainer_adapter import *

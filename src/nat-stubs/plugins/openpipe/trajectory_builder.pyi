@@ -1,1 +1,1 @@
-from insitu.adapters.art.components import *
+from insitu.integrations.art.components import *

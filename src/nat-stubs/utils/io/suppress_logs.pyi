@@ -1,1 +1,1 @@
-from insitu.toolkit.logs import *
+from insitu.training.logs import *

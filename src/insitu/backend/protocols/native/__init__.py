@@ -1,20 +1,22 @@
 """The native protocol: training jobs under /v1/train/jobs, uploaded as JSON lines and followed by events."""
 
+import time
 from collections.abc import AsyncIterator
 
 from pydantic import ValidationError
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from insitu.backend.http import ApiRoute, body_chunks, read_body, validation_refusal
+from insitu.backend.inference.sampler import Sampler
 from insitu.backend.inference.tokenizer import ChatTokenizer
+from insitu.backend.learner.jobs import TrainingJob, TrainingQueue
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job
-from insitu.backend.training.jobs import TrainingJob, TrainingQueue
-from insitu.http_format import format_event
-from insitu.http_limits import parse_json
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
+from insitu.wire.http_format import format_event
+from insitu.wire.http_limits import parse_json
 
 BASE = "/v1/train/jobs"
 MAX_SETTINGS_BYTES = 1 << 20
@@ -23,7 +25,25 @@ MAX_SETTINGS_BYTES = 1 << 20
 def routes(services: Services) -> list[ApiRoute]:
     loaded = services.loaded
     limits = Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length)
-    return job_routes(services.jobs, limits, services.sampler.tokenizer, services.options.keep)
+    jobs = job_routes(services.jobs, limits, services.sampler.tokenizer, services.options.keep)
+    return [*jobs, _metrics_route(services.sampler)]
+
+
+def _metrics_route(sampler: Sampler) -> ApiRoute:
+    started = time.time()
+
+    async def metrics(request: Request) -> Response:
+        running, waiting = sampler.num_requests
+        values = {
+            "vllm:num_requests_running": running,
+            "vllm:num_requests_waiting": waiting,
+            "vllm:request_success_total": sampler.num_completed,
+            "process_start_time_seconds": started,
+        }
+        return PlainTextResponse("".join(f"{name} {value}\n" for name, value in values.items()))
+
+    summary = "Running, waiting and finished completions, under the metric names of vLLM and Prometheus"
+    return ApiRoute("GET", "/metrics", metrics, summary)
 
 
 def job_routes(

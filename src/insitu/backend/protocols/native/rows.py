@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict
 
 from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.tokenizer import ChatTokenizer
+from insitu.backend.learner.batches import Row
 from insitu.backend.protocols.native.dialogues import render_dialogue
 from insitu.backend.protocols.openai.chat import Message, Objects
-from insitu.backend.training.batches import Row
 from insitu.errors import RequestRefused
 
 REQUIRED = {"grpo": ("logprobs",), "dpo": ("pair", "preferred"), "kto": ("preferred",), "sft": ()}

@@ -8,8 +8,8 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu.backend.inference.tokenizer import ChatTokenizer
+from insitu.backend.learner.batches import Row
 from insitu.backend.protocols.native.rows import RowLimits, RowLine, RowReader, refused
-from insitu.backend.training.batches import Row
 from insitu.schemas.training_jobs import Retention, TrainingSettings
 
 MAX_BYTES = 1 << 30

@@ -12,8 +12,8 @@ from insitu.backend.inference.sampler import OutputDelta
 from insitu.backend.inference.sampling import MAX_TEMPERATURE, GenerationRequest, SamplingParams, choice_seed
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.errors import RequestRefused
-from insitu.http_format import format_token_id
-from insitu.http_limits import parse_json
+from insitu.wire.http_format import format_token_id
+from insitu.wire.http_limits import parse_json
 
 MAX_STOP_STRINGS = 64
 """Per request: every stop string is searched after every token, in the thread that samples for all requests."""

@@ -15,8 +15,8 @@ from insitu.backend.inference.sampler import OutputDelta, Sampler, WeightVersion
 from insitu.backend.inference.sampling import GenerationRequest
 from insitu.backend.protocols.openai.base import ResponseFormatter, SamplingRequest, parse_request
 from insitu.errors import BackendError, RequestRefused
-from insitu.http_format import DONE, error_body, format_event
-from insitu.http_limits import parse_body
+from insitu.wire.http_format import DONE, error_body, format_event
+from insitu.wire.http_limits import parse_body
 
 MAX_BODY = 16 * 2**20
 WATCH_DELAY = 0.5

@@ -1,1 +1,1 @@
-from insitu.toolkit.ttc import *
+from insitu.integrations.nat.ttc import *

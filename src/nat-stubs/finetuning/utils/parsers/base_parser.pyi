@@ -1,1 +1,1 @@
-from insitu.toolkit.parsers.base_parser import *
+from insitu.integrations.nat.base_parser import *

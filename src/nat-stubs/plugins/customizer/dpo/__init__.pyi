@@ -1,1 +1,1 @@
-from insitu.adapters.customizer.components import *
+from insitu.integrations.customizer.components import *

@@ -1,1 +1,1 @@
-from insitu.adapters.customizer.config import *
+from insitu.integrations.customizer.config import *

@@ -1,1 +1,1 @@
-from insitu.adapters.customizer.trainer import *
+from insitu.integrations.customizer.trainer import *

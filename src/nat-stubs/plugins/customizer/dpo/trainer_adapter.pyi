@@ -1,1 +1,1 @@
-from insitu.adapters.customizer.trainer_adapter import *
+from insitu.integrations.customizer.trainer_adapter import *

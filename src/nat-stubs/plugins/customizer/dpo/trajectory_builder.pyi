@@ -1,1 +1,1 @@
-from insitu.trajectories.preferences import *
+from insitu.training.preference_builders import *

@@ -1,1 +1,1 @@
-from insitu.evaluation.evaluators import *
+from insitu.collect.evaluators import *

@@ -1,0 +1,150 @@
+"""Agent frameworks: one module each, imported on first use.
+
+`builder.get_llm(name, wrapper_type=NAME)` calls `make_llm(llm)` of `integrations/frameworks/NAME`, which returns the
+framework's model object over one of these clients:
+
+    async_client(llm), sync_client(llm)      the official OpenAI client
+    async_http(llm, sdk), sync_http(...)     an `httpx` or `httpx2` client, depending on the SDK
+
+All of them record calls, override the model name of a request, add the configured sampling parameters that a request
+does not set, and are closed with the builder.
+
+A module reports tool runs as TOOL_START and TOOL_END steps with its `ToolSteps`. It registers global hooks on import if
+the framework has them, and otherwise provides an object for the agent's constructor.
+
+    tools = ToolSteps("langchain")
+    tools.start(run_id, name, arguments)                 from a pair of callbacks
+    tools.end(run_id, output)                            or error=...
+    with tools.around(name, arguments) as returned:      from a hook that wraps the run
+        returned(await proceed())                        or with error=..., if the framework caught one
+
+A module may also have two functions for plain agents (`insitu.agents`): `ask_agent(agent, question)` returns the answer
+of the framework's agent object, and `with_model(agent, model)` a copy of it with another model.
+
+Model calls are recorded as LLM_ steps automatically. `push` is for frameworks that report more about them.
+"""
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from insitu.gateway.translation import translating_transport
+from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, StreamEventData, TraceMetadata
+from insitu.workflow.context import EpisodeScope, current_scope
+from insitu.workflow.llms import ModelClient, http_library
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+
+
+def async_http(llm: ModelClient, sdk: ModuleType | None = None) -> Any:
+    """An `AsyncClient` of the HTTP library that `sdk` (default: `openai`) uses."""
+    http = http_library(sdk)
+    client = http.AsyncClient(transport=translating_transport(http)(llm), follow_redirects=True)
+    llm.closers.append(client.aclose)
+    return client
+
+
+def sync_http(llm: ModelClient, sdk: ModuleType | None = None) -> Any:
+    """A `Client` of the HTTP library that `sdk` (default: `openai`) uses."""
+    http = http_library(sdk)
+    client = http.Client(transport=translating_transport(http)(llm), follow_redirects=True)
+    llm.closers.append(client.close)
+    return client
+
+
+def async_client(llm: ModelClient) -> "AsyncOpenAI":
+    return llm.client.with_options(http_client=async_http(llm))
+
+
+def sync_client(llm: ModelClient) -> "OpenAI":
+    from openai import OpenAI
+
+    client = llm.client
+    return OpenAI(
+        base_url=client.base_url,
+        api_key=client.api_key,
+        timeout=client.timeout,
+        max_retries=client.max_retries,
+        http_client=sync_http(llm),
+    )
+
+
+def push(
+    framework: str,
+    event_type: IntermediateStepType,
+    run_id: object,
+    name: str | None,
+    data: StreamEventData,
+    scope: EpisodeScope | None = None,
+    **others: Any,
+) -> None:
+    """Pushes a step to `scope` or the current episode. Does nothing outside an episode."""
+    scope = scope or current_scope()
+    if scope is not None:
+        payload = IntermediateStepPayload(
+            event_type=event_type, UUID=str(run_id), framework=framework, name=name, data=data, **others
+        )
+        scope.step_manager.push_intermediate_step(payload)
+
+
+class _Run(NamedTuple):
+    scope: EpisodeScope
+    name: str | None
+    arguments: Any
+
+
+class ToolSteps:
+    """Reports the tool runs of a framework as steps of the episode they started in. Run ids are globally unique."""
+
+    def __init__(self, framework: str) -> None:
+        self._framework = framework
+        self._open: dict[str, _Run] = {}
+
+    def start(self, run_id: object, name: str | None, arguments: Any, info: Any = None) -> None:
+        scope = current_scope()
+        if scope is None:
+            return
+        self._open[str(run_id)] = _Run(scope, name, arguments)
+        metadata = TraceMetadata.model_construct(tool_inputs=arguments, tool_info=info)
+        data = StreamEventData(input=arguments)
+        push(self._framework, IntermediateStepType.TOOL_START, run_id, name, data, scope, metadata=metadata)
+
+    def end(self, run_id: object, output: Any = None, error: object = None, arguments: Any = None) -> None:
+        """Pushes TOOL_END, with name and arguments as in TOOL_START. Ignores runs without a start.
+
+        `arguments` replaces those of the start, for frameworks that only know them at the end.
+        """
+        run = self._open.pop(str(run_id), None)
+        if run is None:
+            return
+        metadata: Any = {"error": repr(error)}
+        if error is None:
+            metadata = TraceMetadata.model_construct(tool_outputs=output)
+        data = StreamEventData(input=run.arguments if arguments is None else arguments, output=output)
+        push(self._framework, IntermediateStepType.TOOL_END, run_id, run.name, data, run.scope, metadata=metadata)
+
+    @contextmanager
+    def around(self, name: str, arguments: Any) -> Iterator["Returned"]:
+        """Reports a tool run. Yields a function to call with the result; the last call counts."""
+        run_id = uuid.uuid4()
+        results: list[tuple[Any, object]] = [(None, None)]
+
+        def returned(output: Any, error: object = None) -> None:
+            results.append((output, error))
+
+        self.start(run_id, name, arguments)
+        try:
+            yield returned
+        except BaseException as error:  # reported, then re-raised
+            self.end(run_id, error=error)
+            raise
+        self.end(run_id, *results[-1])
+
+
+class Returned(Protocol):
+    """Takes the output of a tool, and the error if the framework caught one."""
+
+    def __call__(self, output: Any, error: object = None) -> None: ...

@@ -1,0 +1,294 @@
+"""The training queue: jobs run one at a time, and a repeated idempotency key returns the existing job."""
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from insitu.backend.compute import ComputeThread
+from insitu.backend.inference.sampler import WeightVersion
+from insitu.backend.learner.batches import Row
+from insitu.backend.learner.learner import Learner, TrainedVersion
+from insitu.backend.learner.optimizer_loop import Progress
+from insitu.backend.learner.retention import ApplyRetention
+from insitu.disk.files import write_file
+from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused, format_error
+from insitu.schemas.training_jobs import JobState, LoRASettings, Retention, TrainingSettings
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 15.0
+"""`TrainingJob.events` yields None after this long without an event, so that the caller can send a keep-alive."""
+
+MAX_UNFINISHED_JOBS = 64
+"""Jobs that may be pending or running; each holds its rows in memory."""
+
+KEPT_JOBS = 256
+"""Ended jobs that can be looked up; the records of all are in files."""
+
+PublishWeights = Callable[[WeightVersion, nn.Module | None], Awaitable[None]]
+"""Awaited once a job's new weights are on disk and ready to serve; the module has them, if they are in memory."""
+
+
+class TrainingJob:
+    """A training job: its current `state` and `history`, the states emitted as events."""
+
+    def __init__(self, idempotency_key: str | None, learner: Learner, job_id: str | None = None) -> None:
+        self.state = JobState(id=job_id or f"job-{uuid.uuid4().hex}", status="pending", key=idempotency_key)
+        self.learner = learner
+        self.history: list[JobState] = [self.state]
+        self.task: asyncio.Task[None] | None = None
+        self.diverged = False
+        """Whether the job failed because of its rows or settings: they made the loss or a weight infinite."""
+        self.recording = False
+        """Whether new weights are being published and the outcome written to disk: it is too late to cancel."""
+        self.unserved: TrainedVersion | None = None
+        """The result of a failed job that could not be served: the same job sent again serves it."""
+        self._changed = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        return self.state.status in ("completed", "failed", "canceled")
+
+    def update(self, *, emit: bool = True, **changes: Any) -> None:
+        """Changes the state; with `emit`, also appends it to `history` and wakes `events()`."""
+        self.state = self.state.model_copy(update=changes)
+        if emit:
+            self.history.append(self.state)
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def events(self) -> AsyncIterator[JobState | None]:
+        """Yields the states in `history` until the job ends; None after each `HEARTBEAT_SECONDS` without a new one."""
+        next_index = 0
+        while True:
+            changed = self._changed
+            while next_index < len(self.history):
+                yield self.history[next_index]
+                next_index += 1
+            if self.ended:
+                return
+            try:
+                await asyncio.wait_for(changed.wait(), HEARTBEAT_SECONDS)
+            except TimeoutError:
+                yield None
+
+
+def _completed(trained: TrainedVersion) -> dict[str, Any]:
+    """What a job's state says of its result."""
+    return {
+        "status": "completed",
+        "progress": 100.0,
+        "policy_version": trained.version,
+        "checkpoint": str(trained.checkpoint),
+        "metrics": trained.job.metrics,
+    }
+
+
+async def _keep_all(learner: Learner, keep: Retention) -> None:
+    """Deletes no checkpoints."""
+
+
+class TrainingQueue:
+    """The training jobs of this process, and those of earlier ones whose checkpoints `learner` continues.
+
+    `learner` trains jobs submitted without one. `apply_retention` is awaited after jobs with a retention policy.
+    `check_lora` raises RequestRefused if weights trained with these adapters could not be served.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        compute: ComputeThread,
+        publish_weights: PublishWeights,
+        output_dir: Path,
+        apply_retention: ApplyRetention = _keep_all,
+        check_lora: Callable[[LoRASettings | None], None] = lambda lora: None,
+    ) -> None:
+        self._learner = learner
+        self._compute = compute
+        self._publish_weights = publish_weights
+        self._apply_retention = apply_retention
+        self._check_lora = check_lora
+        self._folder = output_dir / "jobs"
+        self._jobs: dict[str, TrainingJob] = {}
+        self._by_idempotency_key: dict[str, TrainingJob] = {}
+        self._lock = asyncio.Lock()  # FIFO: jobs run in submission order
+        for state in self._earlier_jobs():
+            job = TrainingJob(state.key, learner, state.id)
+            job.state, job.history = state, [state]
+            self._add(job)
+
+    def _earlier_jobs(self) -> list[JobState]:
+        """The latest jobs of earlier processes: from their checkpoints, or from their records if these were deleted."""
+        states = [
+            JobState(id=trained.job.id, key=trained.job.key, **_completed(trained))
+            for trained in self._learner.earlier_jobs
+        ]
+        for path in self._folder.glob("job-*.json"):
+            try:
+                state = JobState.model_validate_json(path.read_bytes())
+            except (OSError, ValueError) as error:
+                logger.warning("%s cannot be read: %s", path, error)
+                continue
+            deleted = self._learner.deleted_folder(state.policy_version)
+            if deleted is not None and state.checkpoint == os.path.relpath(deleted, self._folder.parent):
+                states.append(state.model_copy(update={"checkpoint": str(deleted)}))
+        return sorted(states, key=lambda state: state.policy_version or 0)[-KEPT_JOBS:]
+
+    def find_by_idempotency_key(self, idempotency_key: str | None) -> TrainingJob | None:
+        """The job with this key; None if there is none, or it failed or was canceled (the key may then be reused)."""
+        job = self._by_idempotency_key.get(idempotency_key) if idempotency_key else None
+        return job if job is not None and job.state.status not in ("failed", "canceled") else None
+
+    async def check(self, settings: TrainingSettings) -> None:
+        """Raises RequestRefused if no job with these settings could be trained."""
+        await self._compute.call(self._learner.verify, settings)
+        self._check_lora(self._learner.adapters(settings))
+
+    def submit(
+        self,
+        idempotency_key: str | None,
+        settings: TrainingSettings,
+        rows: Sequence[Row],
+        learner: Learner | None = None,
+        keep: Retention | None = None,
+        repeats: TrainingJob | None = None,
+    ) -> TrainingJob:
+        """Queues the job, or returns the existing job with this idempotency key.
+
+        A job that was trained and not served (`repeats`, or that of the key) is only served. Once it has completed, the
+        checkpoints that `keep` does not keep are deleted; None: all are kept.
+        """
+        if job := self.find_by_idempotency_key(idempotency_key):
+            return job
+        self.check_room()
+        learner = learner or self._learner
+        learner.check(settings)
+        self._check_lora(learner.adapters(settings))
+        self._forget_oldest()
+        repeats = repeats or self._by_idempotency_key.get(idempotency_key or "")
+        job = TrainingJob(idempotency_key, learner)
+        if repeats is not None and repeats.learner is learner:
+            job.unserved = repeats.unserved
+        self._add(job)
+        job.task = asyncio.create_task(self._train(job, settings, rows, keep), name=job.state.id)
+        return job
+
+    def _add(self, job: TrainingJob) -> None:
+        self._jobs[job.state.id] = job
+        if job.state.key:
+            self._by_idempotency_key[job.state.key] = job
+
+    def check_room(self) -> None:
+        """Raises RequestRefused (429) if no further job can be queued."""
+        unfinished = sum(not job.ended for job in self._jobs.values())
+        if unfinished >= MAX_UNFINISHED_JOBS:
+            raise RequestRefused(f"{unfinished} training jobs are queued already", status=429, code="queue_full")
+
+    def _forget_oldest(self) -> None:
+        ended = [job for job in self._jobs.values() if job.ended]
+        for job in ended[: max(0, len(ended) - KEPT_JOBS)]:
+            del self._jobs[job.state.id]
+            if job.state.key and self._by_idempotency_key.get(job.state.key) is job:
+                del self._by_idempotency_key[job.state.key]
+
+    def get(self, job_id: str) -> TrainingJob:
+        if job_id not in self._jobs:
+            existing = ", ".join(list(self._jobs)[-20:]) or "none"
+            raise RequestRefused(
+                f"no such job: {job_id!r}; known jobs: {existing}", status=404, param="id", code="job_not_found"
+            )
+        return self._jobs[job_id]
+
+    async def cancel(self, job_id: str) -> TrainingJob:
+        """Cancels the job and waits until it has stopped using the weights; a no-op if it has ended."""
+        job = self.get(job_id)
+        if not job.ended and job.task is not None:
+            if not job.recording:
+                job.task.cancel()
+            await asyncio.wait([job.task])
+            if not job.ended:  # canceled before its task started
+                job.update(status="canceled", message="canceled before it started")
+        return job
+
+    async def close(self) -> None:
+        """Cancels all jobs that have not ended."""
+        for job in list(self._jobs.values()):
+            await self.cancel(job.state.id)
+
+    async def _train(
+        self, job: TrainingJob, settings: TrainingSettings, rows: Sequence[Row], keep: Retention | None
+    ) -> None:
+        """Runs the job after all earlier ones; leaves it in a final state, which is on disk before it is shown."""
+        trained = job.unserved
+        outcome: dict[str, Any] = {}
+
+        def train() -> Generator[Progress | None, None, None]:
+            nonlocal trained
+            if keep is not None:
+                job.learner.kept_optimizer_states = keep.optimizer
+            trained = yield from job.learner.run(settings, rows, job.state.id, job.state.key)
+
+        def report(event: Progress) -> None:
+            metrics = {} if event.metrics is None else {"metrics": event.metrics}
+            job.update(emit=event.metrics is not None, progress=event.percent, **metrics)
+
+        try:
+            async with self._lock:
+                job.update(status="running", metrics={"rows": len(rows)})
+                try:
+                    if trained is None:
+                        await self._compute.run_interleaved(train(), report)
+                except asyncio.CancelledError:
+                    if trained is None:
+                        raise
+                    # The new weights are those that training continues from, so they are served.
+                job.recording = True
+                assert trained is not None
+                await self._serve(job, trained)
+                outcome = _completed(trained)
+                if keep is not None:
+                    await self._apply_retention(job.learner, keep)
+        except asyncio.CancelledError:
+            unchanged = {"status": "canceled", "message": "canceled; the weights are unchanged"}
+            outcome = unchanged if trained is None else _completed(trained)
+        except InsituError as error:
+            job.diverged = isinstance(error, JobFailed)
+            outcome = outcome or {"status": "failed", "message": str(error)}
+        except Exception as error:  # e.g. a model or disk error: fail this job, keep the server running
+            logger.exception("job %s failed", job.state.id)
+            outcome = outcome or {"status": "failed", "message": f"{type(error).__name__}: {error}"}
+        job.recording = True
+        await asyncio.to_thread(self._write_record, job.state.model_copy(update=outcome))
+        job.update(**outcome)
+
+    async def _serve(self, job: TrainingJob, trained: TrainedVersion) -> None:
+        """Raises BackendError if the weights cannot be served: then they are kept, for the same job sent again."""
+        latest = job.learner.version  # a later job may have continued from them
+        module = trained.module if trained.version == latest else None
+        try:
+            await self._publish_weights(WeightVersion(latest, job.learner.policy_name), module)
+        except Exception as error:  # re-raised
+            job.unserved = trained._replace(module=None)
+            reason = str(error) if isinstance(error, InsituError) else format_error(error)
+            raise BackendError(
+                f"version {latest} is trained and saved, but not served: {reason}; send the job again to serve it, "
+                "which does not train it again"
+            ) from error
+        job.unserved = None
+
+    def _write_record(self, state: JobState) -> None:
+        """The record names its checkpoint relative to the output_dir, which may be moved."""
+        if state.checkpoint is not None:
+            state = state.model_copy(update={"checkpoint": os.path.relpath(state.checkpoint, self._folder.parent)})
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_file(self._folder / f"{state.id}.json", state.model_dump_json(indent=2).encode() + b"\n")
+        except (OSError, InsituError) as error:  # e.g. disk full: the job itself is fine
+            logger.warning("could not write the record of job %s: %s", state.id, error)

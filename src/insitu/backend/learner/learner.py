@@ -1,0 +1,375 @@
+"""Trains a policy: a job's rows to the next version's weights, ready to serve, and their checkpoint."""
+
+import functools
+import logging
+import math
+import tempfile
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from insitu.backend.compute import in_another_thread
+from insitu.backend.learner.batches import Row
+from insitu.backend.learner.checkpoint_writer import write_checkpoint
+from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
+from insitu.backend.learner.optimizer_file import check_optimizer, open_optimizer
+from insitu.backend.learner.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers
+from insitu.backend.learner.policy import (
+    adamw,
+    build_policy,
+    check_finite,
+    loaded_adapter,
+    same_adapters,
+)
+from insitu.backend.learner.ranks import ALONE, Ranks, TrainsJobs
+from insitu.backend.model import LoadedModel, load_model
+from insitu.disk.checkpoint_files import (
+    OPTIMIZER_FILE,
+    JobRecord,
+    TrainingRecord,
+    check_model,
+    expired,
+    read_record,
+    saved_checkpoints,
+)
+from insitu.disk.files import delete_drafts, delete_folder
+from insitu.errors import BackendError, RequestRefused
+from insitu.schemas.training_jobs import LoRASettings, Retention, TrainingSettings
+
+logger = logging.getLogger(__name__)
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+class TrainedVersion(NamedTuple):
+    """The result of a job; `module` is a frozen copy in the served dtype, None if it is in the checkpoint only."""
+
+    module: nn.Module | None
+    version: int
+    checkpoint: Path
+    job: JobRecord
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return self.job.metrics
+
+
+class Learner:
+    """Owns the weights of one policy; `version` counts the finished jobs, 0 is the loaded model.
+
+    The latest checkpoint (before the first: the loaded model) is the authoritative state. A failed or canceled job
+    drops the state in memory, and the next job restores it from there. The loaded module is never modified. `lora`
+    applies to jobs without a `lora` block. With a `group`, other processes train; `ranks` are set in those. This
+    process samples if `served_here`.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        output_dir: Path,
+        policy_name: str = "",
+        lora: LoRASettings | None = None,
+        ranks: Ranks = ALONE,
+        group: TrainsJobs | None = None,
+        served_here: bool = True,
+    ) -> None:
+        self.version = 0
+        self._served_here = served_here
+        self._ranks = ranks
+        self._group = group
+        self.loaded = loaded
+        self.policy_name = policy_name
+        self.kept_optimizer_states = Retention().optimizer
+        self._folder = output_dir / "checkpoints"
+        self._checkpoints: dict[int, Path] = {}
+        self.earlier_jobs: list[TrainedVersion] = []
+        """The jobs of earlier processes, without their weights."""
+        self._state: TrainState | None = None
+        self._compute_logprobs = LogprobComputer(loaded)
+        self._workers = Workers(loaded, ranks)
+        source = str(Path(loaded.source).resolve()) if Path(loaded.source).exists() else loaded.source
+        self._origin = read_record(source) or TrainingRecord(step=0, version=0, started_from=source)
+        self._origin_folder = Path(source)
+        self._default_lora = lora
+        self._lora = self._origin.lora or loaded_adapter(loaded.module)
+        self._lora_fixed = self._lora is not None or self._origin.step > 0
+
+    @property
+    def lora(self) -> LoRASettings | None:
+        """Adapters being trained, or those of the first job if it has no `lora` block."""
+        return self._lora if self._lora_fixed else self._default_lora
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions that can be served, oldest first; 0 is always one of them."""
+        return [0, *self._checkpoints]
+
+    def deleted_folder(self, version: int | None) -> Path | None:
+        """Where the checkpoint of a version was before it was deleted; None if it was not."""
+        known = version is not None and 0 < version <= self.version and version not in self._checkpoints
+        return self._folder_of(version) if known and version is not None else None
+
+    def _folder_of(self, version: int) -> Path:
+        return self._folder / f"step_{self._origin.step + version:06d}"
+
+    def resume(self) -> None:
+        """Continues from the checkpoints that earlier processes made of the loaded model, if there are any.
+
+        Raises RequestRefused if they are of another training: its numbers would continue with other weights. The loaded
+        model may be one of them; then it must be the latest that does not continue it.
+        """
+        self._ranks.on_first(lambda: delete_drafts(self._folder))
+        origin, among_them = self._origin, self._origin_folder.parent == self._folder.resolve()
+        for folder, record in saved_checkpoints(self._folder):
+            started_at = record.step - record.version
+            if among_them and record.started_from == origin.started_from and record.step <= origin.step:
+                continue
+            if (record.started_from, started_at) != (origin.started_from, origin.step):
+                raise RequestRefused(
+                    f"{folder} continues step {started_at} of the training of {record.started_from}, but the loaded "
+                    f"model is step {origin.step} of {origin.started_from}: load that model, or use another output_dir "
+                    "or name",
+                    status=409,
+                    code="other_model",
+                )
+            self.version = record.version
+            self._checkpoints[record.version] = folder
+            self._lora, self._lora_fixed = record.lora, True
+            if record.job is not None:
+                self.earlier_jobs.append(TrainedVersion(None, record.version, folder, record.job))
+        if self.version:
+            logger.warning(
+                "%s holds a training of this model: continuing from its step %d",
+                self._folder,
+                origin.step + self.version,
+            )
+
+    def delete_checkpoint(self, version: int) -> None:
+        """Raises RequestRefused for the latest version, which training continues from, and OSError."""
+        if version == self.version:
+            raise RequestRefused(
+                f"{version} is the latest step, which training continues from; it cannot be deleted",
+                status=409,
+                code="latest_step",
+            )
+        folder = self._checkpoints[version]
+        try:
+            delete_folder(folder)
+        finally:
+            if not folder.exists():
+                del self._checkpoints[version]
+                logger.info("deleted %s", folder)
+
+    def expired(self, keep: Retention) -> list[int]:
+        """The versions that a retention policy deletes, oldest first."""
+        return expired(self._checkpoints.keys(), keep)
+
+    def check(self, settings: TrainingSettings) -> None:
+        """Raises RequestRefused if the job's adapters differ from those being trained."""
+        if self._lora_fixed and not same_adapters(settings.lora or self._default_lora, self._lora):
+            allowed = self._lora.model_dump_json() if self._lora else "none (all weights)"
+            raise RequestRefused(
+                f"settings.lora differs from the adapters this backend trains; allowed: {allowed}",
+                status=409,
+                param="settings.lora",
+                code="lora_fixed",
+            )
+
+    def adapters(self, settings: TrainingSettings) -> LoRASettings | None:
+        """The adapters that a job with these settings trains; None: all weights."""
+        return self._lora if self._lora_fixed else settings.lora or self._default_lora
+
+    def verify(self, settings: TrainingSettings) -> None:
+        """Raises RequestRefused if no job with these settings can be trained, regardless of its rows.
+
+        Runs in the compute thread.
+        """
+        self.check(settings)
+        lora = self.adapters(settings)
+        try:
+            if (lora is not None and not self._lora_fixed) or settings.gradient_checkpointing:
+                build_policy(self.loaded, lora, settings.seed).checkpoint_activations(settings.gradient_checkpointing)
+            if settings.reference == "initial":
+                _ = self._reference
+            if self._state is None:  # else the next job continues from memory
+                self._check_optimizer()
+        except BackendError as error:
+            raise RequestRefused(str(error), status=409, code="not_trainable") from error
+
+    def run(
+        self, settings: TrainingSettings, rows: Sequence[Row], job_id: str = "", key: str | None = None
+    ) -> Generator[Progress | None, None, TrainedVersion]:
+        """Yields after every micro-batch, and None while another thread writes the checkpoint.
+
+        Closing it early leaves weights and optimizer unchanged.
+
+        Without rows the next version has the same weights. The checkpoint records the job's id and idempotency key.
+        """
+        steps = self._train(settings, rows, JobRecord(id=job_id, key=key))
+        try:
+            while True:
+                with self._workers.threads():
+                    try:
+                        progress = next(steps)
+                    except StopIteration as end:
+                        return end.value
+                yield progress
+        except BaseException:  # an interrupted job leaves invalid state in memory; re-raised
+            self._state = None
+            raise
+
+    def load_version(self, version: int) -> nn.Module:
+        """The weights of a version, from its checkpoint, frozen and in the served dtype."""
+        if version == 0:
+            return self.loaded.module
+        folder = self.folder(version)
+        check_model(folder)
+        policy = build_policy(self.loaded, self._lora, seed=0)
+        policy.load(folder)
+        return policy.served()
+
+    def folder(self, version: int) -> Path:
+        """The files of a version above 0. Raises RequestRefused if there are none."""
+        if version not in self._checkpoints:
+            known = ", ".join(map(str, self.versions))
+            reason = "was deleted" if 0 < version < self.version else "does not exist"
+            raise RequestRefused(
+                f"version {version} {reason}; available: {known}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return self._checkpoints[version]
+
+    def _train(
+        self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
+    ) -> Generator[Progress | None, None, TrainedVersion]:
+        self.check(settings)
+        train = self._train_here if self._group is None else self._train_in_group
+        trained, lora = yield from train(settings, rows, job)
+        # Nothing below can fail: version, checkpoint and weights change together.
+        self.version += 1
+        self._checkpoints[self.version] = trained.checkpoint
+        self._lora, self._lora_fixed = lora, True
+        if self._ranks is ALONE:  # otherwise the backend deletes them
+            for version in self._checkpoints:
+                if version <= self.version - self.kept_optimizer_states:
+                    (self._checkpoints[version] / OPTIMIZER_FILE).unlink(missing_ok=True)
+        loss, seconds = trained.metrics.get("loss", math.nan), trained.metrics["seconds"]
+        logger.info("version %d: loss %.4g, %d rows, %.1f s", self.version, loss, len(rows), seconds)
+        return trained
+
+    def _train_in_group(
+        self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
+    ) -> Generator[Progress | None, None, tuple[TrainedVersion, LoRASettings | None]]:
+        """The ranks hold the weights being trained; those to serve in this process are read from their checkpoint."""
+        assert self._group is not None
+        settings = settings.model_copy(update={"lora": self.adapters(settings)})
+        done = yield from self._group.train(self._folder.parent, self.policy_name, settings, rows, job)
+        checkpoint = self._folder_of(self.version + 1)
+        module = None
+        if self._served_here:
+            policy = build_policy(self.loaded, settings.lora, seed=0)
+            policy.load(checkpoint)
+            module = policy.served()
+        record = job.model_copy(update={"metrics": done["metrics"]})
+        return TrainedVersion(module, self.version + 1, checkpoint, record), settings.lora
+
+    def _train_here(
+        self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
+    ) -> Generator[Progress | None, None, tuple[TrainedVersion, LoRASettings | None]]:
+        start = time.monotonic()
+        if self._state is None:
+            yield from in_another_thread(self._check_files, lambda _: None)
+            self._state = self._restore(settings)
+        state = self._state
+        state.policy.checkpoint_activations(settings.gradient_checkpointing)
+        for group in state.optimizer.param_groups:
+            group["betas"] = settings.betas
+            group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
+        metrics = (yield from OptimizerLoop(state, settings, rows).run()) if rows else {}
+        served = state.policy.served_by_first(self._ranks)
+        self._ranks.on_first(lambda: check_finite(served, settings, rows))
+        metrics |= {
+            "tokens": sum(len(row.positions) for row in rows),
+            "rows": len(rows),
+            "episodes": len({row.episode or index for index, row in enumerate(rows)}),
+            "seconds": time.monotonic() - start,
+        }
+        if pairs := {row.pair for row in rows} - {""}:
+            metrics["pairs"] = len(pairs)
+        job = job.model_copy(update={"metrics": metrics})
+        save = functools.partial(self._save_checkpoint, state, served, job)
+        checkpoint = (yield from in_another_thread(save, delete_folder)) if self._ranks is ALONE else save()
+        return TrainedVersion(served, self.version + 1, checkpoint, job), state.policy.lora
+
+    def _restore(self, settings: TrainingSettings) -> TrainState:
+        """The state of the latest checkpoint, or of the loaded model."""
+        lora = self.adapters(settings)
+        policy = build_policy(self.loaded, lora, settings.seed)
+        folder = self._checkpoints.get(self.version)
+        if folder is not None:
+            policy.load(folder)
+        with open_optimizer(folder or self._origin_folder) as saved:
+            if not saved and self._origin.step + self.version:
+                logger.warning(
+                    "%s has no optimizer state: AdamW starts with new moments", folder or self._origin_folder
+                )
+            masters = {name: f"weights.{name}" for name in policy.trainable}
+            policy.overwrite((name, saved.read(key)) for name, key in masters.items() if key in saved)
+            forward = PolicyForward(policy.module, self._compute_logprobs)
+            self._ranks.shard(policy.module, forward)
+            optimizer = adamw(policy.trainable, self.loaded.device, fused=not self._ranks.shards_weights)
+            for name, parameter in policy.trainable.items():
+                if f"exp_avg.{name}" in saved:
+                    optimizer.state[parameter] = {key: saved.read_part(f"{key}.{name}", parameter) for key in MOMENTS}
+        return TrainState(
+            *(policy, forward, optimizer, self._compute_logprobs, self._workers),
+            reference=lambda: self._reference,
+            ranks=self._ranks,
+        )
+
+    def _check_files(self) -> None:
+        """Raises BackendError if a file of the latest checkpoint is damaged; hashing takes seconds per GB."""
+        if (folder := self._checkpoints.get(self.version)) is not None:
+            check_model(folder)
+        self._check_optimizer()
+
+    def _check_optimizer(self) -> None:
+        """Raises BackendError if the next job cannot continue from the optimizer state.
+
+        That of the loaded model may have been deleted; the latest checkpoint always has one.
+        """
+        latest = self._checkpoints.get(self.version)
+        check_optimizer(latest or self._origin_folder, required=latest is not None)
+
+    @functools.cached_property
+    def _reference(self) -> nn.Module:
+        """The weights that training started from, possibly in an earlier process."""
+        if self._origin.step == 0:
+            return self.loaded.module
+        dtype = str(self.loaded.dtype).removeprefix("torch.")
+        return load_model(self._origin.started_from, str(self.loaded.device), dtype).module
+
+    def _save_checkpoint(self, state: TrainState, served: nn.Module | None, job: JobRecord) -> Path:
+        version = self.version + 1
+        target = self._folder_of(version)
+        record = TrainingRecord(
+            step=self._origin.step + version,
+            version=version,
+            started_from=self._origin.started_from,
+            lora=state.policy.lora,
+            job=job,
+        )
+        write_checkpoint(target, state, served, record, self._tokenizer_files)
+        return target
+
+    @functools.cached_property
+    def _tokenizer_files(self) -> dict[str, bytes]:
+        """The tokenizer's files, which are the same in every checkpoint."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.loaded.tokenizer.save_pretrained(folder)
+            return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}

@@ -1,0 +1,146 @@
+"""AdamW's state in a checkpoint: one safetensors file, of which every rank writes and reads the parts that it holds.
+
+The format is that of https://github.com/huggingface/safetensors: a length, a JSON header with the dtype, shape and
+offsets of each tensor, and the tensors row by row. So the number of ranks may change between jobs.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from insitu.backend.learner.ranks import Ranks, is_sharded
+from insitu.backend.model import wrap_errors
+from insitu.disk.checkpoint_files import OPTIMIZER_FILE, check_optimizer_file
+from insitu.errors import BackendError
+
+
+class SavedOptimizer:
+    """The tensors of a file, each read when it is asked for; none if there is no file."""
+
+    def __init__(self, file: Any = None) -> None:
+        self._file = file
+        self._names = frozenset(file.keys()) if file is not None else frozenset[str]()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def read_part(self, name: str, like: Tensor) -> Tensor:
+        """On the device of `like`, and distributed over the ranks as `like` is, if the shapes are equal."""
+        rows = self._file.get_slice(name)
+        if not is_sharded(like) or tuple(rows.get_shape()) != like.shape:
+            return self.read(name).to(like.device)
+        from torch.distributed.tensor import DTensor
+
+        assert isinstance(like, DTensor)
+        local = like.to_local()
+        first = _first_row(like)
+        part = rows[first : first + len(local)] if len(local) else torch.empty_like(local)
+        return DTensor.from_local(
+            *(part.to(local.device), like.device_mesh, like.placements),
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+
+@contextmanager
+def open_optimizer(folder: Path) -> Iterator[SavedOptimizer]:
+    """The optimizer state of a checkpoint. Raises BackendError if it cannot be read."""
+    path = folder / OPTIMIZER_FILE
+    if not path.is_file():
+        yield SavedOptimizer()
+        return
+    with wrap_errors(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
+        yield SavedOptimizer(file)
+
+
+def check_optimizer(folder: Path, *, required: bool) -> None:
+    """Raises BackendError if the optimizer state is damaged, or is missing and `required`."""
+    check_optimizer_file(folder, required=required)
+    with open_optimizer(folder):
+        pass
+
+
+def write_optimizer(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Writes float32 tensors, which are distributed over the ranks or the same on all. Raises OSError on all alike."""
+    path = folder / OPTIMIZER_FILE
+    starts = _starts(tensors)
+    ranks.on_first(lambda: _write_header(path, tensors, starts))
+    ranks.on_each(lambda: _write_parts(path, tensors, starts, ranks))
+
+
+def _starts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Where each tensor begins, in bytes from the first, and under "" where the last one ends."""
+    starts, end = {}, 0
+    for name in sorted(tensors):
+        if tensors[name].dtype != torch.float32:
+            raise BackendError(f"the optimizer state {name} is {tensors[name].dtype}, not float32")
+        starts[name] = end
+        end += 4 * tensors[name].numel()
+    return {**starts, "": end}
+
+
+def _header(tensors: Mapping[str, Tensor], starts: Mapping[str, int]) -> bytes:
+    entries = {
+        name: {
+            "dtype": "F32",
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, start + 4 * tensors[name].numel()],
+        }
+        for name, start in starts.items()
+        if name
+    }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_header(path: Path, tensors: Mapping[str, Tensor], starts: Mapping[str, int]) -> None:
+    header = _header(tensors, starts)
+    with path.open("xb") as file:
+        file.write(header)
+        file.truncate(len(header) + starts[""])
+
+
+def _write_parts(path: Path, tensors: Mapping[str, Tensor], starts: Mapping[str, int], ranks: Ranks) -> None:
+    begin = len(_header(tensors, starts))
+    with path.open("r+b") as file:
+        for name, tensor in tensors.items():
+            if is_sharded(tensor):
+                part = tensor.to_local()  # type: ignore[attr-defined]
+                offset = _first_row(tensor) * math.prod(tensor.shape[1:])
+            elif ranks.index == 0:
+                part, offset = tensor, 0
+            else:
+                continue
+            if part.numel():
+                file.seek(begin + starts[name] + 4 * offset)
+                file.write(memoryview(part.detach().cpu().contiguous().numpy()).cast("B"))
+
+
+def _first_row(tensor: Any) -> int:
+    """The first row that this rank holds of a tensor that is distributed by rows."""
+    (placement,) = tensor.placements
+    assert placement.is_shard(0), placement
+    mesh = tensor.device_mesh
+    return _starting_rows(tensor.shape[0], mesh.size())[mesh.get_local_rank()]
+
+
+def _starting_rows(rows: int, ranks: int) -> Sequence[int]:
+    """As `torch.chunk` divides them."""
+    share = -(-rows // ranks)
+    return [min(rank * share, rows) for rank in range(ranks)]

@@ -1,0 +1,343 @@
+"""The optimizer steps of one job, micro-batch by micro-batch.
+
+What a method does with log-probabilities is its `Objective`; the loop is the same for all. It is also the same for one
+process and for several `Ranks`, each of which computes some micro-batches of a round.
+
+Shapes: B rows of a micro-batch, K maximum trained tokens per row, N trained tokens of its distinct sequences.
+"""
+
+import contextlib
+import functools
+import itertools
+import logging
+import math
+import os
+import random
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from insitu.backend.learner.batches import MicroBatch, Packer, Row, optimizer_steps, pad
+from insitu.backend.learner.logprobs import LogprobComputer, TokenLogprobs
+from insitu.backend.learner.losses import kl_estimate
+from insitu.backend.learner.objectives import (
+    KnownSums,
+    LossOfRows,
+    RowLogprobs,
+    StepResult,
+    build_objective,
+)
+from insitu.backend.learner.policy import TrainablePolicy
+from insitu.backend.learner.ranks import ALONE, Ranks, whole
+from insitu.backend.model import LoadedModel
+from insitu.errors import BackendError, JobFailed
+from insitu.schemas.training_jobs import TrainingSettings
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+CPU_MICRO_BATCH = 2048
+"""Maximum padded tokens of a micro-batch on a CPU: more are not faster, and sampling waits for each micro-batch."""
+SMALL_MODEL = 5_000_000
+"""Parameters below which operations are too short to be split over threads."""
+KL_ROWS = 128
+"""Rows on which the KL metric is measured after the last step if there is no KL penalty."""
+
+
+class Progress(NamedTuple):
+    """Reported after each micro-batch, with `metrics` at the end of an optimizer step."""
+
+    percent: float
+    metrics: dict[str, Any] | None = None
+
+
+def learning_rate(settings: TrainingSettings, step: int, steps: int) -> float:
+    """Learning rate of step `step` (from 0) of `steps`, each an equal part of the job's `schedule_range`."""
+    first, last = settings.schedule_range
+    start, end = (first + (last - first) * number / steps for number in (step, step + 1))
+    if start < settings.warmup:  # by the end of the step, so that the first step is not wasted
+        return settings.learning_rate * min(1.0, end / settings.warmup)
+    decay = (start - settings.warmup) / (1 - settings.warmup)
+    factor = {"constant": 1.0, "linear": 1 - decay, "cosine": (1 + math.cos(math.pi * decay)) / 2}
+    return settings.learning_rate * factor[settings.schedule]
+
+
+class Workers:
+    """Uses a CPU's cores: `count` micro-batches in parallel for a small model, else threads within each operation."""
+
+    def __init__(self, loaded: LoadedModel, ranks: Ranks = ALONE) -> None:
+        cores = max(1, (os.cpu_count() or 1) // ranks.count)
+        small = sum(parameter.numel() for parameter in loaded.module.parameters()) < SMALL_MODEL
+        self.count = cores if small and loaded.device.type == "cpu" and not ranks.shards_weights else 1
+        self._threads = cores // self.count if loaded.device.type == "cpu" else None
+        self._pool = ThreadPoolExecutor(self.count, "insitu-training") if self.count > 1 else None
+
+    def map(self, fn: Callable[[T], R], items: Sequence[T], *, sequential: bool = False) -> list[R]:
+        """Results in the order of `items`, at most `count` of them; `sequential` if `fn` uses torch's RNG."""
+        if self._pool is None or len(items) < 2 or sequential:
+            return [fn(item) for item in items]
+
+        def run(item: T) -> R:
+            with self.threads():
+                return fn(item)
+
+        return list(self._pool.map(run, items))
+
+    @contextlib.contextmanager
+    def threads(self) -> Iterator[None]:
+        """Sets torch's thread count for training within the block."""
+        before = torch.get_num_threads()
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+@dataclass
+class TrainState:
+    """State kept from job to job; `reference` returns the starting weights, loading them if necessary.
+
+    `forward` computes the log-probabilities of a micro-batch under the policy, `compute_logprobs` under any module.
+    """
+
+    policy: TrainablePolicy
+    forward: Callable[[MicroBatch], TokenLogprobs]
+    optimizer: torch.optim.Optimizer
+    compute_logprobs: LogprobComputer
+    workers: Workers
+    reference: Callable[[], nn.Module]
+    ranks: Ranks = ALONE
+
+
+class FixedLogprobs:
+    """Log-probabilities of rows under weights that do not change during a job, each computed once."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, np.ndarray] = {}
+
+    def get(self, indices: Sequence[int], device: torch.device) -> Tensor | None:
+        """(B, K); None unless those of all rows are known."""
+        known = [self._rows[index] for index in indices if index in self._rows]
+        return pad(known).to(device) if len(known) == len(indices) else None
+
+    def keep(self, indices: Sequence[int], logprobs_BK: Tensor, mask_BK: Tensor) -> None:
+        counts = mask_BK.sum(1).tolist()
+        for index, count, logprobs in zip(indices, counts, logprobs_BK.cpu().numpy(), strict=True):
+            self._rows[index] = logprobs[:count]
+
+    def merge(self, ranks: Ranks) -> None:
+        self._rows = ranks.merge(self._rows)
+
+
+class OptimizerLoop:
+    """Runs all optimizer steps of one job on the policy of `state`."""
+
+    def __init__(self, state: TrainState, settings: TrainingSettings, rows: Sequence[Row]) -> None:
+        self._policy = state.policy
+        self._optimizer = state.optimizer
+        self._parameters = list(state.policy.trainable.values())
+        self._forward = state.forward
+        self._compute_logprobs = state.compute_logprobs
+        self._workers = state.workers
+        self._ranks = state.ranks
+        self._initial = state.reference() if settings.reference == "initial" else None
+        self._load_initial = state.reference
+        self._settings = settings
+        self._plan = optimizer_steps(rows, settings)
+        self._objective = build_objective(settings, rows, self._plan, state.policy.loaded.max_length)
+        self._rows = self._objective.rows
+        # A shared prompt is a forward pass more, and sharded ranks must run equally many; recomputing a layer would add
+        # to the keys and values of the prompt again.
+        share_prompts = self._objective.shares_prompts and not settings.gradient_checkpointing
+        share_prompts = share_prompts and not state.ranks.shards_weights and state.compute_logprobs.can_share_prompts
+        self._packer = Packer(self._rows, share_prompts=share_prompts)
+        self._dropout = random.Random(f"{settings.seed}|{settings.schedule_range}")
+        self._device = state.policy.loaded.device
+        self._at_start = FixedLogprobs()
+        self._at_initial = FixedLogprobs()
+        self._max_tokens = settings.micro_batch_tokens
+        if self._device.type == "cpu":
+            self._max_tokens = min(self._max_tokens, CPU_MICRO_BATCH)
+
+    def run(self) -> Generator[Progress, None, dict[str, Any]]:
+        """Yields after each micro-batch; returns the job's metrics. Raises JobFailed if a loss is not finite."""
+        if self._objective.uses_start:
+            # Without dropout the first step computes the log-probabilities of its rows at the start itself.
+            first = set() if self._policy.has_dropout else {*self._plan[0], *self._objective.baseline_rows(0)}
+            for batches in self._rounds([[index] for index in range(len(self._rows)) if index not in first]):
+                self._map(self._compute_start, batches)
+                yield Progress(0.0)
+            self._at_start.merge(self._ranks)
+        steps: list[StepResult] = []
+        for number, indices in enumerate(self._plan):
+            rate = learning_rate(self._settings, number, len(self._plan))
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            sums = yield from self._compute(number)
+            steps.append(self._optimizer_step(sums, self._count_tokens(indices)))
+            yield Progress(100 * (number + 1) / len(self._plan), self._metrics(steps[-1:]))
+        metrics = self._metrics(steps)
+        if self._objective.measures_kl and self._initial is None:
+            metrics["kl"] = self._measure_kl(self._plan[-1][:KL_ROWS])
+        return metrics
+
+    def _map(
+        self, fn: Callable[[list[int]], R], batches: Sequence[list[int]], *, sequential: bool = False
+    ) -> list[tuple[list[int], R]]:
+        """Calls `fn` for this rank's micro-batches of a round; returns them with the results."""
+        own = self._ranks.deal(batches)
+        if not own and self._ranks.shards_weights:
+            fn(batches[0])  # takes part in the exchange of weights; the result is that of another rank
+        return [*zip(own, self._workers.map(fn, own, sequential=sequential), strict=True)]
+
+    def _metrics(self, steps: Sequence[StepResult]) -> dict[str, Any]:
+        return {
+            "loss": math.fsum(step.sums["loss"] for step in steps) / len(steps),
+            "entropy": math.fsum(step.sums["entropy"] for step in steps) / sum(step.tokens for step in steps),
+            "grad_norm": math.fsum(step.grad_norm for step in steps) / len(steps),
+            "learning_rate": steps[-1].learning_rate,
+            "steps": len(steps),
+            **self._objective.metrics(steps),
+        }
+
+    def _count_tokens(self, indices: Sequence[int]) -> int:
+        return sum(len(self._rows[index].positions) for index in indices)
+
+    def _rounds(self, units: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], ...]]:
+        """Yields one micro-batch of about equal length per worker of all ranks, until all rows are covered."""
+        count = self._workers.count * self._ranks.count
+        share = self._packer.even_share(units, self._max_tokens, count)
+        pending = self._packer.micro_batches(units, share)
+        while batches := tuple(itertools.islice(pending, count)):
+            yield batches
+
+    @torch.no_grad()
+    def _compute_start(self, micro_batch: list[int]) -> None:
+        batch = self._packer.collate(micro_batch, self._device)
+        logprobs_BK = batch.to_rows(self._forward(batch).logprobs_N)
+        self._at_start.keep(micro_batch, logprobs_BK, batch.mask_BK)
+
+    def _compute(self, step: int) -> Generator[Progress, None, dict[str, float]]:
+        """Computes the gradients of an optimizer step; returns the sums by name."""
+        rounds = list(self._rounds(self._objective.units(step)))
+        known = yield from self._compute_known(step, rounds)
+        loss_of = self._objective.step_loss(step, known)
+        names = (*self._objective.sums, "entropy")
+        totals = torch.zeros(len(names), device=self._device, dtype=torch.float64)
+        done = 0
+        self._optimizer.zero_grad()
+        for batches in rounds:
+            with self._policy.dropout(self._dropout.getrandbits(63)):
+                own = self._ranks.deal(batches)
+                backward = functools.partial(self._backward, loss_of=loss_of, counts=bool(own))
+                results = self._map(backward, batches, sequential=self._policy.has_dropout)
+            # In this order, for reproducible sums.
+            for _, (sums, gradients) in results:
+                totals += sums
+                for parameter, gradient in zip(self._parameters, gradients, strict=False):
+                    if parameter.grad is None:
+                        parameter.grad = gradient
+                    elif gradient is not None:
+                        parameter.grad += gradient
+            done += sum(map(len, batches))
+            yield Progress(100 * (step + done / len(self._plan[step])) / len(self._plan))
+        self._ranks.sum_gradients(self._parameters)
+        if self._objective.uses_start and self._settings.num_iterations > 1:
+            self._at_start.merge(self._ranks)  # another rank may get the rows in the next iteration
+        return dict(zip(names, self._ranks.sum(totals).tolist(), strict=True))
+
+    def _compute_known(
+        self, step: int, rounds: Sequence[tuple[list[int], ...]]
+    ) -> Generator[Progress, None, dict[int, KnownSums]]:
+        """Sums of the rows that the loss of other micro-batches depends on: baselines, and units split over several."""
+        place = {index: number for number, micro_batch in enumerate(itertools.chain(*rounds)) for index in micro_batch}
+        split = [unit for unit in self._objective.units(step) if len({place[index] for index in unit}) > 1]
+        needed = [*self._objective.baseline_rows(step), *itertools.chain(*split)]
+        known: dict[int, KnownSums] = {}
+        for batches in self._rounds([[index] for index in needed]):
+            for _, sums in self._map(self._known_sums, batches):
+                known |= sums
+            yield Progress(100 * step / len(self._plan))
+        return self._ranks.merge(known)
+
+    @torch.no_grad()
+    def _known_sums(self, micro_batch: list[int]) -> dict[int, KnownSums]:
+        batch = self._packer.collate(micro_batch, self._device)
+        new_BK = batch.to_rows(self._forward(batch).logprobs_N)
+        logprobs = self._row_logprobs(micro_batch, batch, new_BK)
+        sums = zip(logprobs.sums().tolist(), logprobs.log_ratios().tolist(), strict=True)
+        return {index: KnownSums(*each) for index, each in zip(micro_batch, sums, strict=True)}
+
+    def _backward(
+        self, micro_batch: list[int], loss_of: LossOfRows, counts: bool
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Returns the sums, and with several workers the gradients, which workers must not accumulate concurrently.
+
+        Gradients are 0 if the micro-batch does not count.
+        """
+        batch = self._packer.collate(micro_batch, self._device)
+        new_N, entropy_N = self._forward(batch)
+        loss, sums = loss_of(micro_batch, self._row_logprobs(micro_batch, batch, batch.to_rows(new_N)))
+        entropy = batch.to_rows(entropy_N).double().sum()
+        totals = torch.stack([*(value.double() for value in sums), entropy])
+        if self._workers.count > 1:
+            return totals, torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        (loss if counts else 0.0 * loss).backward()
+        return totals, ()
+
+    def _row_logprobs(self, micro_batch: list[int], batch: MicroBatch, new_BK: Tensor) -> RowLogprobs:
+        start_BK = ref_BK = None
+        if self._objective.uses_start:
+            start_BK = self._at_start.get(micro_batch, self._device)
+            if start_BK is None:  # the first step
+                start_BK = new_BK.detach()
+                if self._settings.num_iterations > 1:  # needed again in the next iteration
+                    self._at_start.keep(micro_batch, start_BK, batch.mask_BK)
+        if self._settings.reference == "job_start":
+            ref_BK = start_BK
+        elif self._initial is not None:
+            ref_BK = self._at_initial.get(micro_batch, self._device)
+            if ref_BK is None:
+                with torch.no_grad():
+                    ref_BK = batch.to_rows(self._compute_logprobs(self._initial, batch).logprobs_N)
+                self._at_initial.keep(micro_batch, ref_BK, batch.mask_BK)
+        return RowLogprobs(new_BK, start_BK, ref_BK, batch.mask_BK)
+
+    def _optimizer_step(self, sums: dict[str, float], tokens: int) -> StepResult:
+        norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm)).item()
+        if not (math.isfinite(norm) and math.isfinite(sums["loss"])):
+            raise JobFailed(
+                f"the loss is {sums['loss']} and the norm of its gradient {norm}; the weights from before the job were "
+                "restored"
+            )
+        self._optimizer.step()
+        return StepResult(tokens, sums, norm, self._optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def _measure_kl(self, indices: list[int]) -> float | None:
+        total = 0.0
+        try:
+            initial = self._load_initial()
+        except BackendError as error:  # the model that training started from is missing: the job is valid without kl
+            logger.warning("kl is not measured: %s", error)
+            return None
+
+        def kl_of(micro_batch: list[int]) -> float:
+            batch = self._packer.collate(micro_batch, self._device)
+            new_N, ref_N = self._forward(batch).logprobs_N, self._compute_logprobs(initial, batch).logprobs_N
+            return batch.to_rows(kl_estimate(new_N, ref_N, self._settings.kl)).sum().item()
+
+        pending = self._packer.micro_batches([[index] for index in indices], self._max_tokens)
+        while batches := tuple(itertools.islice(pending, self._ranks.count)):
+            total += sum(kl for _, kl in self._map(kl_of, batches, sequential=True))
+        summed = self._ranks.sum(torch.tensor(total, device=self._device, dtype=torch.float64))
+        return summed.item() / self._count_tokens(indices)

@@ -1,0 +1,239 @@
+"""Trainable weights, all of the model's or LoRA adapters over weights shared with the served model; and their files.
+
+A checkpoint folder is a model that `insitu backend --model` loads, plus the state to resume training from it (see
+`checkpoint_files`).
+"""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from insitu.backend.learner.batches import Row
+from insitu.backend.learner.ranks import Ranks, whole
+from insitu.backend.model import LoadedModel, complete_model, first_not_finite, quiet_peft, wrap_errors
+from insitu.errors import BackendError, JobFailed
+from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
+
+_PROBED_TOKENS = 64
+_recompute = functools.partial(checkpoint, use_reentrant=False)
+
+
+@dataclass
+class TrainablePolicy:
+    """`module` has float32 master weights where it is trainable."""
+
+    module: nn.Module
+    lora: LoRASettings | None
+    loaded: LoadedModel
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    @property
+    def has_dropout(self) -> bool:
+        return self.lora is not None and self.lora.dropout > 0
+
+    @contextlib.contextmanager
+    def dropout(self, seed: int) -> Iterator[None]:
+        """Enables the adapters' dropout within the block; the base model's is never active."""
+        if not self.has_dropout:
+            yield
+            return
+        layers = [module for name, module in self.module.named_modules() if "lora_dropout" in name]
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            try:
+                for layer in layers:
+                    layer.train()
+                yield
+            finally:
+                for layer in layers:
+                    layer.eval()
+
+    def checkpoint_activations(self, enabled: bool) -> None:
+        """Whether the backward pass recomputes the activations of each layer. Raises BackendError if it cannot."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers: list[Any] = [layer for layer in self.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        if enabled and not layers:
+            model = type(self.loaded.module).__name__
+            raise BackendError(f"gradient_checkpointing is true, but transformers does not support it for {model}")
+        for layer in layers:
+            layer.gradient_checkpointing = enabled
+            layer._gradient_checkpointing_func = _recompute
+            layer.training = enabled  # of this module only: dropout within it stays off
+
+    def served(self) -> nn.Module:
+        """A frozen copy in the dtypes of the loaded model, sharing its untrained tensors."""
+        base, dtypes = self._served_form()
+        weights = {name: p.detach().to(dtypes[name], copy=True) for name, p in self.trainable.items()}
+        return replace_weights(base, weights).requires_grad_(False)
+
+    def served_by_first(self, ranks: Ranks) -> nn.Module | None:
+        """`served` on rank 0, None on the others. All ranks must call it.
+
+        Distributed weights are gathered one after the other, into the CPU's memory.
+        """
+        if not ranks.shards_weights:
+            return self.served() if ranks.index == 0 else None
+        base, dtypes = self._served_form()
+        weights = {}
+        for name, parameter in self.trainable.items():
+            gathered = whole(parameter.detach())
+            if ranks.index == 0:
+                weights[name] = gathered.to("cpu", dtypes[name], copy=True)
+        return replace_weights(base, weights).requires_grad_(False).to("cpu") if ranks.index == 0 else None
+
+    def _served_form(self) -> tuple[nn.Module, dict[str, torch.dtype]]:
+        """The module whose other tensors are served, and the dtypes of the trained ones."""
+        if self.lora is not None:
+            return self.module, dict.fromkeys(self.trainable, self.loaded.dtype)
+        return self.loaded.module, {name: p.dtype for name, p in self.loaded.module.named_parameters()}
+
+    def save(self, folder: Path, served: nn.Module) -> None:
+        """Saves adapters in float32, full weights in the served dtype."""
+        if self.lora is None:
+            served.save_pretrained(folder)  # type: ignore[operator]
+            return
+        self.module.save_pretrained(folder, save_embedding_layers=False)  # type: ignore[operator]
+        (folder / "README.md").unlink(missing_ok=True)
+
+    def load(self, folder: Path) -> None:
+        """Loads the weights that `save` wrote, which `check_model` has checked. Raises BackendError if it cannot."""
+        if self.lora is None:
+            attention: Any = self.loaded.module.config._attn_implementation  # type: ignore[union-attr]
+            with wrap_errors(f"the weights of {folder} could not be read"):
+                module = complete_model(type(self.loaded.module), folder, self.loaded.dtype, attention)
+            self.overwrite(module.to(self.loaded.device).named_parameters())
+        else:
+            prefix = f".{self.module.active_adapter}."
+            short = {name.replace(prefix, "."): name for name in self.trainable}
+            path = folder / "adapter_model.safetensors"
+            saved = _load_tensors(path)
+            if saved.keys() != short.keys():
+                different = sorted(saved.keys() ^ short.keys())[0]
+                problem = "lacks" if different in short else "has the unknown tensor"
+                raise BackendError(f"{path} is not of these adapters: it {problem} {different}")
+            self.overwrite((short[key], value) for key, value in saved.items())
+        if (name := first_not_finite(self.trainable.items())) is not None:
+            raise BackendError(f"the weights of {folder} cannot be used: {name} has NaN or infinite values")
+
+    @torch.no_grad()
+    def overwrite(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        trainable = self.trainable
+        for name, value in values:
+            trainable[name].copy_(value)
+
+
+def build_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> TrainablePolicy:
+    """A trainable copy of `loaded`, which is not modified; `seed` initializes new adapters."""
+    if lora is not None and loaded_adapter(loaded.module) is None:
+        module = _with_adapters(loaded, lora, seed)
+    else:
+        trained = {name: p for name, p in loaded.module.named_parameters() if lora is None or "lora_" in name}
+        weights = {name: p.detach().to(torch.float32, copy=True) for name, p in trained.items()}
+        module = replace_weights(loaded.module, weights)
+    for name, parameter in module.named_parameters():
+        if lora is None or "lora_" in name:
+            parameter.requires_grad_(True)
+    return TrainablePolicy(module, lora, loaded)
+
+
+def loaded_adapter(module: nn.Module) -> LoRASettings | None:
+    """Settings of the adapters that the loaded model already has."""
+    configs = getattr(module, "peft_config", None)
+    if not configs:
+        return None
+    config = configs[module.active_adapter]
+    if config.peft_type != "LORA" or config.modules_to_save:
+        raise BackendError(
+            f"the adapter is of type {config.peft_type} with modules_to_save {config.modules_to_save}; "
+            "only LORA adapters without modules_to_save can be trained"
+        )
+    targets = config.target_modules
+    return LoRASettings(
+        rank=config.r,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        target_modules=targets if isinstance(targets, str) else sorted(targets),
+    )
+
+
+def same_adapters(requested: LoRASettings | None, current: LoRASettings | None) -> bool:
+    """Whether a job may train with the requested adapters where the current ones are trained."""
+    if requested is None or current is None:
+        return requested is current
+    named, trained = (sorted(m) if isinstance(m := lora.target_modules, list) else m for lora in (requested, current))
+    # A checkpoint of adapters lists the modules that a name such as `all-linear` selected.
+    same_targets = named == trained or (isinstance(named, str) and not isinstance(trained, str))
+    return same_targets and requested == current.model_copy(update={"target_modules": requested.target_modules})
+
+
+def replace_weights(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    """A copy of the module with the parameters in `weights` replaced and all other tensors shared."""
+    shared: dict[int, object] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    for name, parameter in module.named_parameters():
+        if name in weights:
+            shared[id(parameter)] = nn.Parameter(weights[name], requires_grad=False)
+    return copy.deepcopy(module, shared).eval()
+
+
+def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(), quiet_peft():
+        torch.manual_seed(seed)
+        try:
+            return get_peft_model(replace_weights(loaded.module, {}), config).eval()
+        except ValueError as error:
+            raise BackendError(f"lora.target_modules is {lora.target_modules!r}: {error}") from error
+
+
+def adamw(parameters: dict[str, nn.Parameter], device: torch.device, *, fused: bool) -> torch.optim.AdamW:
+    """AdamW with weight decay for matrices only, not for norms and biases."""
+    matrices = [p for p in parameters.values() if p.ndim > 1]
+    vectors = [p for p in parameters.values() if p.ndim <= 1]
+    groups = [{"params": matrices, "decays": True}, {"params": vectors, "decays": False}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], fused=fused and device.type in ("cpu", "cuda")
+    )
+
+
+def check_finite(module: Any, settings: TrainingSettings, rows: Sequence[Row]) -> None:
+    """Raises JobFailed for weights that are not finite, or so large that the logits of the first row are not.
+
+    No loss has been computed with the weights of the last step.
+    """
+    name = first_not_finite(module.named_parameters())
+    if name is None and rows:
+        tokens = torch.from_numpy(rows[0].token_ids[:_PROBED_TOKENS].astype(np.int64)).to(module.device)
+        with torch.inference_mode():
+            name = first_not_finite([("a logit", module(input_ids=tokens[None], use_cache=False).logits)])
+    if name is not None:
+        raise JobFailed(
+            f"{name} is not finite after the last optimizer step (learning_rate {settings.learning_rate:g}); the "
+            "weights from before the job were restored"
+        )
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    with wrap_errors(f"{path} cannot be read"):
+        return load_file(path)

@@ -1,0 +1,230 @@
+"""The ranks that train for a backend: started by `torchrun`, given jobs, and started again after one of them has ended.
+
+A rank holds the weights; the backend gets them from the checkpoint of each job.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import shlex
+import socket
+import sys
+from collections.abc import Generator, Sequence
+from hmac import compare_digest
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from insitu.backend.child_process import ChildProcess, describe_exit
+from insitu.backend.learner.batches import Row
+from insitu.backend.learner.optimizer_loop import Progress
+from insitu.backend.learner.row_file import TOKEN_VARIABLE, write_rows
+from insitu.backend.model import LoadedModel
+from insitu.disk.checkpoint_files import JobRecord
+from insitu.errors import BackendError, JobFailed
+from insitu.schemas.training_jobs import LearnerOptions, LoRASettings, TrainingSettings
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.02
+"""How long one step of a job waits for the ranks: sampling waits for that long."""
+LOG = "learner.log"
+_END_SECONDS = 5.0
+"""How long ranks that are waiting for a job may take to end."""
+RESTORED = "the weights from before the job were restored"
+
+
+class RankGroup:
+    """The ranks of `options`. `train` runs in the compute thread, `close` also after that ended."""
+
+    def __init__(self, options: LearnerOptions, loaded: LoadedModel, output_dir: Path) -> None:
+        """Raises BackendError if there are not enough GPUs."""
+        devices, gpus = torch.cuda.device_count(), options.gpus or range(options.processes)
+        if loaded.device.type == "cuda" and max(gpus) >= devices:
+            needed = ", ".join(map(str, gpus))
+            raise BackendError(f"learner: the processes need the GPUs {needed}, but torch finds {devices} GPUs")
+        self._options = options
+        self._loaded = loaded
+        self._folder = (output_dir / "learner").resolve()
+        self._process: ChildProcess | None = None
+        self._connection: socket.socket | None = None
+        self._received = b""
+
+    def train(
+        self, folder: Path, policy: str, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
+    ) -> Generator[Progress | None, None, dict[str, Any]]:
+        """Yields while the ranks train, None if there is nothing to report.
+
+        Returns {"version", "metrics"}. Raises JobFailed with the reason of the ranks, or with the last
+        error of one that has ended. If the generator is closed, the ranks are stopped.
+        """
+        path = self._folder / "rows.safetensors"
+        try:
+            if self._connection is None:
+                yield from self._start(settings.lora)
+            write_rows(path, rows)
+            self._send(
+                {
+                    "folder": str(folder.resolve()),
+                    "policy": policy,
+                    "settings": settings.model_dump(mode="json"),
+                    "rows": str(path),
+                    "job": job.model_dump(mode="json"),
+                }
+            )
+            while True:
+                message = self._receive()
+                if message is None:
+                    yield None
+                elif "progress" in message:
+                    yield Progress(*message["progress"])
+                elif "failed" in message:
+                    raise JobFailed(message["failed"])
+                else:
+                    return message
+        except BaseException:  # re-raised: the ranks are in an unknown state
+            self._stop()
+            raise
+        finally:
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Ends the ranks, on other machines too if they are waiting for a job."""
+        if self._connection is not None and self._process is not None:
+            self._connection.close()
+            self._process.wait(_END_SECONDS)
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+        self._received = b""
+
+    def _start(self, lora: LoRASettings | None) -> Generator[None, None, None]:
+        """Starts the ranks and waits until all have loaded the model."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        token = secrets.token_urlsafe()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(POLL_SECONDS)
+            order = {
+                "model": str(source.resolve()) if (source := Path(self._loaded.source)).exists() else str(source),
+                "dtype": str(self._loaded.dtype).removeprefix("torch."),
+                "strategy": self._strategy(lora),
+                "gpus": self._gpus(),
+                "address": listener.getsockname(),
+            }
+            path = self._folder / "order.json"
+            path.write_text(json.dumps(order))
+            arguments = ["-m", "insitu.backend.learner.rank_process", str(path)]
+            if self._options.nodes > 1:
+                self._ask_for_other_machines(arguments)
+            threads = str(max(1, (os.cpu_count() or 1) // self._options.processes))
+            self._process = ChildProcess(
+                [sys.executable, "-m", "torch.distributed.run", *self._torchrun_options(node=0), *arguments],
+                self._folder / LOG,
+                {**os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": threads},
+            )
+            while self._connection is None:
+                yield None
+                self._check_alive()
+                with contextlib.suppress(TimeoutError):
+                    self._connection, _ = listener.accept()
+        self._connection.settimeout(POLL_SECONDS)
+        first = yield from self._wait_for_message()
+        if not compare_digest(str(first.get("token")), token):
+            raise JobFailed("another process has connected to the port of the learner's processes")
+        yield from self._wait_for_message()  # that all have loaded the model
+
+    def _torchrun_options(self, node: int) -> list[str]:
+        options = ["--nproc-per-node", str(self._options.processes), "--max-restarts", "0"]
+        if self._options.rendezvous is None:
+            return ["--standalone", *options]
+        host, _, port = self._options.rendezvous.rpartition(":")
+        nodes = ["--nnodes", str(self._options.nodes), "--node-rank", str(node)]
+        return [*nodes, "--master-addr", host, "--master-port", port, *options]
+
+    def _ask_for_other_machines(self, arguments: Sequence[str]) -> None:
+        for node in range(1, self._options.nodes):
+            command = shlex.join(["torchrun", *self._torchrun_options(node), *arguments])
+            logger.warning("training waits for machine %d of %d; run there: %s", node, self._options.nodes - 1, command)
+
+    def _wait_for_message(self) -> Generator[None, None, dict[str, Any]]:
+        while (message := self._receive()) is None:
+            yield None
+        return message
+
+    def _strategy(self, lora: LoRASettings | None) -> str:
+        """Adapters are small, and sharding them leaves some untrained in other libraries: they are never sharded."""
+        if self._options.strategy == "auto":
+            return "fsdp" if lora is None else "ddp"
+        if lora is not None and self._options.strategy == "fsdp":
+            raise JobFailed("learner.strategy is fsdp, but LoRA adapters are trained; allowed: auto, ddp")
+        return self._options.strategy
+
+    def _gpus(self) -> list[int]:
+        if self._loaded.device.type != "cuda":
+            return []
+        return self._options.gpus or list(range(self._options.processes))
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._connection is not None
+        try:
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            raise self._failure() from None
+
+    def _receive(self) -> dict[str, Any] | None:
+        """The next message of rank 0; None if there is none within `POLL_SECONDS`. Raises JobFailed if a rank ended."""
+        assert self._connection is not None
+        if b"\n" not in self._received:
+            try:
+                data = self._connection.recv(1 << 16)
+            except TimeoutError:
+                self._check_alive()
+                return None
+            except OSError:
+                raise self._failure() from None
+            if not data:
+                raise self._failure()
+            self._received += data
+        line, end, rest = self._received.partition(b"\n")
+        if not end:
+            return None
+        self._received = rest
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _check_alive(self) -> None:
+        if self._process is not None and self._process.ended:
+            raise self._failure()
+
+    def _failure(self) -> JobFailed:
+        """Which rank has ended how, from torchrun's summary, with the last lines of the log."""
+        assert self._process is not None
+        self._process.wait(20)  # torchrun stops the other ranks first
+        log = self._process.output()
+        found = re.search(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", log, re.DOTALL)
+        if found is None:
+            return JobFailed(
+                f"the learner's processes have ended{_last_error(log, '')} ({self._folder / LOG}); {RESTORED}"
+            )
+        rank, code = map(int, found.groups())
+        error = _last_error(log, f"[rank{rank}]: ")
+        which = f"rank {rank} of {self._options.total}"
+        return JobFailed(f"{which} {describe_exit(code)}{error} ({self._folder / LOG}); {RESTORED}")
+
+
+def _last_error(log: str, prefix: str) -> str:
+    """The last line of a rank's traceback, or else of what was printed before torchrun's own log lines; or nothing."""
+    own = re.split(r"^[EWI]\d{4} ", log, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
+    traceback = [line.removeprefix(prefix) for line in own if line.startswith(prefix)]
+    lines = [line for line in traceback or own if line and not line[0].isspace() and not line.startswith("[rank")]
+    return f": {lines[-1]}" if lines else ""

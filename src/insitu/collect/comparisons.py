@@ -1,0 +1,208 @@
+"""Scores that compare an answer with the expected one."""
+
+import json
+import math
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, field_validator, model_validator
+
+from insitu.builder import Builder
+from insitu.collect.python_scores import FunctionEvaluator
+from insitu.errors import WorkflowError
+from insitu.registry import register_evaluator
+from insitu.schemas.evaluation import EvalInputItem, EvaluatorBaseConfig, EvaluatorInfo
+from insitu.workflow.conversion import convert
+
+ConfigT = TypeVar("ConfigT", bound=EvaluatorBaseConfig)
+Score = tuple[float, str]
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+def _text(value: Any, what: str) -> str:
+    if value is None:
+        raise WorkflowError(f"the row has no {what}" if what == "expected answer" else f"there is no {what}")
+    text: str = convert(value, str)
+    return text
+
+
+def _alternatives(expected: Any) -> list[Any]:
+    if expected == []:
+        raise WorkflowError("the row's expected answer is an empty list")
+    return expected if isinstance(expected, list) else [expected]
+
+
+class TextConfig(EvaluatorBaseConfig):
+    """What counts as the same text."""
+
+    ignore_case: bool = False
+    """Whether upper and lower case are the same."""
+    ignore_space: bool = True
+    """Whether space at both ends is dropped, and every run of space counts as one."""
+
+    def normalize(self, text: str) -> str:
+        text = " ".join(text.split()) if self.ignore_space else text
+        return text.casefold() if self.ignore_case else text
+
+
+class ExactMatchConfig(TextConfig, name="exact_match"):
+    """1 if the answer is the expected one, otherwise 0. Expected answers that are lists hold alternatives."""
+
+
+class ContainsConfig(TextConfig, name="contains"):
+    """1 if the answer contains the expected one, otherwise 0. Of a list of texts, all or any must be in it."""
+
+    require: Literal["all", "any"] = "all"
+    """How many of several expected texts the answer must contain."""
+
+
+class RegexConfig(EvaluatorBaseConfig, name="regex"):
+    """1 if the answer matches a regular expression, otherwise 0; with `group`, if that part is the expected answer."""
+
+    pattern: str
+    """A regular expression of Python, searched for in the answer. Of several matches, the last one counts."""
+    group: int | str | None = None
+    """Number or name of a group, whose text must be the expected answer."""
+    ignore_case: bool = False
+    """Whether upper and lower case are the same."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"it is not a regular expression: {error}") from None
+        return pattern
+
+    @model_validator(mode="after")
+    def _has_group(self) -> "RegexConfig":
+        compiled = re.compile(self.pattern)
+        known = [*range(compiled.groups + 1), *compiled.groupindex]
+        if self.group is not None and self.group not in known:
+            raise ValueError(f"group is {self.group!r}, but the pattern has the groups {known}")
+        return self
+
+
+class JsonFieldsConfig(EvaluatorBaseConfig, name="json_fields"):
+    """The share of fields of a JSON answer that equal those of the expected one; an answer that is not JSON has 0."""
+
+    fields: list[str] | None = None
+    """The fields to compare, `a.b` for a nested one; none: all of the expected answer."""
+
+
+class NumericConfig(EvaluatorBaseConfig, name="numeric"):
+    """1 if the last number of the answer is close to the expected one, otherwise 0, or less the farther it is."""
+
+    tolerance: float = Field(default=0.0, ge=0)
+    """Largest difference that counts as close."""
+    relative_tolerance: float = Field(default=1e-6, ge=0)
+    """Largest difference, as a share of the expected number, that counts as close."""
+    zero_at: float | None = Field(default=None, gt=0)
+    """Difference at which the score is 0: it falls linearly from 1. None: every number that is not close has 0."""
+
+
+def _comparison(config_type: type[ConfigT]) -> Callable[[Callable[[ConfigT, Any, Any], Score]], None]:
+    """Registers a function of the configuration, the answer and the expected answer as an evaluator."""
+
+    def register(compare: Callable[[ConfigT, Any, Any], Score]) -> None:
+        @register_evaluator(config_type=config_type)
+        async def factory(config: ConfigT, builder: Builder) -> AsyncIterator[EvaluatorInfo]:
+            async def score(item: EvalInputItem) -> Score:
+                return compare(config, item.output_obj, item.expected_output_obj)
+
+            description = (config_type.__doc__ or "").split(".")[0]
+            yield EvaluatorInfo(config=config, evaluate_fn=FunctionEvaluator(score).evaluate, description=description)
+
+    return register
+
+
+@_comparison(ExactMatchConfig)
+def exact_match(config: ExactMatchConfig, answer: Any, expected: Any) -> Score:
+    texts = [config.normalize(_text(each, "expected answer")) for each in _alternatives(expected)]
+    return float(config.normalize(_text(answer, "answer")) in texts), f"expected {expected!r:.200}"
+
+
+@_comparison(ContainsConfig)
+def contains(config: ContainsConfig, answer: Any, expected: Any) -> Score:
+    wanted = [config.normalize(_text(each, "expected answer")) for each in _alternatives(expected)]
+    if "" in wanted:
+        raise WorkflowError(f"the row's expected answer {expected!r:.80} is empty: every answer contains it")
+    text = config.normalize(_text(answer, "answer"))
+    missing = [each for each in wanted if each not in text]
+    enough = len(missing) < len(wanted) if config.require == "any" else not missing
+    return float(enough), f"missing: {', '.join(missing) or 'nothing'}"
+
+
+@_comparison(RegexConfig)
+def regex(config: RegexConfig, answer: Any, expected: Any) -> Score:
+    flags = re.IGNORECASE if config.ignore_case else re.NOFLAG
+    matches = [*re.finditer(config.pattern, _text(answer, "answer"), flags)]
+    if not matches:
+        return 0.0, "no match"
+    if config.group is None:
+        return 1.0, f"matched {matches[-1][0]!r:.200}"
+    found, wanted = (matches[-1][config.group] or "").strip(), _text(expected, "expected answer").strip()
+    same = found.casefold() == wanted.casefold() if config.ignore_case else found == wanted
+    return float(same), f"found {found!r:.200}, expected {wanted!r:.200}"
+
+
+@_comparison(JsonFieldsConfig)
+def json_fields(config: JsonFieldsConfig, answer: Any, expected: Any) -> Score:
+    wanted = _parsed(expected)
+    if not isinstance(wanted, dict):
+        raise WorkflowError(f"the row's expected answer {expected!r:.80} is not a JSON object")
+    found = _parsed(answer)
+    if not isinstance(found, dict):
+        return 0.0, "the answer is not a JSON object"
+    names = config.fields if config.fields is not None else list(wanted)
+    if not names:
+        raise WorkflowError("there is no field to compare: the expected answer is empty")
+    if unknown := [name for name in names if _field(wanted, name) is _MISSING]:
+        raise WorkflowError(f"the row's expected answer has no field {', '.join(unknown)}")
+    wrong = [name for name in names if _field(found, name) != _field(wanted, name)]
+    return 1 - len(wrong) / len(names), f"different: {', '.join(wrong) or 'nothing'}"
+
+
+@_comparison(NumericConfig)
+def numeric(config: NumericConfig, answer: Any, expected: Any) -> Score:
+    wanted = _last_number(_text(expected, "expected answer"))
+    if wanted is None:
+        raise WorkflowError(f"the row's expected answer {expected!r:.80} is not a number")
+    found = _last_number(_text(answer, "answer"))
+    if found is None:
+        return 0.0, "the answer has no number"
+    explanation = f"found {found:g}, expected {wanted:g}"
+    if math.isclose(found, wanted, rel_tol=config.relative_tolerance, abs_tol=config.tolerance):
+        return 1.0, explanation
+    return (max(0.0, 1 - abs(found - wanted) / config.zero_at) if config.zero_at is not None else 0.0), explanation
+
+
+def _parsed(value: Any) -> Any:
+    """JSON text as a value; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    fenced = re.fullmatch(r"\s*```(?:json)?\s*(.*?)```\s*", value, re.DOTALL)
+    try:
+        return json.loads(fenced[1] if fenced else value)
+    except ValueError:
+        return None
+
+
+_MISSING = object()
+
+
+def _field(value: Any, name: str) -> Any:
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return _MISSING
+        value = value[part]
+    return value
+
+
+def _last_number(text: str) -> float | None:
+    """`1,234.5` is one number."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None

@@ -1,0 +1,211 @@
+"""Loads datasets: each row becomes an item with its id, input, expected answer and all columns."""
+
+import codecs
+import csv
+import json
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+
+from insitu.config import Config
+from insitu.errors import ConfigError, install_command
+from insitu.registry import DATASET, not_found, register_dataset_loader, registry
+from insitu.schemas.components import DatasetBaseConfig
+from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.steps import IntermediateStep, read_step
+from insitu.wire.json_values import has_lone_surrogate
+
+Rows = Iterator[dict[str, Any]]
+
+
+class StructureConfig(BaseModel):
+    """The column names of a dataset."""
+
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+    question_key: str = "question"
+    """The workflow's input."""
+    answer_key: str = "answer"
+    """The expected answer, for evaluators; optional."""
+    expected_trajectory_key: str = "expected_intermediate_steps"
+    """The expected steps, for evaluators; optional."""
+    generated_answer_key: str = "generated_answer"
+    """An existing answer of the workflow, used with `--skip_workflow` and `--skip_completed_entries`."""
+    trajectory_key: str = "intermediate_steps"
+    """The steps of the existing answer."""
+
+
+class FileDatasetConfig(DatasetBaseConfig):
+    """A file of rows."""
+
+    file_path: Path
+    """Path relative to the working directory or, if it does not exist there, to the folder of the YAML file."""
+    id_key: str = "id"
+    """Column with the row id; rows without it are numbered from 0."""
+    structure: StructureConfig = Field(default_factory=StructureConfig)
+    """Column names."""
+
+
+def loads(data: bytes) -> Any:
+    """Parses JSON, also with a byte order mark or lone surrogates."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        if data.startswith(codecs.BOM_UTF8) or b"\\u" in data:
+            return json.loads(data)
+        raise
+
+
+def _json_rows(path: Path) -> Rows:
+    data = loads(path.read_bytes())
+    if not isinstance(data, list):
+        raise ConfigError(f"dataset {path} must hold a list of rows, not {type(data).__name__}")
+    yield from data
+
+
+def _jsonl_rows(path: Path) -> Rows:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield loads(line)
+                except json.JSONDecodeError as error:
+                    raise ConfigError(f"dataset {path}, line {number} is not valid JSON: {error}") from error
+
+
+def _csv_rows(path: Path) -> Rows:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        for number, row in enumerate(csv.DictReader(file), 1):
+            if None in row or None in row.values():
+                raise ConfigError(f"dataset {path}, row {number} has a different number of fields than the header")
+            yield row
+
+
+def _table_rows(path: Path, reader: str) -> Rows:
+    try:
+        import polars
+
+        table = getattr(polars, reader)(path)
+    except ModuleNotFoundError as error:
+        reason = str(error).partition("\n")[0]
+        install = install_command("tables")
+        raise ConfigError(
+            f"dataset {path} needs the extra tables ({install} in the clone of insitu): {reason}"
+        ) from error
+    except Exception as error:  # polars, fastexcel and the readers below them have no common base class
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"dataset {path} cannot be read: {reason}") from error
+    yield from table.iter_rows(named=True)
+
+
+for _name, _reader in (
+    ("json", _json_rows),
+    ("jsonl", _jsonl_rows),
+    ("csv", _csv_rows),
+    ("parquet", partial(_table_rows, reader="read_parquet")),
+    ("xls", partial(_table_rows, reader="read_excel")),
+):
+    _config = type(f"{_name.capitalize()}DatasetConfig", (FileDatasetConfig,), {"__module__": __name__}, name=_name)
+    register_dataset_loader(config_type=_config)(_reader)
+
+_BY_SUFFIX = {".json": "json", ".jsonl": "jsonl", ".csv": "csv", ".parquet": "parquet", ".xls": "xls", ".xlsx": "xls"}
+
+
+def file_format(file: Path) -> str:
+    """The `_type` of a dataset by the suffix of its file; raises ConfigError if there is none."""
+    if file.suffix.lower() not in _BY_SUFFIX:
+        raise ConfigError(not_found(f"dataset {file}: the file format", file.suffix, _BY_SUFFIX))
+    return _BY_SUFFIX[file.suffix.lower()]
+
+
+def dataset_file(config: Config, path: str | Path | None = None) -> tuple[Path, str]:
+    """The file of the configured dataset, or of `path`, and the name of its format."""
+    shape = config.eval.dataset
+    if path is not None:
+        file, where = Path(path), "dataset"
+        kind = file_format(file)
+    elif shape is not None:
+        file, kind, where = Path(shape.file_path), shape.type, "eval.general.dataset.file_path"
+    else:
+        raise ConfigError(f"{config.source}: eval.general.dataset is missing, and no dataset was given")
+    return config.find_path(file, where), kind
+
+
+def load_dataset(config: Config, path: str | Path | None = None, answered: bool = False) -> list[EvalInputItem]:
+    """The rows of the configured dataset, or of `path` in the format of its suffix, in file order.
+
+    `answered`: also reads precomputed answers, steps and repetitions, as in `workflow_output.json`. Raises ConfigError
+    naming the file and row for a missing key, a row that is not a mapping, invalid steps, or a duplicate id.
+    """
+    file, kind = dataset_file(config, path)
+    registration = registry.find(DATASET, kind)
+    if registration is None:
+        raise ConfigError(registry.unknown(DATASET, "eval.general.dataset: _type", kind))
+    try:
+        items = _items(dataset_config(config), file, registration.factory(file), answered)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
+        raise ConfigError(f"dataset {file} cannot be read: {error}") from error
+    if not items:
+        raise ConfigError(f"dataset {file} has no rows")
+    return items
+
+
+def rows_of_epoch(rows: list[EvalInputItem], size: int, epoch: int, seed: int) -> list[EvalInputItem]:
+    """At most `size` rows of an epoch in the order they are run: shuffled passes over the dataset."""
+    total = len(rows)
+    positions = range((epoch - 1) * size, epoch * size)
+    passes = {p // total for p in (positions[0], positions[-1])}
+    orders = {p: random.Random(f"{seed}|dataset|{p}").sample(rows, total) for p in passes}
+    chosen = (orders[p // total][p % total] for p in positions)
+    return list({str(row.id): row for row in chosen}.values())  # the last row of a pass may be the first of the next
+
+
+def dataset_config(config: Config) -> FileDatasetConfig:
+    """The configured dataset, whose column names apply to other files too; the defaults without one."""
+    return FileDatasetConfig(file_path=Path()) if config.eval.dataset is None else config.eval.dataset
+
+
+def _items(shape: FileDatasetConfig, file: Path, rows: Rows, answered: bool) -> list[EvalInputItem]:
+    keys = shape.structure
+    items: list[EvalInputItem] = []
+    seen: dict[tuple[str, int], int] = {}
+    for number, row in enumerate(rows, 1):
+        where = f"dataset {file}, row {number}"
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where} must be a mapping of columns, not {row!r:.80}")
+        if keys.question_key not in row:
+            raise ConfigError(not_found(f"{where}: the question key", keys.question_key, row))
+        item = EvalInputItem(
+            id=row.get(shape.id_key, number - 1),
+            input_obj=row[keys.question_key],
+            expected_output_obj=row.get(keys.answer_key),
+            expected_trajectory=_steps(row, keys.expected_trajectory_key, where),
+            full_dataset_entry=row,
+        )
+        if answered:
+            answer = row.get(keys.generated_answer_key)
+            item.output_obj = None if answer == "" and file.suffix == ".csv" else answer  # an empty cell
+            item.trajectory = _steps(row, keys.trajectory_key, where)
+            item.rep = row["rep"] if isinstance(row.get("rep"), int) else 0
+        if has_lone_surrogate(str(item.id)):
+            raise ConfigError(f"{where}: the id {item.id!r} has a lone surrogate, which no file can hold")
+        earlier = seen.setdefault((str(item.id), item.rep), number)
+        if earlier != number:
+            raise ConfigError(f"dataset {file}: rows {earlier} and {number} have the same id {item.id!r}")
+        items.append(item)
+    return items
+
+
+def _steps(row: dict[str, Any], key: str, where: str) -> list[IntermediateStep]:
+    steps = row.get(key)
+    try:
+        if isinstance(steps, str):  # a table's cell
+            steps = orjson.loads(steps or "[]")
+        return [read_step(record) for record in steps or []]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{where}: {key} must be a list of intermediate steps: {error}") from error

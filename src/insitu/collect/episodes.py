@@ -1,0 +1,295 @@
+"""One episode: attempts at a row until one succeeds or the retries are used up.
+
+An `Attempt` is a function of (row, key, options) that returns plain data: `in_process` runs the workflow here,
+`RemoteWorkflow.attempt` in a workflow service.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from pydantic import ConfigDict
+from pydantic_core import from_json, to_jsonable_python
+
+from insitu.advantages.targeting import credited_function
+from insitu.capture.ledger import CallLedger
+from insitu.collect.watchdog import doing
+from insitu.config import Config
+from insitu.errors import (
+    BackendUnavailable,
+    CaptureError,
+    ConfigError,
+    EpisodeTimeout,
+    InsituError,
+    WorkflowError,
+    describe_error,
+    exception_chain,
+    format_error,
+)
+from insitu.schemas.components import WORKFLOW
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
+from insitu.schemas.evaluation import EvalInputItem
+from insitu.wire.json_values import json_form
+from insitu.workflow.context import EpisodeScope
+from insitu.workflow.steps import OnStep
+
+if TYPE_CHECKING:
+    from jsonpath import JSONPath
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CANCEL_GRACE_SECONDS = 5.0
+"""How long cancelled code may take to clean up; an external agent takes up to 4 s to end its programs."""
+_AGENTS_ERRORS = ("BadRequestError", "UnprocessableEntityError")
+_TRANSIENT_OPENAI_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError")
+
+
+class ResultPath:
+    """The JSONPath (RFC 9535) of the output within a workflow's result; it must match exactly one value."""
+
+    def __init__(self, text: str, path: "JSONPath") -> None:
+        self._text = text
+        self._path = path
+
+    @classmethod
+    def parse(cls, text: str) -> "ResultPath | None":
+        """None for `$`, the whole result. Raises ConfigError for an invalid JSONPath."""
+        if text == "$":
+            return None
+        from jsonpath import JSONPathEnvironment, JSONPathError
+
+        try:
+            return cls(text, JSONPathEnvironment(strict=True).compile(text))  # type: ignore[arg-type]  # strict: no compound paths
+        except JSONPathError as error:
+            raise ConfigError(
+                f"result_json_path {text!r} is not a JSONPath such as $.answer or $.choices[0].text: {error.args[0]}"
+            ) from error
+
+    def take(self, result: Any) -> Any:
+        """The value at the path, in a model, a container or JSON text; raises WorkflowError unless it is unique."""
+        if isinstance(result, str | bytes):
+            try:
+                result = from_json(result)
+            except ValueError as error:
+                raise WorkflowError(f"result_json_path {self._text}: the result {result!r:.80} is not JSON") from error
+        found = self._path.findall(to_jsonable_python(result, fallback=json_form, bytes_mode="base64"))
+        if len(found) != 1:
+            raise WorkflowError(
+                f"result_json_path {self._text} matches {len(found)} values of {result!r:.200}, not one"
+            )
+        return found[0]
+
+
+@dataclass(frozen=True)
+class EpisodeOptions:
+    """How an episode is run: `timeout` in seconds per attempt, `retries` after transient failures.
+
+    `seed` is the configured one. `training` names the llms (True: all) whose calls need logprobs, and with
+    `needs_token_ids` token ids too. `target_functions` are those whose calls are trained. `result` extracts the output
+    from the workflow's result; None: the whole result.
+    """
+
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    seed: int = 0
+    timeout: float | None = None
+    retries: int = 0
+    training: bool | frozenset[str] = False
+    result: ResultPath | None = None
+    needs_token_ids: bool = True
+    target_functions: tuple[str, ...] = (WORKFLOW,)
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        training: frozenset[str],
+        result: ResultPath | None,
+        needs_token_ids: bool,
+        target_functions: Sequence[str],
+    ) -> "EpisodeOptions":
+        return cls(
+            config.general.seed,
+            config.eval.episode_timeout,
+            config.eval.retries,
+            training,
+            result,
+            needs_token_ids,
+            tuple(target_functions),
+        )
+
+
+class AttemptResult(NamedTuple):
+    """The episode of one attempt; `transient`: it failed, but another attempt may succeed."""
+
+    episode: Episode
+    transient: bool = False
+
+
+Attempt = Callable[[EvalInputItem, EpisodeKey, EpisodeOptions], Awaitable[AttemptResult]]
+
+
+async def run_episode(attempt: Attempt, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> Episode:
+    """Runs the workflow on one row. Failures inside it are recorded in the episode, never raised."""
+    failed_requests: Counter[str] = Counter()
+    requested: Counter[str] = Counter()
+    abandoned = 0
+    for number in range(options.retries + 1):
+        episode, transient = await attempt(item, key._replace(attempt=key.attempt + number), options)
+        failed_requests.update(episode.failed_requests)
+        requested.update(episode.requested)
+        abandoned += episode.abandoned_attempts
+        if episode.outcome is Outcome.OK or not transient:
+            break
+        logger.info("episode %s failed (%s), attempt %d", episode.key.text(), episode.error, number + 1)
+    episode.failed_requests, episode.requested = dict(failed_requests), requested
+    episode.abandoned_attempts = abandoned
+    if episode.outcome is Outcome.OK and options.result is not None:
+        try:
+            episode.output = options.result.take(episode.output)
+        except WorkflowError as error:
+            episode.output = None
+            fail(episode, DropReason.WORKFLOW_ERROR, error)
+    return episode
+
+
+def fail(episode: Episode, reason: DropReason, error: BaseException) -> None:
+    """Marks an episode as failed."""
+    episode.outcome = Outcome.FAILED
+    episode.reason = reason
+    episode.error = format_error(error)
+
+
+def in_process(workflow: Any, on_step: OnStep | None = None) -> Attempt:
+    """Attempts that run `workflow` in this event loop; `on_step` receives each step as it happens."""
+    return partial(_attempt, workflow, on_step)
+
+
+async def _attempt(
+    workflow: Any, on_step: OnStep | None, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions
+) -> AttemptResult:
+    scope = EpisodeScope(
+        key=key,
+        seed=key.seed(options.seed),
+        input_message=item.input_obj,
+        row=item.full_dataset_entry,
+        is_evaluating=True,
+        training=options.training,
+        needs_token_ids=options.needs_token_ids,
+        target_functions=options.target_functions,
+        on_step=on_step,
+    )
+    ledger = scope.ledger
+    episode = Episode(key, Outcome.OK, calls=scope.calls, steps=scope.steps, requested=ledger.requested)
+    transient = False
+    started = time.perf_counter()
+    with scope.activate(), doing(ledger.activity):
+        ran = await isolated(lambda: workflow.ainvoke(item.input_obj), options.timeout)
+    error = ran.error
+    if ran.timed_out:
+        running = "; it ignores its cancellation and still runs" if ran.still_runs else ""
+        error = EpisodeTimeout(f"no answer within episode_timeout: {options.timeout:g} s{running}")
+    elif ledger.capture_error is not None:
+        error = ledger.capture_error
+    elif error is None and options.training:
+        error = await _shared_worker(ledger)
+    if error is not None:
+        reason, transient = classify(error)
+        if reason in (DropReason.WORKFLOW_ERROR, DropReason.BACKEND_ERROR) and ledger.server_failure is not None:
+            reason, transient = DropReason.BACKEND_ERROR, True  # the agent's SDK may raise its own error for it
+        fail(episode, reason, error)
+        if reason is DropReason.WORKFLOW_ERROR and not isinstance(error, InsituError):
+            episode.error = describe_error(error)
+        elif reason is DropReason.BACKEND_ERROR and ledger.server_failure is not None:
+            episode.error = f"{episode.error} (its model's server: {ledger.server_failure})"
+        logger.debug("episode %s", key.text(), exc_info=error)
+    else:
+        episode.output = ran.value
+    episode.seconds = time.perf_counter() - started
+    episode.abandoned_attempts = int(ran.still_runs)
+    episode.failed_requests = dict(ledger.failed_attempts)
+    if scope.rewards.by_call:
+        episode.step_rewards = [scope.rewards.by_call.get(call.index, 0.0) for call in episode.calls]
+        rewarded = [call.functions for call in episode.calls if call.index in scope.rewards.by_call]
+        names = {credited_function(functions, options.target_functions) for functions in rewarded}
+        episode.rewarded_functions = sorted(names)
+    return AttemptResult(episode, transient)
+
+
+async def _shared_worker(ledger: CallLedger) -> CaptureError | None:
+    """An error if a task that made calls of the episode outlives it: it may have made them for other episodes."""
+    running = ledger.running_callers()
+    for _ in range(3 if running else 0):  # tasks that are just ending
+        await asyncio.sleep(0)
+    for task in running:
+        if not task.done() or (not task.cancelled() and task.exception() is not None):
+            work = getattr(task.get_coro(), "__qualname__", task.get_name())
+            return CaptureError(
+                f"the task {work} made model calls and still runs after the episode, so they may belong to others: "
+                "a worker that serves several episodes must enter each of them with Context.activate()"
+            )
+    return None
+
+
+class Ran(NamedTuple, Generic[T]):
+    """The value or the error of foreign code; `still_runs`: it has ignored its cancellation."""
+
+    value: T | None = None
+    error: BaseException | None = None
+    timed_out: bool = False
+    still_runs: bool = False
+
+
+async def isolated(work: Callable[[], Awaitable[T]], limit: float | None = None) -> Ran[T]:
+    """Runs code of an agent or evaluator in a separate task, for at most `limit` seconds.
+
+    Returns any exception that it raises, including SystemExit, KeyboardInterrupt, and a CancelledError caused by other
+    code, such as a cancel scope entered in one episode and cancelled in another. Raises CancelledError only if the
+    calling task is cancelled. Code that ignores its cancellation is left behind after `CANCEL_GRACE_SECONDS`.
+    """
+
+    async def run() -> Ran[T]:
+        try:
+            return Ran(await work())
+        except BaseException as error:  # user code may raise anything
+            return Ran(error=error)
+
+    task = asyncio.create_task(run(), name="isolated")
+    try:
+        await asyncio.wait({task}, timeout=limit)
+    finally:  # it has ended, its time is over, or the calling task is being cancelled
+        timed_out = not task.done()
+        if timed_out:
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_GRACE_SECONDS)
+    if not task.done():
+        logger.warning("%r ignores its cancellation; it is left behind", work)
+        return Ran(timed_out=True, still_runs=True)
+    if task.cancelled():  # before it began
+        return Ran(error=asyncio.CancelledError(), timed_out=timed_out)
+    return task.result()._replace(timed_out=timed_out)
+
+
+def classify(error: BaseException) -> tuple[DropReason, bool]:
+    """The reason code of a failed episode, and whether the failure is transient."""
+    for cause in exception_chain(error):
+        if isinstance(cause, EpisodeTimeout):
+            return DropReason.TIMEOUT, True
+        if isinstance(cause, CaptureError):
+            return DropReason.CAPTURE_ERROR, False
+        if isinstance(cause, BackendUnavailable):
+            return DropReason.BACKEND_ERROR, True
+        kind = type(cause)
+        if kind.__module__.partition(".")[0] == "openai":
+            names = {base.__name__ for base in kind.__mro__}
+            if not names.isdisjoint(_AGENTS_ERRORS):
+                return DropReason.WORKFLOW_ERROR, False
+            return DropReason.BACKEND_ERROR, not names.isdisjoint(_TRANSIENT_OPENAI_ERRORS)
+    return DropReason.WORKFLOW_ERROR, False

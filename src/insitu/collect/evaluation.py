@@ -1,0 +1,163 @@
+"""An evaluation: the workflow on every row x repetition, every evaluator on the outputs, the documented files."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from insitu.builder import Builder
+from insitu.collect.collector import collect
+from insitu.collect.datasets import FileDatasetConfig, dataset_config, load_dataset
+from insitu.collect.episodes import EpisodeOptions, ResultPath
+from insitu.collect.evaluators import score
+from insitu.collect.shared_run import GenerationCounter, components, current_run, is_held_out, watchdog_of
+from insitu.collect.watchdog import Watchdog
+from insitu.config import Config
+from insitu.disk.files import writable_folder
+from insitu.disk.json_files import to_json, write_json
+from insitu.errors import ConfigError
+from insitu.registry import EVALUATOR
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey
+from insitu.schemas.evaluation import (
+    EvalInput,
+    EvalInputItem,
+    EvaluationRunOutput,
+)
+from insitu.schemas.evaluation import (
+    EvaluationRunConfig as EvaluationRunConfig,  # documented under this path too
+)
+
+logger = logging.getLogger(__name__)
+
+_generations = GenerationCounter()
+"""Of evaluations for training outside a finetuning run."""
+
+
+class EvaluationRun:
+    """Runs an evaluation, on the components of `builder` or of the current finetuning run if there is one.
+
+    `on_episode` is called with each finished episode.
+    """
+
+    def __init__(
+        self,
+        config: EvaluationRunConfig,
+        builder: Builder | None = None,
+        on_episode: Callable[[Episode], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.on_episode = on_episode
+        self._builder = builder
+        self._training = config.training
+        self._first_generation = 0
+        self._result = ResultPath.parse(config.result_json_path)
+        self._precomputed = config.skip_workflow or config.skip_completed_entries
+        if self._precomputed and config.reps != 1:
+            raise ConfigError(f"reps is {config.reps}, but precomputed answers require reps=1")
+        if config.skip_workflow and (config.endpoint or self._result):
+            raise ConfigError("endpoint and result_json_path have no effect with skip_workflow")
+
+    async def run_and_evaluate(self) -> EvaluationRunOutput:
+        """Runs and scores every row; a row that fails becomes an item with `error`."""
+        self._take_generations()
+        async with components(self.config, self._builder) as (loaded, builder):
+            rows, watchdog = load_dataset(loaded, self.config.dataset, self._precomputed), watchdog_of(loaded)
+            return await watchdog.watch(lambda: self._run(loaded, rows, builder, watchdog))
+
+    def _take_generations(self) -> None:
+        """Runs before the first await, so that evaluations are numbered in the order they are started."""
+        run = current_run()
+        if self._training is None:
+            self._training = run is not None and not is_held_out(self.config.dataset, run.builder.config)
+        if self._training:
+            self._first_generation = (run.generations if run else _generations).take(self.config.reps)
+        elif run is not None:
+            run.validations += 1
+
+    async def _run(
+        self, loaded: Config, rows: list[EvalInputItem], builder: Builder, watchdog: Watchdog
+    ) -> EvaluationRunOutput:
+        names = loaded.names(EVALUATOR)
+        if not names:
+            raise ConfigError(f"{loaded.source} has no evaluators: nothing would be scored")
+        folder = loaded.eval.folder
+        if self._training:
+            folder /= f"generation_{self._first_generation}"
+        if self.config.write_output:
+            writable_folder(folder, "eval.general.output_dir")
+        evaluators = {name: await builder.get_evaluator(name) for name in names}
+        items = rows
+        if not self._precomputed:
+            items = [row.model_copy(update={"rep": rep}) for row in rows for rep in range(self.config.reps)]
+        missing = [item for item in items if item.output_obj is None]
+        if self.config.skip_workflow:
+            _mark_missing(missing, dataset_config(loaded).structure.generated_answer_key)
+        elif missing:
+            await self._collect(loaded, builder, missing, watchdog)
+        done = [item for item in items if item.error is None]
+        limit = loaded.eval.scoring_limit(len(done))
+        results = []
+        for name, info in evaluators.items():
+            with watchdog.waiting(f"the scores of {len(done)} answers", lambda: "they are complete"):
+                results.append((name, await score(info, name, done, limit)))
+        output = EvaluationRunOutput(eval_input=EvalInput(eval_input_items=items), evaluation_results=results)
+        if self.config.write_output:
+            await asyncio.to_thread(write_files, output, folder, dataset_config(loaded))
+        return output
+
+    async def _collect(self, loaded: Config, builder: Builder, items: list[EvalInputItem], watchdog: Watchdog) -> None:
+        """Runs the workflow on `items` and fills them in."""
+        trained = loaded.trained_llms() if self._training else frozenset()
+        targets = loaded.finetuning.target_functions
+        options = EpisodeOptions.of(loaded, trained, self._result, False, targets)  # plugins may lack token ids
+        epoch = 1 if self._training else 0  # a held-out row never samples with the seed of a training row
+
+        async def fill_in(item: EvalInputItem, episode: Episode) -> None:
+            item.output_obj, item.trajectory = episode.output, episode.steps
+            item.error, item.reason = episode.error, episode.reason
+
+        tasks = [(i, EpisodeKey("eval", epoch, str(i.id), self._first_generation + i.rep)) for i in items]
+        collecting = collect(
+            builder, tasks, options, self.config, fill_in, current_run(), loaded.max_concurrency, watchdog
+        )
+        async with aclosing(collecting) as episodes:
+            async for episode in episodes:
+                if self.on_episode is not None:
+                    self.on_episode(episode)
+
+
+def _mark_missing(items: list[EvalInputItem], key: str) -> None:
+    """Marks rows without a precomputed answer as failed, with the error recorded in the dataset if any."""
+    for item in items:
+        earlier = item.full_dataset_entry.get("error")
+        item.error = f"row {item.id!r} has no {key}" + (f": {earlier}" if earlier else "")
+        item.reason = DropReason.NO_ANSWER
+
+
+def write_files(output: EvaluationRunOutput, folder: Path, columns: FileDatasetConfig) -> None:
+    """Writes `workflow_output.json` and a file per evaluator atomically, and sets their paths in `output`.
+
+    `workflow_output.json` is a dataset with the columns of the one it came from.
+    """
+    records = [_workflow_record(item, columns) for item in output.eval_input.eval_input_items]
+    output.workflow_output_file = write_json(folder / "workflow_output.json", records)
+    output.evaluator_output_files = [
+        write_json(folder / f"{name}_output.json", to_json(result)) for name, result in output.evaluation_results
+    ]
+
+
+def _workflow_record(item: EvalInputItem, columns: FileDatasetConfig) -> dict[str, Any]:
+    row = item.full_dataset_entry if isinstance(item.full_dataset_entry, dict) else {}
+    return row | {
+        columns.id_key: item.id,
+        "id": item.id,
+        "rep": item.rep,
+        "question": item.input_obj,
+        "answer": item.expected_output_obj,
+        columns.structure.generated_answer_key: item.output_obj,
+        columns.structure.trajectory_key: to_json(item.trajectory),
+        columns.structure.expected_trajectory_key: to_json(item.expected_trajectory),
+        "error": item.error,
+    }

@@ -1,0 +1,135 @@
+"""Base class for evaluators, and scoring that reports failures as errors instead of as a score of 0."""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from statistics import fmean
+
+from insitu.capture.ledger import OUTSIDE, SCORING, current_call_site
+from insitu.collect.episodes import isolated
+from insitu.collect.watchdog import doing, seconds_since
+from insitu.errors import InsituError, describe_error, format_error
+from insitu.schemas.episodes import DropReason
+from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
+from insitu.schemas.finetuning import MAX_REWARD
+
+
+class BaseEvaluator(ABC):
+    """Scores up to `max_concurrency` items concurrently; an exception becomes the item's error.
+
+    `tqdm_desc` is accepted for compatibility and ignored.
+    """
+
+    def __init__(self, max_concurrency: int = 4, tqdm_desc: str = "Evaluating") -> None:
+        self.max_concurrency = max_concurrency
+        self.tqdm_desc = tqdm_desc
+
+    @abstractmethod
+    async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+        """Scores one item."""
+
+    async def evaluate(self, eval_input: EvalInput) -> EvalOutput:
+        semaphore = asyncio.Semaphore(self.max_concurrency)
+
+        async def evaluate_one(item: EvalInputItem) -> EvalOutputItem:
+            async with semaphore:
+                scored = await isolated(lambda: self.evaluate_item(item))
+                if scored.value is None:
+                    return EvalOutputItem(id=item.id, rep=item.rep, error=_problem(scored.error))
+                return scored.value
+
+        items = await asyncio.gather(*(evaluate_one(item) for item in eval_input.eval_input_items))
+        return EvalOutput(average_score=average(items), eval_output_items=list(items))
+
+
+def _problem(error: BaseException | None) -> str:
+    if error is None:
+        return "it returned None"
+    return format_error(error) if isinstance(error, InsituError) else describe_error(error)
+
+
+async def score(
+    evaluator: EvaluatorInfo, name: str, items: Sequence[EvalInputItem], limit: float | None = None
+) -> EvalOutput:
+    """Runs an evaluator for at most `limit` seconds.
+
+    Returns one output item per input item, in order; items it omits, or all if it raises, have an `error`.
+    """
+
+    async def evaluate() -> EvalOutput:
+        if current_call_site.get() is OUTSIDE:
+            current_call_site.set(SCORING)
+        return await evaluator.evaluate_fn(EvalInput(eval_input_items=list(items)))
+
+    started = time.monotonic()
+    with doing(lambda: f"its evaluator {name} has run for {seconds_since(started)}"):
+        ran = await isolated(evaluate, limit)
+    if ran.timed_out:
+        return _failed(f"evaluator {name} took longer than eval.general.evaluator_timeout allows: {limit:g} s", items)
+    if ran.error is not None:
+        return _failed(f"evaluator {name} raised {describe_error(ran.error)}", items)
+    output = ran.value
+    if not isinstance(output, EvalOutput):
+        return _failed(f"evaluator {name} returned a {type(output).__name__}, not an EvalOutput", items)
+    if [str(scored.id) for scored in output.eval_output_items] != [str(item.id) for item in items]:
+        output = _match_by_id(name, items, output)
+    for item, scored in zip(items, output.eval_output_items, strict=True):
+        scored.rep = item.rep
+    if output.average_score is None:
+        output.average_score = average(output.eval_output_items)
+    return output
+
+
+def _failed(message: str, items: Sequence[EvalInputItem]) -> EvalOutput:
+    return EvalOutput(eval_output_items=[EvalOutputItem(id=item.id, rep=item.rep, error=message) for item in items])
+
+
+def _match_by_id(name: str, items: Sequence[EvalInputItem], output: EvalOutput) -> EvalOutput:
+    """Matches outputs to items by id, and repetitions of a row in order."""
+    by_id: dict[str, list[EvalOutputItem]] = {}
+    for scored in output.eval_output_items:
+        by_id.setdefault(str(scored.id), []).append(scored)
+    ordered = _failed(f"evaluator {name} returned no score for this item", items).eval_output_items
+    for position, item in enumerate(items):
+        if remaining := by_id.get(str(item.id)):
+            ordered[position] = remaining.pop(0)
+    return EvalOutput(average_score=output.average_score, eval_output_items=ordered)
+
+
+def parse_score(item: EvalOutputItem) -> tuple[float | None, DropReason | None, str | None]:
+    """Returns (score, None, None), or (None, drop reason, message) if the score is missing or invalid."""
+    if item.error is not None:
+        return None, DropReason.EVALUATOR_ERROR, item.error
+    if item.score is None:
+        return None, DropReason.NO_SCORE, "the evaluator returned no score"
+    try:
+        value = float(item.score)
+    except (TypeError, ValueError, OverflowError):
+        return None, DropReason.NO_SCORE, f"the score {item.score!r:.80} is not a number"
+    if not is_reward(value):
+        return None, DropReason.NAN_SCORE, f"the score is {value}; {ALLOWED_REWARDS}"
+    return value, None, None
+
+
+ALLOWED_REWARDS = f"allowed: from {-MAX_REWARD:g} to {MAX_REWARD:g}"
+
+
+def is_reward(value: float) -> bool:
+    """Whether it is finite, and small enough for sums and squares to be finite."""
+    return abs(value) <= MAX_REWARD
+
+
+def average(items: Sequence[EvalOutputItem]) -> float | None:
+    """The mean of the valid scores; None if there are none."""
+    scores = [value for item in items if (value := parse_score(item)[0]) is not None]
+    return fmean(scores) if scores else None
+
+
+def scores_by_row(output: EvalOutput) -> dict[str, list[float]]:
+    """Valid scores grouped by row id, because repetitions of a row are not independent samples."""
+    scores: dict[str, list[float]] = {}
+    for item in output.eval_output_items:
+        if (value := parse_score(item)[0]) is not None:
+            scores.setdefault(str(item.id), []).append(value)
+    return scores

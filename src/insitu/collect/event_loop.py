@@ -1,0 +1,188 @@
+"""Runs a command's coroutine so that a signal ends it even if agents or evaluators ignore cancellation."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import copy_context
+from types import FrameType
+from typing import Any, TypeVar
+
+from insitu.collect.watchdog import end_process
+from insitu.errors import InsituError, describe_error
+from insitu.gateway.programs import kill_programs
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STOP_SECONDS = 25.0
+"""How long cleanup may take after a signal before the process ends without it."""
+_CLOSE_SECONDS = 5.0
+_MOST_THREADS = 1024
+"""For blocking agents. Threads are created on demand; asyncio's default limit depends on the CPUs (6 for two)."""
+_THREAD_NAME = "insitu"
+
+left_behind: list[Any] = []
+"""Tasks that ignore their cancellation and threads that block: Python would wait for them for ever when it exits."""
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine, on uvloop if it is installed (half the client-side cost of a request).
+
+    Blocking agents run in threads, one per episode in flight. Ctrl-C and SIGTERM cancel it, and KeyboardInterrupt is
+    raised after cleanup. A second signal, cleanup that takes longer than `STOP_SECONDS`, or an agent that blocks the
+    loop for `eval.general.stall_timeout` ends the process.
+    """
+    loop, executor = new_loop()
+    context = copy_context()
+    context.run(end_process.set, lambda reason: _end_process(f"failed: {reason}", 1))
+    task = loop.create_task(main, context=context)
+    with _stop_on_signals(lambda: loop.call_soon_threadsafe(task.cancel)) as stopping:
+        try:
+            return _run(loop, task)
+        except asyncio.CancelledError:
+            if not stopping.is_set():
+                raise InsituError("the run was cancelled by code of an agent or plugin, not by a signal") from None
+            raise KeyboardInterrupt from None
+        except (KeyboardInterrupt, SystemExit) as error:
+            raise InsituError(f"code of a plugin raised {describe_error(error)}") from error
+        finally:
+            _close(loop, executor, everything=stopping.is_set())
+
+
+def run_anywhere(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """`run_async`, also where an event loop is running already, as in a notebook: then it runs in another thread.
+
+    KeyboardInterrupt there cancels it, and is raised after cleanup.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run_async(main())
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
+    ended: Future[T] = Future()
+
+    async def cancellable() -> T:
+        begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        return await main()
+
+    def run() -> None:
+        try:
+            ended.set_result(run_async(cancellable()))
+        except BaseException as error:  # raised in the other thread
+            ended.set_exception(error)
+
+    thread = threading.Thread(target=copy_context().run, args=(run,), name="insitu run")
+    thread.start()
+    try:
+        return ended.result()
+    except KeyboardInterrupt:
+        loop, task = begun.result()
+        if task is not None and not ended.done():
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
+
+
+def new_loop() -> tuple[asyncio.AbstractEventLoop, ThreadPoolExecutor]:
+    """An event loop for episodes, and its threads."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        base: Any = asyncio.SelectorEventLoop
+    else:
+        base = uvloop.Loop
+
+    class Loop(base):
+        """Threads inherit the context, as with `asyncio.to_thread`: their model calls belong to the episode."""
+
+        def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+            if executor is None or isinstance(executor, ThreadPoolExecutor):
+                return super().run_in_executor(executor, copy_context().run, func, *args)
+            return super().run_in_executor(executor, func, *args)
+
+    loop: asyncio.AbstractEventLoop = Loop()
+    executor = ThreadPoolExecutor(_MOST_THREADS, _THREAD_NAME)
+    loop.set_default_executor(executor)
+    return loop, executor
+
+
+@contextmanager
+def _stop_on_signals(stop: Callable[[], object]) -> Iterator[threading.Event]:
+    """Calls `stop` on the first SIGINT or SIGTERM, which sets the event; ends the process on the second.
+
+    The process also ends if the block does not within `STOP_SECONDS`: an agent may block the event loop.
+    """
+    stopping = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopping
+        return
+
+    watchdog = threading.Timer(STOP_SECONDS, _end_process, ("interrupted", 130))
+    watchdog.daemon = True
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stopping.is_set():
+            _end_process("interrupted", 130)
+        stopping.set()
+        watchdog.start()
+        stop()
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopping
+    finally:
+        watchdog.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_process(message: str, code: int) -> None:
+    """Ends the process without cleanup, which a blocked event loop prevents."""
+    os.write(sys.stderr.fileno(), f"{message}\n".encode(errors="replace"))
+    kill_programs()
+    os._exit(code)  # the backend process notices that its parent is gone
+
+
+def _run(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[T]") -> T:
+    """Runs the loop until `task` has ended.
+
+    SystemExit and KeyboardInterrupt in a task leave the loop as well. Signals do not raise them here, so they are the
+    error of an agent's task, and of nothing else.
+    """
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except (KeyboardInterrupt, SystemExit) as error:
+            if task.done():
+                raise
+            logger.warning("a task raised %s: the run continues", describe_error(error))
+
+
+def _close(loop: asyncio.AbstractEventLoop, executor: ThreadPoolExecutor, *, everything: bool) -> None:
+    """Cancels what still runs and leaves behind what does not end; `everything`: also the threads of agents."""
+
+    async def cancel_all() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, running = await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
+            left_behind.extend(running)
+        await asyncio.wait({asyncio.create_task(loop.shutdown_asyncgens())}, timeout=_CLOSE_SECONDS)
+
+    _run(loop, loop.create_task(cancel_all()))
+    executor.shutdown(wait=False, cancel_futures=True)
+    for thread in threading.enumerate():
+        is_ours = thread.name.startswith(_THREAD_NAME)
+        if not thread.daemon and thread is not threading.current_thread() and (is_ours or everything):
+            thread.join(_CLOSE_SECONDS if is_ours else 0)
+            if thread.is_alive():
+                left_behind.append(thread)
+    loop.close()

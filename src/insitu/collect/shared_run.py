@@ -1,0 +1,175 @@
+"""The finetuning run that evaluations belong to, also those that a plugin starts without naming it.
+
+with share(builder) as run:
+    ...     # every EvaluationRun of the same file uses `builder`; one of another file gets a child of it
+run.failed_validations
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from insitu.builder import Builder, builder_at_work
+from insitu.collect.watchdog import Watchdog
+from insitu.config import Config, load_config
+from insitu.errors import ConfigError
+from insitu.schemas.evaluation import EvaluationRunConfig
+from insitu.schemas.finetuning import FinetuneRunConfig
+
+
+class GenerationCounter:
+    """Numbers the generations of a row: no two collections for training sample it with the same seed."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def take(self, count: int) -> int:
+        """Reserves `count` numbers and returns the first."""
+        first, self._taken = self._taken, self._taken + count
+        return first
+
+
+async def _nothing_to_wait_for(since: float) -> bool:
+    return False
+
+
+@dataclass
+class RunState:
+    """A finetuning run as its evaluations see it, whether the trainer or a plugin starts them.
+
+    `episode_slots` limits the episodes in flight. `validations` counts held-out evaluations; `failed_validations`
+    describes those without a score. `lost` is why the run is being cancelled: its backend is lost.
+    `wait_for_policy(since)` waits while the server of the model under training does
+    not respond; it returns whether it had to, or the server was restarted since that `time.monotonic()`. An outage may
+    last longer than the agent's client retries, and must not use up the epoch's episodes. It raises BackendUnavailable
+    if the server does not come back.
+    """
+
+    builder: Builder
+    loop: asyncio.AbstractEventLoop
+    episode_slots: asyncio.Semaphore
+    watchdog: Watchdog
+    generations: GenerationCounter = field(default_factory=GenerationCounter)
+    validations: int = 0
+    failed_validations: list[str] = field(default_factory=list)
+    lost: BaseException | None = None
+    wait_for_policy: Callable[[float], Awaitable[bool]] = _nothing_to_wait_for
+
+
+_current: ContextVar[RunState | None] = ContextVar("insitu_run", default=None)
+
+
+def current_run() -> RunState | None:
+    """The finetuning run that the running code belongs to.
+
+    None in another event loop (in a thread, say): live components belong to their loop.
+    """
+    run = _current.get()
+    return run if run is not None and run.loop is asyncio.get_running_loop() else None
+
+
+def builder_of_run() -> Builder | None:
+    """The builder of the running factory, or else of the current finetuning run."""
+    try:
+        run = current_run()
+    except RuntimeError:  # no event loop: a component constructed by hand
+        return None
+    return builder_at_work() or (run.builder if run is not None else None)
+
+
+class UsesBuilder:
+    """A component that needs the run's builder, which is passed, or else found when it is first needed."""
+
+    _given_builder: Builder | None = None
+
+    @property
+    def _builder(self) -> Builder:
+        if self._given_builder is None:
+            self._given_builder = builder_of_run()
+        if self._given_builder is None:
+            name = type(self).__name__
+            raise ConfigError(f"{name} is used outside a finetuning run: pass {name}(..., builder=...)")
+        return self._given_builder
+
+    @property
+    def _full_config(self) -> Config:
+        return self._builder.config
+
+
+@contextmanager
+def share(builder: Builder) -> Iterator[RunState]:
+    """Makes the run of `builder` current for all evaluations started in the body and in its tasks."""
+    run = current_run()
+    if run is not None and run.builder is builder:
+        yield run
+        return
+    slots, watchdog = asyncio.Semaphore(builder.config.max_concurrency), Watchdog.of(builder.config.eval)
+    run = RunState(builder, asyncio.get_running_loop(), slots, watchdog)
+    token = _current.set(run)
+    try:
+        yield run
+    finally:
+        _current.reset(token)
+
+
+@asynccontextmanager
+async def components(request: EvaluationRunConfig, builder: Builder | None) -> AsyncIterator[tuple[Config, Builder]]:
+    """The file of an evaluation and a builder for it: `builder`, else that of the run, a child of it, or a new one.
+
+    A child evaluates another file with the run's `finetuning` section and trainer adapter, so that its policy is the
+    model under training.
+    """
+    run = current_run()
+    if builder is None and run is not None and _is_for(request, run.builder.config):
+        yield run.builder.config, run.builder
+        return
+    loaded = load_config(request.config_file, request.override)
+    if builder is not None:
+        yield loaded, builder
+        return
+    if run is not None:
+        loaded = replace(loaded, finetuning=run.builder.config.finetuning)
+    async with Builder(loaded, parent=run.builder if run is not None else None) as own:
+        yield loaded, own
+
+
+def _is_for(request: EvaluationRunConfig, config: Config) -> bool:
+    """Whether an evaluation is of the run's own file, with the run's overrides or none."""
+    run = config.finetuning.run_configuration
+    if request.config_file is config:
+        return True
+    return (
+        run is not None
+        and _same_file(request.config_file, run.config_file)
+        and tuple(request.override) in ((), tuple(run.override))
+    )
+
+
+def watchdog_of(config: Config) -> Watchdog:
+    """That of the current finetuning run, or a new one."""
+    run = current_run()
+    return run.watchdog if run is not None else Watchdog.of(config.eval)
+
+
+def is_held_out(dataset: str | Path | None, config: Config) -> bool:
+    """Whether a dataset is the run's validation dataset."""
+    validation, run = config.finetuning.validation, config.finetuning.run_configuration
+    if dataset is None or validation is None:
+        return False
+    return _same_file(dataset, validation.dataset) or (run is not None and _same_file(dataset, run.validation_dataset))
+
+
+def _same_file(one: Any, other: Any) -> bool:
+    if isinstance(one, str | Path) and isinstance(other, str | Path):
+        return Path(one).resolve() == Path(other).resolve()
+    return one is other
+
+
+def evaluation_request(run: FinetuneRunConfig | None, **options: Any) -> EvaluationRunConfig:
+    """An evaluation inside a finetuning run: who answers, as the command line says, and `options`."""
+    shared = {"result_json_path", "endpoint", "endpoint_timeout"}
+    return EvaluationRunConfig(**(run.model_dump(include=shared) if run is not None else {}), **options)

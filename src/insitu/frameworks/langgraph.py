@@ -1,5 +1,0 @@
-"""LangGraph: LangChain's models (`langchain` is an alias), whose callbacks also report the tool runs of nodes."""
-
-from insitu.frameworks.langchain import ask_agent, make_llm
-
-__all__ = ["ask_agent", "make_llm"]

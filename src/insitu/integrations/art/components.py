@@ -1,0 +1,96 @@
+"""The trajectory builder and the trainer of the ART plugin, and the registration of its three components."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from insitu.advantages.credit import CallAdvantages
+from insitu.advantages.estimator import AdvantageEstimator, estimated_by_backend
+from insitu.builder import Builder
+from insitu.integrations.art.config import (
+    ARTTrainerAdapterConfig,
+    ARTTrainerConfig,
+    ARTTrajectoryBuilderConfig,
+    load_art,
+)
+from insitu.integrations.art.conversion import check_order
+from insitu.integrations.art.trainer_adapter import ARTTrainerAdapter
+from insitu.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
+from insitu.schemas.episodes import DropReason
+from insitu.schemas.finetuning import Trajectory
+from insitu.training.config import InsituTrainerConfig
+from insitu.training.episodes_builder import EpisodesBuilder
+from insitu.training.loop import InsituTrainer
+
+
+class ARTTrajectoryBuilder(EpisodesBuilder):
+    """Runs the workflow `num_generations` times per row and groups the episodes by row.
+
+    One asyncio task collects all generations of a run, under one concurrency limit.
+    """
+
+    needs_token_ids = False  # ART applies the chat template itself and recovers the sampled tokens from the logprobs
+
+    @property
+    def evaluation_runs(self) -> dict[str, list[asyncio.Task[Any]]]:
+        """The asyncio task collecting each run that has started but not been finalized."""
+        return {run_id: [collection.task] for run_id, collection in self._runs.items() if collection.task is not None}
+
+
+class ARTTrainer(InsituTrainer):
+    """The built-in training loop, except that the ART server computes the advantages.
+
+    Groups whose rewards are all equal and conversations ART cannot train on are dropped and counted.
+    """
+
+    computes_advantages = False
+
+    def __init__(self, trainer_config: ARTTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
+        # the built-in loop runs with its defaults; trainer_config holds the plugin's own settings
+        super().__init__(InsituTrainerConfig(), builder, **kwargs)
+        self.trainer_config = trainer_config
+        self.run_id = f"art_run_{uuid.uuid4().hex[:8]}"
+
+    def _estimator(self) -> AdvantageEstimator:
+        return _ServerEstimator()
+
+
+class _ServerEstimator:
+    """Drops trajectories the ART server cannot train on; the server computes the advantages of the rest."""
+
+    def settings(self) -> dict[str, Any]:
+        return {"advantages": "computed by the ART server"}
+
+    def drop_reason(self, trajectory: Trajectory) -> DropReason | None:
+        try:
+            check_order(trajectory.episode, trajectory.id)
+        except ValueError:
+            return DropReason.EPISODE_ORDER
+        return None
+
+    def estimate(self, group: Sequence[Trajectory]) -> list[CallAdvantages] | None:
+        return estimated_by_backend(group)
+
+
+@register_trajectory_builder(config_type=ARTTrajectoryBuilderConfig)
+async def art_trajectory_builder(
+    config: ARTTrajectoryBuilderConfig, builder: Builder
+) -> AsyncIterator[ARTTrajectoryBuilder]:
+    async with ARTTrajectoryBuilder(config, builder) as made:
+        yield made
+
+
+@register_trainer_adapter(config_type=ARTTrainerAdapterConfig)
+async def art_trainer_adapter(config: ARTTrainerAdapterConfig, builder: Builder) -> AsyncIterator[ARTTrainerAdapter]:
+    await asyncio.to_thread(load_art)  # importing ART takes seconds: do it off the event loop
+    adapter = ARTTrainerAdapter(config)
+    try:
+        yield adapter
+    finally:
+        await adapter.close()
+
+
+@register_trainer(config_type=ARTTrainerConfig)
+async def art_trainer(config: ARTTrainerConfig, builder: Builder) -> AsyncIterator[ARTTrainer]:
+    yield ARTTrainer(config, builder)

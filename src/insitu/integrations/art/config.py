@@ -1,0 +1,206 @@
+"""Configuration of the ART plugin, and its validation against the installed release of `openpipe-art`."""
+
+import importlib
+import os
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from insitu.errors import ConfigError, install_command
+from insitu.registry import not_found
+from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig
+from insitu.training.builder_config import EpisodesBuilderConfig
+
+_OPEN = ConfigDict(extra="allow", use_attribute_docstrings=True)  # extra keys are checked against the release
+_ART_TYPES = {
+    "init_args": "InitArgs",
+    "engine_args": "EngineArgs",
+    "peft_args": "PeftArgs",
+    "trainer_args": "TrainerArgs",
+    "server_args": "ServerArgs",
+}
+"""Configuration block -> its type in `art.dev`."""
+_KL_PENALTY = {
+    "beta": "set training.kl_penalty_coef for ART's own server; insitu backend needs beta and openpipe-art<0.5.17",
+    "kl_penalty_coef": "set training.beta",
+}
+"""The KL penalty's key up to 0.5.16, and that from 0.5.16 on -> what to do with a release that has only the other."""
+
+
+class ARTTrajectoryBuilderConfig(EpisodesBuilderConfig, name="openpipe_art_traj_builder"):
+    """Runs several episodes per dataset row and groups them by row."""
+
+    num_generations: int = Field(default=2, ge=1)
+    """Episodes per row and epoch: the group size."""
+
+
+class InitArgs(BaseModel):
+    """How the server loads the model; any key of ART's `InitArgs`."""
+
+    model_config = _OPEN
+
+    max_seq_length: int | None = Field(default=None, ge=1)
+    """Maximum length of a training sequence, in tokens."""
+
+
+class EngineArgs(BaseModel):
+    """How the server samples; any key of ART's `EngineArgs`."""
+
+    model_config = _OPEN
+
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Fraction of GPU memory used for sampling."""
+    tensor_parallel_size: int | None = Field(default=None, ge=1)
+    """Number of GPUs per copy of the model."""
+
+
+class ARTBackendConfig(BaseModel):
+    """An ART server and the model to train on it."""
+
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+    ip: str
+    """Host name or IP address of the server."""
+    port: int = Field(ge=1, le=65535)
+    """Port of the server."""
+    name: str = Field(default="trainer_run", min_length=1)
+    """Name of the trained model on the server, and the name it is served under."""
+    project: str = Field(default="trainer_project", min_length=1)
+    """The model's project. Reusing a project and name continues training that model."""
+    base_model: str = "Qwen/Qwen2.5-7B-Instruct"
+    """The model to start from. The server must have it."""
+    api_key: str = Field(default="default", repr=False)
+    """Sent to the server as a bearer token."""
+    delete_old_checkpoints: bool = False
+    """Before each training job, delete all checkpoints except the latest and the one with the highest mean reward over
+    the episodes it sampled. From ART 0.5.9 on, checkpoints of earlier runs are kept."""
+    lost_reply_timeout: float = Field(default=600.0, gt=0)
+    """Seconds to wait for a new model step after the connection was lost during training, before resubmitting."""
+    read_timeout: float = Field(default=60.0, gt=0)
+    """Seconds without data from the server after which a request has failed, except while it trains."""
+    retry_timeout: float = Field(default=600.0, ge=0)
+    """Seconds for which a request is retried while the server does not respond, is overloaded (429) or fails (5xx)."""
+    init_args: InitArgs | None = None
+    """How the server loads the model."""
+    engine_args: EngineArgs | None = None
+    """How the server samples."""
+    peft_args: dict[str, Any] | None = None
+    """LoRA settings (r, lora_alpha, ...): keys of ART's `PeftArgs`."""
+    trainer_args: dict[str, Any] | None = None
+    """Optimizer settings (weight_decay, max_grad_norm, ...): keys of ART's `TrainerArgs`."""
+    server_config: dict[str, Any] | None = None
+    """Inference server settings: log_file, server_args and engine_args of ART's `OpenAIServerConfig`."""
+
+
+class ARTTrainingConfig(BaseModel):
+    """Options per training request: any key of ART's public `TrainConfig` or of `art.dev.TrainConfig`."""
+
+    model_config = _OPEN
+
+    learning_rate: float = Field(default=5e-5, ge=0)
+    """Learning rate of the optimizer."""
+    beta: float = Field(default=0.0, ge=0)
+    """KL penalty coefficient. Must be 0.0 from ART 0.5.17 on, whose KL penalty is `kl_penalty_coef`."""
+
+
+class ARTTrainerAdapterConfig(TrainerAdapterConfig, name="openpipe_art_trainer_adapter"):
+    """Trains on a server that speaks OpenPipe ART's protocol, such as `insitu backend`."""
+
+    backend: ARTBackendConfig
+    """The server and the model."""
+    training: ARTTrainingConfig = Field(default_factory=ARTTrainingConfig)
+    """Options per training request."""
+
+    @property
+    def served_name(self) -> str:
+        """The trained model's name, which `finetuning.target_model` may refer to."""
+        return self.backend.name
+
+
+class ARTTrainerConfig(TrainerConfig, name="openpipe_art_trainer"):
+    """The training loop for ART servers, which compute the advantages themselves. Has no keys."""
+
+
+def load_art() -> Any:
+    """The module `art`, whose import takes seconds. Raises ConfigError with the install command if it is missing."""
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise importing litellm fetches a price list
+    try:
+        return importlib.import_module("art")
+    except ImportError as error:
+        raise ConfigError(
+            "the ART plugin needs the package openpipe-art and its dependencies: "
+            f"{install_command('art')} in the clone of insitu ({error})"
+        ) from error
+
+
+def internal_config(art: Any, backend: ARTBackendConfig) -> dict[str, Any]:
+    """ART's `InternalModelConfig`. Raises ConfigError for a key that the installed release does not have."""
+    blocks = {
+        "init_args": backend.init_args.model_dump(exclude_none=True) if backend.init_args else None,
+        "engine_args": backend.engine_args.model_dump(exclude_none=True) if backend.engine_args else None,
+        "peft_args": backend.peft_args,
+        "trainer_args": backend.trainer_args,
+    }
+    config = {name: values for name, values in blocks.items() if values}
+    for name, values in config.items():
+        _check_keys(f"backend.{name}", values, _keys(getattr(art.dev, _ART_TYPES[name])))
+    return config
+
+
+def server_config(art: Any, backend: ARTBackendConfig) -> dict[str, Any] | None:
+    """ART's `OpenAIServerConfig`, validated like `internal_config`."""
+    config = backend.server_config
+    if not config:
+        return None
+    _check_keys("backend.server_config", config, _keys(art.dev.OpenAIServerConfig))
+    for name in ("server_args", "engine_args"):
+        if name in config:
+            _check_keys(f"backend.server_config.{name}", config[name], _keys(getattr(art.dev, _ART_TYPES[name])))
+    return config
+
+
+def train_config(art: Any, training: ARTTrainingConfig) -> tuple[Any, dict[str, Any]]:
+    """The public `TrainConfig` and `art.dev.TrainConfig`. Raises ConfigError for a key or value neither accepts.
+
+    Unset keys of the public config keep the library's defaults.
+    """
+    public, dev = set(art.types.TrainConfig.model_fields), _keys(art.dev.TrainConfig)
+    options = training.model_dump()
+    for key, instead in _KL_PENALTY.items():
+        if key not in public and not options.get(key):
+            options.pop(key, None)  # the default, or the value that has no effect
+        elif key not in public:
+            problem = f"trainer_adapters: training.{key} is {options[key]!r}"
+            raise ConfigError(f"{problem}, but openpipe-art {_release()} has no such option; {instead}")
+    _check_keys("training", options, public | dev)
+    undefined = {"MoeRoutingReplayBundle": Any}  # 0.5.18 refers to this name without defining it
+    hints = get_type_hints(art.dev.TrainConfig, localns=undefined)
+    hints |= {name: Annotated[field.annotation, field] for name, field in art.types.TrainConfig.model_fields.items()}
+    for name, value in options.items():  # rejects a wrong value before any episode runs
+        try:
+            options[name] = TypeAdapter(hints[name]).validate_python(value)
+        except ValidationError as error:
+            problem = f"training.{name} is {value!r}: {error.errors(include_url=False)[0]['msg']}"
+            raise ConfigError(f"trainer_adapters: {problem} (openpipe-art {_release()})") from None
+    config = art.types.TrainConfig(**{name: value for name, value in options.items() if name in public})
+    return config, {name: value for name, value in options.items() if name not in public}
+
+
+def _release() -> str:
+    return version("openpipe-art")
+
+
+def _keys(typed_dict: Any) -> set[str]:
+    return set(typed_dict.__required_keys__ | typed_dict.__optional_keys__)
+
+
+def _check_keys(where: str, block: Any, allowed: Iterable[str]) -> None:
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"trainer_adapters: {where} must be a mapping")
+    allowed = sorted(allowed)
+    for name in block:
+        if name not in allowed:
+            what = f"trainer_adapters: {where}: key"
+            raise ConfigError(f"{not_found(what, str(name), allowed)} (openpipe-art {_release()})")

@@ -1,0 +1,126 @@
+"""Conversion of trajectories to ART's format: histories of messages, with sampled ones as choices with token ids.
+
+{"messages_and_choices": [user, CHOICE, tool, CHOICE], "tools": [...], "reward": 0.7,
+ "additional_histories": [{"messages_and_choices": [...], "tools": None}]}
+
+CHOICE = {"index": 0, "finish_reason": "tool_calls", "message": {...},
+          "logprobs": {"content": [{"token": "token_id:7", "logprob": -0.1, "bytes": None, "top_logprobs": []}]},
+          "prompt_token_ids": [1, 5, 9]}
+
+`prompt_token_ids` is an extension: servers that read it (`insitu backend`) train on exactly the sampled prompt, others
+render the prompt again from the messages.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from insitu.collect.conversations import Turn, conversations
+from insitu.collect.recovery import item_message, item_tokens, recover_calls, untrainable_reason
+from insitu.errors import TrajectoryError
+from insitu.schemas.episodes import ModelCall
+from insitu.schemas.finetuning import EpisodeItemRole, Trajectory
+from insitu.wire.http_format import chat_logprobs, format_token_id
+
+_FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "function_call")
+
+
+def check_order(items: Sequence[Any], episode: str | None = None) -> None:
+    """Raises ValueError unless the roles start with user or system, end with assistant, and never repeat assistant."""
+    roles = [getattr(item, "role", None) for item in items]
+    label = episode_label(episode)
+    if not roles or None in roles:
+        raise ValueError(f"{label} is not a conversation: it has {len(roles)} messages with roles")
+    if roles[0] not in (EpisodeItemRole.USER, EpisodeItemRole.SYSTEM):
+        raise ValueError(f"{label} begins with a message of role {roles[0]}; allowed: user, system")
+    if roles[-1] is not EpisodeItemRole.ASSISTANT:
+        raise ValueError(f"{label} ends with a message of role {roles[-1]}; allowed: assistant")
+    for index, pair in enumerate(pairwise(roles)):
+        if pair == (EpisodeItemRole.ASSISTANT, EpisodeItemRole.ASSISTANT):
+            raise ValueError(f"{label}: messages {index} and {index + 1} are both the assistant's")
+
+
+def episode_label(episode: str | None) -> str:
+    return f"episode {episode}" if episode else "the episode"
+
+
+def art_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    """The fields of ART's `Trajectory`. Raises TrajectoryError if there is nothing to train on.
+
+    With captured calls, each conversation is a history, the longest first. A trajectory whose calls are unknown is
+    converted item by item.
+    """
+    label = episode_label(trajectory.id)
+    trajectory = recover_calls(trajectory)
+    if not math.isfinite(trajectory.reward):
+        raise TrajectoryError(f"{label}: its reward is {trajectory.reward}; allowed: a finite number")
+    if trajectory.trained_calls:
+        histories = _call_histories(trajectory)
+    else:
+        histories = [{"messages_and_choices": [*map(_item_turn, trajectory.episode)], "tools": None}]
+    if not any("message" in turn for history in histories for turn in history["messages_and_choices"]):
+        reason = "none of its calls is trained" if trajectory.calls else untrainable_reason(trajectory)
+        raise TrajectoryError(f"{label} cannot be trained: {reason}")
+    histories.sort(key=lambda history: -len(history["messages_and_choices"]))
+    scalars = {k: v for k, v in (trajectory.metadata or {}).items() if isinstance(v, str | int | float | bool | None)}
+    longest, *additional = histories
+    return {
+        **longest,
+        "additional_histories": additional,
+        "reward": trajectory.reward,
+        "metadata": scalars | ({"episode": trajectory.id} if trajectory.id else {}),
+    }
+
+
+def _call_histories(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """Each trained call is a choice in exactly one history; all other calls are plain messages."""
+    trained = {trajectory.calls[index].index for index in trajectory.trained_calls}
+    return [history for turns in conversations(trajectory.calls) for history in _split_by_tools(turns, trained)]
+
+
+def _split_by_tools(turns: list[Turn], trained: set[int]) -> list[dict[str, Any]]:
+    """One history per set of tools in a conversation, each up to the last trained call with these tools."""
+    by_tools: dict[str, list[int]] = {}
+    for index, turn in enumerate(turns):
+        if turn.call is not None and turn.call.index in trained:
+            by_tools.setdefault(json.dumps(turn.call.tools or None), []).append(index)
+    return [
+        {
+            "messages_and_choices": [
+                _call_choice(turn.call) if turn.call is not None and index in indices else turn.message
+                for index, turn in enumerate(turns[: indices[-1] + 1])
+            ],
+            "tools": json.loads(tools),
+        }
+        for tools, indices in by_tools.items()
+    ]
+
+
+def _call_choice(call: ModelCall) -> dict[str, Any]:
+    ids, logprobs = call.token_ids or [], call.logprobs or []
+    if len(ids) != len(logprobs):
+        raise TrajectoryError(f"call {call.index} has {len(ids)} sampled tokens and {len(logprobs)} logprobs")
+    message = {"role": "assistant", "content": None, **(call.message or {})}
+    choice = _choice(message, chat_logprobs(map(format_token_id, ids), logprobs), call.finish_reason)
+    return choice if call.prompt_token_ids is None else {**choice, "prompt_token_ids": call.prompt_token_ids}
+
+
+def _choice(message: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+    return {
+        "index": 0,
+        "finish_reason": finish_reason if finish_reason in _FINISH_REASONS else "stop",  # ART requires one
+        "logprobs": logprobs,
+        "message": message,
+    }
+
+
+def _item_turn(item: Any) -> dict[str, Any]:
+    """The documented conversion, for trajectories without calls."""
+    message, sampled = item_message(item), item_tokens(item)
+    if sampled is None or (sampled.token_ids is None and not sampled.tokens):
+        return message
+    texts = sampled.tokens if sampled.token_ids is None else map(format_token_id, sampled.token_ids)
+    reason = (item.metadata or {}).get("finish_reason") or sampled.call.get("finish_reason")
+    return _choice(message, chat_logprobs(texts, sampled.logprobs), reason)

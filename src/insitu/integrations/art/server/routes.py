@@ -1,0 +1,327 @@
+"""The endpoints of `art run` and of `art.ServerlessBackend`.
+
+ART clients up to 0.5.7 call the `art run` endpoints directly; later ones through a backend class. In the serverless
+protocol models have ids, and clients follow training jobs by polling their events.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from insitu.backend.http import ApiRoute
+from insitu.backend.protocols import Services
+from insitu.errors import RequestRefused
+from insitu.integrations.art.server.documents import (
+    ArtKeepRequest,
+    ArtLogRequest,
+    ArtModelBody,
+    ArtModelRequest,
+    ArtTrainRequest,
+    ServerlessLogRequest,
+    ServerlessStepsRequest,
+    ServerlessTrainRequest,
+)
+from insitu.integrations.art.server.jobs import ArtJob, ArtJobs, TrainRequest
+from insitu.integrations.art.server.models import ArtModels, RegisteredModel
+from insitu.integrations.art.server.responses import TRAJECTORIES, MetricsStream, Uploads, json_endpoint, read_json
+from insitu.integrations.art.server.trajectories import drop_nulls, optional, optional_dict, parse_groups, parse_model
+
+SERVERLESS_PREFIX = "/v1/preview"
+"""Path prefix of the serverless endpoints; clients are configured with a base_url ending in `/v1`."""
+
+
+_UNSUPPORTED = (
+    "/_experimental_pull_from_s3",
+    "/_experimental_push_to_s3",
+    "/_experimental_fork_checkpoint",
+    "/_experimental_deploy",
+)
+
+
+def art_run_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads, services: Services) -> list[ApiRoute]:
+    """The `art run` routes, mounted at the server root."""
+    endpoints = _ArtRunEndpoints(models, jobs, uploads, services.options.token)
+
+    def get(path: str, handler: Any, summary: str, *, public: bool = False) -> ApiRoute:
+        return ApiRoute("GET", path, json_endpoint(handler), summary, public=public)
+
+    def post(path: str, handler: Any, summary: str, body: type[BaseModel] | None, **options: Any) -> ApiRoute:
+        request = [body] if body is not None else []
+        return ApiRoute("POST", path, json_endpoint(handler), f"ART: {summary}", request=request, **options)
+
+    def unsupported(path: str) -> ApiRoute:
+        return post(path, endpoints.unsupported, "not supported", ArtModelRequest)
+
+    return [
+        get("/healthcheck", endpoints.health, "ART: health check", public=True),
+        post("/close", endpoints.close, "close a client's session; the server keeps running", None),
+        post("/register", endpoints.register, "check that a model can be trained here", ArtModelBody),
+        post("/_get_step", endpoints.step, "a model's latest step", ArtModelBody),
+        post("/_prepare_backend_for_training", endpoints.prepare, "URL and API key for sampling", ArtModelRequest),
+        post(
+            "/_train_model",
+            endpoints.train,
+            "train; streams metrics per gradient step",
+            ArtTrainRequest,
+            headers=("Idempotency-Key",),
+        ),
+        post("/_log", endpoints.log, "log trajectories; stores their mean metrics for the current step", ArtLogRequest),
+        post(
+            "/_delete_checkpoints",
+            endpoints.delete_checkpoints,
+            "delete all but the latest and best checkpoints",
+            ArtModelBody,
+            query=("benchmark", "benchmark_smoothing"),
+        ),
+        post(
+            "/_delete_checkpoint_files",
+            endpoints.delete_checkpoint_files,
+            "delete all but the latest and listed",
+            ArtKeepRequest,
+        ),
+        *map(unsupported, _UNSUPPORTED),
+        get("/art/jobs", endpoints.list_jobs, "Recent training requests from ART clients, including refused ones"),
+        get("/art/jobs/{id}", endpoints.get_job, "One training request"),
+    ]
+
+
+def serverless_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads) -> list[ApiRoute]:
+    endpoints = _ServerlessEndpoints(models, jobs, uploads)
+
+    def route(
+        method: str, path: str, handler: Any, summary: str, body: type[BaseModel] | None = None, **options: Any
+    ) -> ApiRoute:
+        path, summary, request = SERVERLESS_PREFIX + path, f"ART serverless: {summary}", [body] if body else []
+        return ApiRoute(method, path, json_endpoint(handler), summary, request=request, **options)
+
+    one, steps, pages = "/models/{id}", "/models/{id}/checkpoints", ("after", "limit")
+    keys, train = ("Idempotency-Key",), ServerlessTrainRequest
+    return [
+        route("POST", "/models", endpoints.create, "create a model, or return the existing one", ArtModelBody),
+        route("DELETE", one, endpoints.delete, "delete a model"),
+        route("GET", steps, endpoints.checkpoints, "a model's checkpoints with metrics", query=("order", *pages)),
+        route("DELETE", steps, endpoints.delete_checkpoints, "delete checkpoints by step", ServerlessStepsRequest),
+        route("POST", f"{one}/log", endpoints.log, "log trajectories (same as /_log)", ServerlessLogRequest),
+        route("POST", "/training-jobs", endpoints.train, "train", train, headers=keys),
+        route("GET", "/training-jobs/{id}/events", endpoints.events, "a job's events so far", query=pages),
+        route("POST", "/sft-training-jobs", endpoints.train_sft, "not supported"),
+    ]
+
+
+class _Endpoints:
+    """One method per endpoint; each returns the JSON body of the response."""
+
+    def __init__(self, models: ArtModels, jobs: ArtJobs, uploads: Uploads, token: str | None = None) -> None:
+        self._models = models
+        self._jobs = jobs
+        self._uploads = uploads
+        self._token = token
+
+    async def _log(self, registered: RegisteredModel, data: dict[str, Any]) -> None:
+        groups = await asyncio.to_thread(parse_groups, data.get("trajectory_groups"))
+        await registered.metrics_log.log(registered.step, optional(data, "split", str) or "val", groups)
+
+
+class _ArtRunEndpoints(_Endpoints):
+    """The endpoints of `art run`."""
+
+    async def health(self, request: Request) -> dict[str, str]:
+        return {"status": "ok"}
+
+    async def close(self, request: Request) -> None:
+        """Does nothing: the backend outlives its clients."""
+
+    async def register(self, request: Request) -> None:
+        """Only validates the model: clients time out after five seconds, so weights are loaded in `prepare`."""
+        data, _ = await read_json(request)
+        if data.get("trainable", True):
+            self._models.check(parse_model(data, "request body"))
+
+    async def step(self, request: Request) -> int:
+        data, _ = await read_json(request)
+        return (await self._models.open(parse_model(data, "request body"))).step if data.get("trainable", True) else 0
+
+    async def prepare(self, request: Request) -> list[str]:
+        """Base URL and API key for sampling: the server's token if set, otherwise the client's `api_key`."""
+        data, _ = await read_json(request)
+        await self._open_model(data)
+        server = optional_dict(optional_dict(data, "config"), "server_args", "config")
+        api_key = optional(server, "api_key", str, "config.server_args")
+        return [f"{request.url.scheme}://{request.url.netloc}/v1", self._token or api_key or "default"]
+
+    async def train(self, request: Request) -> Response:
+        async with self._uploads.slot():
+            data, digest = await read_json(request, TRAJECTORIES)
+            train_request = TrainRequest(
+                model=parse_model(data.get("model")),
+                groups=data.get("trajectory_groups"),
+                config=optional_dict(data, "config"),
+                dev_config=optional_dict(data, "dev_config"),
+                idempotency_key=request.headers.get("idempotency-key"),
+                digest=digest,
+            )
+            return MetricsStream(await self._jobs.start(train_request))
+
+    async def log(self, request: Request) -> None:
+        async with self._uploads.slot():
+            data, _ = await read_json(request, TRAJECTORIES)
+            if optional_dict(data, "model").get("trainable", True):
+                await self._log(await self._open_model(data), data)
+
+    async def delete_checkpoints(self, request: Request) -> None:
+        """Deletes all checkpoints except the latest and the best by the logged metrics."""
+        data, _ = await read_json(request)
+        registered = await self._models.open(parse_model(data, "request body"))
+        metric = request.query_params.get("benchmark", "val/reward")
+        smoothing = _parse_smoothing(request.query_params.get("benchmark_smoothing", "1"))
+        versions = registered.learner.versions
+        best = registered.metrics_log.best(metric, smoothing, versions)
+        await self._models.delete_steps(registered, set(versions) - {best})
+
+    async def delete_checkpoint_files(self, request: Request) -> None:
+        data, _ = await read_json(request)
+        registered = await self._open_model(data)
+        kept = _parse_steps(data, "steps_to_keep")
+        await self._models.delete_steps(registered, set(registered.learner.versions) - kept)
+
+    async def unsupported(self, request: Request) -> None:
+        data, _ = await read_json(request)
+        model = parse_model(data.get("model"))
+        raise RequestRefused(
+            f"{request.url.path} is not supported here; the checkpoints of {model.key} are in "
+            f"{self._models.folder(model) / 'checkpoints'}",
+            code="unsupported",
+        )
+
+    async def list_jobs(self, request: Request) -> dict[str, Any]:
+        return self._jobs.state()
+
+    async def get_job(self, request: Request) -> dict[str, Any]:
+        return self._jobs.get(request.path_params["id"]).state()
+
+    async def _open_model(self, data: dict[str, Any]) -> RegisteredModel:
+        return await self._models.open(parse_model(data.get("model")))
+
+
+def _parse_steps(data: dict[str, Any], key: str) -> set[int]:
+    steps = optional(data, key, list) or []
+    for step in steps:
+        if not isinstance(step, int):
+            raise RequestRefused(f"{key} has {step!r:.80}; expected steps", status=422, param=key)
+    return set(steps)
+
+
+def _parse_smoothing(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        problem = f"benchmark_smoothing must be in (0, 1], got {text!r}"
+        raise RequestRefused(problem, status=422, param="benchmark_smoothing")
+    return value
+
+
+class _ServerlessEndpoints(_Endpoints):
+    """The endpoints of `art.ServerlessBackend`."""
+
+    async def create(self, request: Request) -> dict[str, Any]:
+        data, _ = await read_json(request)
+        registered = await self._models.open(parse_model(data, "request body"))
+        model = registered.model
+        return {
+            "id": registered.id,
+            "entity": model.entity,
+            "project": model.project,
+            "name": model.name,
+            "base_model": model.base_model,
+            "run_id": None,
+        }
+
+    async def delete(self, request: Request) -> None:
+        registered = self._get_model(request)
+        if self._jobs.is_training(registered.model):
+            problem = f"{registered.model.key} cannot be deleted while a training job is pending or running"
+            raise RequestRefused(problem, status=409, code="model_busy")
+        await self._models.delete(registered)
+
+    async def checkpoints(self, request: Request) -> dict[str, Any]:
+        registered = self._get_model(request)
+        steps = sorted(registered.learner.versions, reverse=request.query_params.get("order") == "desc")
+        metrics = registered.metrics_log.metrics
+        entries = [{"id": f"{registered.id}-{step}", "step": step, "metrics": metrics(step)} for step in steps]
+        return _paginate(entries, request)
+
+    async def delete_checkpoints(self, request: Request) -> dict[str, Any]:
+        data, _ = await read_json(request)
+        registered = self._get_model(request)
+        steps = _parse_steps(data, "steps")
+        deleted = await self._models.delete_steps(registered, steps)
+        return {"deleted_count": len(deleted), "not_found_steps": sorted(steps - set(deleted))}
+
+    async def log(self, request: Request) -> None:
+        registered = self._get_model(request)
+        async with self._uploads.slot():
+            data, _ = await read_json(request, TRAJECTORIES)
+            await self._log(registered, data)
+
+    async def train(self, request: Request) -> dict[str, str]:
+        async with self._uploads.slot():
+            data, digest = await read_json(request, TRAJECTORIES)
+            registered = self._models.get(str(data.get("model_id")))
+            train_request = TrainRequest(
+                model=replace(registered.model, legacy=False),  # the serverless service has no legacy defaults
+                groups=data.get("trajectory_groups"),
+                config={},
+                dev_config=drop_nulls(optional_dict(data, "experimental_config")),
+                idempotency_key=request.headers.get("idempotency-key"),
+                digest=digest,
+            )
+            return {"id": (await self._jobs.start(train_request)).job.state.id}
+
+    async def events(self, request: Request) -> dict[str, Any]:
+        """The events after `after`; clients repeat a request until they have seen a gradient step."""
+        job = self._jobs.get(request.path_params["id"])
+        events = _events(job)
+        job.end_was_delivered = job.end_was_delivered or events[-1]["type"] == "training_ended"
+        return _paginate(events, request)
+
+    async def train_sft(self, request: Request) -> None:
+        problem = "supervised training is not supported here: its data would be stored at W&B"
+        raise RequestRefused(problem, code="unsupported")
+
+    def _get_model(self, request: Request) -> RegisteredModel:
+        return self._models.get(request.path_params["id"])
+
+
+def _events(job: ArtJob) -> list[dict[str, Any]]:
+    """Always starts with `training_started`; ART clients read its `num_sequences` as the number of gradient steps."""
+    events: list[tuple[str, dict[str, Any]]] = [("training_started", {"num_sequences": job.steps})]
+    events += [("gradient_step", metrics) for metrics in job.gradient_step_metrics()]
+    state = job.job.state
+    if state.status == "completed":
+        events.append(("training_ended", {}))
+    elif job.job.ended:
+        events.append(("training_failed", {"error_message": f"job {state.id}: {state.message}"}))
+    return [
+        {"id": str(event_id), "type": event_type, "data": data} for event_id, (event_type, data) in enumerate(events)
+    ]
+
+
+def _paginate(entries: Sequence[dict[str, Any]], request: Request) -> dict[str, Any]:
+    """Cursor pagination: up to `limit` entries after the one with id `after`."""
+    ids = [entry["id"] for entry in entries]
+    after = request.query_params.get("after")
+    if after is not None and after not in ids:
+        raise RequestRefused(f"unknown cursor after={after!r}", param="after")
+    remaining = list(entries[ids.index(after) + 1 :] if after is not None else entries)
+    limit = request.query_params.get("limit")
+    if limit is not None and not limit.isdecimal():
+        raise RequestRefused(f"limit must be a non-negative integer, got {limit!r}", param="limit")
+    page = remaining[: int(limit)] if limit else remaining
+    return {"data": page, "has_more": len(page) < len(remaining)}

@@ -1,0 +1,392 @@
+"""The adapter for ART servers, over the official client library."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from openai.types.chat.chat_completion import Choice
+from pydantic import ValidationError
+
+from insitu.errors import BackendError, BackendUnavailable, InsituError, JobFailed, TrajectoryError
+from insitu.integrations.art.config import (
+    ARTTrainerAdapterConfig,
+    internal_config,
+    load_art,
+    server_config,
+    train_config,
+)
+from insitu.integrations.art.conversion import art_trajectory, check_order, episode_label
+from insitu.integrations.art.remote_backend import known_metrics, mean_metrics, remote_backend, serialize_group
+from insitu.schemas.finetuning import (
+    FinetuneConfig,
+    PolicyEndpoint,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    Trajectory,
+    TrajectoryCollection,
+)
+from insitu.training.interfaces import TrainerAdapter
+from insitu.wire.http_format import gc_paused, http_url
+
+if TYPE_CHECKING:
+    import art
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "openpipe-art"
+_POLL_INTERVAL = 3.0
+"""Seconds between polls of the model's step after a lost reply."""
+_WATCH_SECONDS = 5.0
+"""Interval of the health checks while the server is in use."""
+_SUBMISSIONS = 3
+"""A job whose reply is lost that many times has failed, unless `retry_timeout` has not passed."""
+
+
+@dataclass
+class _Job:
+    """A training job, from model step `step` to `final_step`."""
+
+    step: int
+    key: str
+    sampled_tokens: int
+    resumed: bool = False
+    """Whether an earlier process of the run may have submitted it."""
+    task: "asyncio.Task[None] | None" = None
+    step_metrics: list[dict[str, float]] = field(default_factory=list)
+    final_step: int | None = None
+    lost_reply: str | None = None
+    """Why the metrics are missing although the model was trained."""
+
+    @property
+    def idempotency_key(self) -> str:
+        """Includes the step, to distinguish an earlier run with the same id."""
+        return f"{self.key}/{self.step}"
+
+
+class ARTTrainerAdapter(TrainerAdapter):
+    """Submits trajectories to an ART server, which trains and serves the model.
+
+    Needs the package `openpipe-art` (the extra `art`). Raises ConfigError for configuration keys that the
+    installed release does not support.
+    """
+
+    computes_advantages = True
+    can_resume = True
+
+    def __init__(self, adapter_config: ARTTrainerAdapterConfig) -> None:
+        super().__init__(adapter_config)
+        self.adapter_config: ARTTrainerAdapterConfig = adapter_config
+        self.config = adapter_config
+        self._art = load_art()
+        backend = adapter_config.backend
+        self._model_internal_config = internal_config(self._art, backend)
+        self._server_config = server_config(self._art, backend)
+        self._train_config, self._dev_config = train_config(self._art, adapter_config.training)
+        url = http_url(backend.ip, backend.port)
+        self.remote_backend: art.Backend = remote_backend(
+            self._art, url, backend.api_key, backend.read_timeout, backend.retry_timeout
+        )
+        self.model: art.TrainableModel = self._art.TrainableModel(
+            name=backend.name,
+            project=backend.project,
+            base_model=backend.base_model,
+            _internal_config=self._model_internal_config or None,
+        )
+        self._training_jobs: dict[str, asyncio.Task[None]] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._mean_rewards: dict[int, float] = {}  # by the model step that sampled the episodes
+        self._submit_lock = asyncio.Lock()
+
+    @property
+    def training_jobs(self) -> dict[str, asyncio.Task[None]]:
+        """The last submitted training task of each run."""
+        return self._training_jobs
+
+    @property
+    def _remote(self) -> Any:
+        return self.remote_backend
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        """Registers the model with the server. Raises BackendUnavailable if the server is not healthy."""
+        await super().initialize(run_config)
+        try:
+            await self._remote.check_health()
+        except BackendError as error:
+            raise BackendUnavailable(f"the ART server cannot be used: {error}") from error
+        await self.model.register(self.remote_backend, _openai_client_config=self._server_config)
+
+    def training_settings(self) -> dict[str, Any]:
+        return self.config.training.model_dump(mode="json", exclude_none=True)
+
+    async def is_healthy(self) -> bool:
+        problem = await self._remote.health_problem()
+        if problem is not None:
+            logger.warning("%s", problem)
+        return problem is None
+
+    async def wait_until_reachable(self, since: float) -> bool:
+        return await self._remote.was_away(since)
+
+    async def watch(self) -> None:
+        while True:
+            await asyncio.sleep(min(_WATCH_SECONDS, self.config.backend.read_timeout))
+            await self._remote.check_health()
+
+    async def close(self) -> None:
+        """Stops waiting for running jobs, which the server continues, and closes the connections."""
+        tasks = [job.task for job in self._jobs.values() if job.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # also retrieves the exceptions of failed tasks
+        await self._remote.close()
+
+    async def policy_endpoint(self) -> PolicyEndpoint:
+        step = await self._remote._get_step(self.model)
+        await self._remote.refresh_served_names()
+        name = self._remote._model_inference_name(self.model)
+        key = self.model.inference_api_key or self.config.backend.api_key
+        current_name = partial(self._remote._model_inference_name, self.model)
+        base_model = self.config.backend.base_model
+        return PolicyEndpoint(self._remote.inference_url, name, key, step, current_name, base_model)
+
+    async def _validate_episode_order(self, traj: Trajectory) -> None:
+        """Raises ValueError if ART cannot train this order of roles, see `check_order`."""
+        check_order(traj.episode, traj.id)
+
+    async def _construct_trajectory_groups(
+        self, trajectory_lists: list[list[Trajectory]]
+    ) -> "list[art.TrajectoryGroup]":
+        """One ART group per list. Raises ValueError for a trajectory that ART cannot train."""
+        for trajectory in (t for group in trajectory_lists for t in group):
+            await self._validate_episode_order(trajectory)
+
+        def convert() -> "list[art.TrajectoryGroup]":
+            with gc_paused():
+                return [
+                    self._art.TrajectoryGroup([self._art_trajectory(t) for t in group]) for group in trajectory_lists
+                ]
+
+        return await asyncio.to_thread(convert)
+
+    def _art_trajectory(self, trajectory: Trajectory) -> "art.Trajectory":
+        fields = art_trajectory(trajectory)
+        histories = (fields, *fields["additional_histories"])
+        try:
+            for history in histories:
+                turns = history["messages_and_choices"]
+                # ART accepts any mapping as a message, so choices must be objects
+                history["messages_and_choices"] = [Choice.model_validate(t) if "message" in t else t for t in turns]
+            converted = self._art.Trajectory.model_validate(fields)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            problem = f"{'.'.join(map(str, first['loc']))} is {first['input']!r}: {first['msg']}"
+            raise TrajectoryError(f"{episode_label(trajectory.id)}: {problem}") from None
+        for target, history in zip((converted, *converted.additional_histories), histories, strict=True):
+            target.tools = history["tools"]  # ART reorders their keys, and chat templates print keys in order
+        return converted
+
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        """Starts training on all groups. A run's epoch is trained once, even if submitted twice.
+
+        Without an epoch, which plugins may leave unset, each submission is a job.
+        """
+        if not any(trajectories.trajectories):
+            raise JobFailed(f"run {trajectories.run_id}: there are no trajectories to train on")
+        number = trajectories.epoch if trajectories.epoch is not None else f"submission {len(self._jobs) + 1}"
+        key = f"{trajectories.run_id}/{number}"
+        async with self._submit_lock:
+            job = self._jobs.get(key)
+            if job is None or (job.task is not None and job.task.done() and job.final_step is None):
+                groups = await self._serialized_groups(trajectories.trajectories)
+                step = job.step if job is not None else self.submitted_from
+                resumed = job is None and step is not None
+                if step is None:
+                    step = await self._remote._get_step(self.model)
+                self._mean_rewards[step] = _mean_reward(trajectories)
+                job = self._jobs[key] = _Job(step, key, _sampled_tokens(trajectories), resumed)
+                job.task = asyncio.create_task(self._train(job, groups), name=f"train {key}")
+                self._training_jobs[trajectories.run_id] = job.task
+        return TrainingJobRef(run_id=trajectories.run_id, backend=BACKEND, metadata={"job": key, "step": job.step})
+
+    async def _serialized_groups(self, trajectory_lists: list[list[Trajectory]]) -> list[orjson.Fragment]:
+        """Converts one group at a time: ART's objects take many times the memory of their JSON."""
+        return [
+            await asyncio.to_thread(serialize_group, group)
+            for trajectories in trajectory_lists
+            for group in await self._construct_trajectory_groups([trajectories])
+        ]
+
+    async def _train(self, job: _Job, groups: list[orjson.Fragment]) -> None:
+        if job.resumed and await self._was_trained(job):
+            job.lost_reply = "an earlier process of the run submitted the job: its metrics are unknown"
+            logger.warning("job %s was trained, but %s", job.key, job.lost_reply)
+        else:
+            await self._request_training(job, groups)
+        step = await self._current_step(job)
+        if step == job.step:
+            raise JobFailed(f"the ART server finished the job, but the model is still at step {job.step}")
+        if job.lost_reply is None and not any(known_metrics(metrics).get("steps", 1) for metrics in job.step_metrics):
+            raise JobFailed(f"the model is at step {step}, but without any gradient step: {_drop_reasons(job)}")
+        job.final_step = step
+
+    async def _was_trained(self, job: _Job) -> bool:
+        """Whether a job that an earlier process may have submitted was trained, and need not be submitted again.
+
+        A server that lists the job returns its metrics to a second request. One that lists no jobs may be training it:
+        then waits for the model's next step.
+        """
+        lists_jobs = True
+        try:
+            if await self._remote.find_job(job.idempotency_key) is not None:
+                return False
+        except BackendError:
+            lists_jobs = False
+        step = await self._current_step(job)
+        if step == job.step and not lists_jobs:
+            step = await self._next_step(job, f"an earlier process may have submitted the job {job.key}")
+        return step != job.step
+
+    async def _request_training(self, job: _Job, groups: list[orjson.Fragment]) -> None:
+        """Submits the job until the server has trained it."""
+        if self.config.backend.delete_old_checkpoints and not job.resumed:
+            await self._delete_old_checkpoints(job.step)
+        first_loss: float | None = None
+        for submission in count(1):
+            job.step_metrics = []
+            try:
+                async for metrics in self._remote._train_model(
+                    self.model, groups, self._train_config, self._dev_config, idempotency_key=job.idempotency_key
+                ):
+                    job.step_metrics.append(metrics)
+            except BackendUnavailable as error:
+                first_loss = first_loss or time.monotonic()
+                step = await self._next_step(job, str(error), error.retry_after)
+                lost_for = time.monotonic() - first_loss
+                if step == job.step and (submission < _SUBMISSIONS or lost_for < self.config.backend.retry_timeout):
+                    logger.warning("the model is still at step %d: submitting the job again", step)
+                    continue
+                if step == job.step:
+                    raise
+                job.lost_reply = str(error)
+                logger.warning("%s; but the model is at step %d: the job was trained", error, step)
+            return
+
+    async def _current_step(self, job: _Job) -> int:
+        """The model's step. Raises JobFailed if it is earlier than the job's first."""
+        step = int(await self._remote._get_step(self.model))
+        if step < job.step:
+            raise JobFailed(
+                f"the model was at step {job.step} before the job and is at step {step} now: the ART server has "
+                "lost its checkpoints (was it restarted with another folder?)"
+            )
+        return step
+
+    async def _next_step(self, job: _Job, problem: str, retry_after: float = 0.0) -> int:
+        """The model's step after a training request whose response was lost.
+
+        Polls the step until it changes, for at most `lost_reply_timeout`. Returns it earlier if the server is known not
+        to train: it lists its jobs without this one, or it refused connections and has therefore restarted.
+        """
+        timeout = self.config.backend.lost_reply_timeout
+        logger.warning("%s; waiting for up to %g s for the model's next step", problem, timeout)
+        started, refused = time.monotonic(), self._remote.refused_connections
+        pause = max(_POLL_INTERVAL, retry_after)
+        while time.monotonic() - started < timeout:
+            await asyncio.sleep(pause)
+            pause = _POLL_INTERVAL
+            step = await self._current_step(job)
+            if step != job.step or self._remote.refused_connections > refused:
+                return step
+            if not await self._may_be_training(job):
+                break
+        return await self._current_step(job)
+
+    async def _may_be_training(self, job: _Job) -> bool:
+        """Whether the server has the job, or cannot say. Raises JobFailed if the job has failed."""
+        try:
+            found = await self._remote.find_job(job.idempotency_key)
+        except BackendError:
+            return True
+        if found is not None and found.status in ("failed", "canceled"):
+            raise JobFailed(found.message)
+        return found is not None
+
+    async def _delete_old_checkpoints(self, step: int) -> None:
+        """Keeps the latest checkpoint and the one with the highest mean reward. Errors are only logged.
+
+        Servers that record rewards also delete checkpoints of earlier runs; on other servers those are kept.
+        """
+        try:
+            if hasattr(self._art.Backend, "_delete_checkpoints"):  # releases whose server records rewards
+                record = self._art.Trajectory(messages_and_choices=[], reward=self._mean_rewards[step])
+                await self._remote._log(self.model, [self._art.TrajectoryGroup([record])], "collected")
+                await self._remote._delete_checkpoints(self.model, "collected/reward", 1.0)
+            else:
+                best = max(self._mean_rewards, key=lambda s: (self._mean_rewards[s], s))
+                earlier = range(min(self._mean_rewards))
+                await self._remote._delete_checkpoint_files(self.model, [*earlier, *sorted({best, step})])
+        except InsituError as error:
+            logger.warning("old checkpoints were not deleted: %s", error)
+
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        job = self._job(ref)
+        task = job.task
+        assert task is not None
+        progress = message = None
+        if not task.done():
+            status = TrainingStatusEnum.RUNNING
+            if total := mean_metrics(job.step_metrics[-1:]).get("num_gradient_steps"):
+                progress = 100.0 * len(job.step_metrics) / total
+        elif task.cancelled():
+            status, message = TrainingStatusEnum.CANCELED, "canceled"
+        elif (error := task.exception()) is not None:
+            status, message = TrainingStatusEnum.FAILED, f"{type(error).__name__}: {error}"
+        else:
+            status, progress = TrainingStatusEnum.COMPLETED, 100.0
+            message = job.lost_reply and f"trained, but {job.lost_reply}"
+        metrics: dict[str, Any] = {"tokens": job.sampled_tokens, **known_metrics(mean_metrics(job.step_metrics))}
+        if job.final_step is not None:
+            metrics["step"] = job.final_step
+        return TrainingJobStatus(
+            run_id=ref.run_id, backend=BACKEND, status=status, progress=progress, message=message, metadata=metrics
+        )
+
+    def _job(self, ref: TrainingJobRef) -> _Job:
+        run_keys = [key for key in self._jobs if key.rpartition("/")[0] == ref.run_id]
+        key = (ref.metadata or {}).get("job", run_keys[-1] if run_keys else ref.run_id)
+        if key not in self._jobs:
+            raise JobFailed(f"no job {key!r} was submitted; submitted jobs: {', '.join(self._jobs) or 'none'}")
+        return self._jobs[key]
+
+    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
+        task = self._job(ref).task
+        assert task is not None
+        while not task.done():
+            await asyncio.wait([task], timeout=poll_interval)
+        return await self.status(ref)
+
+    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        logger.info("job %s: %s", (ref.metadata or {}).get("job"), metrics)
+
+
+def _sampled_tokens(collection: TrajectoryCollection) -> int:
+    trajectories = (t for group in collection.trajectories for t in group)
+    return sum(len(t.calls[index].token_ids or ()) for t in trajectories for index in t.trained_calls)
+
+
+def _mean_reward(collection: TrajectoryCollection) -> float:
+    """Of all collected episodes if known: groups dropped for lack of variance may be the best ones."""
+    rewards = [t.reward for group in collection.trajectories for t in group]
+    return sum(rewards) / len(rewards) if collection.mean_reward is None else collection.mean_reward
+
+
+def _drop_reasons(job: _Job) -> str:
+    """Why the server trained nothing: `insitu backend` reports counts by reason."""
+    counts = {k.partition("dropped_")[2]: v for line in job.step_metrics for k, v in line.items() if "dropped_" in k}
+    return ", ".join(f"{v:g} x {k}" for k, v in counts.items()) or "the server found nothing to train on"

@@ -1,0 +1,53 @@
+"""The registration of the plugin's trainer adapter and trainer."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from insitu.builder import Builder
+from insitu.integrations.customizer.config import (
+    DPOSpecificHyperparameters,
+    DPOTrajectoryBuilderConfig,
+    NeMoCustomizerHyperparameters,
+    NeMoCustomizerTrainerAdapterConfig,
+    NeMoCustomizerTrainerConfig,
+    NIMDeploymentConfig,
+)
+from insitu.integrations.customizer.services import load_sdk
+from insitu.integrations.customizer.trainer import NeMoCustomizerTrainer
+from insitu.integrations.customizer.trainer_adapter import NeMoCustomizerTrainerAdapter
+from insitu.registry import register_trainer, register_trainer_adapter
+from insitu.schemas.episodes import CandidateStep, PreferencePair
+from insitu.training.preference_builders import DPOTrajectoryBuilder
+
+__all__ = [  # the documented names of nat.plugins.customizer
+    "CandidateStep",
+    "DPOSpecificHyperparameters",
+    "DPOTrajectoryBuilder",
+    "DPOTrajectoryBuilderConfig",
+    "NIMDeploymentConfig",
+    "NeMoCustomizerHyperparameters",
+    "NeMoCustomizerTrainer",
+    "NeMoCustomizerTrainerAdapter",
+    "NeMoCustomizerTrainerAdapterConfig",
+    "NeMoCustomizerTrainerConfig",
+    "PreferencePair",
+]
+
+
+@register_trainer_adapter(config_type=NeMoCustomizerTrainerAdapterConfig)
+async def nemo_customizer_trainer_adapter(
+    config: NeMoCustomizerTrainerAdapterConfig, builder: Builder
+) -> AsyncIterator[NeMoCustomizerTrainerAdapter]:
+    await asyncio.to_thread(load_sdk)  # importing the libraries takes half a second: do it off the event loop
+    adapter = NeMoCustomizerTrainerAdapter(config, builder)
+    try:
+        yield adapter
+    finally:
+        await adapter.close()
+
+
+@register_trainer(config_type=NeMoCustomizerTrainerConfig)
+async def nemo_customizer_trainer(
+    config: NeMoCustomizerTrainerConfig, builder: Builder
+) -> AsyncIterator[NeMoCustomizerTrainer]:
+    yield NeMoCustomizerTrainer(config, builder)

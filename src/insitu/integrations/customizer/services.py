@@ -1,0 +1,337 @@
+"""The NeMo services as the adapter uses them, over `nemo-microservices` 1.4 and 1.5 and `huggingface-hub`.
+
+The only module that knows these libraries: one for another SDK has a class with the methods of `NeMoServices`. Each
+method makes one attempt, in a thread because the libraries block. Raises BackendUnavailable for a transient error and
+RequestRefused for the others; no message contains the token.
+"""
+
+import asyncio
+import importlib
+import io
+import logging
+import math
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+from insitu.errors import (
+    BackendError,
+    BackendUnavailable,
+    ConfigError,
+    RequestRefused,
+    exception_chain,
+    install_command,
+)
+from insitu.plugin_api import suppress_logs
+from insitu.schemas.finetuning import TrainingStatusEnum
+from insitu.wire.connection import is_transient, retry_after
+from insitu.wire.http_format import error_message, parse_lenient_json
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+JOB_FIELD = "insitu_job"
+"""The custom field of datasets, jobs and deployments that names the run and the epoch they belong to."""
+_PAGE = 100
+_MOST_JOBS = 10_000
+"""Jobs of a namespace that are searched for one of ours, the newest first."""
+_STATUSES = {
+    "created": TrainingStatusEnum.PENDING,
+    "pending": TrainingStatusEnum.PENDING,
+    "running": TrainingStatusEnum.RUNNING,
+    "cancelling": TrainingStatusEnum.RUNNING,
+    "unknown": TrainingStatusEnum.RUNNING,
+    "cancelled": TrainingStatusEnum.CANCELED,
+    "failed": TrainingStatusEnum.FAILED,
+    "completed": TrainingStatusEnum.COMPLETED,
+    "ready": TrainingStatusEnum.COMPLETED,
+}
+_METRICS = ("train_loss", "val_loss", "best_epoch", "epochs_completed", "steps_completed", "elapsed_time")
+
+
+class Store(StrEnum):
+    """The two stores; the first is at the address of Customizer and Deployment Management."""
+
+    ENTITIES = "Entity Store"
+    FILES = "Data Store"
+
+
+class ServiceJob(NamedTuple):
+    """A customization job; `progress` in percent, None if the service does not say."""
+
+    id: str
+    status: TrainingStatusEnum
+    progress: float | None = None
+    message: str | None = None
+    metrics: Mapping[str, Any] = {}
+    output_model: str | None = None
+
+
+class Deployment(NamedTuple):
+    """A deployment: COMPLETED when the model is served."""
+
+    status: TrainingStatusEnum
+    message: str | None
+    model: str | None
+
+
+def load_sdk() -> tuple[Any, Any]:
+    """The modules `nemo_microservices` and `huggingface_hub`. Raises ConfigError if one is missing."""
+    try:
+        return importlib.import_module("nemo_microservices"), importlib.import_module("huggingface_hub")
+    except ImportError as error:
+        raise ConfigError(
+            "the NeMo Customizer plugin needs the packages nemo-microservices and huggingface-hub: "
+            f"{install_command('customizer')} in the clone of insitu ({error})"
+        ) from error
+
+
+class NeMoServices:
+    """Entity Store, Customizer and Deployment Management at one address, the Data Store at another."""
+
+    def __init__(self, entity_host: str, datastore_host: str, token: str, timeout: float) -> None:
+        self._nemo, self._hub = load_sdk()
+        self._token = token
+        self._hosts = {Store.ENTITIES: entity_host, Store.FILES: datastore_host}
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._entities = self._nemo.NeMoMicroservices(base_url=entity_host, max_retries=0, timeout=timeout)
+        self._datastore = self._nemo.NeMoMicroservices(
+            base_url=datastore_host, max_retries=0, timeout=timeout, default_headers=headers
+        )
+        # False: huggingface-hub would send the token of the user's login otherwise
+        self._files = self._hub.HfApi(endpoint=f"{datastore_host}/v1/hf", token=token or False)
+
+    def close(self) -> None:
+        self._entities.close()
+        self._datastore.close()
+
+    async def has_namespace(self, store: Store, namespace: str) -> bool:
+        def retrieve() -> Any:
+            if store is Store.ENTITIES:
+                return self._entities.namespaces.retrieve(namespace)
+            return self._datastore.get(f"/v1/datastore/namespaces/{namespace}", cast_to=object)
+
+        try:
+            await self._request(store, f"namespace {namespace}", retrieve)
+        except RequestRefused as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
+    async def create_namespace(self, store: Store, namespace: str) -> None:
+        """Creates a namespace; it may exist already."""
+
+        def create() -> None:
+            if store is Store.ENTITIES:
+                self._entities.namespaces.create(id=namespace)
+            else:
+                self._datastore.post("/v1/datastore/namespaces", body={"namespace": namespace}, cast_to=object)
+
+        try:
+            await self._request(store, f"namespace {namespace}", create)
+        except RequestRefused as error:
+            if error.status not in (409, 422) or not await self.has_namespace(store, namespace):
+                raise
+
+    async def training_options(self, config: str) -> list[tuple[str, str]]:
+        """Training type and finetuning type of each option of a customization configuration."""
+        namespace, _, name = config.rpartition("/")
+        found = await self._request(
+            Store.ENTITIES,
+            f"customization configuration {config}",
+            lambda: self._entities.customization.configs.retrieve(name, namespace=namespace or "default"),
+        )
+        return [(option.training_type, option.finetuning_type) for option in found.training_options or []]
+
+    async def register_dataset(self, namespace: str, name: str, job: str) -> None:
+        """Registers a dataset of the Data Store. Raises RequestRefused (409) if the name is another job's."""
+        fields = {"name": name, "namespace": namespace}
+        try:
+            await self._request(
+                Store.ENTITIES,
+                f"dataset {namespace}/{name}",
+                lambda: self._entities.datasets.create(
+                    **fields, files_url=f"hf://datasets/{namespace}/{name}", custom_fields={JOB_FIELD: job}
+                ),
+            )
+        except RequestRefused as error:
+            if error.status != 409:
+                raise
+            found = await self._request(
+                Store.ENTITIES,
+                f"dataset {namespace}/{name}",
+                lambda: self._entities.datasets.retrieve(name, namespace=namespace),
+            )
+            if (found.custom_fields or {}).get(JOB_FIELD) != job:
+                raise
+
+    async def upload(self, namespace: str, name: str, files: Mapping[str, bytes], job: str) -> None:
+        """Uploads files, by their path in the repository, in one commit; the repository may exist already."""
+
+        def send() -> None:
+            repository = {"repo_id": f"{namespace}/{name}", "repo_type": "dataset"}
+            try:
+                self._files.create_repo(**repository)
+            except self._hub.errors.HfHubHTTPError as error:  # its `exist_ok` needs an answer like that of the Hub
+                if error.response.status_code != 409:
+                    raise
+            # A buffer, because huggingface-hub 2 sends files and bytes in a protocol that the Data Store does not have
+            operations = [
+                self._hub.CommitOperationAdd(path_in_repo=path, path_or_fileobj=io.BytesIO(content))
+                for path, content in files.items()
+            ]
+            self._files.create_commit(**repository, operations=operations, commit_message=f"records of {job}")
+
+        async with suppress_logs("huggingface_hub"):  # it warns about buffers
+            await self._request(Store.FILES, f"dataset {namespace}/{name}", send)
+
+    async def find_job(self, namespace: str, job: str, output_model: str) -> ServiceJob | None:
+        """The newest job that was submitted for `job`; None if there is none."""
+
+        def search() -> Any:
+            jobs = self._entities.customization.jobs.list(
+                filter={"namespace": namespace}, sort="-created_at", page_size=_PAGE
+            )
+            for found in islice(jobs, _MOST_JOBS):
+                named = (found.custom_fields or {}).get(JOB_FIELD)
+                if named == job or (named is None and (found.output_model or "").split("@")[0] == output_model):
+                    return found
+            return None
+
+        found = await self._request(Store.ENTITIES, "customization jobs", search)
+        return _job(found.id, found, found.status_details, found.output_model) if found is not None else None
+
+    async def create_job(self, namespace: str, name: str, job: str, options: Mapping[str, Any]) -> ServiceJob:
+        """Submits a job. A second one of the same name is refused (409)."""
+        created = await self._request(
+            Store.ENTITIES,
+            f"customization job {namespace}/{name}",
+            lambda: self._entities.customization.jobs.create(
+                name=name, namespace=namespace, custom_fields={JOB_FIELD: job}, **options
+            ),
+        )
+        if not created.id:
+            raise BackendError(
+                f"Customizer at {self._hosts[Store.ENTITIES]} returned a job without id; is it the right server?"
+            )
+        for warning in created.warnings or []:
+            logger.warning("job %s: %s", created.id, warning.message or warning.explanation)
+        return _job(created.id, created, created.status_details, created.output_model)
+
+    async def job(self, job_id: str) -> ServiceJob:
+        found = await self._request(
+            Store.ENTITIES, f"customization job {job_id}", lambda: self._entities.customization.jobs.retrieve(job_id)
+        )
+        return _job(job_id, found, found.status_details, found.output_model)
+
+    async def cancel_job(self, job_id: str) -> None:
+        await self._request(
+            Store.ENTITIES, f"customization job {job_id}", lambda: self._entities.customization.jobs.cancel(job_id)
+        )
+
+    async def create_deployment(
+        self, namespace: str, name: str, job: str, model: str, image: Mapping[str, Any], description: str
+    ) -> None:
+        """Starts to serve a model. A name that is taken is refused (409)."""
+        await self._request(
+            Store.ENTITIES,
+            f"deployment {namespace}/{name}",
+            lambda: self._entities.deployment.model_deployments.create(
+                name=name,
+                namespace=namespace,
+                description=description,
+                config={"model": model, "nim_deployment": dict(image)},
+                custom_fields={JOB_FIELD: job},
+            ),
+        )
+
+    async def deployment(self, namespace: str, name: str) -> Deployment | None:
+        """The state of a deployment; None if there is none of that name."""
+        try:
+            found = await self._request(
+                Store.ENTITIES,
+                f"deployment {namespace}/{name}",
+                lambda: self._entities.deployment.model_deployments.retrieve(name, namespace=namespace),
+            )
+        except RequestRefused as error:
+            if error.status == 404:
+                return None
+            raise
+        config, details = found.config, found.status_details
+        model = config.model if config is not None and not isinstance(config, str) else None
+        status = _STATUSES.get(details.status, TrainingStatusEnum.RUNNING)
+        return Deployment(status, details.description, model if isinstance(model, str) else None)
+
+    async def _request(self, store: Store, what: str, request: Callable[[], T]) -> T:
+        return await asyncio.to_thread(self._attempt, f"{what} at {self._hosts[store]}", request)
+
+    def _attempt(self, where: str, request: Callable[[], T]) -> T:
+        try:
+            result = request()
+        except self._hub.errors.OfflineModeIsEnabled as error:
+            raise ConfigError(
+                "HF_HUB_OFFLINE is set, but huggingface-hub uploads to the Data Store: unset it"
+            ) from error
+        except Exception as error:  # what the libraries' transports raise differs between releases
+            raise self._translated(where, error) from error
+        if isinstance(result, str):  # the SDK returns the text of a page that is not JSON
+            raise BackendError(f"{where}: the answer is not JSON: {result!r:.80}; is it the right server?")
+        return result
+
+    def _translated(self, where: str, error: Exception) -> BackendError:
+        chain = exception_chain(error)
+        responses = [r for e in chain if (r := getattr(e, "response", None)) is not None]
+        if not responses:
+            message = self._redacted(f"{where}: {type(chain[-1]).__name__}: {chain[-1]}")
+            if any(map(_is_lost_connection, chain)):
+                return BackendUnavailable(message)
+            return BackendError(f"{message}; is it the right server?")
+        status = int(responses[0].status_code)
+        message = self._redacted(f"{where}: {_reason(responses[0], error)} (status {status})")
+        if is_transient(status):
+            return BackendUnavailable(message, retry_after=retry_after(responses[0].headers))
+        if status in (401, 403) and where.endswith(self._hosts[Store.FILES]):
+            message += "; check hf_token"
+        return RequestRefused(message, status=status)
+
+    def _redacted(self, text: str) -> str:
+        return text.replace(self._token, "***") if self._token else text
+
+
+def _job(job_id: str, job: Any, details: Any, output_model: str | None) -> ServiceJob:
+    """From the SDK's models, whose values are not validated."""
+    status = job.status or getattr(details, "status", None)
+    logs = [log for log in getattr(details, "status_logs", None) or [] if log.message or log.detail]
+    message = ": ".join(filter(None, (logs[-1].message, logs[-1].detail))) if logs else None
+    metrics = {name: value for name in _METRICS if (value := getattr(details, name, None)) is not None}
+    progress = _percent(getattr(details, "percentage_done", None))
+    known = _STATUSES.get(str(status), TrainingStatusEnum.RUNNING)
+    return ServiceJob(job_id, known, progress, message, metrics, output_model)
+
+
+def _percent(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return min(max(number, 0.0), 100.0) if math.isfinite(number) else None
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether the connection failed. By the name of the class, as httpx and its successor each have their own."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, OSError) or not names.isdisjoint(("TransportError", "APIConnectionError"))
+
+
+def _reason(response: Any, error: Exception) -> str:
+    """What a service says about an error: `error.message`, `message`, FastAPI's `detail`, or the text itself."""
+    try:
+        body = parse_lenient_json(response.content)
+    except (ValueError, RuntimeError):  # not JSON, or not read
+        body = None
+    given = body.get("message") or body.get("detail") if isinstance(body, dict) else None
+    text = error_message(body) or given or getattr(error, "server_message", None) or error
+    return " ".join(str(text).split())[:500]

@@ -1,0 +1,323 @@
+"""The adapter for NeMo Customizer: records, dataset, job and deployment of one collection.
+
+All names are derived from the run id and the epoch, so that an adapter that is asked again, in another process too,
+finds the job that was submitted instead of submitting a second one.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from insitu.builder import Builder
+from insitu.collect.shared_run import builder_at_work
+from insitu.disk.files import writable_folder, write_file
+from insitu.errors import BackendError, ConfigError, JobFailed, RequestRefused
+from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig
+from insitu.integrations.customizer.deployment import UNFINISHED, FinishedJob, check_name_is_free, deploy, polled
+from insitu.integrations.customizer.records import Split, json_lines, single_pairs, split_records
+from insitu.integrations.customizer.services import NeMoServices, ServiceJob, Store
+from insitu.schemas.finetuning import (
+    FinetuneConfig,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    TrajectoryCollection,
+)
+from insitu.training.interfaces import TrainerAdapter
+from insitu.wire.connection import Retry
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "nemo-customizer"
+_CANCEL_SECONDS = 15.0
+"""How long an interrupted run waits for the service to take back its job."""
+
+
+class _Submission(NamedTuple):
+    """The names of what one run and epoch creates at the services."""
+
+    key: str
+    name: str
+    """Of the dataset, the job and the trained model."""
+    output_model: str
+
+
+class NeMoCustomizerTrainerAdapter(TrainerAdapter):
+    """Uploads preference pairs, submits a customization job and follows it; deploys the model if asked to.
+
+    Needs the packages of the extra `customizer`. If the run is interrupted, the job is canceled at the service.
+    """
+
+    can_resume = True
+
+    def __init__(self, adapter_config: NeMoCustomizerTrainerAdapterConfig, builder: Builder | None = None) -> None:
+        super().__init__(adapter_config)
+        self.adapter_config: NeMoCustomizerTrainerAdapterConfig = adapter_config
+        self.config = adapter_config
+        self._seed = (builder or builder_at_work() or Builder()).config.general.seed
+        self._services = NeMoServices(
+            adapter_config.entity_host,
+            adapter_config.datastore_host,
+            adapter_config.hf_token.get_secret_value(),
+            adapter_config.request_timeout,
+        )
+        entities, files = f"the NeMo services at {adapter_config.entity_host}", adapter_config.datastore_host
+        self._entities = Retry(entities, adapter_config.retry_timeout)
+        self._files = Retry(f"the Data Store at {files}", adapter_config.retry_timeout)
+        self.canceled_jobs: set[str] = set()
+        self.on_progress: Callable[[str], None] = logger.info
+        """Called with a line when the status, the percentage or the message of a job has changed."""
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        """Asks both services and creates the namespace. Raises BackendError if one of them cannot be used."""
+        await super().initialize(run_config)
+        namespace = self.config.namespace
+        for store, retry in ((Store.ENTITIES, self._entities), (Store.FILES, self._files)):
+            if await retry("find the namespace", partial(self._services.has_namespace, store, namespace)):
+                continue
+            if not self.config.create_namespace_if_missing:
+                raise ConfigError(
+                    f"trainer_adapters: namespace {namespace!r} does not exist in the {store}; create it or set "
+                    "create_namespace_if_missing: true"
+                )
+            await retry("create the namespace", partial(self._services.create_namespace, store, namespace))
+
+    async def check_settings(self) -> None:
+        """Raises ConfigError for settings that the services would refuse after the collection."""
+        config, asked = self.config, self.config.hyperparameters
+        name = f"trainer_adapters: customization_config {config.customization_config!r}"
+        try:
+            options = await self._entities(
+                "find the configuration", lambda: self._services.training_options(config.customization_config)
+            )
+        except RequestRefused as error:
+            if error.status != 404:
+                raise
+            raise ConfigError(f"{name} does not exist at {config.entity_host}: {error}") from error
+        if options and (asked.training_type, asked.finetuning_type) not in options:
+            offered = ", ".join(f"{training} with {finetuning}" for training, finetuning in options)
+            raise ConfigError(
+                f"{name} does not offer training_type {asked.training_type} with finetuning_type "
+                f"{asked.finetuning_type}; it offers {offered}"
+            )
+
+    def training_settings(self) -> dict[str, Any]:
+        config = self.config
+        settings = config.hyperparameters.model_dump(mode="json")
+        if config.hyperparameters.training_type != "dpo":
+            del settings["dpo"]
+        names = ("entity_host", "datastore_host", "namespace", "customization_config", "dataset_name")
+        options = ("use_full_message_history", "validation_fraction")
+        return {**{name: getattr(config, name) for name in (*names, *options)}, **settings}
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._services.close)
+
+    async def is_healthy(self) -> bool:
+        """Whether both services answer and have the namespace, and Customizer has the configuration."""
+        try:
+            for store in Store:
+                if not await self._services.has_namespace(store, self.config.namespace):
+                    logger.warning("namespace %r does not exist in the %s", self.config.namespace, store)
+                    return False
+            await self._services.training_options(self.config.customization_config)
+        except BackendError as error:
+            logger.warning("%s", error)
+            return False
+        return True
+
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        """Uploads the records and submits the job; returns the earlier job if this run and epoch have one."""
+        submission = self._submission(trajectories.run_id, trajectories.epoch)
+        split = split_records(
+            single_pairs(trajectories),
+            self.config.hyperparameters.training_type,
+            self.config.use_full_message_history,
+            self.config.validation_fraction,
+            self._seed,
+        )
+        if split.shortened_prompts:
+            logger.warning(
+                "%d prompts have several messages, of which only the last is sent (use_full_message_history: false)",
+                split.shortened_prompts,
+            )
+        job = await self._entities("find the job", lambda: self._find(submission))
+        if job is not None:
+            logger.info("found job %s, which an earlier process has submitted", job.id)
+        else:
+            if self.config.deploy_on_completion:
+                await check_name_is_free(self._services, self._entities, self.config, submission.output_model)
+            await self._upload(submission, split)
+            job = await self._submitted(submission)
+        ref = self._ref(trajectories.run_id, submission, job)
+        sizes = {"training_records": len(split.training), "validation_records": len(split.validation)}
+        return ref.model_copy(update={"metadata": {**(ref.metadata or {}), **sizes, "turns": split.turns}})
+
+    async def find_job(self, run_id: str, epoch: int | None) -> TrainingJobRef | None:
+        """The job that was submitted for this run and epoch, by any process; None if there is none."""
+        submission = self._submission(run_id, epoch)
+        job = await self._entities("find the job", lambda: self._find(submission))
+        return self._ref(run_id, submission, job) if job is not None else None
+
+    def _submission(self, run_id: str, epoch: int | None) -> _Submission:
+        key = f"{run_id}/{1 if epoch is None else epoch}"
+        suffix = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
+        name = f"{self.config.dataset_name}-{suffix}"
+        return _Submission(key, name, f"{self.config.namespace}/{name}")
+
+    def _ref(self, run_id: str, submission: _Submission, job: ServiceJob) -> TrainingJobRef:
+        metadata = {
+            "job_id": job.id,
+            "key": submission.key,
+            "dataset": f"{self.config.namespace}/{submission.name}",
+            "output_model": job.output_model or submission.output_model,
+        }
+        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata=metadata)
+
+    async def _upload(self, submission: _Submission, split: Split) -> None:
+        namespace, name = self.config.namespace, submission.name
+        files = {
+            "training/training.jsonl": json_lines(split.training),
+            "validation/validation.jsonl": json_lines(split.validation),
+        }
+        await asyncio.to_thread(self._write, name, files)
+        try:
+            await self._entities(
+                "register the dataset", lambda: self._services.register_dataset(namespace, name, submission.key)
+            )
+        except RequestRefused as error:
+            if error.status != 409:
+                raise
+            raise ConfigError(
+                f"trainer_adapters: dataset_name: the dataset {namespace}/{name} exists and belongs to another run; "
+                "choose another dataset_name"
+            ) from error
+        await self._files("upload the records", lambda: self._services.upload(namespace, name, files, submission.key))
+
+    def _write(self, name: str, files: dict[str, bytes]) -> None:
+        folder, key = self.config.dataset_output_dir, "trainer_adapters: dataset_output_dir"
+        if folder is None:
+            folder, key = Path(self.run_config.output_dir) / "dataset", "finetuning.output_dir"
+        for path, content in files.items():
+            target = folder / name / path
+            write_file(writable_folder(target.parent, key) / target.name, content)
+
+    async def _submitted(self, submission: _Submission) -> ServiceJob:
+        """Submits the job. If that is interrupted, waits for the answer and cancels the job."""
+        task = asyncio.create_task(self._entities("submit the job", lambda: self._find_or_create(submission)))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task], timeout=_CANCEL_SECONDS / 2)
+            if not task.done():
+                task.cancel()
+                logger.error("interrupted while submitting job %s: it may run at the service", submission.output_model)
+            elif not task.cancelled() and task.exception() is None:
+                await self._cancel_interrupted(task.result().id)
+            raise
+
+    async def _find_or_create(self, submission: _Submission) -> ServiceJob:
+        """One attempt. An earlier one may have created the job although its answer was lost."""
+        job = await self._find(submission)
+        if job is not None:
+            return job
+        try:
+            return await self._services.create_job(
+                self.config.namespace, submission.name, submission.key, self._job_options(submission)
+            )
+        except RequestRefused as error:
+            if error.status == 409 and (job := await self._find(submission)) is not None:
+                return job
+            raise
+
+    async def _find(self, submission: _Submission) -> ServiceJob | None:
+        return await self._services.find_job(self.config.namespace, submission.key, submission.output_model)
+
+    def _job_options(self, submission: _Submission) -> dict[str, Any]:
+        asked = self.config.hyperparameters
+        hyperparameters = asked.model_dump(exclude={"dpo"} if asked.training_type != "dpo" else None)
+        return {
+            "config": self.config.customization_config,
+            "dataset": {"namespace": self.config.namespace, "name": submission.name},
+            "hyperparameters": {**hyperparameters, "seed": self._seed},
+            "output_model": submission.output_model,
+            "description": f"insitu run {submission.key}",
+        }
+
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        """One request. Raises JobFailed if the service no longer has the job."""
+        job_id = _job_id(ref)
+        try:
+            job = await self._services.job(job_id)
+        except RequestRefused as error:
+            if error.status == 404:
+                raise JobFailed(f"job {job_id} no longer exists at {self.config.entity_host}: {error}") from error
+            raise
+        progress = 100.0 if job.status is TrainingStatusEnum.COMPLETED else job.progress
+        metadata = {**(ref.metadata or {}), **job.metrics}
+        if job.output_model:
+            metadata["output_model"] = job.output_model
+        return TrainingJobStatus(
+            run_id=ref.run_id,
+            backend=ref.backend,
+            status=job.status,
+            progress=progress,
+            message=job.message,
+            metadata=metadata,
+        )
+
+    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float | None = None) -> TrainingJobStatus:
+        """Polls the job until it ends, then deploys the model if configured.
+
+        The default interval is `poll_interval_seconds`. Raises BackendUnavailable after
+        `max_consecutive_status_failures` transient errors in a row. If the wait is interrupted, the job is canceled.
+        """
+        interval = self.config.poll_interval_seconds if poll_interval is None else poll_interval
+        try:
+            status = await self._wait(ref, interval)
+        except asyncio.CancelledError:
+            await self._cancel_interrupted(_job_id(ref))
+            raise
+        if status.status is TrainingStatusEnum.COMPLETED and self.config.deploy_on_completion:
+            metadata = status.metadata or {}
+            job = FinishedJob(metadata["job_id"], metadata["key"], metadata["output_model"])
+            deployment = await deploy(self._services, self._entities, self.config, job, interval)
+            status = status.model_copy(update={"metadata": {**metadata, "deployment": deployment}})
+        return status
+
+    async def _wait(self, ref: TrainingJobRef, interval: float) -> TrainingJobStatus:
+        said = None
+        while True:
+            status = await polled(f"job {_job_id(ref)}", lambda: self.status(ref), interval, self.config)
+            if status.status not in UNFINISHED:
+                return status
+            percent = None if status.progress is None else f"{status.progress:.0f} %"
+            if (now := ", ".join(filter(None, (status.status.value, percent, status.message)))) != said:
+                said = now
+                self.on_progress(f"job {_job_id(ref)}: {now}")
+            await asyncio.sleep(interval)
+
+    async def cancel(self, ref: TrainingJobRef) -> None:
+        await self._services.cancel_job(_job_id(ref))
+        self.canceled_jobs.add(_job_id(ref))
+
+    async def _cancel_interrupted(self, job_id: str) -> None:
+        try:
+            await asyncio.wait_for(self._services.cancel_job(job_id), _CANCEL_SECONDS)
+        except (BackendError, TimeoutError) as error:
+            host = self.config.entity_host
+            logger.error("job %s could not be canceled, and continues at %s: %s", job_id, host, error or "no answer")
+        else:
+            self.canceled_jobs.add(job_id)
+            logger.warning("interrupted: job %s is canceled", job_id)
+
+    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        logger.info("job %s: %s", _job_id(ref), metrics)
+
+
+def _job_id(ref: TrainingJobRef) -> str:
+    return str((ref.metadata or {})["job_id"])

@@ -1,0 +1,106 @@
+"""Google ADK: a `LiteLlm` that records its calls, and a plugin that reports tool runs as steps.
+
+model = await builder.get_llm("player", wrapper_type="adk")
+runner = InMemoryRunner(LlmAgent(name="looker", model=model, tools=[look]), plugins=[ToolReports()])
+"""
+
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from google.adk.agents import BaseAgent, LlmAgent
+from google.adk.models.lite_llm import LiteLlm
+from google.adk.models.llm_request import LlmRequest
+from google.adk.models.llm_response import LlmResponse
+from google.adk.plugins.base_plugin import BasePlugin
+from google.adk.runners import InMemoryRunner
+from google.genai.types import Content, Part
+
+from insitu.agents.frameworks import ToolSteps, async_client, push
+from insitu.schemas.steps import IntermediateStepType, StreamEventData, TraceMetadata
+from insitu.workflow.context import current_scope
+from insitu.workflow.llms import ModelClient
+
+_TOOLS = ToolSteps("adk")
+
+
+def make_llm(llm: ModelClient) -> LiteLlm:
+    """For `LlmAgent(model=...)`."""
+    timeout = {} if llm.config.timeout is None else {"timeout": llm.config.timeout}
+    return _ReportingLlm(model=f"openai/{llm.model}", client=async_client(llm), **timeout)
+
+
+async def ask_agent(agent: BaseAgent, question: Any) -> str:
+    """The text of the last final response, in a session of its own."""
+    runner = InMemoryRunner(agent, plugins=[ToolReports()])
+    session = await runner.session_service.create_session(app_name=runner.app_name, user_id="user")
+    asked = Content(role="user", parts=[Part(text=str(question))])
+    events = runner.run_async(user_id="user", session_id=session.id, new_message=asked)
+    final = [event async for event in events if event.is_final_response()]
+    parts = (final[-1].content.parts or () if final and final[-1].content else ()) or ()
+    return "".join(part.text for part in parts if part.text and not part.thought)
+
+
+def with_model(agent: LlmAgent, model: LiteLlm) -> LlmAgent:
+    """Sub-agents with a model keep theirs."""
+    return agent.clone(update={"model": model})
+
+
+class _ReportingLlm(LiteLlm):
+    """Pushes LLM_START with the request and LLM_END with the final responses."""
+
+    async def generate_content_async(
+        self, llm_request: LlmRequest, stream: bool = False
+    ) -> AsyncGenerator[LlmResponse, None]:
+        if current_scope() is None:
+            async for response in super().generate_content_async(llm_request, stream):
+                yield response
+            return
+        run_id, name = uuid.uuid4(), self.model.removeprefix("openai/")
+        request = llm_request.model_copy(update={"contents": list(llm_request.contents)})  # ADK appends to the original
+        metadata = TraceMetadata.model_construct(chat_inputs=request)
+        data = StreamEventData(input=request)
+        push("adk", IntermediateStepType.LLM_START, run_id, name, data, metadata=metadata)
+        held: list[LlmResponse] = []
+        try:
+            async for response in super().generate_content_async(llm_request, stream):
+                if response.partial and not held:
+                    yield response
+                else:
+                    held.append(response)
+        except BaseException as error:  # reported, then re-raised
+            push("adk", IntermediateStepType.LLM_END, run_id, name, data, metadata={"error": repr(error)})
+            raise
+        final = [response for response in held if not response.partial]
+        metadata = TraceMetadata.model_construct(chat_responses=final)
+        parts = [part for response in final if response.content for part in response.content.parts or ()]
+        text = "".join(part.text for part in parts if part.text and not part.thought)
+        data = StreamEventData(input=request, output=text)
+        push("adk", IntermediateStepType.LLM_END, run_id, name, data, metadata=metadata)
+        for response in held:  # after LLM_END: ADK runs the tools of a response before it resumes this generator
+            yield response
+
+
+class ToolReports(BasePlugin):
+    """Pushes TOOL_ steps to the current episode. Can be shared by runners."""
+
+    def __init__(self) -> None:
+        super().__init__("insitu")
+
+    async def before_tool_callback(self, *, tool: Any, tool_args: dict[str, Any], tool_context: Any) -> None:
+        _TOOLS.start(_run_id(tool_context), tool.name, dict(tool_args))
+
+    async def after_tool_callback(
+        self, *, tool: Any, tool_args: dict[str, Any], tool_context: Any, result: dict[str, Any]
+    ) -> None:
+        _TOOLS.end(_run_id(tool_context), result)
+
+    async def on_tool_error_callback(
+        self, *, tool: Any, tool_args: dict[str, Any], tool_context: Any, error: Exception
+    ) -> None:
+        _TOOLS.end(_run_id(tool_context), error=error)
+
+
+def _run_id(tool_context: Any) -> str:
+    """A call id from the server may only be unique within its conversation."""
+    return f"{tool_context.invocation_id}/{tool_context.function_call_id}"

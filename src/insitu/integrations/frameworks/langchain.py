@@ -1,0 +1,119 @@
+"""LangChain: a `ChatOpenAI` on the recording transport, and callbacks that report runs as intermediate steps.
+
+Importing this module makes LangChain and LangGraph report every model and tool run inside an episode; outside one, the
+reports are discarded.
+"""
+
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+from uuid import UUID
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import BaseMessage
+from langchain_core.outputs import LLMResult
+from langchain_core.tracers.context import register_configure_hook
+from langchain_openai import ChatOpenAI
+
+from insitu.agents.frameworks import ToolSteps, push
+from insitu.capture.transport import recording_transport
+from insitu.schemas.steps import IntermediateStepType, StreamEventData, TraceMetadata, UsageInfo
+from insitu.workflow.context import current_scope
+from insitu.workflow.llms import ModelClient, http_library
+
+_ARGUMENT_NAMES = {"stop": "stop_sequences"}  # parameters that ChatOpenAI names differently
+
+
+def make_llm(llm: ModelClient) -> ChatOpenAI:
+    """The same model with the same parameters; its asynchronous calls share the connections of `llm`."""
+    http = http_library()
+    sync_client = http.Client(transport=recording_transport(http)(llm.recorder), follow_redirects=True)
+    llm.closers.append(sync_client.close)
+    params = {_ARGUMENT_NAMES.get(name, name): value for name, value in llm.params.items()}
+    return ChatOpenAI(
+        model=llm.model,
+        base_url=str(llm.client.base_url),
+        api_key=lambda: llm.client.api_key,
+        timeout=llm.client.timeout,
+        max_retries=llm.client.max_retries,
+        http_async_client=llm.http_client,
+        http_client=sync_client,
+        use_responses_api=False,
+        **params,
+    )
+
+
+async def ask_agent(agent: Any, question: Any) -> Any:
+    """The text of the last message of a graph, or what another runnable returns. A mapping is a graph's whole input."""
+    is_graph = type(agent).__module__.startswith("langgraph.")
+    asked = {"messages": [{"role": "user", "content": question}]}
+    answer = await agent.ainvoke(asked if is_graph and isinstance(question, str) else question)
+    if is_graph and isinstance(answer, dict) and answer.get("messages"):
+        answer = answer["messages"][-1]
+    return answer.text if isinstance(answer, BaseMessage) else answer
+
+
+class StepReporter(BaseCallbackHandler):
+    """Pushes LLM_ and TOOL_ steps to the current episode."""
+
+    run_inline = True  # a thread per event would cost more than the callback
+
+    def __init__(self) -> None:
+        self._inputs: dict[UUID, Any] = {}  # of open runs, repeated in LLM_END
+
+    def on_chat_model_start(
+        self, serialized: dict[str, Any], messages: list[list[BaseMessage]], *, run_id: UUID, **others: Any
+    ) -> None:
+        if current_scope() is None:
+            return
+        params = others.get("invocation_params") or {}
+        inputs = list(messages[0])
+        metadata = TraceMetadata.model_construct(chat_inputs=inputs, tools_schema=params.get("tools"))
+        name = params.get("model") or params.get("model_name")
+        self._inputs[run_id] = inputs
+        _push(IntermediateStepType.LLM_START, run_id, name, StreamEventData(input=inputs), metadata=metadata)
+
+    def on_llm_start(self, serialized: dict[str, Any], prompts: list[str], *, run_id: UUID, **others: Any) -> None:
+        if current_scope() is not None:
+            name = (others.get("invocation_params") or {}).get("model")
+            self._inputs[run_id] = prompts
+            _push(IntermediateStepType.LLM_START, run_id, name, StreamEventData(input=prompts))
+
+    def on_llm_new_token(self, token: Any, *, run_id: UUID, **others: Any) -> None:
+        if current_scope() is not None:
+            _push(IntermediateStepType.LLM_NEW_TOKEN, run_id, None, StreamEventData(chunk=token))
+
+    def on_llm_end(self, response: LLMResult, *, run_id: UUID, **others: Any) -> None:
+        inputs = self._inputs.pop(run_id, None)
+        if current_scope() is None:
+            return
+        first = response.generations[0][0] if response.generations and response.generations[0] else None
+        llm_output = response.llm_output or {}
+        metadata = TraceMetadata.model_construct(chat_responses=response.generations[0] if first is not None else [])
+        usage = UsageInfo.model_construct(token_usage=llm_output.get("token_usage"), num_llm_calls=1)
+        output = None if first is None else first.text
+        name = llm_output.get("model_name")
+        data = StreamEventData(input=inputs, output=output, payload=first)
+        _push(IntermediateStepType.LLM_END, run_id, name, data, metadata=metadata, usage_info=usage)
+
+    def on_llm_error(self, error: BaseException, *, run_id: UUID, **others: Any) -> None:
+        data = StreamEventData(input=self._inputs.pop(run_id, None))
+        if current_scope() is not None:
+            _push(IntermediateStepType.LLM_END, run_id, None, data, metadata={"error": repr(error)})
+
+    def on_tool_start(self, serialized: dict[str, Any], input_str: str, *, run_id: UUID, **others: Any) -> None:
+        name = (serialized or {}).get("name") or others.get("name")
+        _TOOLS.start(run_id, name, others.get("inputs") or input_str, serialized)
+
+    def on_tool_end(self, output: Any, *, run_id: UUID, **others: Any) -> None:
+        _TOOLS.end(run_id, output)
+
+    def on_tool_error(self, error: BaseException, *, run_id: UUID, **others: Any) -> None:
+        _TOOLS.end(run_id, error=error)
+
+
+_TOOLS = ToolSteps("langchain")
+_push = partial(push, "langchain")
+_REPORTER = StepReporter()  # shared by all episodes, since run ids are unique
+_reporter: ContextVar[StepReporter | None] = ContextVar("insitu_langchain", default=_REPORTER)
+register_configure_hook(_reporter, inheritable=True)

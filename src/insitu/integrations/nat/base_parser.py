@@ -1,0 +1,156 @@
+"""Converts the intermediate steps of an episode to OpenAI messages, for any framework.
+
+An LLM_START and an LLM_END with the same UUID are one model call; the parsers of the frameworks describe the payloads.
+A captured call has `logprobs`, `token_ids`, `prompt_token_ids`, `finish_reason`, `model`, `llm` and `policy_version` in
+the metadata of its LLM_END, which override what the framework reports. TOOL_ steps are skipped: the next prompt has the
+tool's result as the model saw it.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from insitu.collect.conversations import Turn, conversations
+from insitu.errors import TrajectoryError
+from insitu.integrations.nat.adk_parser import ADK
+from insitu.integrations.nat.langchain_parser import LANGCHAIN
+from insitu.integrations.nat.llama_index_parser import LLAMA_INDEX
+from insitu.integrations.nat.parser_common import (
+    OPENAI,
+    Completion,
+    Message,
+    assistant_message,
+    naming_step,
+    parse_prompt,
+    parse_step,
+    sampled_call,
+    step_completions,
+    step_metadata,
+    step_prompt,
+)
+from insitu.schemas.episodes import ModelCall
+from insitu.schemas.steps import IntermediateStep, IntermediateStepType
+from insitu.wire.json_values import to_jsonable
+
+logger = logging.getLogger(__name__)
+
+FORMATS = (LANGCHAIN, LLAMA_INDEX, ADK, OPENAI)
+
+
+def parse_to_openai_messages(steps: Iterable[Any], **kwargs: Any) -> list[Message]:
+    """The main conversation of an episode: the last model call that continues the first one. Empty without calls.
+
+    `steps` are those of `EvalInputItem.trajectory`, or their JSON. Messages have `role`, `content` (text or a list of
+    parts), and `tool_calls`, `tool_call_id`, `name` and `reasoning_content` where set. Assistant messages also have
+    `logprobs`, as `openai.types.chat.chat_completion.Choice` takes them, and `token_ids` and `finish_reason` if known.
+    Their logprobs are empty if unknown, or if no call of this episode sampled this message after exactly the messages
+    before it. An EpisodeItem with these logprobs can be trained by every trainer adapter.
+
+    Raises TrajectoryError, naming the step, if a step cannot be parsed.
+    """
+    return next(iter(parse_to_conversations(steps)), [])
+
+
+def parse_to_conversations(steps: Iterable[Any]) -> list[list[Message]]:
+    """All conversations of an episode, the main one first, as in `parse_to_openai_messages`.
+
+    The logprobs of a completion appear in exactly one of them.
+    """
+    sampled = _parse_calls(steps)
+    calls = [call for call, _ in sampled]
+    unanswered = [call for call in calls if call.message is None]
+    if unanswered:
+        reasons = ", ".join(sorted({str(call.error) for call in unanswered}))
+        logger.warning("skipped %d of %d model calls without a completion: %s", len(unanswered), len(calls), reasons)
+    tokens = {call.index: completion.tokens for call, completion in sampled if completion is not None}
+    return [[_parse_turn(turn, tokens) for turn in turns] for turns in conversations(calls)]
+
+
+def _parse_turn(turn: Turn, tokens: dict[int, list[str] | None]) -> Message:
+    message, call = turn
+    if message.get("role") != "assistant":
+        return message
+    return assistant_message(message, call, None if call is None else tokens.get(call.index))
+
+
+class _CallSteps(NamedTuple):
+    """The steps of one model call. One of them may be missing."""
+
+    position: int
+    start: IntermediateStep | None
+    end: IntermediateStep | None = None
+
+    @property
+    def first(self) -> IntermediateStep:
+        step = self.start or self.end
+        assert step is not None
+        return step
+
+
+def parse_calls(steps: Iterable[Any]) -> list[ModelCall]:
+    """The model calls in the order they began. Several completions of one prompt are separate calls.
+
+    A call without a completion has `message` None, and the reason in `error`. Raises TrajectoryError, naming the step,
+    if a step cannot be parsed.
+    """
+    return [call for call, _ in _parse_calls(steps)]
+
+
+def _parse_calls(steps: Iterable[Any]) -> list[tuple[ModelCall, Completion | None]]:
+    calls: list[tuple[ModelCall, Completion | None]] = []
+    for pair in sorted(_pair_steps(steps), key=lambda pair: (pair.first.event_timestamp, pair.position)):
+        calls.extend(_pair_calls(pair, len(calls)))
+    return calls
+
+
+def _pair_steps(steps: Iterable[Any]) -> list[_CallSteps]:
+    """Matches each LLM_START with the next LLM_END of its UUID."""
+    pairs: list[_CallSteps] = []
+    open_pairs: dict[str, list[int]] = {}
+    for position, item in enumerate(steps):
+        step = parse_step(item)
+        if step.event_type is IntermediateStepType.LLM_START:
+            open_pairs.setdefault(step.UUID, []).append(len(pairs))
+            pairs.append(_CallSteps(position, step))
+        elif step.event_type is IntermediateStepType.LLM_END:
+            if indices := open_pairs.get(step.UUID):
+                index = indices.pop(0)
+                pairs[index] = pairs[index]._replace(end=step)
+            else:
+                pairs.append(_CallSteps(position, None, step))
+    return pairs
+
+
+def _pair_calls(pair: _CallSteps, index: int) -> list[tuple[ModelCall, Completion | None]]:
+    """A call per completion, with the completion; a single one without, if there is none."""
+    completions, error = [], "its LLM_END is missing"
+    prompt = _pair_prompt(pair)
+    if pair.end is not None:
+        with naming_step(pair.end):
+            completions = step_completions(pair.end, prompt, FORMATS)
+            error = str(step_metadata(pair.end).get("error") or "it ended without a completion")
+    metadata = [step_metadata(step) for step in (pair.end, pair.start) if step is not None]
+    shared: dict[str, Any] = {
+        "messages": prompt,
+        "tools": next((to_jsonable(m["tools_schema"]) for m in metadata if m.get("tools_schema") is not None), None),
+        "functions": (pair.first.function_ancestry.function_name,),
+        "started": pair.first.event_timestamp,
+        "ended": (pair.end or pair.first).event_timestamp,
+    }
+    if pair.end is None or not completions:
+        model = metadata[0].get("model") or pair.first.name or ""
+        return [(ModelCall(index, model, llm=metadata[0].get("llm"), error=error, **shared), None)]
+    return [
+        (replace(sampled_call(pair.end, completion), index=index + choice, choice=choice, **shared), completion)
+        for choice, completion in enumerate(completions)
+    ]
+
+
+def _pair_prompt(pair: _CallSteps) -> list[Message]:
+    for step in (pair.start, pair.end):
+        if step is not None and (prompt := step_prompt(step)) is not None:
+            with naming_step(step):
+                return parse_prompt(prompt, FORMATS)
+    with naming_step(pair.end or pair.first):
+        raise TrajectoryError("no prompt in it, nor in an LLM_START of its UUID")

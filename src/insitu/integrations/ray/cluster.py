@@ -1,0 +1,175 @@
+"""The connection to a Ray cluster: what is given to Ray, which writes it to files, and what only to running workers."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from insitu.config import Config
+from insitu.errors import ConfigError, format_error, install_command
+from insitu.integrations.ray.config import RayExecutorConfig
+from insitu.integrations.ray.worker import EpisodeWorker
+from insitu.wire.redaction import hide_url_secrets, is_secret_variable, redact
+
+logger = logging.getLogger(__name__)
+
+KEY = "general.executor"
+_CONNECT_SECONDS = 5.0
+_JOIN_SECONDS = 45.0
+_CLIENT_VARIABLES = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "NVIDIA_API_KEY")
+"""Those that llms are configured by."""
+
+
+class Cluster(NamedTuple):
+    """A connected cluster. `environment` holds the variables that workers are sent once they run."""
+
+    ray: Any
+    config: RayExecutorConfig
+    environment: dict[str, str]
+    working_dir: str | None
+
+    def create_worker(self, capacity: int) -> Any:
+        """The handle of a new worker, which runs once the cluster has room for it."""
+        options = {
+            "num_cpus": self.config.cpus_per_worker,
+            "max_concurrency": 16 + capacity,  # calls, cancellations among them
+            "max_restarts": 0,
+            "scheduling_strategy": "SPREAD",
+        }
+        return self.ray.remote(EpisodeWorker).options(**options).remote()
+
+    def room(self) -> int:
+        """The workers that the machines of the cluster could run if they ran nothing else."""
+        needed = self.config.cpus_per_worker
+        if not needed:
+            return self.config.workers
+        nodes = (node["Resources"].get("CPU", 0) for node in self.ray.nodes() if node["Alive"])
+        return min(self.config.workers, int(sum(cpus // needed for cpus in nodes)))
+
+
+@asynccontextmanager
+async def connected(settings: RayExecutorConfig, config: Config) -> AsyncIterator[Cluster]:
+    """Raises ConfigError if Ray is not installed, or does not run where the file says."""
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{KEY}: _type ray needs the package {error.name!r}: {install_command('ray')} in the clone of insitu"
+        ) from error
+    runtime_env, secrets = _runtime_env(settings, config)
+    cluster = Cluster(ray, settings, _environment(settings, config) | secrets, runtime_env.get("working_dir"))
+    if ray.is_initialized():  # by the program that uses insitu
+        yield cluster
+        return
+    await _check_address(settings.address)
+    try:
+        async with asyncio.timeout(_JOIN_SECONDS):
+            await asyncio.to_thread(_connect, ray, settings.address, runtime_env)
+    except TimeoutError:  # Ray tries again for ever if another server answers
+        raise ConfigError(
+            f"{KEY}.address is {settings.address!r}, where no Ray cluster answers within {_JOIN_SECONDS:g} s: set "
+            "the address of its head, as ray start --head prints it"
+        ) from None
+    try:
+        _take_signals_back()
+        yield cluster
+    finally:
+        await asyncio.to_thread(ray.shutdown)
+
+
+def _connect(ray: Any, address: str, runtime_env: dict[str, Any]) -> None:
+    """In a thread other than the main one, where Ray leaves the handlers of signals alone."""
+    chatter = logging.getLogger("ray")
+    level = chatter.level
+    chatter.setLevel(logging.ERROR)  # it warns that it has left them alone
+    try:
+        ray.init(address=address, runtime_env=runtime_env or None, configure_logging=False)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"{KEY}.address is {address!r}, but no Ray cluster can be reached there: start one (ray start --head), or "
+            f"set the address of its head ({_first_line(error)})"
+        ) from error
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        raise ConfigError(f"{KEY}: Ray refuses the address or runtime_env: {_first_line(error)}") from error
+    finally:
+        chatter.setLevel(level)
+
+
+def _take_signals_back() -> None:
+    """Installs Python's handlers again: Ray has replaced that of SIGTERM by one that ends the process."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.getsignal(number))
+
+
+def _first_line(error: Exception) -> str:
+    return redact(format_error(error).strip().partition("\n")[0])
+
+
+async def _check_address(address: str) -> None:
+    """Raises ConfigError if nothing listens at an address: Ray would try for a minute, and end the process."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", "auto")
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"{KEY}.address is {address!r}: the Ray Client protocol cannot carry episodes; run insitu on a machine of "
+            "the cluster (ray job submit), with address auto"
+        )
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"{KEY}.address is {address!r}; expected auto, or host:port such as 10.0.0.5:6379")
+    try:
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        writer.close()
+    except (OSError, TimeoutError, OverflowError) as error:
+        reason = "no answer" if isinstance(error, TimeoutError) else format_error(error)
+        if isinstance(error, socket.gaierror):
+            reason = "no such host"
+        raise ConfigError(
+            f"{KEY}.address is {address!r}, but nothing can be reached there ({reason}): start a Ray cluster (ray "
+            "start --head), or set the address of its head"
+        ) from error
+
+
+def _runtime_env(settings: RayExecutorConfig, config: Config) -> tuple[dict[str, Any], dict[str, str]]:
+    """What Ray is given, and the secrets among the environment variables, which it is not.
+
+    Ray writes its runtime environments to the logs of the session, and shows them on its dashboard.
+    """
+    given = settings.runtime_env.model_dump(exclude_none=True)
+    variables = given.pop("env_vars")
+    secrets = {name: value for name, value in variables.items() if _is_secret(name, value)}
+    if public := {name: value for name, value in variables.items() if name not in secrets}:
+        given["env_vars"] = public
+    for key, value in given.items():
+        text = str(value)
+        if redact(text) != text or hide_url_secrets(text) != text:
+            raise ConfigError(
+                f"{KEY}.runtime_env.{key} holds a secret, and Ray writes it to files: put the secret into a variable "
+                "of the nodes' environment, or of env_vars"
+            )
+    folder = given.get("working_dir")
+    if folder is not None and "://" not in folder:
+        given["working_dir"] = str(config.find_path(Path(folder), f"{KEY}.runtime_env.working_dir").resolve())
+    return given, secrets
+
+
+def _environment(settings: RayExecutorConfig, config: Config) -> dict[str, str]:
+    """Variables of this process that workers are sent."""
+    if missing := [name for name in settings.pass_env if name not in os.environ]:
+        raise ConfigError(f"{KEY}.pass_env names {', '.join(missing)}: no such environment variable")
+    names = {*config.variables, *settings.pass_env, *_CLIENT_VARIABLES}
+    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
+
+
+def _is_secret(name: str, value: str) -> bool:
+    return is_secret_variable(name, value) or redact(value) != value

@@ -1,0 +1,268 @@
+"""One vLLM server: the requests to it, the weights it has, and whether it can be used."""
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from insitu.backend import SAMPLER_KEY_VARIABLE
+from insitu.backend.inference.sampler import WeightVersion
+from insitu.errors import BackendError, BackendUnavailable, InsituError, RequestRefused
+from insitu.wire.connection import Connection, is_transient, retry_after
+from insitu.wire.http_format import MALFORMED, event_data
+from insitu.wire.redaction import redact
+
+logger = logging.getLogger(__name__)
+
+GENERATE = "/inference/v1/generate"
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+STARTED_WITH = "default"
+"""vLLM's name of the weights that it was started with."""
+HEALTH_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 2.0
+"""vLLM closes idle connections after 5 seconds; a request on one that it is just closing would fail."""
+LOAD_SECONDS = 600.0
+"""Loading weights and waiting for running completions may take long."""
+
+
+class Overloaded(BackendUnavailable):
+    """The server works, and has too much to do."""
+
+
+class WrongWeights(BackendUnavailable):
+    """The server has other weights than it was asked for."""
+
+
+class Replica:
+    """`name` is how messages call it; `ready` says whether it may get completions, `problem` why not.
+
+    `base` are its full weights: None for those that it was started with. `adapters` are the names of LoRA adapters.
+    """
+
+    def __init__(self, name: str, url: str, api_key: str | None = None, socket: Path | None = None) -> None:
+        self.name = name
+        self.ready = False
+        self.problem = "it has not been checked yet"
+        self.model = ""
+        self.vllm_version = ""
+        self.can_load_adapters = False
+        self.can_reload = False
+        self.base: WeightVersion | None = None
+        self.tag: str | None = None
+        """vLLM's name of `base`; None if it does not name weights."""
+        self.adapters: dict[WeightVersion, str] = {}
+        self.in_flight: Counter[WeightVersion] = Counter()
+        self.lock = asyncio.Lock()
+        """Held while its weights change."""
+        self._reported = False
+        """Whether the log says that it is left out."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        connector = _connector(socket)
+        self._connection = Connection(name, headers, HEALTH_SECONDS, 0.0, connector=connector)
+
+    def take_back(self) -> None:
+        """Gives it completions from now on."""
+        if self._reported:
+            logger.warning("%s is used again", self.name)
+        self.ready, self.problem, self._reported = True, "", False
+
+    @property
+    def load(self) -> int:
+        """Unfinished completions."""
+        return self.in_flight.total()
+
+    @contextmanager
+    def serving(self, weights: WeightVersion) -> Iterator[None]:
+        """Counts a completion."""
+        self.in_flight[weights] += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight[weights] -= 1
+            if not self.load:
+                self._idle.set()
+
+    async def leave_out(self, problem: str) -> None:
+        """Gives it no completions until it has been checked again; ends those that it has."""
+        if not self._reported:
+            logger.warning("%s is left out: %s", self.name, problem)
+        self.ready, self.problem, self._reported = False, problem, True
+        await self._connection.close()
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def check_health(self) -> None:
+        """Raises BackendUnavailable if it does not respond."""
+        await self._json("GET", "/health")
+
+    async def responds(self) -> bool:
+        try:
+            await self.check_health()
+        except InsituError:
+            return False
+        return True
+
+    async def inspect(self, max_length: int) -> None:
+        """Finds out what it offers. Raises BackendError if that is not enough."""
+        try:
+            status, body = await self._request("GET", "/version")
+            self.vllm_version = str(orjson.loads(body)["version"])
+        except MALFORMED:
+            problem = f"GET /version is answered with {status} and {body[:60]!r}"
+            raise BackendError(f"{self.name} is not a vLLM server: {problem}") from None
+        try:
+            models = (await self._json("GET", "/v1/models"))["data"]
+            served = next(each for each in models if not each.get("parent"))
+        except RequestRefused as error:
+            if error.status != 401:
+                raise
+            raise BackendError(f"{self.name} needs its API key: set api_key, or {SAMPLER_KEY_VARIABLE}") from None
+        self.model, length = served["id"], served["max_model_len"]
+        if length < max_length:
+            problem = f"allows {length} tokens of prompt and completion, but this model {max_length}"
+            raise BackendError(f"{self.name} {problem}: start it with --max-model-len {max_length}")
+        if not await self._returns_token_ids():
+            raise BackendError(f"{self.name} cannot return token ids: start it with --enable-scale-out")
+        self.can_load_adapters = await self._has_adapters()
+        self.can_reload = await self._has("/collective_rpc") and await self._has("/weight_info")
+
+    async def weight_tag(self) -> str | None:
+        """Its name of its full weights; None if it does not name them."""
+        return (await self._json("GET", "/weight_info"))["weight_version"] if self.can_reload else None
+
+    async def load_adapter(self, weights: WeightVersion, folder: Path, name: str) -> None:
+        """Names are never used twice: vLLM takes cached keys of the prompt to be those of the adapter's name."""
+        await self._json("POST", LOAD_ADAPTER, {"lora_name": name, "lora_path": str(folder)}, LOAD_SECONDS)
+        models = (await self._json("GET", "/v1/models"))["data"]
+        if not any(each["id"] == name and each["root"] == str(folder) for each in models):
+            raise BackendError(f"{self.name} does not list the adapter {name}, which it said it had loaded")
+        self.adapters[weights] = name
+
+    async def unload_adapter(self, weights: WeightVersion) -> None:
+        name = self.adapters.pop(weights)
+        try:
+            await self._json("POST", UNLOAD_ADAPTER, {"lora_name": name})
+        except BackendError as error:  # it is not used any more
+            logger.warning("%s: %s", self.name, error)
+
+    async def forget_adapters(self, prefix: str) -> None:
+        """Unloads those whose names begin with `prefix`."""
+        self.adapters.clear()
+        for each in (await self._json("GET", "/v1/models"))["data"]:
+            if each["id"].startswith(prefix):
+                await self._json("POST", UNLOAD_ADAPTER, {"lora_name": each["id"]})
+
+    async def reload(self, base: WeightVersion | None, folder: str, tag: str) -> None:
+        """Replaces all weights by those in a folder, once running completions have ended."""
+        self.ready, self.problem = False, "its weights are being replaced"
+        await self._idle.wait()
+        self.tag = None
+        await self._json("POST", "/update_weight_version", {"new_version": f"{tag}-loading"})
+        await self._json("POST", "/pause?mode=wait", None, LOAD_SECONDS)
+        call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        await self._json("POST", "/collective_rpc", call, LOAD_SECONDS)
+        await self._json("POST", "/reset_prefix_cache")
+        await self._json("POST", "/update_weight_version", {"new_version": tag})
+        await self._json("POST", "/resume")
+        if (now := await self.weight_tag()) != tag:
+            raise BackendError(f"{self.name} serves the weights {now!r} after {tag!r} were loaded")
+        self.base, self.tag = base, tag
+
+    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A response that is not streamed; it comes when all its tokens have been sampled."""
+        return await self._json("POST", GENERATE, body, math.inf)
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a streamed response. Closing the iterator aborts the completion."""
+        async with self._open("POST", GENERATE, body, math.inf) as response:
+            if response.status != 200:
+                raise self._error(GENERATE, response, await response.read())
+            async for line in self._connection.lines(response):
+                if (data := event_data(line)) is None:
+                    continue
+                if data == b"[DONE]":
+                    return
+                event = self._parsed(GENERATE, data)
+                if "error" in event:
+                    raise BackendUnavailable(f"{self.name} failed: {_reason(event)}")
+                yield event
+
+    async def _returns_token_ids(self) -> bool:
+        """The route may be there, and closed."""
+        try:
+            await self._json("POST", GENERATE, {})
+        except RequestRefused as error:
+            return error.status not in (403, 404, 405)
+        return True
+
+    async def _has_adapters(self) -> bool:
+        """The route may be there although the server was started without adapters."""
+        try:
+            await self._json("POST", LOAD_ADAPTER, {"lora_name": "insitu-check", "lora_path": "/nonexistent/insitu"})
+        except InsituError as error:
+            return "No adapter found" in str(error)
+        return False
+
+    async def _has(self, path: str) -> bool:
+        return (await self._request("GET", path))[0] != 404
+
+    async def _json(self, method: str, path: str, body: Any = None, silence: float | None = None) -> dict[str, Any]:
+        async with self._open(method, path, body, silence) as response:
+            data = await response.read()
+            if response.status != 200:
+                raise self._error(path, response, data)
+        return self._parsed(path, data) if data[:1] == b"{" else {}
+
+    async def _request(self, method: str, path: str) -> tuple[int, bytes]:
+        async with self._open(method, path) as response:
+            return response.status, await response.read()
+
+    def _open(self, method: str, path: str, body: Any = None, silence: float | None = None) -> Any:
+        data = None if body is None else orjson.dumps(body)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        return self._connection.open(method, self._url + path, data, headers, silence)
+
+    def _parsed(self, path: str, data: bytes) -> dict[str, Any]:
+        try:
+            parsed = orjson.loads(data)
+            if isinstance(parsed, dict):
+                return parsed
+        except MALFORMED:
+            pass
+        raise BackendUnavailable(f"{self.name} returned unexpected data for {path}: {data[:80]!r}")
+
+    def _error(self, path: str, response: aiohttp.ClientResponse, data: bytes) -> BackendError:
+        try:
+            reason = _reason(orjson.loads(data))
+        except MALFORMED:
+            reason = data[:200].decode(errors="replace")
+        message = redact(f"{self.name} answers {path} with {response.status}: {reason}")
+        if response.status == 429:
+            return Overloaded(message, retry_after=retry_after(response.headers))
+        if is_transient(response.status):
+            return BackendUnavailable(message, retry_after=retry_after(response.headers))
+        return RequestRefused(message, status=response.status)
+
+
+def _reason(body: Any) -> str:
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+
+
+def _connector(socket: Path | None) -> Callable[[], aiohttp.BaseConnector]:
+    """A connection for each completion, over TCP or the socket of a server that this process has started."""
+    if socket is None:
+        return lambda: aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
+    return lambda: aiohttp.UnixConnector(str(socket), limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)

@@ -1,0 +1,299 @@
+"""The sampler that asks vLLM servers.
+
+A completion is given to the caller only if the server says that all its tokens are by the weights that were asked for.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from insitu.backend.compute import ComputeThread
+from insitu.backend.inference.sampler import (
+    LATEST,
+    MAX_IN_FLIGHT,
+    Completion,
+    OutputDelta,
+    SampledToken,
+    WeightVersion,
+    check_in_flight,
+    eos_token_ids,
+)
+from insitu.backend.inference.sampling import GenerationRequest
+from insitu.backend.inference.tokenizer import ChatTokenizer
+from insitu.backend.model import LoadedModel
+from insitu.errors import BackendUnavailable, RequestRefused
+from insitu.integrations.vllm.fleet import Fleet, cancelled
+from insitu.integrations.vllm.probe import check_answers, check_weights, fingerprint
+from insitu.integrations.vllm.replica import STARTED_WITH, Overloaded, Replica, WrongWeights
+from insitu.integrations.vllm.requests import request_body, sampled_tokens, weight_tags
+from insitu.integrations.vllm.servers import started_servers
+from insitu.schemas.samplers import SamplerOptions
+from insitu.schemas.training_jobs import LoRASettings
+from insitu.wire.http_format import MALFORMED
+from insitu.wire.redaction import remember_secret
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 5
+"""How often a completion is asked for before its failure is reported."""
+BUSY_SECONDS = 1.0
+"""Delay after a server has too much to do, if it names none."""
+
+
+class VllmSampler:
+    """`folder_of` gives the files of a version or raises RequestRefused, `load_version` its module.
+
+    `adapter_rank`: that of the adapters that will be trained, None for all weights. The servers that this process
+    starts, with logs in `folder`, are made for it.
+    """
+
+    def __init__(
+        self,
+        options: SamplerOptions,
+        loaded: LoadedModel,
+        compute: ComputeThread,
+        folder_of: Callable[[WeightVersion], Path],
+        load_version: Callable[[WeightVersion], nn.Module],
+        max_length: int,
+        adapter_rank: int | None,
+        folder: Path,
+        threads: int | None = None,
+    ) -> None:
+        """Raises BackendError if vLLM is to be started and is not installed."""
+        self.tokenizer = ChatTokenizer(loaded.tokenizer, eos_token_ids(loaded.module))
+        self.vocab_size = loaded.vocab_size
+        self.num_completed = 0
+        self._dtype = str(loaded.dtype).removeprefix("torch.")
+        is_tied = getattr(loaded.module.config, "tie_word_embeddings", False)
+        self._hides_old_output_layer = is_tied and loaded.dtype != torch.float32
+        self.max_length = max_length
+        self._in_flight: Counter[WeightVersion] = Counter()
+        self._started_rank = adapter_rank if not options.addresses else None
+        self._is_started = not options.addresses
+        if threads is not None:
+            torch.set_num_threads(threads)
+        key = options.api_key.get_secret_value() if options.api_key is not None else None
+        if key is not None:
+            remember_secret(key)
+        if options.addresses:
+            servers = []
+            replicas = [Replica(f"the server at {address}", address, key) for address in options.addresses]
+        else:
+            servers = started_servers(options, loaded, max_length, adapter_rank, folder)
+            replicas = [Replica(server.name, "http://localhost", socket=server.socket) for server in servers]
+
+        async def probe(replica: Replica, model: str) -> None:
+            await check_answers(replica, model, loaded, compute)
+
+        async def check(replica: Replica, model: str, expected: list[float]) -> None:
+            await check_weights(replica, model, loaded, expected)
+
+        self._loaded, self._compute, self._load_version = loaded, compute, load_version
+        self._fleet = Fleet(replicas, servers, max_length, folder_of, folder / "vllm", probe, check)
+
+    async def start(self) -> None:
+        await self._fleet.start()
+
+    async def close(self) -> None:
+        await self._fleet.close()
+
+    @property
+    def version(self) -> int:
+        return self._fleet.latest[""]
+
+    @property
+    def num_requests(self) -> tuple[int, int]:
+        running = sum(replica.load for replica in self._fleet.replicas)
+        return running, self._in_flight.total() - running
+
+    def check(self, lora: LoRASettings | None) -> None:
+        if lora is None and self._hides_old_output_layer:
+            problem = (
+                "all weights are trained, and this model's embeddings are tied: vLLM may keep the old output layer"
+            )
+            raise RequestRefused(
+                f"sampler: {problem}, which cannot be seen in {self._dtype}: train with lora, or set dtype: float32"
+            )
+        for replica in self._fleet.replicas:
+            if lora is None and not replica.can_reload:
+                problem = f"all weights are trained, but {replica.name} cannot load new ones"
+                raise RequestRefused(f"sampler: {problem}: start it with VLLM_SERVER_DEV_MODE=1, or train with lora")
+            if lora is not None and not self._is_started and not replica.can_load_adapters:
+                problem = f"lora is set, but {replica.name} cannot load adapters"
+                flags = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                raise RequestRefused(f"sampler: {problem}: start it with {flags}", param="settings.lora")
+        if lora is not None and self._is_started and lora.rank > (self._started_rank or 0):
+            problem = f"lora.rank is {lora.rank}, but vLLM was started for adapters of rank {self._started_rank or 0}"
+            raise RequestRefused(f"{problem}: start the backend with --lora_rank {lora.rank}", param="settings.lora")
+
+    async def publish(self, weights: WeightVersion, module: nn.Module | None = None) -> None:
+        def compute_fingerprint() -> list[float]:
+            return fingerprint(self._loaded, module if module is not None else self._load_version(weights))
+
+        await self._fleet.publish(weights, await self._compute.call(compute_fingerprint))
+
+    async def versions_in_use(self, policy: str) -> set[int]:
+        used = (weights for weights, count in self._in_flight.items() if count)
+        return {w.version for w in used if w.policy == policy and w.version is not None}
+
+    async def retire(self, weights: WeightVersion) -> None:
+        await self._fleet.retire(weights)
+
+    async def complete(
+        self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
+    ) -> list[OutputDelta]:
+        version = self._fleet.resolve(weights)
+        with self._counted(len(requests), version):
+            tasks = [asyncio.create_task(self._whole(request, version)) for request in requests]
+            try:
+                outputs = await asyncio.gather(*tasks)
+            finally:
+                await cancelled(tasks)
+        self.num_completed += len(outputs)
+        return outputs
+
+    async def prompt_logprobs(self, prompt: Sequence[int], weights: WeightVersion = LATEST) -> list[float]:
+        problem = "prompt_logprobs is not supported with --sampler vllm; ask vLLM for them"
+        raise RequestRefused(problem, param="prompt_logprobs", code="unsupported")
+
+    async def stream(
+        self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
+    ) -> AsyncIterator[tuple[int, OutputDelta]]:
+        version = self._fleet.resolve(weights)
+        queue: asyncio.Queue[tuple[int, OutputDelta | Exception]] = asyncio.Queue()
+
+        async def forward(index: int, request: GenerationRequest) -> None:
+            try:
+                async with aclosing(self._deltas(request, version, streamed=True)) as deltas:
+                    async for delta in deltas:
+                        queue.put_nowait((index, delta))
+            except Exception as error:  # raised again where the stream is read
+                queue.put_nowait((index, error))
+
+        with self._counted(len(requests), version):
+            tasks = [asyncio.create_task(forward(index, request)) for index, request in enumerate(requests)]
+            try:
+                unfinished = len(requests)
+                while unfinished:
+                    index, output = await queue.get()
+                    if isinstance(output, Exception):
+                        raise output
+                    if output.finish_reason is not None:
+                        unfinished -= 1
+                        self.num_completed += 1
+                    yield index, output
+            finally:
+                await cancelled(tasks)
+
+    @contextmanager
+    def _counted(self, count: int, weights: WeightVersion) -> Iterator[None]:
+        check_in_flight(self._in_flight.total(), MAX_IN_FLIGHT)
+        self._in_flight[weights] += count
+        try:
+            yield
+        finally:
+            self._in_flight[weights] -= count
+            self._in_flight += Counter()  # forgets versions without completions
+
+    async def _whole(self, request: GenerationRequest, weights: WeightVersion) -> OutputDelta:
+        async with aclosing(self._deltas(request, weights, streamed=False)) as deltas:
+            output = await anext(deltas)
+        return output if request.params.stop else Completion(*request).add_text(output, self.tokenizer)
+
+    async def _deltas(
+        self, request: GenerationRequest, weights: WeightVersion, *, streamed: bool
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Asks another server if one fails before the first delta, which is the only one if not `streamed`."""
+        attempts = 0
+        while True:
+            replica = await self._fleet.acquire(weights, request.prompt)
+            first, attempts = True, attempts + 1
+            if streamed or request.params.stop:
+                outputs = self._stream_from(replica, Completion(*request), weights, streamed=streamed)
+            else:
+                outputs = self._sample_from(replica, Completion(*request), weights)
+            try:
+                with replica.serving(weights):
+                    async with aclosing(outputs) as deltas:
+                        async for delta in deltas:
+                            first = False
+                            yield delta
+                return
+            except MALFORMED as error:
+                raise BackendUnavailable(f"{replica.name} returned unexpected data: {error!r}") from error
+            except Overloaded as error:
+                if attempts == MAX_ATTEMPTS or not first:
+                    raise
+                await asyncio.sleep(error.retry_after or BUSY_SECONDS)
+            except (BackendUnavailable, RequestRefused) as error:
+                if isinstance(error, RequestRefused) and error.status != 404:  # an adapter may have been lost
+                    raise
+                await self._fleet.failed(replica, error)
+                if attempts == MAX_ATTEMPTS or not first:
+                    raise BackendUnavailable(str(error)) from error
+
+    async def _sample_from(
+        self, replica: Replica, completion: Completion, weights: WeightVersion
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """All tokens at the end; for completions without stop strings, since only we look for those."""
+        model, tag = self._fleet.model_name(replica, weights), replica.tag
+        answer = await replica.generate(request_body(model, completion, self.tokenizer.eos_token_ids, stream=False))
+        choice = answer["choices"][0]
+        if answer.get("model") != model or weight_tags(choice) - {tag or STARTED_WITH}:
+            raise WrongWeights(_other_weights(replica, answer.get("model"), choice))
+        await self._check_tag(replica, tag, choice)
+        finish_reason = self._append(completion, choice)[1]
+        if finish_reason is None:
+            raise BackendUnavailable(f"{replica.name} ended a completion early ({choice.get('finish_reason')})")
+        yield OutputDelta(weights.version or 0, "", completion.tokens, finish_reason)
+
+    async def _stream_from(
+        self, replica: Replica, completion: Completion, weights: WeightVersion, *, streamed: bool
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """The tokens as they come, if `streamed`; the last ones once the weights are known to be the right ones."""
+        completion.detokenize(self.tokenizer)
+        model, tag = self._fleet.model_name(replica, weights), replica.tag
+        body = request_body(model, completion, self.tokenizer.eos_token_ids, stream=True)
+        text, sent = "", 0
+        async with aclosing(replica.stream(body)) as events:
+            async for event in events:
+                for choice in event["choices"]:
+                    new, finish_reason = self._append(completion, choice)
+                    text += new
+                    if weight_tags(choice) - {tag or STARTED_WITH}:
+                        raise WrongWeights(_other_weights(replica, model, choice))
+                    if finish_reason is not None:
+                        await self._check_tag(replica, tag, choice)
+                    if finish_reason is not None or (streamed and len(completion.tokens) > sent):
+                        yield OutputDelta(weights.version or 0, text, completion.tokens[sent:], finish_reason)
+                        text, sent = "", len(completion.tokens)
+                    if finish_reason is not None:
+                        return
+        raise BackendUnavailable(f"{replica.name} ended a completion early")
+
+    def _append(self, completion: Completion, choice: dict[str, Any]) -> tuple[str, str | None]:
+        """Adds the tokens of a choice up to the end of the completion; returns their text and the finish reason."""
+        text = ""
+        token: SampledToken
+        for token in sampled_tokens(choice, completion.params.top_logprobs):
+            new, finish_reason = completion.append(token, self.tokenizer, self.max_length)
+            text += new
+            if finish_reason is not None:
+                return text, finish_reason
+        return text, None
+
+    async def _check_tag(self, replica: Replica, tag: str | None, choice: dict[str, Any]) -> None:
+        """Asks for the weights of a completion whose answer does not name them, as it was ended by us."""
+        if tag is not None and not weight_tags(choice) and (now := await replica.weight_tag()) != tag:
+            raise WrongWeights(f"{replica.name} has the weights {now!r}, and had {tag!r} before a completion")
+
+
+def _other_weights(replica: Replica, model: Any, choice: dict[str, Any]) -> str:
+    return f"{replica.name} has sampled from other weights than asked for: {model}, {sorted(weight_tags(choice))}"

@@ -1,0 +1,170 @@
+"""The vLLM servers that the backend starts: their command, their log, and their end."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from insitu.backend import SAMPLER_KEY_VARIABLE, TOKEN_VARIABLE
+from insitu.backend.child_process import ChildProcess
+from insitu.backend.model import LoadedModel, base_and_adapter
+from insitu.disk.checkpoint_files import OPTIMIZER_FILE
+from insitu.errors import BackendError, install_command
+from insitu.schemas.samplers import SamplerOptions
+
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM allows as the maximum rank of adapters."""
+
+
+class StartedServer:
+    """A vLLM server on a socket that only this user can connect to; it ends with this process."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        self.name = name
+        self.socket = Path(tempfile.mkdtemp(prefix="insitu-vllm-")) / "socket"
+        self._command = [*command, "--uds", str(self.socket)]
+        self._environment = environment
+        self._log = log
+        self._process: ChildProcess | None = None
+
+    def start(self) -> None:
+        """Starts it, again if it has ended; it takes a minute or more until it responds."""
+        self.kill()
+        self.socket.unlink(missing_ok=True)
+        self._process = ChildProcess(self._command, self._log, self._environment, bound=True)
+
+    @property
+    def ended(self) -> bool:
+        return self._process is not None and self._process.ended
+
+    def exit_report(self) -> str | None:
+        """How it ended, with the end of its log; None while it runs."""
+        if self._process is None or not self.ended:
+            return None
+        lines = self._process.last_lines()
+        return f"{self.name} {self._process.outcome()}; the end of its log ({self._log}):\n  {lines}"
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self.socket.parent, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def model_files(folder: Path, links: Path) -> Iterator[str]:
+    """A folder for vLLM to load a model from: it takes every file of tensors for weights, the optimizer's state too.
+
+    For a checkpoint, `links` gets links to its other files; it is deleted afterwards.
+    """
+    if not (folder / OPTIMIZER_FILE).is_file():
+        yield str(folder)
+        return
+    link_model(folder, links)
+    try:
+        yield str(links)
+    finally:
+        shutil.rmtree(links, ignore_errors=True)
+
+
+def link_model(folder: Path, links: Path) -> None:
+    links.mkdir(parents=True)
+    for path in folder.resolve().iterdir():
+        if path.name != OPTIMIZER_FILE:
+            (links / path.name).symlink_to(path)
+
+
+def started_servers(
+    options: SamplerOptions, loaded: LoadedModel, max_length: int, adapter_rank: int | None, folder: Path
+) -> list[StartedServer]:
+    """The servers of the options, not yet started: one for each `tensor_parallel` GPUs; they log into `folder`."""
+    if importlib.util.find_spec("vllm") is None:
+        raise BackendError(f"sampler: vllm is not installed in the Python of the backend ({install_command('vllm')})")
+    size = options.tensor_parallel
+    groups = [options.gpus[at : at + size] for at in range(0, len(options.gpus), size)] if options.gpus else [None]
+    model = base_and_adapter(loaded.source)[0]
+    if (Path(model) / OPTIMIZER_FILE).is_file():
+        links = folder / "vllm" / "model"
+        shutil.rmtree(links, ignore_errors=True)
+        link_model(Path(model), links)
+        model = str(links)
+    settings = _settings(options, model, loaded, max_length, adapter_rank)
+    command = [sys.executable, "-m", SERVER_MODULE, *_arguments(settings)]
+    servers = []
+    for index, gpus in enumerate(groups):
+        name = "the vLLM server" if len(groups) == 1 else f"vLLM server {index}"
+        log = folder / ("vllm.log" if len(groups) == 1 else f"vllm.{index}.log")
+        servers.append(StartedServer(name, command, _environment(gpus), log))
+    return servers
+
+
+def _settings(
+    options: SamplerOptions, model: str, loaded: LoadedModel, max_length: int, adapter_rank: int | None
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "model": model,
+        "served-model-name": "base",
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "max-model-len": max_length,
+        "tensor-parallel-size": options.tensor_parallel,
+        "enable-scale-out": True,
+        "logprobs-mode": "raw_logprobs",
+        "max-logprobs": 21,
+        "generation-config": "vllm",
+        "disable-uvicorn-access-log": True,
+    }
+    if adapter_rank is not None:
+        rank = next((rank for rank in ADAPTER_RANKS if rank >= adapter_rank), None)
+        if rank is None:
+            raise BackendError(f"lora.rank is {adapter_rank}; vLLM allows at most {ADAPTER_RANKS[-1]}")
+        settings |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": 2, "max-cpu-loras": 4}
+    return settings | {key.replace("_", "-"): value for key, value in options.args.items()}
+
+
+def _arguments(settings: dict[str, Any]) -> list[str]:
+    """`{"max-loras": 2, "enforce-eager": True}` as `--max-loras 2 --enforce-eager`; None leaves an argument out."""
+    arguments: list[str] = []
+    for key, value in settings.items():
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            arguments.append(f"--{key}" if value else f"--no-{key}")
+            continue
+        values = value if isinstance(value, list) else [value]
+        arguments += [f"--{key}", *(json.dumps(each) if isinstance(each, dict) else str(each) for each in values)]
+    return arguments
+
+
+def _environment(gpus: list[int] | None) -> dict[str, str]:
+    """The routes for new weights are vLLM's development mode; the tokens of the backend are not vLLM's business."""
+    secret = {TOKEN_VARIABLE, SAMPLER_KEY_VARIABLE}
+    environment = {key: value for key, value in os.environ.items() if key not in secret}
+    environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible_devices(gpus)
+    return environment
+
+
+def visible_devices(gpus: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for a process: `gpus` are numbers among those that this process may use, as torch has them.
+
+    Raises BackendError if there are not as many.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return ",".join(map(str, gpus))
+    visible = [name.strip() for name in given.split(",") if name.strip()]
+    if max(gpus) >= len(visible):
+        problem = f"but {len(visible)} GPUs are visible (CUDA_VISIBLE_DEVICES is {given!r})"
+        raise BackendError(f"sampler.gpus is {list(gpus)}, {problem}")
+    return ",".join(visible[gpu] for gpu in gpus)

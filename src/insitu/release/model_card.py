@@ -1,0 +1,133 @@
+"""The model card of an exported checkpoint, written from the files of its run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+import yaml
+
+from insitu import __version__
+from insitu.disk.checkpoint_files import TrainingRecord
+from insitu.disk.files import read_object
+from insitu.runs.held_out import read_validations
+
+_METHODS = {
+    "grpo": "GRPO (group-relative policy optimization, arXiv:2402.03300)",
+    "dpo": "DPO (direct preference optimization, arXiv:2305.18290)",
+    "kto": "KTO (Kahneman-Tversky optimization, arXiv:2402.01306)",
+    "sft": "supervised finetuning",
+}
+
+
+class CardSubject(NamedTuple):
+    """What a card describes. `is_adapter`: only the adapter's weights, for which the base model is needed."""
+
+    name: str
+    record: TrainingRecord
+    is_adapter: bool
+
+
+def model_card(run: Path, subject: CardSubject) -> str:
+    """Markdown with YAML metadata. Names files, but no folders of this machine."""
+    settings = read_object(run / "run.json")
+    lines = ["---", yaml.safe_dump(_metadata(subject, settings), sort_keys=False).rstrip(), "---", ""]
+    lines += [f"# {subject.name}", "", *_summary(subject), "", "## Training", ""]
+    lines += _table(("", ""), _training(subject, settings))
+    if training := settings.get("training"):
+        lines += ["", "Options of each training job:", "", "```json", _json(training), "```"]
+    lines += ["", "## Evaluation", "", *_evaluation(run, subject), "", "## Use", "", *_use(subject), ""]
+    return "\n".join(lines)
+
+
+def _base(record: TrainingRecord) -> tuple[str, bool]:
+    """The name of the base model, and whether it is one of the Hub."""
+    path = Path(record.started_from)
+    return (path.name, False) if path.is_absolute() else (record.started_from, True)
+
+
+def _metadata(subject: CardSubject, settings: dict[str, Any]) -> dict[str, Any]:
+    base, on_hub = _base(subject.record)
+    method = (settings.get("training") or {}).get("method")
+    return {
+        "library_name": "peft" if subject.is_adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        **({"base_model": base} if on_hub else {}),
+        **({"base_model_relation": "adapter" if subject.is_adapter else "finetune"} if on_hub else {}),
+        "tags": ["insitu", *filter(None, [method]), *(["lora"] if subject.record.lora else [])],
+    }
+
+
+def _summary(subject: CardSubject) -> list[str]:
+    base, on_hub = _base(subject.record)
+    merged = " with a merged LoRA adapter" if subject.record.lora is not None else ""
+    what = "A LoRA adapter for {}" if subject.is_adapter else "A finetuned version of {}" + merged
+    where = f"[{base}](https://huggingface.co/{base})" if on_hub else f"the local model `{base}`"
+    trained = "trained inside the agent workflow that uses it, with insitu"
+    return [f"{what.format(where)}, {trained} {__version__}."]
+
+
+def _training(subject: CardSubject, settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    record, training = subject.record, settings.get("training") or {}
+    method = str(training.get("method", "unknown"))
+    yield "method", _METHODS.get(method, method)
+    if record.lora is not None:
+        yield "trained weights", f"LoRA adapters of rank {record.lora.rank}, alpha {record.lora.alpha:g}"
+    else:
+        yield "trained weights", "all"
+    if (dataset := settings.get("dataset")) is not None:
+        yield "data", f"`{Path(dataset['file']).name}` (SHA-256 `{dataset['sha256']}`)"
+    yield "training jobs", f"{record.step} (epochs of the run: {settings.get('epochs')})"
+    yield "seed", str(settings.get("seed"))
+    yield "run", f"`{settings.get('run_id')}`, configured by `{Path(str(settings.get('source'))).name}`"
+    yield "insitu", str(settings.get("insitu"))
+
+
+def _evaluation(run: Path, subject: CardSubject) -> list[str]:
+    validations = [each for each in read_validations(run) if "error" not in each]
+    before = next((each for each in validations if each["epoch"] == 0), None)
+    scored = [each for each in validations if each["policy_version"] == subject.record.version]
+    if before is None or not scored:
+        return ["These weights were not scored on held-out rows."]
+    rows = [("before training", before), (f"these weights (epoch {scored[-1]['epoch']})", scored[-1])]
+    table = _table(("held-out rows", "mean score", "95 % interval", "episodes"), (_scores(*row) for row in rows))
+    return [*table, "", "If these weights were selected by this score, the score is optimistic."]
+
+
+def _scores(name: str, record: dict[str, Any]) -> tuple[str, ...]:
+    low, high = record["ci95"]
+    interval = "unknown" if low is None else f"{low:.3f} to {high:.3f}"
+    return name, f"{record['avg_reward']:.3f}", interval, str(record["num_examples"])
+
+
+def _use(subject: CardSubject) -> list[str]:
+    base, _ = _base(subject.record)
+    if subject.is_adapter:
+        load = [
+            "from peft import PeftModel",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "PATH_OR_NAME")',
+        ]
+        serve = f"vllm serve {base} --enable-lora --lora-modules {subject.name.rpartition('/')[2]}=PATH_OR_NAME"
+    else:
+        load = [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            'model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME")',
+        ]
+        serve = "vllm serve PATH_OR_NAME"
+    load.append('tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")')
+    return ["```python", *load, "```", "", "With vLLM:", "", "```bash", serve, "```"]
+
+
+def _table(head: tuple[str, ...], rows: Any) -> list[str]:
+    return [_row(head), _row(["---"] * len(head)), *map(_row, rows)]
+
+
+def _row(cells: Any) -> str:
+    return f"| {' | '.join(str(cell).replace('|', '&#124;') for cell in cells)} |"
+
+
+def _json(value: Any) -> str:
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()

@@ -1,0 +1,96 @@
+"""Exports a checkpoint of a run as a Hugging Face folder: a model or an adapter, with a model card."""
+
+import importlib
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from insitu.disk.checkpoint_files import TrainingRecord, check_model, copy_model, read_record
+from insitu.disk.files import new_folder
+from insitu.disk.model_files import NO_CODE, SAFE_OPTIONS, check_weights
+from insitu.errors import BackendError, ConfigError, describe_error, install_command
+from insitu.release.model_card import CardSubject, model_card
+
+logger = logging.getLogger(__name__)
+
+CARD_FILE = "README.md"
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+class Source(NamedTuple):
+    """A checkpoint of a run; its record names the model that training started from."""
+
+    run: Path
+    folder: Path
+    record: TrainingRecord
+
+    @property
+    def is_adapter(self) -> bool:
+        return (self.folder / _ADAPTER_FILES[0]).exists()
+
+    @property
+    def local_base(self) -> bool:
+        """Whether training started from a folder of this machine, rather than from a model of the Hub."""
+        return Path(self.record.started_from).is_absolute()
+
+
+def open_source(run: Path, folder: Path) -> Source:
+    """Raises ConfigError if the folder is not a checkpoint of the backend."""
+    record = read_record(folder)
+    if record is None:
+        raise ConfigError(f"{folder} is not a checkpoint of insitu backend: it has no training.json")
+    return Source(run, folder, record)
+
+
+def export_model(
+    source: Source, target: Path, *, merge: bool = False, name: str | None = None, extra: Mapping[str, bytes] = {}
+) -> Path:
+    """Writes a new folder, complete or not at all; `extra` are further files. `name` is the model's in the card.
+
+    With `merge` an adapter is merged into its base model. Raises ConfigError if `target` has files, BackendError if the
+    checkpoint is damaged.
+    """
+    target = target.resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists and is not an empty folder; name a new one")
+    if target.exists():
+        target.rmdir()
+    merged = merge and source.is_adapter
+    with new_folder(target) as draft:
+        if merged:
+            check_model(source.folder)
+        copy_model(source.folder, draft)
+        if merged:
+            for file in _ADAPTER_FILES:
+                (draft / file).unlink()
+            _merge(source.folder, draft)
+        subject = CardSubject(name or target.name, source.record, source.is_adapter and not merged)
+        (draft / CARD_FILE).write_text(model_card(source.run, subject))
+        for file, content in extra.items():
+            (draft / file).write_bytes(content)
+    return target
+
+
+def _merge(adapter: Path, target: Path) -> None:
+    """Saves the base model with the adapter's changes; they are added in float32 and stored in the base's dtype."""
+    try:
+        peft = importlib.import_module("peft")
+        torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(f"--merge needs torch, transformers and peft: {install_command('local')}") from error
+    transformers.utils.logging.disable_progress_bar()
+    base = peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    if Path(base).is_dir():
+        check_weights(Path(base))
+    try:
+        config = transformers.AutoConfig.from_pretrained(base, **NO_CODE)
+        module: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **SAFE_OPTIONS)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # GPT-2's transposed projections
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
+            module = peft.PeftModel.from_pretrained(module, adapter).merge_and_unload()
+    except Exception as error:  # third-party loaders raise anything on files they cannot read
+        raise BackendError(f"{adapter} cannot be merged into {base}: {describe_error(error)}") from error
+    module.to(getattr(config, "dtype", None) or torch.float32).save_pretrained(target)

@@ -1,0 +1,326 @@
+"""Writes the recorded episodes of a run in the formats of other tools.
+
+preferences    TRL's conversational preferences: prompt, chosen, rejected
+kto            TRL's unpaired preferences: prompt, completion, label
+sft            TRL's language modeling: messages
+openai         the finetuning format of OpenAI's API: messages, tools
+parquet        a table with a row per episode (see `table`)
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from insitu.advantages.targeting import targeted_calls, why_untargeted
+from insitu.collect.dialogues import (
+    Dialogue,
+    Messages,
+    dialogues,
+    is_text,
+    openai_messages,
+    template_messages,
+)
+from insitu.disk.files import LineFile, new_file
+from insitu.disk.json_files import dump_json
+from insitu.errors import ConfigError, TrajectoryError
+from insitu.preferences.pairs import PairOptions, preference_pairs
+from insitu.preferences.selection import Duplicates, best_of_group, desirable
+from insitu.runs.store import RUN_FILES
+from insitu.runs.stored import CALLS_FILE, EPISODES_FILE, GROUPS_FILE, RESCORES, StoredRun
+from insitu.runs.table import write_table
+from insitu.schemas.components import WORKFLOW
+from insitu.schemas.episodes import DropReason, Episode, Outcome, PreferencePair
+from insitu.schemas.finetuning import Trajectory
+from insitu.training.config import SFTTrainerConfig
+from insitu.training.preference_builders import (
+    DPOFromGroupsConfig,
+    DPOTrajectoryBuilderConfig,
+    documented_pair,
+    episode_candidate,
+)
+from insitu.training.report import counts
+
+Records = Iterator[dict[str, Any]]
+Group = list[tuple[Episode, Trajectory]]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Which episodes are written, and how; None: as the builder or trainer of the same purpose does by default."""
+
+    pairs: str | None = None
+    """`candidates` or `episodes`; None: candidates if the run has recorded some."""
+    exhaustive: bool | None = None
+    min_diff: float | None = None
+    max_pairs: int | None = None
+    desirable_above: float | None = None
+    best: int | None = None
+    min_reward: float | None = None
+
+    def given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+ALLOWED = {
+    "preferences": ("pairs", "exhaustive", "min_diff", "max_pairs"),
+    "kto": ("desirable_above",),
+    "sft": ("best", "min_reward"),
+    "openai": ("best", "min_reward"),
+    "parquet": (),
+}
+"""The formats, and the options that each takes."""
+
+_RECORDED = frozenset((*RUN_FILES, CALLS_FILE, GROUPS_FILE, "advantages.jsonl", "pairs.jsonl", RESCORES))
+"""Files of a run that `--force` does not replace: an export could not be repeated without them."""
+
+
+@dataclass
+class ExportSummary:
+    """`dropped` counts what was left out, by reason; `first_error` is that of the first untrainable episode."""
+
+    written: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    first_error: str | None = None
+
+
+def export(
+    run: StoredRun, format: str, target: Path, options: ExportOptions = ExportOptions(), overwrite: bool = False
+) -> ExportSummary:
+    """Writes a file with all records, or none.
+
+    Raises ConfigError if the options do not fit the format or the file exists, TrajectoryError if there is no record.
+    """
+    for name in options.given():
+        if name not in ALLOWED[format]:
+            takers = " and ".join(f for f, names in ALLOWED.items() if name in names)
+            raise ConfigError(f"--{name} has no effect with --format {format}; it is for {takers}")
+    if target.is_dir() or (target.exists() and not overwrite):
+        hint = "" if target.is_dir() else " already; --force replaces it"
+        raise ConfigError(f"--output: {target} {'is a folder' if target.is_dir() else 'exists'}{hint}")
+    if target.exists() and target.name in _RECORDED and (target.parent / EPISODES_FILE).is_file():
+        raise ConfigError(f"--output: {target} is a file of a run, which is not replaced; choose another name")
+    if not target.parent.is_dir():
+        raise ConfigError(f"--output: the folder {target.parent} does not exist")
+    exporter = Exporter(run, options)
+    with new_file(target, overwrite) as draft:
+        if format == "parquet":
+            exporter.summary.written = write_table(run, draft)
+        else:
+            _write_lines(draft, exporter, exporter.records_of(format))
+        summary = exporter.summary
+        if not summary.written:
+            why = f": {counts(summary.dropped)}" if summary.dropped else ""
+            first = f"; the first: {summary.first_error}" if summary.first_error else ""
+            raise TrajectoryError(f"nothing of {run.folder} can be written as {format}{why}{first}")
+    return summary
+
+
+def _write_lines(path: Path, exporter: "Exporter", records_of: Callable[[list[Episode]], Records]) -> None:
+    with closing(LineFile(path)) as file:
+        for epoch in exporter.run.epochs:
+            for stored in exporter.run.groups(epoch):
+                records = records_of(exporter.run.load(stored))
+                lines = [dump_json(record, orjson.OPT_APPEND_NEWLINE) for record in records]
+                file.append(b"".join(lines))
+                exporter.summary.written += len(lines)
+
+
+class Exporter:
+    """Turns the groups of a run into records, and counts what it leaves out."""
+
+    def __init__(self, run: StoredRun, options: ExportOptions) -> None:
+        self.run = run
+        self.options = options
+        self.summary = ExportSummary()
+        self._seen = Duplicates()
+        settings = run.settings()
+        self._run_id = settings.get("run_id")
+        self._targets = settings.get("targets") or {"functions": [WORKFLOW], "model": None, "llms": []}
+
+    def records_of(self, format: str) -> Callable[[list[Episode]], Records]:
+        """The function that turns a group into the records of a format."""
+        if format != "preferences":
+            return {"kto": self._kto, "sft": self._sft, "openai": self._openai}[format]
+        between = self.options.pairs
+        if between is None:
+            groups = (group for epoch in self.run.epochs for group in self.run.groups(epoch))
+            recorded = any("candidates" in record for record in self.run.episode_records(groups))
+            between = "candidates" if recorded else "episodes"
+        return self._candidate_pairs if between == "candidates" else self._episode_pairs
+
+    def _candidate_pairs(self, episodes: list[Episode]) -> Records:
+        """Pairs of each turn, as `dpo_traj_builder` makes them."""
+        options = self._pair_options(DPOTrajectoryBuilderConfig().pair_options)
+        for episode in episodes:
+            if episode.outcome is not Outcome.OK:
+                self._drop(episode.reason or DropReason.WORKFLOW_ERROR, episode)
+                continue
+            if not episode.candidates:
+                self._drop(DropReason.NO_CANDIDATES)
+            pairs, dropped = preference_pairs(episode.candidates, options)
+            self.summary.dropped.update(dropped)
+            for pair in pairs:
+                prompt, *sides = _candidate_messages(pair, episode)
+                call = pair.chosen.call
+                tools = episode.calls[call].tools if call is not None else None
+                yield from self._preference(pair, prompt, sides, tools, (episode, episode))
+
+    def _episode_pairs(self, episodes: list[Episode]) -> Records:
+        """Pairs of the episodes of a row, as `dpo_from_groups` makes them."""
+        played = {episode.key.generation: (episode, t) for episode, t in self._trainable(episodes)}
+        candidates = [episode_candidate(episode, t) for episode, t in played.values()]
+        pairs, dropped = preference_pairs(candidates, self._pair_options(DPOFromGroupsConfig().pair_options))
+        self.summary.dropped.update(dropped)
+        for pair in pairs:
+            best, worst = (played[side.candidate_index] for side in (pair.chosen, pair.rejected))
+            chosen, rejected = (_first_dialogue(t) for _, t in (best, worst))
+            sides = [chosen.completion, rejected.completion]
+            yield from self._preference(pair, chosen.prompt, sides, chosen.tools, (best[0], worst[0]))
+
+    def _preference(
+        self,
+        pair: PreferencePair,
+        prompt: Messages,
+        sides: Sequence[Messages],
+        tools: Messages | None,
+        episodes: tuple[Episode, Episode],
+    ) -> Records:
+        if self._seen.repeats(documented_pair(pair)):
+            self._drop(DropReason.DUPLICATE_PAIR)
+        elif not is_text(message for messages in (prompt, *sides) for message in messages):
+            self._drop(DropReason.NOT_TEXT)
+        else:
+            yield {
+                "prompt": template_messages(prompt),
+                "chosen": template_messages(sides[0]),
+                "rejected": template_messages(sides[1]),
+                **_tools(tools),
+                "score_chosen": pair.chosen.score,
+                "score_rejected": pair.rejected.score,
+                **self._origin(episodes[0]),
+                "rejected_episode": _name(episodes[1]),
+                "turn": pair.turn_id,
+            }
+
+    def _kto(self, episodes: list[Episode]) -> Records:
+        """Desirable and undesirable dialogues, as `insitu_kto_trainer` labels them."""
+        group = self._trainable(episodes)
+        threshold = self.options.desirable_above
+        labels = desirable([t for _, t in group], threshold) if group else []
+        for (episode, trajectory), label in zip(group, labels, strict=True):
+            if label is None:
+                self._drop(DropReason.NO_VARIANCE)
+                continue
+            for dialogue in self._text_dialogues(trajectory):
+                yield {
+                    "prompt": template_messages(dialogue.prompt),
+                    "completion": template_messages(dialogue.completion),
+                    "label": label,
+                    **_tools(dialogue.tools),
+                    **self._origin(episode),
+                }
+
+    def _sft(self, episodes: list[Episode]) -> Records:
+        """The dialogues of the best episodes of a row, as `insitu_sft_trainer` chooses them."""
+        for episode, trajectory in self._best(episodes):
+            for dialogue in self._text_dialogues(trajectory):
+                messages = template_messages(dialogue.messages)
+                yield {"messages": messages, **_tools(dialogue.tools), **self._origin(episode)}
+
+    def _openai(self, episodes: list[Episode]) -> Records:
+        """The same for OpenAI's API, which refuses further keys."""
+        for _, trajectory in self._best(episodes):
+            for dialogue in dialogues(trajectory.calls, trajectory.trained_calls):
+                tools = {"tools": dialogue.tools} if dialogue.tools else {}
+                yield {"messages": openai_messages(dialogue), **tools}
+
+    def _best(self, episodes: list[Episode]) -> Group:
+        group = self._trainable(episodes)
+        count = self.options.best or SFTTrainerConfig().best_per_row
+        chosen = best_of_group([t for _, t in group], count, self.options.min_reward)
+        best = [(episode, t) for episode, t in group if any(t is one for one in chosen)]
+        self.summary.dropped[str(DropReason.NOT_BEST)] += len(group) - len(best)
+        return best
+
+    def _trainable(self, episodes: list[Episode]) -> Group:
+        """The episodes with a reward and calls to train. Token ids are not needed, as they are trained as text."""
+        group: Group = []
+        targets = self._targets
+        for episode in episodes:
+            if episode.reward is None:
+                self._drop(episode.reason or DropReason.NO_SCORE, episode)
+                continue
+            functions, llms = targets["functions"], targets["llms"]
+            trained = targeted_calls(episode.calls, functions, targets["model"], llms, as_text=True)
+            if trained:
+                name, calls = _name(episode), episode.calls  # without the readable form, which takes longer to make
+                made = Trajectory.model_construct(id=name, reward=episode.reward, calls=calls, trained_calls=trained)
+                group.append((episode, made))
+            else:
+                episode.error = why_untargeted(episode.calls, functions, llms)
+                self._drop(DropReason.NO_TARGET_CALLS if episode.calls else DropReason.NO_CALLS, episode)
+        return group
+
+    def _text_dialogues(self, trajectory: Trajectory) -> Iterator[Dialogue]:
+        for dialogue in dialogues(trajectory.calls, trajectory.trained_calls):
+            if is_text(dialogue.messages):
+                yield dialogue
+            else:
+                self._drop(DropReason.NOT_TEXT)
+
+    def _pair_options(self, default: PairOptions) -> PairOptions:
+        given = self.options
+        changed: dict[str, Any] = {
+            "exhaustive": given.exhaustive,
+            "min_score_diff": given.min_diff,
+            "max_pairs": given.max_pairs,
+        }
+        return default._replace(**{name: value for name, value in changed.items() if value is not None})
+
+    def _origin(self, episode: Episode) -> dict[str, Any]:
+        return {
+            "run": self._run_id,
+            "episode": _name(episode),
+            "row_id": episode.key.row_id,
+            "reward": episode.reward,
+            "reward_from": self.run.reward,
+        }
+
+    def _drop(self, reason: DropReason, episode: Episode | None = None) -> None:
+        self.summary.dropped[str(reason)] += 1
+        if episode is not None and episode.error is not None and self.summary.first_error is None:
+            self.summary.first_error = f"{_name(episode)}: {episode.error}"
+
+
+def _name(episode: Episode) -> str:
+    return episode.key.text()
+
+
+def _first_dialogue(trajectory: Trajectory) -> Dialogue:
+    """That of the first trained call."""
+    first = trajectory.calls[trajectory.trained_calls[0]]
+    found = dialogues(trajectory.calls, trajectory.trained_calls)
+    return next(dialogue for dialogue in found if any(call is first for call in dialogue.calls))
+
+
+def _candidate_messages(pair: PreferencePair, episode: Episode) -> tuple[Messages, Messages, Messages]:
+    """Prompt and both completions: what was sampled, or the reported texts if that is not known of both sides."""
+    sides = (pair.chosen, pair.rejected)
+    prompt = pair.chosen.prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    sampled = [episode.calls[side.call].message for side in sides if side.call is not None]
+    if len(sampled) == 2 and sampled[0] is not None and sampled[1] is not None:
+        return messages, [sampled[0]], [sampled[1]]
+    chosen, rejected = ([{"role": "assistant", "content": side.response}] for side in sides)
+    return messages, chosen, rejected
+
+
+def _tools(tools: Messages | None) -> dict[str, str]:
+    """As JSON, which TRL parses: the schemas of different tools do not fit into one column."""
+    return {"tools": json.dumps(tools)} if tools else {}

@@ -1,0 +1,198 @@
+"""Serves a workflow: episodes for trainers in other processes, and single requests.
+
+    POST /v1/episodes   one attempt at an episode, streamed as JSON lines (see `remote`)
+    GET  /v1/episodes   protocol version, configuration file and llms
+    POST /generate      {"input": ...} -> {"value": ...}
+    GET  /health
+
+A request is cancelled when its client disconnects.
+"""
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict
+from yarl import URL
+
+from insitu.collect.episodes import classify, isolated
+from insitu.config import Config
+from insitu.errors import InputError, InsituError, RequestRefused, describe_error
+from insitu.gateway.listener import error_response, guard, read_body, server_runner
+from insitu.registry import LLM
+from insitu.remote.attempt_records import EpisodeRequest, end_lines, line
+from insitu.remote.client import EPISODES, HEARTBEAT_SECONDS, PROTOCOL, Description
+from insitu.remote.hosted import HostedWorkflow, ServePolicy
+from insitu.schemas.components import WORKFLOW
+from insitu.schemas.episodes import DropReason
+from insitu.schemas.steps import IntermediateStep
+from insitu.wire.http_access import AccessPolicy, is_loopback_address
+from insitu.wire.http_format import http_url
+from insitu.wire.http_limits import parse_body, parse_json
+from insitu.wire.json_values import decode, encode
+from insitu.wire.redaction import redact_bytes
+from insitu.workflow.context import EpisodeScope
+
+logger = logging.getLogger(__name__)
+
+_BODY_LIMIT = 64 * 2**20
+_BASE_URL = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:[0-9]{1,5})?(/[\w.~/-]*)?", re.ASCII)
+"""No user, query or other part that one library reads as the host and another does not."""
+_Body = TypeVar("_Body", bound=BaseModel)
+_STATUS = {DropReason.BACKEND_ERROR: 502, DropReason.TIMEOUT: 504}
+
+
+class GenerateRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    input: Any
+
+
+class WorkflowService:
+    """Serves the workflow of `config`, built once per policy.
+
+    `serve_policy(builder)` starts the file's own policy model, for requests without a trainer's. `policy_urls` are the
+    model servers that trainers may name; none: those of this machine, if the trainer is on it, too.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        serve_policy: ServePolicy,
+        access: AccessPolicy | None = None,
+        policy_urls: Collection[str] = (),
+    ) -> None:
+        self.config = config
+        self.hosted = HostedWorkflow(config, serve_policy)
+        self._access = access or AccessPolicy()
+        self._policy_origins = {URL(url).origin() for url in policy_urls}
+
+    @asynccontextmanager
+    async def listening(self, host: str, port: int) -> AsyncIterator[str]:
+        """Serves on this address (port 0: a free one) while the context is open; yields the URL."""
+        app = web.Application(middlewares=[guard(self._access, lambda request: request.path == "/health")])
+        app.router.add_get("/health", self._health)
+        app.router.add_get(EPISODES, self._describe)
+        app.router.add_post(EPISODES, self._episode)
+        app.router.add_post("/generate", self._generate)
+        runner = server_runner(app, shutdown_timeout=0.5)
+        await runner.setup()
+        async with self.hosted:
+            try:
+                await web.TCPSite(runner, host, port).start()
+                yield http_url(host, runner.addresses[0][1])
+            finally:
+                await runner.cleanup()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok", "episodes": self.hosted.episodes})
+
+    async def _describe(self, request: web.Request) -> web.Response:
+        """Refuses a trainer whose model server this service may not use before the trainer sends episodes."""
+        if (base_url := request.query.get("base_url")) is not None:
+            self._check_policy(base_url, request.remote)
+        return _json(Description(protocol=PROTOCOL, source=self.config.source, llms=self.config.names(LLM)))
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await _read(request, GenerateRequest)
+
+        async def generate() -> web.Response:
+            async with self.hosted.workflow() as workflow:
+                with EpisodeScope(seed=secrets.randbits(63), input_message=body.input).activate():
+                    return _json({"value": await workflow.ainvoke(body.input)})
+
+        ran = await isolated(generate)
+        if ran.error is None:
+            assert ran.value is not None
+            return ran.value
+        error = ran.error
+        if isinstance(error, InputError) and error.function == WORKFLOW:
+            raise RequestRefused(str(error), param="input", code="invalid_input")
+        logger.debug("the workflow failed", exc_info=error)
+        reason, _ = classify(error)
+        message = str(error) if isinstance(error, InsituError) else f"the workflow raised {describe_error(error)}"
+        return error_response(message, _STATUS.get(reason, 500), code=str(reason))
+
+    async def _episode(self, request: web.Request) -> web.StreamResponse:
+        body = await _read(request, EpisodeRequest)
+        if body.policy is not None:
+            self._check_policy(body.policy.base_url, request.remote)
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        try:
+            await response.prepare(request)
+            await self._stream_attempt(response, body)
+        except ConnectionResetError:
+            logger.info("the client of episode %s disconnected", body.key.text())
+        return response
+
+    async def _stream_attempt(self, response: web.StreamResponse, body: EpisodeRequest) -> None:
+        await response.write(b"\n")
+        steps: asyncio.Queue[IntermediateStep | None] = asyncio.Queue()  # None: end of the attempt
+        attempt = asyncio.create_task(self.hosted.attempt(body, steps.put_nowait), name=body.key.text())
+        attempt.add_done_callback(lambda _: steps.put_nowait(None))
+        try:
+            unserializable = await _stream_steps(response, steps)
+            for each in end_lines(*await attempt, unserializable):
+                await response.write(each)
+        finally:
+            attempt.cancel()
+            await asyncio.gather(attempt, return_exceptions=True)
+
+    def _check_policy(self, base_url: str, client: str | None) -> None:
+        """Raises RequestRefused unless this service may send requests to the trainer's model server."""
+        try:
+            url = URL(base_url) if _BASE_URL.fullmatch(base_url) else URL()
+        except ValueError:  # a port above 65535
+            url = URL()
+        if not url.host:
+            problem = f"policy.base_url is {base_url!r:.200}; expected http://host:port/path"
+            raise RequestRefused(problem, param="policy.base_url", code="invalid_url")
+        if url.origin() in self._policy_origins:
+            return
+        if not self._policy_origins and is_loopback_address(url.host) and is_loopback_address(client or ""):
+            return
+        allowed = ", ".join(sorted(map(str, self._policy_origins)))
+        raise RequestRefused(
+            f"policy.base_url is {base_url!r:.200}, which this service may not send requests to; "
+            f"allowed: {allowed or 'model servers on its machine, for trainers on its machine'} (--policy_url)",
+            status=403,
+            param="policy.base_url",
+            code="policy_not_allowed",
+        )
+
+
+async def _read(request: web.Request, model: type[_Body]) -> _Body:
+    def parse(body: bytes) -> _Body:
+        return model.model_validate(parse_json(body, loads=decode))
+
+    return await parse_body(parse, await read_body(request, _BODY_LIMIT))
+
+
+async def _stream_steps(
+    response: web.StreamResponse, steps: "asyncio.Queue[IntermediateStep | None]"
+) -> ValueError | None:
+    """Writes steps and heartbeats until the attempt has ended. Returns the error if a step cannot be serialized."""
+    unserializable = None
+    while True:
+        text = b"\n"
+        try:
+            async with asyncio.timeout(HEARTBEAT_SECONDS):
+                step = await steps.get()
+            if step is None:
+                return unserializable
+            text = line(step=step)
+        except TimeoutError:
+            pass
+        except ValueError as error:
+            unserializable = error
+            continue
+        await response.write(text)
+
+
+def _json(content: Any, status: int = 200) -> web.Response:
+    return web.Response(body=redact_bytes(encode(content)), status=status, content_type="application/json")

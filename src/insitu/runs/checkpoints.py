@@ -1,0 +1,113 @@
+"""Resolves the name of a run, `best` or `latest` to a checkpoint.
+
+best, latest                    of the run in `finetuning.output_dir`
+RUN_DIR/best, RUN_DIR/latest    of another run
+RUN_DIR                         its best, or its latest if it was never validated
+FOLDER                          any folder of weights
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from insitu.config import Config
+from insitu.disk.files import read_object
+from insitu.errors import ConfigError
+from insitu.runs.store import BACKEND_FOLDER, OUTPUT_DIR, RUN_FILES
+
+NAMES = ("best", "latest")
+_STEP = re.compile(r"step_\d+")
+
+
+class Checkpoint(NamedTuple):
+    """A folder of weights, None for those that the run started from; `note` says how it was chosen, if it was."""
+
+    folder: Path | None
+    note: str | None = None
+
+
+def find_checkpoint(config: Config, name: str | Path, key: str) -> Checkpoint:
+    """Raises ConfigError naming `key`, the option or key of the file, if there are no such weights."""
+    path = Path(name)
+    if str(path) in NAMES:
+        run = config.moved_path(Path(config.finetuning.output_dir))
+        if not _is_run(run):
+            raise ConfigError(f"{key}: {path} is of the run in {OUTPUT_DIR}, but {run} holds no run")
+        return _of_run(run, str(path), key)
+    try:
+        folder = config.find_path(path, key)
+    except ConfigError:
+        if path.name in NAMES and _is_run(run := config.find_path(path.parent, key)):
+            return _of_run(run, path.name, key)
+        if _STEP.fullmatch(path.name):
+            _check_kept(config.find_path(path.parent, key) / path.name, key)
+        raise
+    if _is_model(folder) or not _is_run(folder):
+        return Checkpoint(folder)
+    return _of_run(folder, "best" if (folder / "best.json").exists() else "latest", key)
+
+
+def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:
+    """The folder of a run's `best`, `latest` or `step_N`; None: its best, or its latest if it was never validated.
+
+    Raises ConfigError naming `key` if there is none.
+    """
+    if not _is_run(run):
+        raise ConfigError(f"RUN_DIR: {run} holds no run of insitu finetune")
+    if name is not None and _STEP.fullmatch(name):
+        folder: Path | None = run / BACKEND_FOLDER / "checkpoints" / name
+        assert folder is not None
+        _check_kept(folder, key)
+    elif name is None or name in NAMES:
+        folder, note = _of_run(run, name or ("best" if (run / "best.json").exists() else "latest"), key)
+        if folder is None:
+            raise ConfigError(f"{key}: the checkpoint is {note}: there are no trained weights to write")
+    else:
+        raise ConfigError(f"{key}: {name!r} is not a checkpoint; allowed: {', '.join(NAMES)}, step_N")
+    return folder
+
+
+def _check_kept(folder: Path, key: str) -> None:
+    """Raises ConfigError if a checkpoint does not exist where others do."""
+    kept = [path.name for path in _steps(folder.parent)]
+    if folder.name not in kept:
+        raise ConfigError(
+            f"{key}: {folder} was deleted or never made; checkpoints there: {', '.join(kept) or 'none'} (the key "
+            "`keep` of the trainer adapter says which are kept)"
+        )
+
+
+def _steps(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first."""
+    return sorted(folder.glob("step_*"), key=lambda path: (len(path.name), path.name))
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in RUN_FILES)
+
+
+def _of_run(run: Path, name: str, key: str) -> Checkpoint:
+    saved = run / BACKEND_FOLDER / "checkpoints"
+    if name == "latest":
+        folders = _steps(saved)
+        if not folders:
+            raise ConfigError(f"{key}: {saved} holds no checkpoints; a backend at a url keeps its own elsewhere")
+        return Checkpoint(folders[-1], f"the latest of {run}")
+    if not (run / "best.json").exists():
+        raise ConfigError(f"{key}: {run} has no best.json: it was never validated; {run}/latest is its newest")
+    record = read_object(run / "best.json")
+    note = f"the best of {run}: {record.get('avg_reward')} at epoch {record.get('epoch')}"
+    checkpoint = record.get("checkpoint")
+    if checkpoint is None:
+        return Checkpoint(None, f"{note}, before training")
+    folder = saved / Path(checkpoint).name  # earlier releases wrote paths that a move made wrong
+    folder = folder if folder.is_dir() else run / checkpoint
+    if not folder.is_dir():
+        if saved.is_dir():
+            _check_kept(folder, f"{key}: {run / 'best.json'}")
+        raise ConfigError(f"{key}: {run / 'best.json'} names {checkpoint}, which does not exist here")
+    return Checkpoint(folder, note)

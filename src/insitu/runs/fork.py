@@ -1,0 +1,254 @@
+"""Makes a new run from an epoch of another: all that the other one had recorded when that epoch was complete.
+
+Lines and JSON files are written anew. Files of checkpoints are hard links, as they are never changed in place; they are
+copied where the file system has no such links.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from insitu.disk.checkpoint_files import (
+    OPTIMIZER_FILE,
+    RECORD_FILE,
+    check_model,
+    check_optimizer_file,
+    read_record,
+    saved_checkpoints,
+    write_record,
+)
+from insitu.disk.files import (
+    cannot_write,
+    new_folder,
+    numbered_records,
+    read_object,
+    shorter_than_written,
+    writable_folder,
+)
+from insitu.errors import ConfigError, InsituError
+from insitu.runs.held_out import HISTORY_FILE, SCORES_FILE, read_validations
+from insitu.runs.progress import HISTORY, PROGRESS, EpochState, RunProgress, new_run_id, read_history
+from insitu.runs.resume import find_run
+from insitu.runs.store import BACKEND_FOLDER, STARTED_FILE, RunStore
+from insitu.runs.stored import RESCORES
+from insitu.runs.summary import read_summary
+
+KEY = "NEW_DIR"
+_BLOCK = 1 << 20
+
+
+class Fork(NamedTuple):
+    """`source` is the YAML file of the original run."""
+
+    run_id: str
+    original: str
+    source: str
+
+
+class _Origin(NamedTuple):
+    """The run to fork: its folder, and the epochs, versions and checkpoints from which it can continue."""
+
+    folder: Path
+    progress: RunProgress
+    states: dict[int, EpochState]
+    checkpoints: dict[int, Path]
+    """The folders that still exist, by policy version."""
+
+    def epochs(self, *, exact: bool) -> list[int]:
+        """The epochs with a checkpoint, or with the initial weights; `exact`: whose optimizer state exists too."""
+        return [epoch for epoch, state in sorted(self.states.items()) if self._has(state.policy_version, exact)]
+
+    def _has(self, version: int | None, exact: bool) -> bool:
+        folder = self.checkpoints.get(version) if version else None
+        return version == 0 or (folder is not None and (not exact or (folder / OPTIMIZER_FILE).is_file()))
+
+
+def fork_run(run: Path, target: Path, epoch: int, *, new_optimizer: bool = False) -> Fork:
+    """Writes a run to `target` that continues after an epoch of another run, which may be in progress.
+
+    The run is there completely, or not at all. With `new_optimizer`, AdamW starts with new moments. Raises ConfigError
+    if there is no such epoch, or what it needs was deleted; InsituError if a file is damaged or cannot be written.
+    """
+    if target.exists():
+        raise ConfigError(f"{KEY}: {target} exists already; choose another name")
+    origin = _open_origin(run)
+    state = _state_after(origin, epoch, new_optimizer)
+    settings = read_object(run / "run.json")
+    progress = _progress_of(origin, state, target)
+    target = writable_folder(target.absolute().parent, KEY) / target.name
+    try:
+        with new_folder(target) as draft:
+            _copy_backend(origin, state.policy_version or 0, draft / BACKEND_FOLDER, new_optimizer)
+            _copy_lines_of_epochs(run, state, draft)
+            with closing(RunStore(draft, KEY)) as store:
+                _write_files(origin, store, progress, settings)
+    except OSError as error:
+        raise cannot_write(target, error) from error
+    return Fork(progress.run_id, origin.progress.run_id, str(settings.get("source")))
+
+
+def _open_origin(run: Path) -> _Origin:
+    progress = find_run(run, "RUN_DIR")
+    if progress is None:
+        raise ConfigError(f"RUN_DIR: {run} holds no run that can continue")
+    backend = run / BACKEND_FOLDER
+    if not (backend / STARTED_FILE).is_file():
+        raise ConfigError(
+            f"RUN_DIR: the backend of {run} was not started by the run and keeps the checkpoints elsewhere: such a run "
+            "cannot be forked"
+        )
+    saved = saved_checkpoints(backend / "checkpoints")
+    return _Origin(run, progress, read_history(run, progress), {record.version: folder for folder, record in saved})
+
+
+def _state_after(origin: _Origin, epoch: int, new_optimizer: bool) -> EpochState:
+    """Raises ConfigError naming the epochs that can be forked."""
+    available, last = origin.epochs(exact=not new_optimizer), origin.progress.epoch
+    if epoch in available:
+        return origin.states[epoch]
+    hint = ""
+    if epoch > last:
+        problem = f"epoch {epoch} of {origin.folder} is not complete"
+    elif epoch not in origin.states:
+        problem = f"{origin.folder} has no record of its state after epoch {epoch}, which an earlier release ran"
+    elif epoch in origin.epochs(exact=False):
+        problem = f"the optimizer state of epoch {epoch} of {origin.folder} was deleted (see `keep.optimizer`)"
+        hint = "; --new_optimizer forks it without that"
+    else:
+        problem = f"the checkpoint of epoch {epoch} of {origin.folder} was deleted (see `keep` of the trainer adapter)"
+    listed = ", ".join(map(str, available)) or "none"
+    raise ConfigError(f"--epoch: {problem}; epochs that can be forked: {listed}{hint}")
+
+
+def _progress_of(origin: _Origin, state: EpochState, target: Path) -> RunProgress:
+    """The progress of the new run. Its jobs name their checkpoints in the new run's folder."""
+    checkpoints = target.absolute() / BACKEND_FOLDER / "checkpoints"
+    jobs = []
+    for job in state.restore(origin.progress).jobs:
+        metadata = dict(job.metadata or {})
+        if metadata.get("checkpoint") is not None:
+            metadata["checkpoint"] = str(checkpoints / Path(metadata["checkpoint"]).name)
+        jobs.append(job.model_copy(update={"metadata": metadata}))
+    changes = {"run_id": new_run_id(), "status": "forked", "error": None, "submitted_epoch": 0, "jobs": jobs}
+    return state.restore(origin.progress).model_copy(update=changes)
+
+
+def _copy_backend(origin: _Origin, version: int, target: Path, new_optimizer: bool) -> None:
+    """The checkpoints and jobs up to a version. Raises InsituError if the latest of these is damaged."""
+    source = origin.folder / BACKEND_FOLDER
+    target.mkdir()
+    shutil.copyfile(source / STARTED_FILE, target / STARTED_FILE)
+    if version:
+        check_model(origin.checkpoints[version])
+        check_optimizer_file(origin.checkpoints[version], required=not new_optimizer)
+    for number, folder in sorted(origin.checkpoints.items()):
+        if number <= version:
+            copied = target / "checkpoints" / folder.name
+            complete = _link_files(folder, copied)
+            if not complete and number < version:  # deleted meanwhile, by the run in progress
+                shutil.rmtree(copied)
+            elif not complete or (number == version and not _has_state(copied, new_optimizer)):
+                raise InsituError(f"{folder} has been deleted meanwhile: fork a later epoch")
+    if version and new_optimizer:
+        _drop_optimizer(target / "checkpoints" / origin.checkpoints[version].name)
+    (target / "jobs").mkdir()
+    for path in (source / "jobs").glob("job-*.json"):
+        if (read_object(path).get("policy_version") or version + 1) <= version:
+            shutil.copyfile(path, target / "jobs" / path.name)
+
+
+def _link_files(source: Path, target: Path) -> bool:
+    """Whether the model and its record are complete, which they are not if they are being deleted."""
+    target.mkdir(parents=True)
+    try:
+        for path in sorted(source.iterdir()):
+            if path.name != OPTIMIZER_FILE:
+                _link(path, target / path.name)
+        if (source / OPTIMIZER_FILE).exists():  # may be deleted on its own
+            _link(source / OPTIMIZER_FILE, target / OPTIMIZER_FILE)
+    except FileNotFoundError:
+        return source.exists() and (target / RECORD_FILE).exists()
+    return (target / RECORD_FILE).exists()
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without hard links
+        shutil.copyfile(source, target)
+
+
+def _has_state(checkpoint: Path, new_optimizer: bool) -> bool:
+    return new_optimizer or (checkpoint / OPTIMIZER_FILE).exists()
+
+
+def _drop_optimizer(checkpoint: Path) -> None:
+    """Removes the optimizer state and its digest. The record is replaced, as it may be a link to the original's."""
+    record = read_record(checkpoint)
+    assert record is not None
+    (checkpoint / OPTIMIZER_FILE).unlink(missing_ok=True)
+    (checkpoint / RECORD_FILE).unlink()
+    write_record(checkpoint, record)
+
+
+def _copy_lines_of_epochs(run: Path, state: EpochState, target: Path) -> None:
+    """Copies files up to the size that they had after the epoch."""
+    for name, size in state.sizes.items():
+        with (run / name).open("rb") as source, (target / name).open("wb") as copy:
+            left = size
+            while left and (block := source.read(min(left, _BLOCK))):
+                copy.write(block)
+                left -= len(block)
+        if left:
+            raise InsituError(shorter_than_written(run / name, size - left, size))
+
+
+def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settings: Mapping[str, Any]) -> None:
+    """What is not copied as it is, `progress.json` last."""
+    run, epoch = origin.folder, progress.epoch
+    _append_lines(run / SCORES_FILE, store, lambda line: line.get("epoch", 0) <= epoch)
+    _append_lines(run / RESCORES, store, lambda line: _epoch_of(line) <= epoch)
+    store.cut_to(progress.sizes)  # opens the files
+    states = [state for number, state in sorted(origin.states.items()) if number <= epoch]
+    store.append(HISTORY, [state.model_dump(mode="json") for state in states])
+    original = {"run": str(run.absolute()), "run_id": origin.progress.run_id, "epochs": read_summary(run).epochs}
+    store.record_event("forked", epoch=epoch, **original)
+    store.write("run.json", {**settings, "run_id": progress.run_id})
+    if epoch:
+        store.write("reward_history.json", progress.rewards)
+    if epoch and progress.curriculum is not None:
+        store.write("curriculum_state.json", progress.curriculum.model_dump(mode="json"))
+    if progress.warmed_up:
+        store.write("warm_up.json", read_object(run / "warm_up.json"))
+    validations = [record for record in read_validations(run) if record["epoch"] <= epoch]
+    if validations:
+        store.write(HISTORY_FILE, validations)
+    scored = [record for record in validations if "error" not in record]
+    if scored:
+        best = max(scored, key=lambda record: record["avg_reward"])
+        store.write("best.json", {**best, "checkpoint": _checkpoint_of(progress, best["policy_version"])})
+    store.write(PROGRESS, progress.model_copy(update={"sizes": store.sizes()}).model_dump(mode="json"))
+
+
+def _append_lines(path: Path, store: RunStore, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+    if kept := [record for _, record in numbered_records(path) if wanted(record)]:
+        store.append(path.name, kept)
+
+
+def _epoch_of(rescore: Mapping[str, Any]) -> int:
+    """The epoch of the episode that a line names: run/epoch/row/generation/attempt."""
+    return int(str(rescore["episode"]).split("/")[1])
+
+
+def _checkpoint_of(progress: RunProgress, version: int | None) -> str | None:
+    """Relative to the run; None for the initial weights."""
+    for job in progress.jobs:
+        metadata = job.metadata or {}
+        if metadata.get("policy_version") == version and metadata.get("checkpoint") is not None:
+            return f"{BACKEND_FOLDER}/checkpoints/{Path(metadata['checkpoint']).name}"
+    return None

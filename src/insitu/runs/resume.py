@@ -1,0 +1,227 @@
+"""Continues a run whose process has ended: from which point, with which episodes, and whether it still is the same."""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from insitu.collect.shared_run import current_run
+from insitu.config import Config
+from insitu.config.resolved import differences, resolved_config
+from insitu.disk.files import read_object
+from insitu.errors import BackendError, ConfigError, InsituError, describe_error
+from insitu.runs.progress import (
+    HISTORY,
+    JOURNAL,
+    PROGRESS,
+    EpochState,
+    RunProgress,
+    RunStatus,
+    read_journal,
+    read_progress,
+)
+from insitu.runs.store import BACKEND_FOLDER, STARTED_FILE, RunStore, open_store
+from insitu.runs.stored import EPISODES_FILE
+from insitu.schemas.episodes import Episode
+
+logger = logging.getLogger(__name__)
+
+_HARMLESS = (
+    *("general.executor*", "finetuning.num_epochs", "finetuning.output_dir", "finetuning.validation.interval"),
+    "finetuning.report_to*",
+    *("eval.general.max_concurrency", "eval.general.output*", "eval.general.evaluator_timeout", "eval.general.stall_*"),
+    *("*.file_path", "*.api_key", "*.base_url", "*.url", "llms.*.timeout", "llms.*.max_retries"),
+    *("trainer_adapters.*.device", "trainer_adapters.*.*_timeout", "trainer_adapters.*.keep*"),
+    *(
+        "trainer_adapters.*.learner*",
+        "trainer_adapters.*.max_restarts",
+        "trainer_adapters.*.backend.ip",
+        "trainer_adapters.*.backend.port",
+    ),
+    "trainer_adapters.*.backend.delete_old_checkpoints",
+)
+"""Keys whose change leaves the results of a run comparable. A dataset is compared by its content, not its path."""
+_LISTED = 10
+
+
+def find_run(folder: Path, key: str) -> RunProgress | None:
+    """The progress of the run in `folder`; None if none has begun there.
+
+    Raises ConfigError naming `key` if there is a run that cannot continue.
+    """
+    progress = read_progress(folder)
+    if progress is None and any((folder / name).exists() for name in (EPISODES_FILE, "episodes.jsonl")):
+        raise ConfigError(
+            f"{key}: the run in {folder} has no {PROGRESS}: an earlier release recorded it, or a trainer without "
+            "epochs; it cannot continue from an epoch"
+        )
+    return progress
+
+
+def check_same_run(folder: Path, config: Config, dataset: Mapping[str, Any] | None, *, force: bool) -> list[str]:
+    """Compares the file with the one that the run in `folder` started with; returns a sentence per harmless change.
+
+    Raises ConfigError for changes after which the run's earlier epochs would say nothing about its later ones, unless
+    `force` is given.
+    """
+    recorded = read_object(folder / "run.json")
+    harmless: list[str] = []
+    serious: list[str] = []
+    for key, (before, now) in differences(recorded.get("config") or {}, resolved_config(config)).items():
+        changes = harmless if any(fnmatch(key, pattern) for pattern in _HARMLESS) else serious
+        changes.append(f"{key} was {before!r:.100} and is {now!r:.100}")
+    before, now = ((of or {}).get("sha256") for of in (recorded.get("dataset"), dataset))
+    if before != now:
+        serious.append(f"the dataset {(dataset or {}).get('file')} has changed")
+    if serious and not force:
+        listed = "; ".join(serious[:_LISTED]) + (f"; and {len(serious) - _LISTED} more" * (len(serious) > _LISTED))
+        raise ConfigError(
+            f"--resume: the run in {folder} was started with other settings: {listed}. Set them as they were, or give "
+            "--force to continue with these"
+        )
+    return harmless + serious
+
+
+class ResumableRun:
+    """A run as it is on disk. `progress` is the point from which it continues; every change of it is written."""
+
+    def __init__(self, run_id: str) -> None:
+        self.progress = RunProgress(run_id=run_id)
+        self.continues = False
+        """Whether an earlier process started this run."""
+        self._store: RunStore | None = None
+        self._finished: list[Episode] = []
+        """The episodes that an earlier process has run since that point."""
+
+    @property
+    def next_epoch(self) -> int:
+        return self.progress.epoch + 1
+
+    @property
+    def store(self) -> RunStore:
+        if self._store is None:
+            raise InsituError("the trainer has not been initialized")
+        return self._store
+
+    def open(self, folder: Path, config: Config, dataset: Mapping[str, Any] | None) -> list[str]:
+        """Opens the store of the run in `folder` with `--resume`, of a new run otherwise; returns what to report.
+
+        A new run moves an earlier one aside. Raises ConfigError if the run cannot continue with this file.
+        """
+        asked = config.finetuning.run_configuration
+        progress = find_run(folder, "--resume") if asked is not None and asked.resume else None
+        if asked is None or progress is None:
+            if asked is not None and isinstance(asked.resume, Path):
+                raise ConfigError(f"--resume: {folder} holds no run that can continue")
+            return self.open_new(folder, config)
+        changes = check_same_run(folder, config, dataset, force=asked.force)
+        self._store = RunStore(folder)
+        progress = read_progress(folder) or progress  # again, as an earlier process may have ended before the lock
+        self._store.cut_to(progress.sizes)
+        epochs = config.finetuning.num_epochs
+        self._store.record_event("resumed", epoch=progress.epoch, epochs=epochs, changes=changes)
+        self.progress = progress.model_copy(update={"status": "running", "error": None})
+        self.continues = True
+        self._finished = read_journal(folder, self.next_epoch)
+        more = f" and {len(self._finished)} episodes of epoch {self.next_epoch}" if self._finished else ""
+        notes = [f"run {progress.run_id} continues after epoch {progress.epoch}{more}"]
+        return notes + [f"changed since the run was started: {change}" for change in changes]
+
+    def open_new(self, folder: Path, config: Config) -> list[str]:
+        """Opens the store of a new run; returns what to report."""
+        self._store, moved = open_store(folder, config)
+        return [f"moved the earlier run in {folder} to {moved}"] if moved is not None else []
+
+    def attach(self, store: RunStore) -> None:
+        """Uses the store of an earlier run unchanged. For trainers that do not continue from `progress.json`."""
+        self._store = store
+
+    def finished(self, epoch: int) -> list[Episode]:
+        """The episodes of an epoch that need not be run again."""
+        return self._finished if epoch == self.next_epoch else []
+
+    @property
+    def _submitted(self) -> bool:
+        """Whether an earlier process may have submitted the job of the next epoch."""
+        return self.progress.submitted_epoch == self.next_epoch
+
+    def check_served(self, version: int | None, *, warms_up: bool) -> None:
+        """Raises BackendError unless the backend serves the weights the run had, or those of the job it then trained.
+
+        That job is the warm-up, or that of the next epoch if it may have been submitted.
+        """
+        expected, epoch = self.progress.policy_version, self.next_epoch
+        own_backend = (self.store.folder / BACKEND_FOLDER / STARTED_FILE).is_file()
+        job_is_lost = own_backend and version == expected  # it ended with the process
+        if self._submitted and not self._finished and not job_is_lost:
+            fork = f"; `insitu runs fork --epoch {epoch - 1}` makes a run that repeats the epoch" if own_backend else ""
+            raise BackendError(
+                f"--resume: the job of epoch {epoch} of {self.store.folder} was submitted, but its episodes were not "
+                f"recorded, as the trajectory builder does not report them: the run cannot continue with them{fork}"
+            )
+        if version is None or expected is None or version == expected:
+            return
+        submitted = self._submitted or (warms_up and not self.progress.warmed_up)
+        if version != expected + 1 or not submitted:
+            raise BackendError(
+                f"--resume: the run in {self.store.folder} was at policy version {expected}, but the backend serves "
+                f"version {version}: it has lost weights of this run, or another run has trained it"
+            )
+
+    async def record_submission(self, epoch: int) -> int | None:
+        """Records that the epoch's job is about to be submitted.
+
+        Returns the version that the job trains if an earlier process may have submitted it.
+        """
+        if self._submitted:
+            return self.progress.policy_version
+        self.progress = self.progress.model_copy(update={"submitted_epoch": epoch})
+        await asyncio.to_thread(self.store.write, PROGRESS, self.progress.model_dump(mode="json"))
+        return None
+
+    async def commit(self, **changes: Any) -> None:
+        """Makes this the point from which the run continues."""
+        store = self.store
+        reached = self.progress.model_copy(update={"sizes": store.sizes(), **changes})
+        store.append(HISTORY, [EpochState.of(reached).model_dump(mode="json")])
+        await asyncio.to_thread(store.sync)
+        self.progress = reached.model_copy(update={"sizes": store.sizes()})
+        await asyncio.to_thread(store.write, PROGRESS, self.progress.model_dump(mode="json"))
+        store.clear(JOURNAL)
+        self._finished = []
+
+    def mark_running(self) -> None:
+        """Records that a run whose process had ended is in progress again."""
+        if self.continues:
+            self.store.write(PROGRESS, self.progress.model_dump(mode="json"))
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+    @contextmanager
+    def recorded_end(self) -> Iterator[None]:
+        """Records how the body, which is the run, has ended; the point from which it continues stays the same."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            run = current_run()
+            lost = run.lost if run is not None else None
+            self._end("interrupted" if lost is None else "failed", lost)
+            raise
+        except BaseException as error:  # recorded, then re-raised
+            self._end("failed" if isinstance(error, Exception) else "interrupted", error)
+            raise
+        self._end("completed")
+
+    def _end(self, status: RunStatus, error: BaseException | None = None) -> None:
+        message = None if error is None else describe_error(error)
+        self.progress = self.progress.model_copy(update={"status": status, "error": message})
+        try:
+            self.store.write(PROGRESS, self.progress.model_dump(mode="json"))
+            self.store.record_event(status, epoch=self.progress.epoch, error=message)
+        except InsituError as problem:  # must not mask what ended the run
+            logger.error("%s", problem)

@@ -1,0 +1,273 @@
+"""The files of a run directory, from which tables, reports and resumed runs are derived.
+
+run.json                 run id, settings, versions
+episodes.jsonl.gz        a line per episode as its group completes: outcome, reward, cost, drop reason, policy version
+calls.jsonl.gz           a line per model call; a call that extends an earlier one holds only what it adds
+groups.jsonl             a line per group: rewards of its members, drops, and where its lines are in both files
+advantages.jsonl         a line per scored episode: the advantages of its calls, or why it was dropped
+rescores.jsonl           a line per score given later, by `insitu trajectories rescore`
+training_metrics.jsonl   a line per epoch
+reward_history.json      validation_history.json   curriculum_state.json   best.json   reward_plot.png
+progress.json            the point from which the run can continue; journal.jsonl: what it has collected since
+progress_history.jsonl   the earlier points, from which a fork can begin
+events.jsonl             when the run was started, forked, continued and ended
+backend/                 the embedded backend's log and checkpoints
+
+The first line of files of lines names the format, {"format": 2}, except that of training_metrics.jsonl.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from insitu.advantages.credit import CallAdvantages
+from insitu.algorithms.curriculum import CurriculumState
+from insitu.builder import name_being_built
+from insitu.collect.datasets import dataset_file
+from insitu.collect.groups import GroupRecord
+from insitu.config import Config
+from insitu.disk.files import Block, LineFile, writable_folder
+from insitu.disk.folder_lock import LOCK_FILE, FolderLock
+from insitu.disk.json_files import dump_json, write_json
+from insitu.errors import ConfigError, InsituError
+from insitu.runs.progress import HISTORY
+from insitu.runs.records import call_records, episode_record
+from insitu.runs.stored import BLOCK_FILES, CALLS_FILE, EPISODES_FILE, GROUPS_FILE, StoredRun
+from insitu.schemas.episodes import FORMAT_VERSION
+from insitu.schemas.finetuning import Trajectory
+
+logger = logging.getLogger(__name__)
+
+OUTPUT_DIR = "finetuning.output_dir"
+RUN_FILES = ("run.json", EPISODES_FILE, "training_metrics.jsonl", "reward_history.json", "validation_history.json")
+EVENTS = "events.jsonl"
+BACKEND_FOLDER = "backend"
+STARTED_FILE = "started_from.json"
+"""In the backend's folder: the model that its training started from, since names such as `latest` change meaning."""
+_OF_EPOCHS = (
+    *(EPISODES_FILE, CALLS_FILE, GROUPS_FILE, "advantages.jsonl", "training_metrics.jsonl"),
+    HISTORY,
+)
+"""Files of lines whose last epoch is written again by a run that continues."""
+_DOCUMENTED = ("training_metrics.jsonl", "data_collection_progress.jsonl")
+"""Files with a line per epoch or collection, and nothing else."""
+ORPHAN_SECONDS = 60.0
+"""Time for the backend of a run that was killed to notice that and to end."""
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Moves an earlier run in `folder` to `<folder>.1` (or .2, ...) and returns the new path; None if there is none.
+
+    Raises ConfigError if that run has not ended.
+    """
+    folder = folder.resolve()
+    if not folder.is_dir():
+        return None
+    with FolderLock(folder, OUTPUT_DIR):
+        if (folder / BACKEND_FOLDER / LOCK_FILE).exists():
+            FolderLock(folder / BACKEND_FOLDER, OUTPUT_DIR, wait=ORPHAN_SECONDS).release()
+        if not any((folder / name).exists() for name in RUN_FILES):
+            return None
+        if Path.cwd().is_relative_to(folder):
+            raise ConfigError(f"{OUTPUT_DIR}: {folder} holds an earlier run and the working directory: cannot move it")
+        target = move_aside(folder, OUTPUT_DIR)
+    (target / LOCK_FILE).unlink(missing_ok=True)
+    return target
+
+
+def open_store(folder: Path, config: Config) -> tuple["RunStore", Path | None]:
+    """The store of a new run, and where an earlier run in `folder` is now; the paths in `config` follow it."""
+    moved = set_aside(folder)
+    if moved is not None:
+        config.moved[folder.resolve()] = moved
+    return RunStore(folder), moved
+
+
+def move_aside(folder: Path, key: str) -> Path:
+    """Renames a folder to the first free of `<folder>.1`, `.2`, ...; raises ConfigError naming `key`."""
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    try:
+        folder.rename(target)
+    except OSError as error:
+        raise ConfigError(f"{key}: {folder} cannot be moved to {target}: {error.strerror}") from error
+    return target
+
+
+class RunStore:
+    """The only writer of the files in a run's directory, which it locks until `close`.
+
+    Replaced files survive a power failure immediately, appended lines after `sync`.
+    """
+
+    def __init__(self, folder: Path, key: str = OUTPUT_DIR) -> None:
+        self.folder = folder
+        self._path = writable_folder(folder, key)  # the workflow may change the working directory
+        self._lock = FolderLock(folder, key)
+        self._files: dict[str, LineFile] = {}
+
+    def close(self) -> None:
+        while self._files:
+            _, file = self._files.popitem()
+            try:
+                file.close()
+            except InsituError as error:  # closes the others, and does not mask what ended the run
+                logger.error("%s", error)
+        self._lock.release()
+
+    def append(self, name: str, records: Iterable[Any]) -> None:
+        """Appends whole lines to a file, after a first line with the format's version."""
+        file = self._open(name)
+        if file.size == 0 and name not in _DOCUMENTED:
+            file.append(_FORMAT)
+        file.append(b"".join(map(_line, records)))
+
+    def _append_block(self, name: str, records: Iterable[Any]) -> Block:
+        file = self._open(name)
+        if file.size == 0:
+            file.append_block(_FORMAT)
+        return file.append_block(b"".join(map(_line, records)))
+
+    def _open(self, name: str, size: int | None = None) -> LineFile:
+        """Blocks are appended to a new file, or to one of known `size`."""
+        if name not in self._files:
+            path = self._path / name
+            if name in BLOCK_FILES and size is None and path.exists():
+                raise InsituError(f"{path} exists already; it is not overwritten")
+            self._files[name] = LineFile(path, size if name in BLOCK_FILES else None)
+        return self._files[name]
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the files with lines of each epoch."""
+        return {name: self._files[name].size for name in _OF_EPOCHS if name in self._files}
+
+    def cut_to(self, sizes: Mapping[str, int]) -> None:
+        """Removes the lines that were written after the files had these sizes. Raises InsituError if one is shorter."""
+        for name in _OF_EPOCHS:
+            if name in sizes or (self._path / name).exists():
+                self._open(name, sizes.get(name, 0)).truncate(sizes.get(name, 0))
+
+    def clear(self, name: str) -> None:
+        """Removes all lines of a file."""
+        if name in self._files or (self._path / name).exists():
+            self._open(name).truncate(0)
+
+    def record_event(self, event: str, **details: Any) -> None:
+        self.append(EVENTS, [{"time": datetime.now(UTC).isoformat(), "event": event, **details}])
+
+    def sync(self) -> None:
+        """Makes all lines appended so far survive a power failure."""
+        for file in self._files.values():
+            file.sync()
+
+    def write(self, name: str, data: Any) -> Path:
+        """Replaces a JSON file atomically."""
+        return write_json(self._path / name, data)
+
+    def relative(self, path: str | None) -> str | None:
+        """A path in the directory, such as a checkpoint's, relative to it, so that it stays right when a run is moved.
+
+        Other paths, such as those on another machine, are returned as they are.
+        """
+        inside = path is not None and Path(path).is_absolute() and Path(path).is_relative_to(self._path)
+        return str(Path(path).relative_to(self._path)) if path is not None and inside else path
+
+    def append_group(self, record: GroupRecord, epoch: int) -> None:
+        calls = (line for e in record.episodes for line in call_records(e.key.text(), e.calls))
+        blocks = {
+            CALLS_FILE: self._append_block(CALLS_FILE, calls),
+            EPISODES_FILE: self._append_block(EPISODES_FILE, map(episode_record, record.episodes)),
+        }
+        group = {
+            "epoch": epoch,
+            "row_id": record.row_id,
+            "num_episodes": len(record.episodes),
+            "episodes": [t.id for t in record.trajectories],
+            "rewards": [t.reward for t in record.trajectories],
+            "dropped": dict(record.dropped),
+            "blocks": blocks,
+        }
+        self.append(GROUPS_FILE, [group])
+
+    def append_advantages(
+        self,
+        epoch: int,
+        collected: Iterable[Trajectory],
+        drop_reasons: Mapping[str, str],
+        advantages: Iterable[tuple[Trajectory, CallAdvantages]],
+    ) -> None:
+        """Writes each trajectory's drop reason and advantages by call; None: computed by the backend, unknown here."""
+        known = {t.id: {str(t.calls[k].index): a for k, a in sorted(of_calls.items())} for t, of_calls in advantages}
+        records = []
+        for t in collected:
+            dropped = drop_reasons.get(str(t.id)) or (t.metadata or {}).get("dropped")
+            record = {"epoch": epoch, "episode": t.id, "dropped": dropped, "advantages": known.get(t.id, {})}
+            records.append(record)
+        self.append("advantages.jsonl", records)
+
+
+def _line(record: Any) -> bytes:
+    return dump_json(record, orjson.OPT_APPEND_NEWLINE)
+
+
+_FORMAT = _line({"format": FORMAT_VERSION})
+
+
+def dataset_record(file: Path) -> dict[str, str]:
+    """A dataset as `run.json` names it."""
+    with file.open("rb") as opened:
+        return {"file": str(file), "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+def provenance(config: Config, stored: StoredRun | None) -> dict[str, Any]:
+    """What later uses of the episodes of a run need to know: its rows, which calls it trains, and where from."""
+    finetuning = config.finetuning
+    if stored is not None:
+        dataset = stored.settings().get("dataset")
+    else:
+        asked = finetuning.run_configuration.dataset if finetuning.run_configuration is not None else None
+        known = asked is not None or config.eval.dataset is not None  # a plugin's builder may need none
+        dataset = dataset_record(dataset_file(config, asked)[0]) if known else None
+    llms, model = sorted(config.trained_llms()), finetuning.target_model
+    return {
+        "dataset": dataset,
+        "targets": {"functions": finetuning.target_functions, "model": model, "llms": llms},
+        "episodes_from": stored and {"run": str(stored.folder), "epochs": [*stored.epochs], "reward": stored.reward},
+    }
+
+
+def read_curriculum(config: Config, path: Path) -> dict[str, Any]:
+    """The state of the run whose curriculum the trainer that is being built continues. Raises ConfigError."""
+    key = f"trainers.{name_being_built()}.curriculum_state"
+    if not config.finetuning.curriculum_learning.enabled:
+        raise ConfigError(f"{key} has no effect: curriculum_learning.enabled is false")
+    return read_curriculum_state(config.find_path(path, key), key)
+
+
+def read_curriculum_state(path: Path, key: str) -> dict[str, Any]:
+    """The `_curriculum_state` in which an earlier run ended, from its `curriculum_state.json`.
+
+    Raises ConfigError naming `key`, the configuration key of the path, if the file cannot be used.
+    """
+    try:
+        state = CurriculumState.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{key}: {path} is not a curriculum state: {field and field + ': '}{first['msg']}") from None
+    ranked, included = len(state.reward_sums), len(state.included_groups & state.reward_sums.keys())
+    if state.epoch < 1 or state.total_groups != ranked or len(state.included_groups) not in range(1, included + 1):
+        raise ConfigError(
+            f"{key}: {path} holds no curriculum to continue: epoch {state.epoch}, {state.total_groups} examples, "
+            f"{ranked} of them ranked, {len(state.included_groups)} included, {included} of these ranked"
+        )
+    return dict(state)

@@ -1,0 +1,262 @@
+"""The components of the training loop that a plugin can replace: trajectory builder, trainer adapter and trainer."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from insitu.collect import evaluation as evaluation_runs  # EvaluationRun may be patched: it is looked up when called
+from insitu.collect.shared_run import current_run, evaluation_request
+from insitu.collect.validation import validate, validation_request
+from insitu.errors import ConfigError
+from insitu.schemas.episodes import TrainingRow
+from insitu.schemas.evaluation import EvalOutputItem, EvaluationRunOutput
+from insitu.schemas.finetuning import (
+    CurriculumLearningConfig,
+    FinetuneConfig,
+    PolicyEndpoint,
+    TrainerAdapterConfig,
+    TrainerConfig,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrajectoryBuilderConfig,
+    TrajectoryCollection,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class TrajectoryBuilder(ABC):
+    """Runs the workflow and turns its episodes into trajectories, grouped by example."""
+
+    def __init__(self, trajectory_builder_config: TrajectoryBuilderConfig) -> None:
+        self.trajectory_builder_config = trajectory_builder_config
+        self.run_config: FinetuneConfig = None  # type: ignore[assignment]  # documented: None before initialize
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        self.run_config = run_config
+        self.trajectory_builder_config.reward = run_config.reward_function
+
+    @property
+    def episodes_per_epoch(self) -> int | None:
+        """Number of episodes per epoch, for progress bars; None if unknown."""
+        return None
+
+    async def rehearse(self, run_id: str) -> str | None:
+        """Called once before the first epoch, to find faults early. Returns a warning; raises if nothing can train."""
+        return None
+
+    async def run_eval(self) -> EvaluationRunOutput:
+        """Runs one rollout per dataset row and scores it; each call produces one more generation per row.
+
+        Concurrent calls share the run's components and concurrency limit; each writes to its own `generation_<n>`
+        folder under `eval.general.output_dir`.
+        """
+        options = self.run_config.run_configuration
+        if options is None:
+            raise ConfigError("run_eval() needs finetuning.run_configuration, which the finetune command sets")
+        request = evaluation_request(
+            options,
+            config_file=options.config_file,
+            dataset=options.dataset,
+            override=options.override,
+            training=True,
+        )
+        output = await evaluation_runs.EvaluationRun(request).run_and_evaluate()
+        _warn_about_failed_episodes(output)
+        return output
+
+    @abstractmethod
+    async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
+        """Starts collecting and returns immediately."""
+
+    @abstractmethod
+    async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
+        """Waits for the collection to finish and returns its trajectories."""
+
+    async def compute_reward(self, output_item: EvalOutputItem, meta: dict[str, Any] | None = None) -> float:
+        """The reward of a scored item. Unscored items are dropped before; 0.0 is only the documented fallback."""
+        return float(output_item.score) if output_item.score is not None else 0.0
+
+    @abstractmethod
+    def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        """Logs metrics of the collection."""
+
+
+class TrainerAdapter(ABC):
+    """Submits trajectories to a training backend and tracks its jobs."""
+
+    computes_advantages = False
+    """True if the backend computes advantages from rewards and ignores any sent with the trajectories."""
+    best_version: int | None = None
+    """The version with the best validation score so far, set by the trainer; its checkpoint must not be deleted."""
+    submitted_from: int | None = None
+    """The version that the next job trains, set by the trainer if an earlier process may have submitted that job."""
+
+    can_resume = False
+    """Whether `initialize` continues with the weights of an earlier process, and no job of that is trained again."""
+
+    def __init__(self, adapter_config: TrainerAdapterConfig) -> None:
+        self.adapter_config = adapter_config
+        self.run_config: FinetuneConfig = None  # type: ignore[assignment]  # documented: None before initialize
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        self.run_config = run_config
+        self.adapter_config.reward = run_config.reward_function
+
+    async def policy_endpoint(self) -> PolicyEndpoint | None:
+        """Where the policy being trained is served; None if unknown."""
+        return None
+
+    def training_settings(self) -> dict[str, Any]:
+        """The settings of a training job, shown in the header of the run."""
+        return {}
+
+    @property
+    def backend_pid(self) -> int | None:
+        """The process of the backend, if the adapter has started it; its weights are of no use to anybody else."""
+        return None
+
+    async def wait_until_reachable(self, since: float) -> bool:
+        """Waits while the backend does not respond; returns whether it had to, or the backend was restarted `since`.
+
+        `since` is a time of `time.monotonic()`.
+        Raises BackendUnavailable if the backend does not come back. The default returns False immediately.
+        """
+        return False
+
+    async def watch(self) -> None:
+        """Raises BackendError as soon as the backend is lost; runs from `initialize` to the end of the run.
+
+        An adapter that cannot detect this returns, as the default does.
+        """
+        return
+
+    async def check_settings(self) -> None:  # noqa: B027 - optional
+        """Raises ConfigError if the backend would refuse a job with these settings. Called before the first epoch."""
+
+    @abstractmethod
+    async def is_healthy(self) -> bool:
+        """Whether the backend responds and can train."""
+
+    @abstractmethod
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        """Starts a training job on these trajectories."""
+
+    async def submit_rows(
+        self, rows: Sequence[TrainingRow], run_id: str, name: str, overrides: dict[str, Any]
+    ) -> TrainingJobRef:
+        """Starts a job on given rows, not an epoch's; `overrides` replace settings of the adapter.
+
+        The job is idempotent by run and `name`. Raises ConfigError by default: not every backend can.
+        """
+        raise ConfigError(f"trainer_adapters: {self.adapter_config.type} cannot train on given rows")
+
+    @abstractmethod
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        """The job's current status; works after it has ended too."""
+
+    @abstractmethod
+    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
+        """Waits for the job and returns its final status. `poll_interval`: seconds between polls, if it is polled."""
+
+    @abstractmethod
+    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        """Logs metrics of the job."""
+
+
+class Trainer(ABC):
+    """Drives a trajectory builder and a trainer adapter through the epochs of a run."""
+
+    can_resume = False
+    """Whether `run` continues a run with `--resume`. Not inherited by a class with its own `run`."""
+    trains_every_epoch = True
+    """Whether each epoch is a training job, rather than the whole run."""
+    waits_for_jobs = True
+    """Whether `run` returns only when its jobs have ended."""
+
+    def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
+        self.trainer_config = trainer_config
+        self.run_config: FinetuneConfig = None  # type: ignore[assignment]  # documented: None before initialize
+        self.curriculum_config: CurriculumLearningConfig = None  # type: ignore[assignment]
+        self.trajectory_builder: TrajectoryBuilder = None  # type: ignore[assignment]
+        self.trainer_adapter: TrainerAdapter = None  # type: ignore[assignment]
+        self._curriculum_state: dict[str, Any] = None  # type: ignore[assignment]
+
+    async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
+        self.trajectory_builder = trajectory_builder
+        self.trainer_adapter = trainer_adapter
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        self.run_config = run_config
+        self.curriculum_config = run_config.curriculum_learning
+        self._curriculum_state = {
+            "current_percentile": self.curriculum_config.initial_percentile,
+            "last_expansion_epoch": -1,
+            "total_groups": 0,
+            "included_groups": set(),
+        }
+        await self.trajectory_builder.initialize(run_config)
+        await self.trainer_adapter.initialize(run_config)
+
+    @abstractmethod
+    async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
+        """Collects one epoch and submits it for training; returns None if there was nothing to train on."""
+
+    @abstractmethod
+    async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
+        """Runs `num_epochs` epochs and returns the final job status of each; None for one that trained nothing."""
+
+    @abstractmethod
+    async def get_metrics(self, run_id: str) -> dict[str, Any]:
+        """The metrics of a run."""
+
+    @abstractmethod
+    async def cleanup(self) -> None:
+        """Releases the run's resources; also called if `initialize` failed."""
+
+    @abstractmethod
+    def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        """Logs metrics of an epoch."""
+
+    async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
+        """Scores the held-out dataset with the current model. Seeds are the same in every call.
+
+        If validation fails, the metrics contain `error` and no reward, or the exception propagates. Either way the
+        failure is recorded and the finetuning run fails.
+        """
+        validation_request(self.run_config)  # without a dataset nothing is validated: that is not a failed validation
+        run = current_run()
+        failed = run.failed_validations if run is not None else []
+        try:
+            metrics = await validate(self.run_config, epoch)
+        except Exception as error:  # recorded too, in case the trainer swallows the exception
+            failed.append(f"at epoch {epoch}: {error}")
+            raise
+        if "error" in metrics:
+            failed.append(f"at epoch {epoch}: {metrics['error']}")
+        return metrics
+
+    def apply_curriculum_learning(
+        self, trajectory_collection: TrajectoryCollection, epoch: int
+    ) -> TrajectoryCollection:
+        """Returns the groups to train on in this epoch."""
+        raise NotImplementedError("trainers that support curriculum learning must override apply_curriculum_learning")
+
+    def get_curriculum_state(self) -> dict[str, Any]:
+        """A JSON-serializable copy of the state."""
+        return {k: sorted(v) if isinstance(v, set) else v for k, v in self._curriculum_state.items()}
+
+
+def _warn_about_failed_episodes(output: EvaluationRunOutput) -> None:
+    """Warns about failed episodes here, because a plugin might drop them silently."""
+    items = output.eval_input.eval_input_items
+    failed = [item for item in items if item.error is not None]
+    if failed:
+        logger.warning(
+            "%d of %d episodes failed; first failure (row %r): %s",
+            len(failed),
+            len(items),
+            failed[0].id,
+            failed[0].error,
+        )

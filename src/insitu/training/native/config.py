@@ -1,0 +1,104 @@
+"""The configuration block of the adapter."""
+
+import json
+from typing import Literal, Self
+
+from pydantic import Field, SecretStr, model_validator
+
+from insitu.schemas.finetuning import TrainerAdapterConfig
+from insitu.schemas.samplers import SamplerOptions
+from insitu.schemas.training_jobs import KeepConfig, LearnerOptions, TrainingOptions
+from insitu.wire.http_format import split_userinfo
+
+
+class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
+    """Trains on an `insitu backend`. Set exactly one of `model` and `url`."""
+
+    model: str | None = None
+    """A local folder or Hugging Face repo id. The adapter starts an `insitu backend` with this model on a free port.
+    `RUN_DIR/best` and `RUN_DIR/latest` are checkpoints of a run, `best` and `latest` of the one in `output_dir`.
+    """
+    url: str | None = None
+    """URL of a running backend, with http:// or https://; it may hold the token as its password."""
+    api_key: SecretStr | None = None
+    """Bearer token for the backend at `url`."""
+    name: str = "policy"
+    """The name the model is served under. With `url` it is optional; if set, it must match the name served there."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the weights. auto: float32 on CPU, the checkpoint's dtype elsewhere."""
+    startup_timeout: float = Field(default=300.0, gt=0)
+    """Seconds to wait for the backend to load its model."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How often a backend that the adapter started is started again, from its last checkpoint, after its process has
+    ended."""
+    learner: LearnerOptions = Field(default_factory=LearnerOptions)
+    """The processes that train, if one is not enough."""
+    sampler: SamplerOptions = Field(default_factory=SamplerOptions)
+    """What samples: the backend itself, or vLLM."""
+    read_timeout: float = Field(default=60.0, gt=0)
+    """Seconds without data from the backend after which a request has failed. During training the backend sends a
+    heartbeat every 15 seconds."""
+    retry_timeout: float = Field(default=600.0, ge=0)
+    """Seconds for which a request is retried while the backend does not respond, is overloaded (429) or fails (5xx)."""
+    training: TrainingOptions = Field(default_factory=TrainingOptions)
+    """Options sent with each training job."""
+    keep: KeepConfig = Field(default_factory=KeepConfig)
+    """Checkpoints to keep; the others are deleted as the run continues. Those of earlier runs are not touched."""
+
+    @property
+    def served_name(self) -> str | None:
+        """The name the model is served under; None if it is not configured (with `url`)."""
+        return self.name if self.model is not None or "name" in self.model_fields_set else None
+
+    @property
+    def address_and_token(self) -> tuple[str, str | None]:
+        """`url` without a password, and the bearer token for it."""
+        address, userinfo = split_userinfo(self.url or "")
+        password = userinfo.partition(":")[2] if userinfo is not None else None
+        return address.rstrip("/"), self.api_key.get_secret_value() if self.api_key is not None else password
+
+    def learner_options(self) -> dict[str, str]:
+        """The options of `insitu backend` for the processes that train."""
+        learner = self.learner
+        if learner.total == 1:
+            return {}
+        options = {"learner_processes": str(learner.processes), "learner_gpus": ",".join(map(str, learner.gpus or ()))}
+        options |= {"learner_strategy": learner.strategy, "learner_nodes": str(learner.nodes)}
+        return options | ({"learner_rendezvous": learner.rendezvous} if learner.rendezvous is not None else {})
+
+    def sampler_options(self) -> dict[str, str]:
+        """The options of `insitu backend` for what samples; a vLLM that it starts must be made for LoRA adapters."""
+        sampler, lora = self.sampler, self.training.lora
+        if sampler.kind == "embedded":
+            return {}
+        options: dict[str, str] = {"sampler": sampler.kind}
+        if sampler.addresses:
+            return options | {"sampler_addresses": ",".join(sampler.addresses)}
+        if sampler.gpus is not None:
+            options["sampler_gpus"] = ",".join(map(str, sampler.gpus))
+        if sampler.args:
+            options["sampler_args"] = json.dumps(sampler.args)
+        if lora is not None:
+            options["lora_rank"] = str(lora.rank)
+        return options | {"sampler_tensor_parallel": str(sampler.tensor_parallel)}
+
+    def starting_from(self, checkpoint: str) -> Self | None:
+        return self.model_copy(update={"model": checkpoint}) if self.model is not None else None
+
+    @model_validator(mode="after")
+    def _model_or_url(self) -> "InsituAdapterConfig":
+        if (self.model is None) == (self.url is None):
+            raise ValueError(
+                "set exactly one of model (a local folder or a Hugging Face repo id) and url (of a running backend)"
+            )
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url is {self.url!r}; it must begin with http:// or https://")
+        if self.api_key is not None and split_userinfo(self.url or "")[1] is not None:
+            raise ValueError("url has a user or password and api_key is set; give the token in one of them")
+        of_process = ("device", "dtype", "startup_timeout", "max_restarts", "learner", "sampler")
+        ignored = ("api_key",) if self.url is None else of_process
+        if unused := sorted(self.model_fields_set.intersection(ignored)):
+            raise ValueError(f"{', '.join(unused)}: allowed with {'url' if self.url is None else 'model'} only")
+        return self

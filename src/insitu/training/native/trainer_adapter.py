@@ -1,0 +1,400 @@
+"""The trainer adapter for `insitu backend`."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, Field
+
+from insitu.advantages.estimator import training_rows
+from insitu.builder import Builder, builder_at_work
+from insitu.collect.recovery import recover_collection
+from insitu.disk.files import read_object, writable_folder, write_file
+from insitu.disk.folder_lock import FolderLock
+from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
+from insitu.registry import register_trainer_adapter
+from insitu.runs.checkpoints import NAMES, find_checkpoint
+from insitu.runs.store import BACKEND_FOLDER, ORPHAN_SECONDS, OUTPUT_DIR, STARTED_FILE, move_aside
+from insitu.schemas.episodes import TrainingRow
+from insitu.schemas.finetuning import (
+    FinetuneConfig,
+    PolicyEndpoint,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    TrajectoryCollection,
+)
+from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
+from insitu.training.interfaces import TrainerAdapter
+from insitu.training.native.backend_process import BackendProcess
+from insitu.training.native.config import InsituAdapterConfig
+from insitu.training.native.job_requests import error_from_response, gzip_job
+from insitu.wire.connection import Connection
+from insitu.wire.http_format import event_data
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BACKEND = "insitu"
+SAMPLER_KEY_VARIABLE = "INSITU_SAMPLER_API_KEY"
+_WATCH_SECONDS = 5.0
+"""Interval of the health checks while the backend is in use."""
+_RECONNECT_DELAY = 0.25
+_SUBMISSIONS = 3
+"""How often one job is submitted if restarts of the backend lose it."""
+_FINAL_STATUSES = ("completed", "failed", "canceled")
+
+
+class _Health(BaseModel):
+    policy_version: int
+    vocab_size: int | None = None
+    max_length: int | None = None
+
+
+class _Model(BaseModel):
+    id: str
+
+
+class _Models(BaseModel):
+    data: list[_Model] = Field(min_length=1)
+
+
+class InsituTrainerAdapter(TrainerAdapter):
+    """Submits training rows to an `insitu backend` and tracks its jobs."""
+
+    can_resume = True
+
+    def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder | None = None) -> None:
+        super().__init__(adapter_config)
+        self.config = adapter_config
+        self._full_config = (builder or builder_at_work() or Builder()).config
+        self._process: BackendProcess | None = None
+        self._connection: Connection | None = None
+        self._submissions = 0
+        self._job: tuple[str, bytes] | None = None
+        """Key and body of the latest job."""
+        self._first_version = 0  # that of a backend at a url when the run began; earlier ones belong to earlier runs
+        self._version = 0  # the latest policy version that the backend is known to have had
+        self._health = _Health(policy_version=0)
+        self._base_url, self._url_token = adapter_config.address_and_token
+        if adapter_config.model is not None:
+            self._resolve_model(adapter_config.model)  # raises now if it does not exist
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        await super().initialize(run_config)
+        if self.config.model is not None and self._process is None:
+            folder = Path(run_config.output_dir) / BACKEND_FOLDER
+            model = await asyncio.to_thread(self._starting_model, folder, self.config.model)
+            options = {key: str(getattr(self.config, key)) for key in ("name", "device", "dtype")}
+            options |= {"model": model, "output_dir": str(folder)}
+            options |= self.config.learner_options() | self.config.sampler_options()
+            arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
+            key = self.config.sampler.api_key
+            secrets = {SAMPLER_KEY_VARIABLE: key.get_secret_value()} if key is not None else {}
+            self._process = BackendProcess(arguments, folder / "backend.log", self.config.max_restarts, secrets)
+            self._base_url = await self._process.start(self.config.startup_timeout)
+        if self._connection is None:
+            self._connection = Connection(
+                f"the backend at {self._base_url}",
+                {"Authorization": f"Bearer {self._token()}"},
+                self.config.read_timeout,
+                self.config.retry_timeout,
+                self._process.final_report if self._process is not None else lambda: None,
+            )
+        try:
+            await self._served_version()
+        except RequestRefused as error:
+            raise BackendUnavailable(f"{self._base_url} is not an insitu backend: {error}") from error
+        served = (await self.policy_endpoint()).model
+        if self.config.served_name not in (None, served):
+            problem = f"name is {self.config.name!r}, but {self._base_url} serves {served!r}"
+            raise ConfigError(f"trainer_adapters: {problem}; set name to {served!r} or omit it")
+        self._connection.verified = True
+        self._first_version = 0 if self._process is not None else self._version
+
+    def _token(self) -> str:
+        if self._process is not None:
+            return self._process.token
+        return self._url_token or "none"  # the header needs a value
+
+    def _resolve_model(self, model: str) -> str:
+        """The path of a local folder, or `model` unchanged if it could be a Hub repo id."""
+        key = "the trainer adapter's model"
+        try:
+            folder = find_checkpoint(self._full_config, model, key).folder
+        except ConfigError as error:
+            if model in NAMES or model.startswith((".", "/", "~")) or model.count("/") > 1:
+                raise
+            logger.info("%s; assuming a Hugging Face repo id", error)
+            return model
+        if folder is None:
+            raise ConfigError(f"{key}: the best weights of {model} are those it started from; name that model")
+        return str(folder)
+
+    def _starting_model(self, folder: Path, model: str) -> str:
+        """The model that training starts from; that of an earlier process if the run continues.
+
+        A new run moves the checkpoints of an earlier one aside; the built-in trainers have moved the whole run already.
+        """
+        asked, record = self.run_config.run_configuration, folder / STARTED_FILE
+        if asked is not None and asked.resume and record.is_file():
+            FolderLock(folder, OUTPUT_DIR, wait=ORPHAN_SECONDS).release()
+            return str(read_object(record)["model"])
+        self._set_aside(folder)
+        resolved = self._resolve_model(model)
+        write_file(writable_folder(folder, OUTPUT_DIR) / STARTED_FILE, orjson.dumps({"model": resolved}) + b"\n")
+        return resolved
+
+    def _set_aside(self, folder: Path) -> None:
+        if (folder / "checkpoints").exists():
+            FolderLock(folder, OUTPUT_DIR).release()
+            self._full_config.moved[folder.resolve()] = moved = move_aside(folder.resolve(), OUTPUT_DIR)
+            logger.warning("%s held the checkpoints of an earlier run, which are now in %s", folder, moved)
+
+    async def close(self) -> None:
+        """Stops the child process, if any, and closes the connections."""
+        if self._process is not None:
+            await self._process.stop()
+            self._process = None
+        if self._connection is not None:
+            await self._connection.close()
+            self._connection = None
+        self._version = 0
+
+    @property
+    def backend_pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def policy_endpoint(self) -> PolicyEndpoint:
+        version = await self._served_version()
+        models = await self._request("GET", "/v1/models", _Models.model_validate_json)
+        return PolicyEndpoint(
+            f"{self._base_url}/v1",
+            models.data[0].id,
+            self._token(),
+            version,
+            base_model=self.config.model,
+            **self._health.model_dump(exclude={"policy_version"}),
+        )
+
+    async def _served_version(self) -> int:
+        """Raises BackendError if the backend has gone back to earlier weights."""
+        self._health = await self._request("GET", "/health", _Health.model_validate_json)
+        version = self._health.policy_version
+        if version < self._version:
+            raise BackendError(
+                f"the backend at {self._base_url} serves policy version {version}, but was at version {self._version}: "
+                "it was restarted without the weights of this run"
+            )
+        self._version = version
+        return version
+
+    async def watch(self) -> None:
+        interval = min(_WATCH_SECONDS, self.config.read_timeout)
+        while self._process is None:
+            await asyncio.sleep(interval)
+            await self._served_version()
+        while True:
+            check = asyncio.create_task(self._served_version())  # waits for a process that has to be started again
+            try:
+                while not check.done():
+                    await self._process.keep_running(interval)
+                await check
+            finally:
+                check.cancel()
+                await asyncio.gather(check, return_exceptions=True)
+
+    def training_settings(self) -> dict[str, Any]:
+        return self.config.training.effective()
+
+    async def check_settings(self) -> None:
+        try:
+            settings = orjson.dumps(self._job_settings(1).effective())
+            headers = {"Content-Type": "application/json"}
+            await self._request("POST", "/v1/train/check", orjson.loads, settings, headers)
+        except RequestRefused as error:
+            if error.status not in (404, 405):  # earlier releases refuse only the job itself
+                raise ConfigError(f"the trainer adapter's settings are refused by the backend: {error}") from error
+
+    def _job_settings(self, epoch: int) -> TrainingSettings:
+        epochs = max(self.run_config.num_epochs, epoch)
+        return TrainingSettings(
+            **self.config.training.model_dump(),
+            seed=self._full_config.general.seed,
+            schedule_range=((epoch - 1) / epochs, epoch / epochs),
+        )
+
+    async def is_healthy(self) -> bool:
+        try:
+            await self._request("GET", "/health", _Health.model_validate_json, retried=False)
+        except BackendError as error:
+            logger.warning("%s", error)
+            return False
+        return True
+
+    async def wait_until_reachable(self, since: float) -> bool:
+        check = partial(self._request, "GET", "/health", _Health.model_validate_json, retried=False)
+        was_away = await self._connected().retry.was_away(since, check, self._served_version)
+        return was_away or (self._process is not None and self._process.restarted_at > since)
+
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        """Submits the rows of all trajectories as one job, idempotent per run and epoch.
+
+        An epoch whose job is pending, running or completed is not trained again. Groups without rows get the default
+        advantages. Without an epoch, which plugins may leave unset, every call submits a new job.
+        """
+        trajectories = recover_collection(trajectories)
+        rows = training_rows(trajectories)
+        self._submissions += 1
+        if trajectories.epoch is None:
+            epoch, key = self._submissions, f"{trajectories.run_id}/submission {self._submissions}"
+        else:
+            epoch, key = max(trajectories.epoch, 1), f"{trajectories.run_id}/{trajectories.epoch}"
+        return await self._submit(rows, self._job_settings(epoch), trajectories.run_id, key, epoch)
+
+    async def submit_rows(
+        self, rows: Sequence[TrainingRow], run_id: str, name: str, overrides: dict[str, Any]
+    ) -> TrainingJobRef:
+        options = {key: value for key, value in self.config.training if key not in LossSettings.model_fields}
+        given = {key: value for key, value in options.items() if key not in ("dpo", "kto")} | overrides
+        settings = TrainingSettings(**given, seed=self._full_config.general.seed)
+        return await self._submit(rows, settings, run_id, f"{run_id}/{name}", None)
+
+    async def _submit(
+        self, rows: Sequence[TrainingRow], settings: TrainingSettings, run_id: str, key: str, epoch: int | None
+    ) -> TrainingJobRef:
+        header = {"settings": settings.effective(), "num_rows": len(rows), "keep": self._keep().model_dump()}
+        self._job = key, await asyncio.to_thread(gzip_job, header, rows)
+        job = await self._post_job(*self._job)
+        metadata = {"job_id": job.id, "key": key, "epoch": epoch}
+        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata=metadata)
+
+    async def _post_job(self, key: str, body: bytes) -> JobState:
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
+        return await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
+
+    async def _submitted_again(self, ref: TrainingJobRef, error: JobFailed) -> TrainingJobRef:
+        """Submits a job again that the backend has lost; it still has the weights from before the job, or after it."""
+        metadata = ref.metadata or {}
+        if self._job is None or self._job[0] != metadata["key"]:
+            raise error
+        await self._served_version()
+        job = await self._post_job(*self._job)
+        logger.warning("submitted %s again: %s", metadata["key"], error)
+        return ref.model_copy(update={"metadata": metadata | {"job_id": job.id}})
+
+    def _keep(self) -> Retention:
+        """The policy for the next version; a resumed run needs the two before it."""
+        keep, best = self.config.keep, self.best_version
+        versions = [self._version, self._version - 1, *([best] if keep.best and best is not None else [])]
+        given = keep.model_dump(include={"last", "every", "optimizer"})
+        return Retention(**given, versions=versions, after=self._first_version)
+
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        try:
+            state = await self._request("GET", self._job_path(ref), JobState.model_validate_json)
+        except RequestRefused as error:
+            if error.code == "job_not_found":
+                raise JobFailed(f"the backend at {self._base_url} was restarted and lost the job: {error}") from error
+            raise
+        return self._job_status(ref, state)
+
+    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
+        """Follows the job's event stream. If the stream breaks, asks for the job's state and opens another one.
+
+        A backend that was restarted may have lost the job, which is then submitted again.
+        """
+        delay, submissions = _RECONNECT_DELAY, 1
+        while True:
+            try:
+                async with aclosing(self._events(ref)) as states:
+                    async for state in states:
+                        if state.status in _FINAL_STATUSES:
+                            return self._job_status(ref, state)
+            except BackendUnavailable as error:
+                logger.info("lost the event stream of %s: %s", self._job_path(ref), error)
+            except RequestRefused as error:
+                if error.code != "job_not_found":
+                    raise
+            try:
+                current = await self.status(ref)
+            except JobFailed as error:
+                if (submissions := submissions + 1) > _SUBMISSIONS:
+                    raise
+                ref = await self._submitted_again(ref, error)
+                continue
+            if current.status.value in _FINAL_STATUSES:
+                return current
+            await asyncio.sleep(min(delay, poll_interval))
+            delay *= 2
+
+    async def cancel(self, ref: TrainingJobRef) -> None:
+        await self._request("POST", f"{self._job_path(ref)}/cancel", JobState.model_validate_json)
+
+    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        logger.info("job %s: %s", (ref.metadata or {}).get("job_id"), metrics)
+
+    def _job_path(self, ref: TrainingJobRef) -> str:
+        return f"/v1/train/jobs/{(ref.metadata or {})['job_id']}"
+
+    async def _events(self, ref: TrainingJobRef) -> AsyncGenerator[JobState, None]:
+        path, connection = f"{self._job_path(ref)}/events", self._connected()
+        async with connection.open("GET", self._base_url + path) as response:
+            if response.status != 200:
+                raise error_from_response(response, await response.read())
+            async for line in connection.lines(response):
+                if (data := event_data(line)) is not None:
+                    yield connection.parsed(f"GET {path}", data, JobState.model_validate_json)
+
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            raise BackendError("the adapter is not initialized, or is closed")
+        return self._connection
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        parse: Callable[[bytes], T],
+        data: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        retried: bool = True,
+    ) -> T:
+        """Returns the parsed response. All requests here are idempotent, so each can be retried."""
+        connection, where = self._connected(), f"{method} {path}"
+
+        async def attempt() -> T:
+            async with connection.open(method, self._base_url + path, data, headers) as response:
+                body = await response.read()
+                if response.status >= 400:
+                    raise error_from_response(response, body)
+            return connection.parsed(where, body, parse)
+
+        return await (connection.retry(where, attempt) if retried else attempt())
+
+    def _job_status(self, ref: TrainingJobRef, state: JobState) -> TrainingJobStatus:
+        self._version = max(self._version, state.policy_version or 0)
+        return TrainingJobStatus(
+            run_id=ref.run_id,
+            backend=ref.backend,
+            status=TrainingStatusEnum(state.status),
+            progress=state.progress,
+            message=state.message,
+            metadata={"policy_version": state.policy_version, "checkpoint": state.checkpoint, **state.metrics},
+        )
+
+
+@register_trainer_adapter(config_type=InsituAdapterConfig)
+async def insitu_trainer_adapter(config: InsituAdapterConfig, builder: Builder) -> AsyncIterator[InsituTrainerAdapter]:
+    adapter = InsituTrainerAdapter(config, builder)
+    try:
+        yield adapter
+    finally:
+        await adapter.close()

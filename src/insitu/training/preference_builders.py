@@ -1,0 +1,202 @@
+"""Builders of preference pairs: from the scored candidates of each turn, or from whole episodes of a row."""
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+from pydantic import Field
+
+from insitu.builder import Builder
+from insitu.collect.conversations import conversations
+from insitu.preferences.candidates import Targets, candidates_of, recorded_candidates
+from insitu.preferences.pairs import PairOptions, preference_pairs
+from insitu.preferences.rows import episode_rows, pair_rows
+from insitu.registry import register_trajectory_builder
+from insitu.schemas.episodes import CandidateStep, DropReason, Episode, ModelCall, Outcome, PreferencePair
+from insitu.schemas.finetuning import DPOItem, OpenAIMessage, Trajectory, message_text
+from insitu.schemas.steps import IntermediateStepType
+from insitu.training.builder_config import CollectingBuilderConfig
+from insitu.training.episodes_builder import EpisodesBuilder
+
+
+class DPOTrajectoryBuilderConfig(CollectingBuilderConfig, name="dpo_traj_builder"):
+    """Makes preference pairs from the candidates that the workflow scores, each reported as a step `TTC_END`."""
+
+    ttc_step_name: str = "dpo_candidate_move"
+    """Name of the steps that report candidates."""
+    exhaustive_pairs: bool = True
+    """true: all pairs of a turn with different scores; false: only the best candidate with the worst."""
+    min_score_diff: float = Field(default=0.0, ge=0)
+    """Drop pairs whose scores differ by less. Equal scores never make a pair."""
+    max_pairs_per_turn: int | None = Field(default=None, ge=1)
+    """Pairs of a turn to keep, those with the largest difference first; none: all."""
+    reward_from_score_diff: bool = True
+    """Reward of a pair in tables and plots. true: the difference of its scores; false: the score of the chosen one."""
+    require_multiple_candidates: bool = True
+    """true: a turn with one candidate is counted as dropped; false: it is expected."""
+
+    @property
+    def pair_options(self) -> PairOptions:
+        multiple = self.require_multiple_candidates
+        return PairOptions(self.exhaustive_pairs, self.min_score_diff, self.max_pairs_per_turn, multiple)
+
+
+class DPOFromGroupsConfig(CollectingBuilderConfig, name="dpo_from_groups"):
+    """Makes preference pairs from whole episodes of a row, by their rewards."""
+
+    num_generations: int = Field(default=8, ge=2)
+    """Episodes per row and epoch (the group size)."""
+    exhaustive_pairs: bool = False
+    """true: all pairs of a row's episodes with different rewards; false: only the best with the worst."""
+    min_reward_diff: float = Field(default=0.0, ge=0)
+    """Drop pairs whose rewards differ by less. Equal rewards never make a pair."""
+    max_pairs_per_row: int | None = Field(default=None, ge=1)
+    """Pairs of a row to keep, those with the largest difference first; none: all."""
+
+    @property
+    def pair_options(self) -> PairOptions:
+        return PairOptions(self.exhaustive_pairs, self.min_reward_diff, self.max_pairs_per_row)
+
+
+class DPOTrajectoryBuilder(EpisodesBuilder):
+    """Collects episodes and pairs the candidates of each of their turns; a trajectory is one pair."""
+
+    needs_reward = False
+    makes_pairs = True
+    config: DPOTrajectoryBuilderConfig
+
+    def _trajectories(self, episodes: list[Episode]) -> tuple[list[Trajectory], Counter[str]]:
+        dropped: Counter[str] = Counter()
+        trajectories: list[Trajectory] = []
+        for episode in episodes:
+            if episode.outcome is not Outcome.OK:
+                dropped[str(episode.reason)] += 1
+                continue
+            targets = Targets(
+                self._trained(episode), self.run_config.target_functions, text=not self._full_config.trained_llms()
+            )
+            if self.stored is not None:
+                episode.candidates, untargeted = recorded_candidates(episode.candidates, targets)
+            else:
+                name = self.config.ttc_step_name
+                episode.candidates, untargeted = candidates_of(episode.steps, episode.calls, name, targets)
+            if not episode.candidates and not untargeted:
+                episode.reason, episode.error = DropReason.NO_CANDIDATES, self._no_candidates(episode)
+                dropped[str(DropReason.NO_CANDIDATES)] += 1
+            pairs, dropped_pairs = preference_pairs(episode.candidates, self.config.pair_options)
+            dropped.update(untargeted + dropped_pairs)
+            trajectories += [self._pair(episode, number, pair) for number, pair in enumerate(pairs)]
+        return trajectories, dropped
+
+    def _no_candidates(self, episode: Episode) -> str:
+        if self.stored is not None:
+            return f"{self.stored.folder} has recorded no candidates of it; dpo_from_groups pairs whole episodes"
+        names = {str(s.name) for s in episode.steps if s.event_type is IntermediateStepType.TTC_END}
+        found = f"those of this episode are named {', '.join(sorted(names))}" if names else "this episode has none"
+        return f"no step TTC_END is named {self.config.ttc_step_name!r} (ttc_step_name); {found}"
+
+    def _pair(self, episode: Episode, number: int, pair: PreferencePair) -> Trajectory:
+        name = f"{episode.key.text()}/pair {number}"
+        made = Trajectory.model_construct(
+            episode=[documented_pair(pair)],
+            reward=pair.score_diff if self.config.reward_from_score_diff else pair.chosen.score,
+            shaped_rewards=None,
+            metadata=_metadata(pair, episode) | {"turn_index": pair.chosen.turn_index},
+            id=name,
+            calls=[episode.calls[side.call] for side in (pair.chosen, pair.rejected) if side.call is not None],
+            trained_calls=[],
+            rows=pair_rows(pair, episode.calls, name),
+        )
+        made.trained_calls = [*range(len(made.calls))]
+        return made
+
+
+class DPOFromGroupsBuilder(EpisodesBuilder):
+    """Collects groups of episodes and pairs those of a row by their rewards; a trajectory is one pair."""
+
+    makes_pairs = True
+    config: DPOFromGroupsConfig
+
+    def _trajectories(self, episodes: list[Episode]) -> tuple[list[Trajectory], Counter[str]]:
+        trajectories, dropped = super()._trajectories(episodes)
+        by_id = {trajectory.id: trajectory for trajectory in trajectories}
+        played = {e.key.generation: (e, t) for e in episodes if (t := by_id.get(e.key.text())) is not None}
+        pairs, dropped_pairs = preference_pairs(
+            [episode_candidate(e, t) for e, t in played.values()], self.config.pair_options
+        )
+        made = []
+        for number, pair in enumerate(pairs):
+            (episode, best), (_, worst) = (played[side.candidate_index] for side in (pair.chosen, pair.rejected))
+            name = f"{best.id}/pair {number}"
+            rejected = episode_rows(worst, pair=name, preferred=False)
+            made.append(
+                Trajectory.model_construct(
+                    episode=[documented_pair(pair)],
+                    reward=pair.score_diff,
+                    shaped_rewards=None,
+                    metadata=_metadata(pair, episode),
+                    id=name,
+                    calls=[*best.calls, *worst.calls],
+                    trained_calls=[*best.trained_calls, *(len(best.calls) + k for k in worst.trained_calls)],
+                    rows=[*episode_rows(best, pair=name, preferred=True), *rejected],
+                )
+            )
+        return made, dropped + dropped_pairs
+
+
+def documented_pair(pair: PreferencePair) -> DPOItem:
+    """The texts of a pair."""
+    prompt = _documented_prompt(pair.chosen.prompt)
+    return DPOItem(prompt=prompt, chosen_response=pair.chosen.response, rejected_response=pair.rejected.response)
+
+
+def _metadata(pair: PreferencePair, episode: Episode) -> dict[str, Any]:
+    return {
+        "row_id": episode.key.row_id,
+        "generation": episode.key.generation,
+        "turn_id": pair.turn_id,
+        "chosen_index": pair.chosen.candidate_index,
+        "rejected_index": pair.rejected.candidate_index,
+        "chosen_score": pair.chosen.score,
+        "rejected_score": pair.rejected.score,
+        "score_diff": pair.score_diff,
+    }
+
+
+def _documented_prompt(prompt: list[dict[str, Any]] | str) -> list[OpenAIMessage] | str:
+    if isinstance(prompt, str):
+        return prompt
+    return [OpenAIMessage(role=str(m.get("role")), content=message_text(m)) for m in prompt]
+
+
+def episode_candidate(episode: Episode, trajectory: Trajectory) -> CandidateStep:
+    """A whole episode as a candidate of its row: the first trained call's prompt, and what follows it."""
+    first = episode.calls[trajectory.trained_calls[0]]
+    return CandidateStep(
+        turn_id=episode.key.row_id,
+        candidate_index=episode.key.generation,
+        prompt=first.messages,
+        response=_text_after(first, episode.calls),
+        score=trajectory.reward,
+    )
+
+
+def _text_after(first: ModelCall, calls: list[ModelCall]) -> str:
+    """The completion of the first call; in a longer conversation all that follows its prompt, with roles."""
+    [turns] = [found for found in conversations(calls) if any(turn.call is first for turn in found)]
+    after = turns[len(first.messages) :]
+    if len(after) == 1:
+        return message_text(after[0].message)
+    return "\n\n".join(f"{turn.message.get('role')}: {message_text(turn.message)}" for turn in after)
+
+
+@register_trajectory_builder(config_type=DPOTrajectoryBuilderConfig)
+async def dpo_traj_builder(config: DPOTrajectoryBuilderConfig, builder: Builder) -> AsyncIterator[DPOTrajectoryBuilder]:
+    async with DPOTrajectoryBuilder(config, builder) as made:
+        yield made
+
+
+@register_trajectory_builder(config_type=DPOFromGroupsConfig)
+async def dpo_from_groups(config: DPOFromGroupsConfig, builder: Builder) -> AsyncIterator[DPOFromGroupsBuilder]:
+    async with DPOFromGroupsBuilder(config, builder) as made:
+        yield made

@@ -1,0 +1,95 @@
+"""The process of one tracker: logs each epoch of a run once, from its files.
+
+    python -m insitu.training.trackers.follow NAME RUN_DIR
+
+It ends when its standard input does, which is when the run ends, even if that is killed.
+"""
+
+import os
+import select
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from insitu.disk.files import read_object, write_file
+from insitu.errors import InsituError
+from insitu.training.trackers.stream import FOLDER, RunFiles, status_of
+from insitu.training.trackers.tracker import Tracker, tracker_class
+from insitu.wire.redaction import redact_stream, remember_environment
+
+INTERVAL = 1.0
+"""Seconds between looks at the files."""
+_NICENESS = 19
+"""The lowest priority: about 1.5 % of a core that the run wants too."""
+
+
+class Follower:
+    """What a tracker has of a run is in `trackers/NAME.json`, so that a resumed run continues it."""
+
+    def __init__(self, name: str, files: RunFiles) -> None:
+        self._name = name
+        self._files = files
+        self._tracker: Tracker | None = None
+        self._state: dict[str, Any] = {}
+
+    def update(self) -> None:
+        """Logs the epochs that are new."""
+        if self._tracker is None:
+            if not self._files.has_begun:
+                return
+            self._tracker = self._started()
+        for step in self._files.steps(self._state["epoch"]):
+            self._tracker.log(step)
+            self._save(epoch=step.epoch)
+
+    def finish(self) -> None:
+        if self._tracker is not None:
+            self._tracker.finish(status_of(self._files))
+
+    @property
+    def _state_file(self) -> Path:
+        return self._files.folder / FOLDER / f"{self._name}.json"
+
+    def _started(self) -> Tracker:
+        run = self._files.run
+        run.folder.mkdir(exist_ok=True)
+        known = read_object(self._state_file) if self._state_file.is_file() else {}
+        self._state = known if known.get("run_id") == run.run_id else {"run_id": run.run_id, "id": None, "epoch": -1}
+        tracker = tracker_class(self._name)()
+        self._save(id=tracker.start(run, self._state["id"]))
+        return tracker
+
+    def _save(self, **changes: Any) -> None:
+        self._state |= changes
+        write_file(self._state_file, orjson.dumps(self._state) + b"\n")
+
+
+def follow(name: str, folder: Path) -> None:
+    """Returns when the run has ended. Raises InsituError if it has no file that says which epochs are complete."""
+    files = RunFiles(folder)
+    follower = Follower(name, files)
+    has_ended = False
+    while not has_ended:
+        readable, _, _ = select.select([sys.stdin], [], [], INTERVAL)
+        has_ended = bool(readable)  # nothing is ever written to it
+        follower.update()
+    follower.finish()
+    if not files.progress:
+        raise InsituError("nothing was logged: the trainer of this run writes no progress.json")
+
+
+def main(name: str, folder: str) -> None:
+    os.nice(_NICENESS)
+    remember_environment(os.environ)
+    redact_stream(sys.stdout)
+    redact_stream(sys.stderr)
+    try:
+        follow(name, Path(folder))
+    except InsituError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

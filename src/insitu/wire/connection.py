@@ -1,0 +1,271 @@
+"""Requests to a server that may be unavailable for a while: silence is detected, transient errors are retried.
+
+connection = Connection("the backend at http://h:8700", headers, read_timeout=60, retry_timeout=600)
+
+async def state() -> JobState:
+    async with connection.open("GET", "http://h:8700/v1/train/jobs/j1") as response:
+        return connection.parsed("job j1", await response.read(), JobState.model_validate_json)
+
+await connection.retry("GET /v1/train/jobs/j1", state)
+"""
+
+import asyncio
+import logging
+import math
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+import aiohttp
+
+from insitu.errors import BackendError, BackendUnavailable
+from insitu.wire.http_format import MALFORMED
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT = 10.0
+_FIRST_DELAY = 0.5
+_LONGEST_DELAY = 10.0
+_MOST_DOUBLINGS = 32
+"""Of the delay: more would be too large for a float."""
+_REPORT_AFTER = 5.0
+"""Seconds after which the first failure of a request is logged; a shorter one is logged if the next attempt fails."""
+_CHUNK_BYTES = 1 << 18
+_TRANSIENT_REFUSALS = frozenset((408, 425, 429))
+_REFUSED = (aiohttp.ClientConnectorError, ConnectionRefusedError, socket.gaierror)
+"""No such host, or nothing at that port; HTTP libraries other than aiohttp raise the last two."""
+_jitter = random.Random()
+"""Not the global generator, which a workflow may have seeded."""
+
+
+def is_transient(status: int) -> bool:
+    """Whether the same request may succeed later."""
+    return status >= 500 or status in _TRANSIENT_REFUSALS
+
+
+def retry_after(headers: Mapping[str, str]) -> float:
+    """The seconds in a `Retry-After` header, which holds seconds or a date; 0 if there is none.
+
+    A date is compared with the server's own clock, the `Date` header, if it sends one.
+    """
+    text = headers.get("Retry-After", "")
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            now = parsedate_to_datetime(headers["Date"]) if "Date" in headers else datetime.now(UTC)
+            seconds = (parsedate_to_datetime(text) - now).total_seconds()
+        except (TypeError, ValueError):
+            return 0.0
+    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
+
+
+class Retry:
+    """Repeats requests that raise BackendUnavailable, with exponential backoff, for up to `timeout` seconds.
+
+    `key` is the configuration key of the timeout. Requests may be concurrent: an outage is logged once, and so is its
+    end. `exit_report` says how the server ended if it is a child process; nothing is retried then.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        timeout: float,
+        exit_report: Callable[[], str | None] = lambda: None,
+        key: str = "retry_timeout",
+    ) -> None:
+        self.server = server
+        self.reached = False
+        """Whether a request has succeeded. Before, a refused connection is final: the address is probably wrong."""
+        self._timeout = timeout
+        self._exit_report = exit_report
+        self._key = key
+        self._away_at = -math.inf  # when the server was last away, or returned, by time.monotonic()
+        self._waiting = 0  # requests that have logged the outage
+
+    async def __call__(self, what: str, request: Callable[[], Awaitable[T]]) -> T:
+        """Returns the result of `request`; `what` names it in messages."""
+        started = time.monotonic()
+        deadline = started + self._timeout
+        failures = 0
+        waiting = False
+        try:
+            while True:
+                try:
+                    result = await request()
+                    break
+                except BackendUnavailable as error:
+                    failures += 1
+                    now = self._away_at = time.monotonic()
+                    self._raise_if_final(what, error, now - started)
+                    if not waiting and (failures > 1 or now - started > _REPORT_AFTER):
+                        waiting = True
+                        self._outage_begins(what, error)
+                    backoff = min(
+                        _LONGEST_DELAY, _FIRST_DELAY * 2 ** min(failures - 1, _MOST_DOUBLINGS)
+                    ) * _jitter.uniform(0.5, 1.0)
+                    await asyncio.sleep(min(max(backoff, error.retry_after), deadline - now))
+        finally:
+            self._waiting -= waiting
+        self.reached = True
+        if failures:
+            self._away_at = time.monotonic()
+        if waiting and not self._waiting:
+            logger.warning("%s responds again after %.0f s", self.server, time.monotonic() - started)
+        return result
+
+    async def was_away(
+        self, since: float, check: Callable[[], Awaitable[Any]], wait: Callable[[], Awaitable[Any]]
+    ) -> bool:
+        """Whether the server was away at some time after `since`, by `time.monotonic()`; if it still is, waits for it.
+
+        `check` is a request that is not repeated, `wait` one that is.
+        """
+        try:
+            await check()
+        except BackendUnavailable:
+            self._away_at = time.monotonic()
+            await wait()
+        return self._away_at > since
+
+    def _raise_if_final(self, what: str, error: BackendUnavailable, elapsed: float) -> None:
+        if report := self._exit_report():
+            raise BackendUnavailable(report) from error
+        if not self.reached and _is_refused(error):
+            raise error
+        if elapsed >= self._timeout:
+            gave_up = f"; gave up after {elapsed:.0f} s ({self._key})" if self._timeout else ""
+            raise BackendUnavailable(f"{what}: {error}{gave_up}") from error
+
+    def _outage_begins(self, what: str, error: BackendUnavailable) -> None:
+        self._waiting += 1
+        if self._waiting == 1:
+            logger.warning("%s: %s; retrying for up to %g s", what, error, self._timeout)
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, _REFUSED):
+        error = error.__cause__ or error.__context__  # httpx drops the cause and keeps the context
+    return error is not None
+
+
+class Connection:
+    """An HTTP session with one server, named `server` in messages.
+
+    A request fails after `read_timeout` seconds in which the server neither takes nor sends data. `connector` makes
+    what its sockets come from, if not aiohttp's default: TCP, at most 100 of them.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        headers: Mapping[str, str],
+        read_timeout: float,
+        retry_timeout: float,
+        exit_report: Callable[[], str | None] = lambda: None,
+        connector: Callable[[], aiohttp.BaseConnector | None] = lambda: None,
+    ) -> None:
+        self.server = server
+        self.retry = Retry(server, retry_timeout, exit_report)
+        self._connector = connector
+        self.verified = False
+        """Whether the server is known to be the right one. Until then a body that cannot be parsed is final."""
+        self.refused = 0
+        """Number of refused connections: more than before means that the server was down in between."""
+        self._headers = headers
+        self._read_timeout = read_timeout
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    @asynccontextmanager
+    async def open(
+        self,
+        method: str,
+        url: str,
+        data: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        read_timeout: float | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response of any status. Raises BackendUnavailable for a lost connection and for silence.
+
+        `read_timeout` overrides that of the connection; `math.inf` allows any silence.
+        """
+        if self._session is None or self._session.closed:
+            self._session = aiohttp.ClientSession(headers=self._headers, connector=self._connector())
+        silence = self._read_timeout if read_timeout is None else read_timeout
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=_finite(silence))
+        upload = _Upload(data, silence)  # aiohttp limits the time between reads, not that between writes
+        try:
+            async with upload.limit:
+                response = await self._session.request(
+                    method, url, data=upload.body(), headers={**(headers or {}), **upload.headers}, timeout=limits
+                )
+                upload.ended = True
+            async with response:
+                yield response
+        except aiohttp.ConnectionTimeoutError as error:
+            raise self._unavailable(f"no connection within {CONNECT_TIMEOUT:g} s") from error
+        except TimeoutError as error:
+            raise self._unavailable(f"no data for {silence:g} s (read_timeout)") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            self.refused += isinstance(error, aiohttp.ClientConnectorError)
+            raise self._unavailable(f"{type(error).__name__}: {error}") from error
+
+    async def lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """The lines of a streamed response; the last one may be incomplete."""
+        try:
+            async for line in response.content:
+                yield line
+        except ValueError as error:  # longer than aiohttp's buffer
+            raise self._unavailable(f"a line is too long: {error}") from error
+
+    def parsed(self, where: str, body: bytes, parse: Callable[[bytes], T]) -> T:
+        """`parse(body)`. A body that cannot be parsed is a transient error if the server is verified."""
+        try:
+            return parse(body)
+        except MALFORMED as error:
+            problem = f"{self.server} returned unexpected data for {where}: {body[:80]!r}"
+            if self.verified:
+                raise BackendUnavailable(problem) from error
+            raise BackendError(f"{problem}; is it the right server?") from error
+
+    def _unavailable(self, problem: str) -> BackendUnavailable:
+        return BackendUnavailable(f"no answer from {self.server}: {problem}")
+
+
+class _Upload:
+    """A request body whose `limit` expires `silence` seconds after the server last took a part of it."""
+
+    def __init__(self, data: bytes | None, silence: float) -> None:
+        self._data = data
+        self._silence = silence
+        self._loop = asyncio.get_running_loop()
+        self.limit = asyncio.timeout(_finite(silence))
+        self.ended = False
+        self._is_large = data is not None and len(data) > _CHUNK_BYTES
+        self.headers = {"Content-Length": str(len(data))} if data is not None and self._is_large else {}
+
+    def body(self) -> bytes | AsyncIterator[bytes] | None:
+        return self._chunks() if self._is_large else self._data
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        assert self._data is not None
+        for start in range(0, len(self._data), _CHUNK_BYTES):
+            if not self.ended and _finite(self._silence) is not None:
+                self.limit.reschedule(self._loop.time() + self._silence)
+            yield self._data[start : start + _CHUNK_BYTES]
+
+
+def _finite(seconds: float) -> float | None:
+    return None if math.isinf(seconds) else seconds

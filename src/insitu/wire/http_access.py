@@ -1,0 +1,157 @@
+"""Who may use our HTTP servers: bearer tokens, and without a token the checks that keep web pages out.
+
+A browser sends requests for any page its user visits, also to servers on the loopback address. Such requests give
+themselves away: by the name in `Host` if the page had its own name resolved to this machine (DNS rebinding), by
+`Origin`, or by a content type that pages may send without asking the server first.
+"""
+
+import base64
+import hmac
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+from urllib.parse import urlsplit
+
+from insitu.errors import ConfigError, RequestRefused
+from insitu.wire.redaction import remember_secret
+
+JSON_TYPES = ("application/json", "application/x-ndjson", "application/jsonl")
+"""Content types of request bodies. Pages cannot send them to other servers without a preflight request."""
+_TOKEN = re.compile(r"[!-~]+")
+
+
+@dataclass(frozen=True)
+class AccessPolicy:
+    """The requests that a server accepts: those with `token`, or without one those to `hosts` that no web page sent.
+
+    IP addresses and `localhost` need not be listed in `hosts`. `variable` is the environment variable of the token.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    hosts: frozenset[str] = frozenset()
+    variable: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        host: str,
+        token: str | None,
+        *,
+        variable: str,
+        allow_anyone: bool = False,
+        allowed_hosts: Iterable[str] = (),
+    ) -> Self:
+        """The policy of a server bound to `host`. Raises ConfigError if the token cannot be one, or is missing.
+
+        A token may be missing if only this machine can connect, or with `allow_anyone`.
+        """
+        if token is not None and not _TOKEN.fullmatch(token):
+            problem = "empty" if not token else "not made of printable ASCII characters without spaces"
+            raise ConfigError(f"--token (or {variable}) is {problem}; give a token, or leave both unset")
+        if token is None and not allow_anyone and not is_loopback(host):
+            raise ConfigError(
+                f"--host is {host!r}, which other machines can connect to: set --token (or {variable}), or give "
+                "--insecure_no_auth to serve everyone who can"
+            )
+        remember_secret(token)
+        machine = socket.gethostname()
+        names = {host, machine, machine.partition(".")[0], *allowed_hosts}
+        return cls(token, frozenset(name.lower().rstrip(".") for name in names), variable)
+
+    def check(self, headers: Mapping[str, str], *, is_public: bool = False) -> None:
+        """Raises RequestRefused unless the request may be answered; `headers` has lower-case keys or ignores case.
+
+        `is_public`: the route needs no token.
+        """
+        if self.token is not None and is_public:
+            return
+        scheme = self._authorized_by(headers.get("authorization", "")) if self.token is not None else None
+        if self.token is not None and scheme is None:
+            problem = f"the bearer token is missing or wrong (it is the server's --token or {self.variable})"
+            raise RequestRefused(problem, status=401, code="invalid_token")
+        host = headers.get("host", "")
+        if self.token is None and host and not self._is_known(host):
+            problem = f"Host is {host!r:.80}, which is neither an IP address nor a name of this server"
+            raise RequestRefused(f"{problem}; allow it with --allowed_host", status=403, code="unknown_host")
+        origin = headers.get("origin")
+        if scheme != "bearer" and origin is not None and _netloc(origin) != host.lower():
+            # Browsers attach Basic credentials and addresses to the requests of any page, but never bearer tokens.
+            problem = f"Origin is {origin!r:.80}: web pages may not use this server without a bearer token"
+            raise RequestRefused(problem, status=403, code="foreign_origin")
+        require_json(headers)
+
+    def _authorized_by(self, authorization: str) -> str | None:
+        """The scheme that carries the right token: `bearer`, or `basic` with the token as password."""
+        assert self.token is not None
+        scheme, _, credentials = authorization.partition(" ")
+        scheme, given = scheme.lower(), credentials.encode(errors="surrogateescape")  # as aiohttp decodes headers
+        if scheme == "basic":
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except ValueError:
+                return None
+        is_right = scheme in ("basic", "bearer") and hmac.compare_digest(given, self.token.encode())
+        return scheme if is_right else None
+
+    def _is_known(self, host: str) -> bool:
+        """Whether a Host header is safe: an IP address cannot be resolved to another one."""
+        name = (_hostname(host) or "").rstrip(".")
+        return name == "localhost" or name.endswith(".localhost") or _is_address(name) or name in self.hosts
+
+
+def require_json(headers: Mapping[str, str]) -> None:
+    """Raises RequestRefused (415) for a body that is not sent as JSON."""
+    if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+        return
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind not in JSON_TYPES:
+        problem = f"Content-Type is {kind!r:.80}" if kind else "the request has no Content-Type"
+        raise RequestRefused(f"{problem}; send JSON as application/json", status=415, code="unsupported_media_type")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to a server bound to `host`, a name or an address."""
+    if not host:  # all interfaces
+        return False
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return all(is_loopback_address(str(address[0])) for *_, address in found)
+
+
+def is_loopback_address(host: str) -> bool:
+    """Whether an address, or the name `localhost`, is this machine's; no name server is asked."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _hostname(netloc: str) -> str | None:
+    """The name in `name:port`, in lower case; None if it is malformed."""
+    try:
+        return urlsplit(f"//{netloc}").hostname
+    except ValueError:
+        return None
+
+
+def _netloc(origin: str) -> str | None:
+    """`name:port` of an Origin; None for `null` and malformed ones."""
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:
+        return None

@@ -1,0 +1,65 @@
+"""The official clients, unchanged and in separate environments, train against a backend process."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from words_model import save_words_model
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+QUIET = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "WEAVE_DISABLED": "true",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_words_model(tmp_path_factory.mktemp("model") / "words")
+
+
+@pytest.fixture(scope="module")
+def backend(model, tmp_path_factory) -> Iterator[tuple[str, Path]]:
+    """Its address and where it keeps checkpoints."""
+    folder = tmp_path_factory.mktemp("backend")
+    command = [Path(sys.executable).with_name("insitu"), "backend", "--model", model, "--port", "0"]
+    with subprocess.Popen([*command, "--output_dir", folder], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            ready = re.search(r"ready at (\S+)", process.stdout.readline())
+            assert ready, "the backend did not start"
+            yield ready[1], folder
+        finally:
+            process.terminate()
+
+
+@pytest.mark.parametrize("release", ["0.5.4", "0.5.18"])
+def test_reward_rises_from_chance(release, backend, model, tmp_path):
+    """Nine words are about equally likely at first; the step rises with each training, and old checkpoints go."""
+    address, folder = backend
+    script = HERE / f"preference_{release.replace('.', '_')}.py"
+    python = ROOT / ".venv-art" / release / "bin/python"
+    done = subprocess.run(
+        [python, script, address, model],
+        env=os.environ | QUIET,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rewards = [line["reward"] for line in lines if "reward" in line]
+    print(release, [round(reward, 2) for reward in rewards])
+    assert rewards[0] < 0.35
+    assert rewards[-1] > 0.9
+    assert lines[-1] == {"steps": len(rewards) - 1}
+    checkpoints = list(folder.glob("art/*/preference/*/checkpoints/step_*"))
+    assert len([path for path in checkpoints if release.replace(".", "") in str(path)]) <= 3
