@@ -181,7 +181,7 @@ def test_what_is_patched_under_one_name_is_patched_under_the_other(path: str) ->
 def test_reloading() -> None:
     import nat.utils.io.suppress_logs as by_path
 
-    from insitu.integrations.nat import logs
+    from insitu.training import logs
 
     before = logs.suppress_logs
     try:

@@ -1,7 +1,12 @@
 """Everything a plugin needs: registration, components, data models and the context of a run.
 
 from insitu.plugin_api import Builder, FunctionBaseConfig, LLMRef, register_function
+
+Integrations add names with entry points of the group `insitu.plugin_api`.
 """
+
+from importlib.metadata import entry_points
+from typing import Any
 
 from insitu.algorithms.curriculum import (
     apply_curriculum as apply_curriculum,
@@ -109,3 +114,10 @@ from insitu.workflow.functions import (
 from insitu.workflow.steps import (
     IntermediateStepManager as IntermediateStepManager,
 )
+
+
+def __getattr__(name: str) -> Any:
+    points = entry_points(group="insitu.plugin_api")
+    if name not in points.names:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return points[name].load()
