@@ -1,1 +1,0 @@
-from insitu.workflow.functions import *

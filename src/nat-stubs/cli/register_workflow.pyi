@@ -1,1 +1,0 @@
-from insitu.integrations.nat.plugin_api import *

@@ -1,1 +1,0 @@
-from insitu.schemas.finetuning import *

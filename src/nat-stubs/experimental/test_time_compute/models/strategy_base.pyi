@@ -1,1 +1,0 @@
-from insitu.integrations.nat.ttc import *

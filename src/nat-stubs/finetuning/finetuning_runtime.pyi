@@ -1,1 +1,0 @@
-from insitu.training.runtime import *

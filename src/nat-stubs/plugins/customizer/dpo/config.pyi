@@ -1,1 +1,0 @@
-from insitu.integrations.customizer.config import *

@@ -1,1 +1,0 @@
-from insitu.integrations.customizer.trainer_adapter import *

@@ -1,1 +1,0 @@
-from insitu.training.preference_builders import *

@@ -1,1 +1,0 @@
-from insitu.collect.evaluation import *

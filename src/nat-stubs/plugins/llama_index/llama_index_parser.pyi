@@ -1,1 +1,0 @@
-from insitu.integrations.nat.llama_index_parser import *

@@ -1,1 +1,0 @@
-from insitu.integrations.art.components import *
