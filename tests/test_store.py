@@ -20,9 +20,10 @@ from insitu.disk.files import Block, read_block
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import plot as plot_module
+from insitu.runs.files import RUN_FILES
 from insitu.runs.plot import RewardPlot
 from insitu.runs.records import call_records, episode_record, restore_calls, restore_episode
-from insitu.runs.store import RUN_FILES, RunStore, set_aside
+from insitu.runs.store import RunStore, set_aside
 from insitu.runs.stored import StoredRun
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory

@@ -16,8 +16,9 @@ from insitu.cli import main
 from insitu.config import load_config
 from insitu.errors import ConfigError, InsituError
 from insitu.plugin_api import Builder
+from insitu.runs.files import RESCORES
 from insitu.runs.store import RunStore
-from insitu.runs.stored import RESCORES, StoredRun
+from insitu.runs.stored import StoredRun
 from insitu.schemas.finetuning import FinetuneRunConfig, Trajectory, TrajectoryCollection
 from insitu.training.runtime import finetuning_main
 

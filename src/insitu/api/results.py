@@ -9,8 +9,8 @@ from insitu.algorithms.statistics import Estimate, mean_ci95
 from insitu.collect.evaluators import parse_score, scores_by_row
 from insitu.disk.files import numbered_records, read_object
 from insitu.errors import ConfigError, InsituError
+from insitu.runs.files import BEST, METRICS, RUN, RUN_FILES
 from insitu.runs.held_out import read_validations
-from insitu.runs.store import RUN_FILES
 from insitu.runs.summary import RunSummary, read_summary
 from insitu.schemas.episodes import Episode
 from insitu.schemas.evaluation import EvaluationRunOutput
@@ -77,18 +77,18 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """The content of `run.json`."""
-        return read_object(self.folder / "run.json")
+        return read_object(self.folder / RUN)
 
     @property
     def best(self) -> dict[str, Any] | None:
         """The validation with the highest score and its checkpoint; None if there was no validation."""
-        path = self.folder / "best.json"
+        path = self.folder / BEST
         return read_object(path) if path.is_file() else None
 
     @property
     def metrics(self) -> Table:
         """A row per epoch: reward, loss, KL and so on, as in `training_metrics.jsonl`."""
-        path = self.folder / "training_metrics.jsonl"
+        path = self.folder / METRICS
         return Table(record for _, record in numbered_records(path))
 
     @property

@@ -15,6 +15,7 @@ from insitu.config import check_config
 from insitu.disk.files import read_object
 from insitu.errors import ConfigError
 from insitu.runs.checkpoints import checkpoint_of_run
+from insitu.runs.files import RUN
 from insitu.training.serving import serve_policy
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class TrainedModel:
     """
 
     def __init__(self, run: Path, checkpoint: str | None = None, device: str | None = None) -> None:
-        settings = read_object(run / "run.json")["config"]
+        settings = read_object(run / RUN)["config"]
         adapter = settings["finetuning"]["trainer_adapter"]
         block = dict(settings["trainer_adapters"][adapter])
         if block.get("model") is None:
@@ -42,7 +43,7 @@ class TrainedModel:
         llms = [dict(each) for each in settings.get("llms", {}).values() if each.get("_type") == "policy"]
         llm = {**(llms[0] if llms else {"_type": "policy"}), "seed": None}
         data = {"llms": {_NAME: llm}, "trainer_adapters": {adapter: served}, "finetuning": {"trainer_adapter": adapter}}
-        self._config = check_config(data, run / "run.json")
+        self._config = check_config(data, run / RUN)
         self.checkpoint = folder
         """The folder of its weights."""
         self._ended: asyncio.Event | None = None

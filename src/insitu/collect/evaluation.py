@@ -9,7 +9,7 @@ from typing import Any
 
 from insitu.builder import Builder
 from insitu.collect.collector import collect
-from insitu.collect.datasets import FileDatasetConfig, dataset_config, load_dataset
+from insitu.collect.datasets import WORKFLOW_OUTPUT, FileDatasetConfig, dataset_config, load_dataset
 from insitu.collect.episodes import EpisodeOptions, ResultPath
 from insitu.collect.evaluators import score
 from insitu.collect.shared_run import GenerationCounter, components, current_run, is_held_out, watchdog_of
@@ -142,7 +142,7 @@ def write_files(output: EvaluationRunOutput, folder: Path, columns: FileDatasetC
     `workflow_output.json` is a dataset with the columns of the one it came from.
     """
     records = [_workflow_record(item, columns) for item in output.eval_input.eval_input_items]
-    output.workflow_output_file = write_json(folder / "workflow_output.json", records)
+    output.workflow_output_file = write_json(folder / WORKFLOW_OUTPUT, records)
     output.evaluator_output_files = [
         write_json(folder / f"{name}_output.json", to_json(result)) for name, result in output.evaluation_results
     ]

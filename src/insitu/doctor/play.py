@@ -19,9 +19,9 @@ from insitu.doctor.evidence import Evidence, Rescored
 from insitu.doctor.plan import Plan
 from insitu.doctor.prefixes import Decoder
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
+from insitu.runs.files import CHECKPOINTS
 from insitu.runs.inspection import load_decoder
 from insitu.runs.progress import new_run_id
-from insitu.runs.store import BACKEND_FOLDER
 from insitu.schemas.episodes import Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import TrainingStatusEnum, TrajectoryCollection
@@ -203,7 +203,7 @@ class Examination:
     def measures(self, evidence: Evidence) -> Measures:
         """Read while the backend runs."""
         job, training, trained = self._job or (None, 0.0, 0)
-        sizes = checkpoint_sizes(self._scratch / BACKEND_FOLDER / "checkpoints")
+        sizes = checkpoint_sizes(self._scratch / CHECKPOINTS)
         pid = self._adapter.backend_pid if isinstance(self._adapter, TrainerAdapter) else None
         return Measures(
             start=self.start_seconds,
@@ -224,7 +224,7 @@ class Examination:
 
     def decoder(self) -> Decoder | None:
         """That of the model, once a checkpoint has been written."""
-        files = (self._scratch / BACKEND_FOLDER / "checkpoints").glob("*/tokenizer.json")
+        files = (self._scratch / CHECKPOINTS).glob("*/tokenizer.json")
         folder = next((file.parent for file in files), None)
         try:
             return load_decoder(folder) if folder is not None else None

@@ -10,6 +10,7 @@ import yaml
 from insitu import __version__
 from insitu.disk.checkpoint_files import TrainingRecord
 from insitu.disk.files import read_object
+from insitu.runs.files import RUN
 from insitu.runs.held_out import read_validations
 
 _METHODS = {
@@ -30,7 +31,7 @@ class CardSubject(NamedTuple):
 
 def model_card(run: Path, subject: CardSubject) -> str:
     """Markdown with YAML metadata. Names files, but no folders of this machine."""
-    settings = read_object(run / "run.json")
+    settings = read_object(run / RUN)
     lines = ["---", yaml.safe_dump(_metadata(subject, settings), sort_keys=False).rstrip(), "---", ""]
     lines += [f"# {subject.name}", "", *_summary(subject), "", "## Training", ""]
     lines += _table(("", ""), _training(subject, settings))

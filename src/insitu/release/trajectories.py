@@ -31,8 +31,8 @@ from insitu.disk.json_files import dump_json
 from insitu.errors import ConfigError, TrajectoryError
 from insitu.preferences.pairs import PairOptions, preference_pairs
 from insitu.preferences.selection import Duplicates, best_of_group, desirable
-from insitu.runs.store import RUN_FILES
-from insitu.runs.stored import CALLS_FILE, EPISODES_FILE, GROUPS_FILE, RESCORES, StoredRun
+from insitu.runs.files import ADVANTAGES, CALLS, EPISODES, GROUPS, PAIRS, RESCORES, RUN_FILES
+from insitu.runs.stored import StoredRun
 from insitu.runs.table import write_table
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason, Episode, Outcome, PreferencePair
@@ -76,7 +76,7 @@ ALLOWED = {
 }
 """The formats, and the options that each takes."""
 
-_RECORDED = frozenset((*RUN_FILES, CALLS_FILE, GROUPS_FILE, "advantages.jsonl", "pairs.jsonl", RESCORES))
+_RECORDED = frozenset((*RUN_FILES, CALLS, GROUPS, ADVANTAGES, PAIRS, RESCORES))
 """Files of a run that `--force` does not replace: an export could not be repeated without them."""
 
 
@@ -103,7 +103,7 @@ def export(
     if target.is_dir() or (target.exists() and not overwrite):
         hint = "" if target.is_dir() else " already; --force replaces it"
         raise ConfigError(f"--output: {target} {'is a folder' if target.is_dir() else 'exists'}{hint}")
-    if target.exists() and target.name in _RECORDED and (target.parent / EPISODES_FILE).is_file():
+    if target.exists() and target.name in _RECORDED and (target.parent / EPISODES).is_file():
         raise ConfigError(f"--output: {target} is a file of a run, which is not replaced; choose another name")
     if not target.parent.is_dir():
         raise ConfigError(f"--output: the folder {target.parent} does not exist")

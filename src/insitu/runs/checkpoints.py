@@ -13,7 +13,8 @@ from typing import NamedTuple
 from insitu.config import Config
 from insitu.disk.files import read_object
 from insitu.errors import ConfigError
-from insitu.runs.store import BACKEND_FOLDER, OUTPUT_DIR, RUN_FILES
+from insitu.runs.files import BEST, CHECKPOINTS, RUN_FILES
+from insitu.runs.store import OUTPUT_DIR
 
 NAMES = ("best", "latest")
 _STEP = re.compile(r"step_\d+")
@@ -44,7 +45,7 @@ def find_checkpoint(config: Config, name: str | Path, key: str) -> Checkpoint:
         raise
     if _is_model(folder) or not _is_run(folder):
         return Checkpoint(folder)
-    return _of_run(folder, "best" if (folder / "best.json").exists() else "latest", key)
+    return _of_run(folder, "best" if (folder / BEST).exists() else "latest", key)
 
 
 def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:
@@ -55,11 +56,11 @@ def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:
     if not _is_run(run):
         raise ConfigError(f"RUN_DIR: {run} holds no run of insitu finetune")
     if name is not None and _STEP.fullmatch(name):
-        folder: Path | None = run / BACKEND_FOLDER / "checkpoints" / name
+        folder: Path | None = run / CHECKPOINTS / name
         assert folder is not None
         _check_kept(folder, key)
     elif name is None or name in NAMES:
-        folder, note = _of_run(run, name or ("best" if (run / "best.json").exists() else "latest"), key)
+        folder, note = _of_run(run, name or ("best" if (run / BEST).exists() else "latest"), key)
         if folder is None:
             raise ConfigError(f"{key}: the checkpoint is {note}: there are no trained weights to write")
     else:
@@ -91,15 +92,15 @@ def _is_run(folder: Path) -> bool:
 
 
 def _of_run(run: Path, name: str, key: str) -> Checkpoint:
-    saved = run / BACKEND_FOLDER / "checkpoints"
+    saved = run / CHECKPOINTS
     if name == "latest":
         folders = _steps(saved)
         if not folders:
             raise ConfigError(f"{key}: {saved} holds no checkpoints; a backend at a url keeps its own elsewhere")
         return Checkpoint(folders[-1], f"the latest of {run}")
-    if not (run / "best.json").exists():
-        raise ConfigError(f"{key}: {run} has no best.json: it was never validated; {run}/latest is its newest")
-    record = read_object(run / "best.json")
+    if not (run / BEST).exists():
+        raise ConfigError(f"{key}: {run} has no {BEST}: it was never validated; {run}/latest is its newest")
+    record = read_object(run / BEST)
     note = f"the best of {run}: {record.get('avg_reward')} at epoch {record.get('epoch')}"
     checkpoint = record.get("checkpoint")
     if checkpoint is None:
@@ -108,6 +109,6 @@ def _of_run(run: Path, name: str, key: str) -> Checkpoint:
     folder = folder if folder.is_dir() else run / checkpoint
     if not folder.is_dir():
         if saved.is_dir():
-            _check_kept(folder, f"{key}: {run / 'best.json'}")
-        raise ConfigError(f"{key}: {run / 'best.json'} names {checkpoint}, which does not exist here")
+            _check_kept(folder, f"{key}: {run / BEST}")
+        raise ConfigError(f"{key}: {run / BEST} names {checkpoint}, which does not exist here")
     return Checkpoint(folder, note)

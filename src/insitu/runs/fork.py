@@ -29,11 +29,25 @@ from insitu.disk.files import (
     writable_folder,
 )
 from insitu.errors import ConfigError, InsituError
-from insitu.runs.held_out import HISTORY_FILE, SCORES_FILE, read_validations
-from insitu.runs.progress import HISTORY, PROGRESS, EpochState, RunProgress, new_run_id, read_history
+from insitu.runs.files import (
+    BACKEND_FOLDER,
+    BEST,
+    CHECKPOINTS,
+    CURRICULUM,
+    PROGRESS,
+    PROGRESS_HISTORY,
+    RESCORES,
+    REWARDS,
+    RUN,
+    STARTED_FILE,
+    VALIDATION_SCORES,
+    VALIDATIONS,
+    WARM_UP,
+)
+from insitu.runs.held_out import read_validations
+from insitu.runs.progress import EpochState, RunProgress, new_run_id, read_history
 from insitu.runs.resume import find_run
-from insitu.runs.store import BACKEND_FOLDER, STARTED_FILE, RunStore
-from insitu.runs.stored import RESCORES
+from insitu.runs.store import RunStore
 from insitu.runs.summary import read_summary
 
 KEY = "NEW_DIR"
@@ -76,7 +90,7 @@ def fork_run(run: Path, target: Path, epoch: int, *, new_optimizer: bool = False
         raise ConfigError(f"{KEY}: {target} exists already; choose another name")
     origin = _open_origin(run)
     state = _state_after(origin, epoch, new_optimizer)
-    settings = read_object(run / "run.json")
+    settings = read_object(run / RUN)
     progress = _progress_of(origin, state, target)
     target = writable_folder(target.absolute().parent, KEY) / target.name
     try:
@@ -125,7 +139,7 @@ def _state_after(origin: _Origin, epoch: int, new_optimizer: bool) -> EpochState
 
 def _progress_of(origin: _Origin, state: EpochState, target: Path) -> RunProgress:
     """The progress of the new run. Its jobs name their checkpoints in the new run's folder."""
-    checkpoints = target.absolute() / BACKEND_FOLDER / "checkpoints"
+    checkpoints = target.absolute() / CHECKPOINTS
     jobs = []
     for job in state.restore(origin.progress).jobs:
         metadata = dict(job.metadata or {})
@@ -211,27 +225,27 @@ def _copy_lines_of_epochs(run: Path, state: EpochState, target: Path) -> None:
 def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settings: Mapping[str, Any]) -> None:
     """What is not copied as it is, `progress.json` last."""
     run, epoch = origin.folder, progress.epoch
-    _append_lines(run / SCORES_FILE, store, lambda line: line.get("epoch", 0) <= epoch)
+    _append_lines(run / VALIDATION_SCORES, store, lambda line: line.get("epoch", 0) <= epoch)
     _append_lines(run / RESCORES, store, lambda line: _epoch_of(line) <= epoch)
     store.cut_to(progress.sizes)  # opens the files
     states = [state for number, state in sorted(origin.states.items()) if number <= epoch]
-    store.append(HISTORY, [state.model_dump(mode="json") for state in states])
+    store.append(PROGRESS_HISTORY, [state.model_dump(mode="json") for state in states])
     original = {"run": str(run.absolute()), "run_id": origin.progress.run_id, "epochs": read_summary(run).epochs}
     store.record_event("forked", epoch=epoch, **original)
-    store.write("run.json", {**settings, "run_id": progress.run_id})
+    store.write(RUN, {**settings, "run_id": progress.run_id})
     if epoch:
-        store.write("reward_history.json", progress.rewards)
+        store.write(REWARDS, progress.rewards)
     if epoch and progress.curriculum is not None:
-        store.write("curriculum_state.json", progress.curriculum.model_dump(mode="json"))
+        store.write(CURRICULUM, progress.curriculum.model_dump(mode="json"))
     if progress.warmed_up:
-        store.write("warm_up.json", read_object(run / "warm_up.json"))
+        store.write(WARM_UP, read_object(run / WARM_UP))
     validations = [record for record in read_validations(run) if record["epoch"] <= epoch]
     if validations:
-        store.write(HISTORY_FILE, validations)
+        store.write(VALIDATIONS, validations)
     scored = [record for record in validations if "error" not in record]
     if scored:
         best = max(scored, key=lambda record: record["avg_reward"])
-        store.write("best.json", {**best, "checkpoint": _checkpoint_of(progress, best["policy_version"])})
+        store.write(BEST, {**best, "checkpoint": _checkpoint_of(progress, best["policy_version"])})
     store.write(PROGRESS, progress.model_copy(update={"sizes": store.sizes()}).model_dump(mode="json"))
 
 
@@ -250,5 +264,5 @@ def _checkpoint_of(progress: RunProgress, version: int | None) -> str | None:
     for job in progress.jobs:
         metadata = job.metadata or {}
         if metadata.get("policy_version") == version and metadata.get("checkpoint") is not None:
-            return f"{BACKEND_FOLDER}/checkpoints/{Path(metadata['checkpoint']).name}"
+            return f"{CHECKPOINTS}/{Path(metadata['checkpoint']).name}"
     return None

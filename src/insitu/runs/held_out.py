@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 
 from insitu.disk.files import load_json, numbered_records
 from insitu.errors import InsituError
-
-HISTORY_FILE = "validation_history.json"
-SCORES_FILE = "validation_scores.jsonl"
+from insitu.runs.files import VALIDATION_SCORES, VALIDATIONS
 
 
 class RowScores(NamedTuple):
@@ -30,7 +28,7 @@ class RowScores(NamedTuple):
 
 def read_validations(run: Path) -> list[dict[str, Any]]:
     """The records of `validation_history.json`; none if the run was never validated."""
-    path = run / HISTORY_FILE
+    path = run / VALIDATIONS
     try:
         return list(load_json(path.read_bytes())) if path.exists() else []
     except (ValueError, TypeError) as error:
@@ -39,7 +37,7 @@ def read_validations(run: Path) -> list[dict[str, Any]]:
 
 def read_scores(run: Path) -> list[RowScores]:
     """The validations whose row scores were recorded, in the order they were made."""
-    path = run / SCORES_FILE
+    path = run / VALIDATION_SCORES
     found = []
     for number, record in numbered_records(path):
         try:

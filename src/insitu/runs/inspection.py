@@ -12,7 +12,7 @@ from typing import Any
 from insitu.advantages.estimator import rows_of
 from insitu.disk.files import read_object
 from insitu.errors import ConfigError, InsituError, install_command
-from insitu.runs.store import BACKEND_FOLDER, STARTED_FILE
+from insitu.runs.files import ADVANTAGES, BACKEND_FOLDER, METRICS, STARTED_FILE
 from insitu.runs.stored import RunFolder, StoredGroup
 from insitu.schemas.episodes import ModelCall, TrainingRow
 
@@ -149,7 +149,7 @@ class RunFiles(RunFolder):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._groups = {(group.epoch, group.row_id): (group, record) for group, record in self.group_records()}
-        self._epochs = {metrics["epoch"]: metrics for metrics in self.lines("training_metrics.jsonl")}
+        self._epochs = {metrics["epoch"]: metrics for metrics in self.lines(METRICS)}
 
     def find(self, **filters: str | int | None) -> list[dict[str, Any]]:
         """Lines of `episodes.jsonl.gz` with these values. Raises ConfigError with similar values if there are none."""
@@ -179,14 +179,14 @@ class RunFiles(RunFolder):
         """The complete episode of a line of `episodes.jsonl.gz`."""
         name = record["episode"]
         group, _ = self._groups[record["epoch"], record["row_id"]]
-        training = next(self.records("advantages.jsonl", name), None)
+        training = next(self.records(ADVANTAGES, name), None)
         calls = self.calls(group).get(name, [])
         rescores = [*self.rescores(episode=name).values()]
         return self._episode(record, training, calls=calls, settings=self.settings(), rescores=rescores)
 
     def summaries(self, records: list[dict[str, Any]]) -> Iterator[RecordedEpisode]:
         """Many episodes, without calls and settings."""
-        training = {line["episode"]: line for line in self.records("advantages.jsonl")}
+        training = {line["episode"]: line for line in self.records(ADVANTAGES)}
         return (self._episode(record, training.get(record["episode"])) for record in records)
 
     def tokenizer(self) -> Path | None:

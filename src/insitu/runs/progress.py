@@ -17,14 +17,11 @@ from pydantic import BaseModel, ValidationError
 from insitu.algorithms.curriculum import CurriculumState
 from insitu.disk.files import numbered_records, read_line, whole_lines
 from insitu.errors import ConfigError, InsituError
+from insitu.runs.files import JOURNAL, PROGRESS, PROGRESS_HISTORY
 from insitu.runs.records import call_records, episode_record, restore_calls, restore_episode
 from insitu.schemas.episodes import FORMAT_VERSION, Episode
 from insitu.schemas.finetuning import TrainingJobStatus
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
-
-PROGRESS = "progress.json"
-HISTORY = "progress_history.jsonl"
-JOURNAL = "journal.jsonl"
 
 RunStatus = Literal["running", "completed", "interrupted", "failed", "forked"]
 
@@ -73,7 +70,7 @@ class EpochState(BaseModel):
 
     @classmethod
     def of(cls, progress: RunProgress) -> "EpochState":
-        sizes = {name: size for name, size in progress.sizes.items() if name != HISTORY}
+        sizes = {name: size for name, size in progress.sizes.items() if name != PROGRESS_HISTORY}
         fields = progress.model_dump(include=cls.model_fields.keys() - {"jobs", "sizes"})
         return cls(**fields, jobs=len(progress.jobs), sizes=sizes)
 
@@ -93,7 +90,7 @@ def read_history(folder: Path, progress: RunProgress) -> dict[int, EpochState]:
 
     Raises InsituError if the file is damaged.
     """
-    path, end = folder / HISTORY, progress.sizes.get(HISTORY, 0)
+    path, end = folder / PROGRESS_HISTORY, progress.sizes.get(PROGRESS_HISTORY, 0)
     states: dict[int, EpochState] = {}
     position = 0
     for number, line in whole_lines(path) if path.is_file() else ():

@@ -18,8 +18,9 @@ from insitu.collect.evaluators import parse_score, score
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 from insitu.registry import EVALUATOR
+from insitu.runs.files import RESCORES, RUN
 from insitu.runs.store import RunStore, dataset_record
-from insitu.runs.stored import RESCORES, StoredRun
+from insitu.runs.stored import StoredRun
 from insitu.schemas.episodes import Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
 
@@ -76,7 +77,7 @@ def open_rescoring(
         config_file = Path(str(settings.get("source", "")))
         if not config_file.is_file():
             raise ConfigError(
-                f"{folder / 'run.json'}: the file of the run, {str(config_file)!r}, does not exist here; "
+                f"{folder / RUN}: the file of the run, {str(config_file)!r}, does not exist here; "
                 "give one with --config_file"
             )
     config = load_config(config_file, override)

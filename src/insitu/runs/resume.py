@@ -13,18 +13,9 @@ from insitu.config import Config
 from insitu.config.resolved import differences, resolved_config
 from insitu.disk.files import read_object
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
-from insitu.runs.progress import (
-    HISTORY,
-    JOURNAL,
-    PROGRESS,
-    EpochState,
-    RunProgress,
-    RunStatus,
-    read_journal,
-    read_progress,
-)
-from insitu.runs.store import BACKEND_FOLDER, STARTED_FILE, RunStore, open_store
-from insitu.runs.stored import EPISODES_FILE
+from insitu.runs.files import BACKEND_FOLDER, EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY, RUN, STARTED_FILE
+from insitu.runs.progress import EpochState, RunProgress, RunStatus, read_journal, read_progress
+from insitu.runs.store import RunStore, open_store
 from insitu.schemas.episodes import Episode
 
 logger = logging.getLogger(__name__)
@@ -53,7 +44,7 @@ def find_run(folder: Path, key: str) -> RunProgress | None:
     Raises ConfigError naming `key` if there is a run that cannot continue.
     """
     progress = read_progress(folder)
-    if progress is None and any((folder / name).exists() for name in (EPISODES_FILE, "episodes.jsonl")):
+    if progress is None and any((folder / name).exists() for name in (EPISODES, "episodes.jsonl")):
         raise ConfigError(
             f"{key}: the run in {folder} has no {PROGRESS}: an earlier release recorded it, or a trainer without "
             "epochs; it cannot continue from an epoch"
@@ -67,7 +58,7 @@ def check_same_run(folder: Path, config: Config, dataset: Mapping[str, Any] | No
     Raises ConfigError for changes after which the run's earlier epochs would say nothing about its later ones, unless
     `force` is given.
     """
-    recorded = read_object(folder / "run.json")
+    recorded = read_object(folder / RUN)
     harmless: list[str] = []
     serious: list[str] = []
     for key, (before, now) in differences(recorded.get("config") or {}, resolved_config(config)).items():
@@ -186,7 +177,7 @@ class ResumableRun:
         """Makes this the point from which the run continues."""
         store = self.store
         reached = self.progress.model_copy(update={"sizes": store.sizes(), **changes})
-        store.append(HISTORY, [EpochState.of(reached).model_dump(mode="json")])
+        store.append(PROGRESS_HISTORY, [EpochState.of(reached).model_dump(mode="json")])
         await asyncio.to_thread(store.sync)
         self.progress = reached.model_copy(update={"sizes": store.sizes()})
         await asyncio.to_thread(store.write, PROGRESS, self.progress.model_dump(mode="json"))

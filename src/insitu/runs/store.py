@@ -1,20 +1,4 @@
-"""The files of a run directory, from which tables, reports and resumed runs are derived.
-
-run.json                 run id, settings, versions
-episodes.jsonl.gz        a line per episode as its group completes: outcome, reward, cost, drop reason, policy version
-calls.jsonl.gz           a line per model call; a call that extends an earlier one holds only what it adds
-groups.jsonl             a line per group: rewards of its members, drops, and where its lines are in both files
-advantages.jsonl         a line per scored episode: the advantages of its calls, or why it was dropped
-rescores.jsonl           a line per score given later, by `insitu trajectories rescore`
-training_metrics.jsonl   a line per epoch
-reward_history.json      validation_history.json   curriculum_state.json   best.json   reward_plot.png
-progress.json            the point from which the run can continue; journal.jsonl: what it has collected since
-progress_history.jsonl   the earlier points, from which a fork can begin
-events.jsonl             when the run was started, forked, continued and ended
-backend/                 the embedded backend's log and checkpoints
-
-The first line of files of lines names the format, {"format": 2}, except that of training_metrics.jsonl.
-"""
+"""The only writer of the files in a run's directory (see `files`)."""
 
 import hashlib
 import logging
@@ -36,27 +20,26 @@ from insitu.disk.files import Block, LineFile, writable_folder
 from insitu.disk.folder_lock import LOCK_FILE, FolderLock
 from insitu.disk.json_files import dump_json, write_json
 from insitu.errors import ConfigError, InsituError
-from insitu.runs.progress import HISTORY
+from insitu.runs.files import (
+    ADVANTAGES,
+    BACKEND_FOLDER,
+    BLOCKS,
+    BY_EPOCH,
+    CALLS,
+    EPISODES,
+    EVENTS,
+    GROUPS,
+    PLAIN_LINES,
+    RUN_FILES,
+)
 from insitu.runs.records import call_records, episode_record
-from insitu.runs.stored import BLOCK_FILES, CALLS_FILE, EPISODES_FILE, GROUPS_FILE, StoredRun
+from insitu.runs.stored import StoredRun
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.finetuning import Trajectory
 
 logger = logging.getLogger(__name__)
 
 OUTPUT_DIR = "finetuning.output_dir"
-RUN_FILES = ("run.json", EPISODES_FILE, "training_metrics.jsonl", "reward_history.json", "validation_history.json")
-EVENTS = "events.jsonl"
-BACKEND_FOLDER = "backend"
-STARTED_FILE = "started_from.json"
-"""In the backend's folder: the model that its training started from, since names such as `latest` change meaning."""
-_OF_EPOCHS = (
-    *(EPISODES_FILE, CALLS_FILE, GROUPS_FILE, "advantages.jsonl", "training_metrics.jsonl"),
-    HISTORY,
-)
-"""Files of lines whose last epoch is written again by a run that continues."""
-_DOCUMENTED = ("training_metrics.jsonl", "data_collection_progress.jsonl")
-"""Files with a line per epoch or collection, and nothing else."""
 ORPHAN_SECONDS = 60.0
 """Time for the backend of a run that was killed to notice that and to end."""
 
@@ -125,7 +108,7 @@ class RunStore:
     def append(self, name: str, records: Iterable[Any]) -> None:
         """Appends whole lines to a file, after a first line with the format's version."""
         file = self._open(name)
-        if file.size == 0 and name not in _DOCUMENTED:
+        if file.size == 0 and name not in PLAIN_LINES:
             file.append(_FORMAT)
         file.append(b"".join(map(_line, records)))
 
@@ -139,18 +122,18 @@ class RunStore:
         """Blocks are appended to a new file, or to one of known `size`."""
         if name not in self._files:
             path = self._path / name
-            if name in BLOCK_FILES and size is None and path.exists():
+            if name in BLOCKS and size is None and path.exists():
                 raise InsituError(f"{path} exists already; it is not overwritten")
-            self._files[name] = LineFile(path, size if name in BLOCK_FILES else None)
+            self._files[name] = LineFile(path, size if name in BLOCKS else None)
         return self._files[name]
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the files with lines of each epoch."""
-        return {name: self._files[name].size for name in _OF_EPOCHS if name in self._files}
+        return {name: self._files[name].size for name in BY_EPOCH if name in self._files}
 
     def cut_to(self, sizes: Mapping[str, int]) -> None:
         """Removes the lines that were written after the files had these sizes. Raises InsituError if one is shorter."""
-        for name in _OF_EPOCHS:
+        for name in BY_EPOCH:
             if name in sizes or (self._path / name).exists():
                 self._open(name, sizes.get(name, 0)).truncate(sizes.get(name, 0))
 
@@ -182,8 +165,8 @@ class RunStore:
     def append_group(self, record: GroupRecord, epoch: int) -> None:
         calls = (line for e in record.episodes for line in call_records(e.key.text(), e.calls))
         blocks = {
-            CALLS_FILE: self._append_block(CALLS_FILE, calls),
-            EPISODES_FILE: self._append_block(EPISODES_FILE, map(episode_record, record.episodes)),
+            CALLS: self._append_block(CALLS, calls),
+            EPISODES: self._append_block(EPISODES, map(episode_record, record.episodes)),
         }
         group = {
             "epoch": epoch,
@@ -194,7 +177,7 @@ class RunStore:
             "dropped": dict(record.dropped),
             "blocks": blocks,
         }
-        self.append(GROUPS_FILE, [group])
+        self.append(GROUPS, [group])
 
     def append_advantages(
         self,
@@ -210,7 +193,7 @@ class RunStore:
             dropped = drop_reasons.get(str(t.id)) or (t.metadata or {}).get("dropped")
             record = {"epoch": epoch, "episode": t.id, "dropped": dropped, "advantages": known.get(t.id, {})}
             records.append(record)
-        self.append("advantages.jsonl", records)
+        self.append(ADVANTAGES, records)
 
 
 def _line(record: Any) -> bytes:

@@ -11,16 +11,14 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from insitu.collect.datasets import WORKFLOW_OUTPUT
 from insitu.config import Config
 from insitu.disk.files import Block, read_block, read_line, read_object, shorter_than_written, whole_lines
 from insitu.errors import ConfigError, InsituError
+from insitu.runs.files import BLOCKS, CALLS, EPISODES, GROUPS, RESCORES, RUN
 from insitu.runs.records import restore_calls, restore_episode
 from insitu.schemas.episodes import FORMAT_VERSION, DropReason, Episode, EpisodeKey, ModelCall, Outcome
 
-EPISODES_FILE, CALLS_FILE, GROUPS_FILE = "episodes.jsonl.gz", "calls.jsonl.gz", "groups.jsonl"
-BLOCK_FILES = (EPISODES_FILE, CALLS_FILE)
-"""Files with a compressed block of lines for each group, after one with the format. `groups.jsonl` is their index."""
-RESCORES = "rescores.jsonl"
 _LISTED = 5
 
 logger = logging.getLogger(__name__)
@@ -62,25 +60,25 @@ class RunFolder:
     def __init__(self, folder: Path, key: str = "") -> None:
         self.folder = folder
         self._where = f"{key}: {folder}" if key else str(folder)
-        if (folder / EPISODES_FILE).is_file():
+        if (folder / EPISODES).is_file():
             return
-        if (folder / "workflow_output.json").is_file():
+        if (folder / WORKFLOW_OUTPUT).is_file():
             raise ConfigError(
                 f"{self._where} is the directory of an evaluation, which records answers but no model calls; "
                 "give the directory of a finetuning run"
             )
-        if (folder / EPISODES_FILE).with_suffix("").is_file():
+        if (folder / EPISODES).with_suffix("").is_file():
             raise ConfigError(
                 f"{self._where} was recorded by an earlier release in format 1; supported: {FORMAT_VERSION}"
             )
         raise ConfigError(
-            f"{self._where} is not a run directory: {EPISODES_FILE} is missing (it is written to "
+            f"{self._where} is not a run directory: {EPISODES} is missing (it is written to "
             "finetuning.output_dir when the first group completes)"
         )
 
     def settings(self) -> dict[str, Any]:
         """The content of `run.json`."""
-        path = self.folder / "run.json"
+        path = self.folder / RUN
         return read_object(path) if path.is_file() else {}
 
     def records(self, name: str, episode: str | None = None) -> Iterator[dict[str, Any]]:
@@ -103,9 +101,9 @@ class RunFolder:
 
         Those at the end whose other lines were lost in a crash are left out and reported.
         """
-        sizes = {name: (self.folder / name).stat().st_size for name in BLOCK_FILES}
-        for record in self.records(GROUPS_FILE):
-            blocks = {name: Block(*record["blocks"][name]) for name in BLOCK_FILES}
+        sizes = {name: (self.folder / name).stat().st_size for name in BLOCKS}
+        for record in self.records(GROUPS):
+            blocks = {name: Block(*record["blocks"][name]) for name in BLOCKS}
             for name, block in blocks.items():
                 if block.end > sizes[name]:
                     missing = shorter_than_written(self.folder / name, sizes[name], block.end)
@@ -118,11 +116,11 @@ class RunFolder:
     def episode_records(self, groups: Iterable[StoredGroup]) -> Iterator[dict[str, Any]]:
         """The lines of `episodes.jsonl.gz` of groups."""
         for group in groups:
-            yield from read_block(self.folder / EPISODES_FILE, group.episodes)
+            yield from read_block(self.folder / EPISODES, group.episodes)
 
     def calls(self, group: StoredGroup) -> dict[str, list[ModelCall]]:
         """The calls of a group's episodes that have any, by episode."""
-        records = read_block(self.folder / CALLS_FILE, group.calls)
+        records = read_block(self.folder / CALLS, group.calls)
         of_episode = groupby(records, lambda record: str(record["episode"]))
         return {episode: restore_calls(lines) for episode, lines in of_episode}
 
@@ -192,7 +190,7 @@ class StoredRun(RunFolder):
     def _episode(self, record: Mapping[str, Any], calls: list[ModelCall]) -> Episode:
         if len(calls) != record["calls"]:
             name, found = record["episode"], f"{len(calls)} of the {record['calls']}"
-            raise InsituError(f"{self.folder / CALLS_FILE} has {found} calls of episode {name}")
+            raise InsituError(f"{self.folder / CALLS} has {found} calls of episode {name}")
         episode = restore_episode(record, calls)
         if self.reward is not None:
             self._replace_reward(episode, self.reward)

@@ -12,9 +12,9 @@ from insitu.disk.checkpoint_files import OPTIMIZER_FILE, saved_checkpoints
 from insitu.disk.files import read_line, read_object, shorter_than_written
 from insitu.disk.folder_lock import locked_by
 from insitu.errors import ConfigError, InsituError
+from insitu.runs.files import BACKEND_FOLDER, BEST, EVENTS, METRICS, PROGRESS, RUN, RUN_FILES, STARTED_FILE
 from insitu.runs.held_out import read_validations
-from insitu.runs.progress import PROGRESS, RunProgress, journal_size, read_progress
-from insitu.runs.store import BACKEND_FOLDER, EVENTS, RUN_FILES, STARTED_FILE
+from insitu.runs.progress import RunProgress, journal_size, read_progress
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ def read_summary(run: Path) -> RunSummary:
     """Never raises for what is in the folder."""
     summary = RunSummary(str(run))
     locked = locked_by(run)  # before and after the status is read: a process may end or begin in between
-    settings: dict[str, Any] = summary.attempt(lambda: read_object(run / "run.json"), {})
+    settings: dict[str, Any] = summary.attempt(lambda: read_object(run / RUN), {})
     progress = summary.attempt(lambda: read_progress(run), None)
     summary.run_id = settings.get("run_id") or (progress.run_id if progress is not None else None)
     summary.attempt(lambda: _describe_settings(summary, settings), None)
@@ -184,13 +184,13 @@ def read_details(run: Path) -> RunDetails:
     if not any((run / name).exists() for name in (*RUN_FILES, PROGRESS)):
         raise ConfigError(f"RUN_DIR: {run} holds no run of insitu finetune")
     summary = read_summary(run)
-    best = run / "best.json"
+    best = run / BEST
     return RunDetails(
         summary=summary,
         resume=summary.attempt(lambda: _what_resume_does(run, summary), "cannot continue"),
         settings=summary.attempt(lambda: _changed_settings(run), {}),
         events=summary.read_lines(run / EVENTS),
-        epochs=summary.read_lines(run / "training_metrics.jsonl"),
+        epochs=summary.read_lines(run / METRICS),
         validations=summary.attempt(lambda: read_validations(run), []),
         best=summary.attempt(lambda: read_object(best) if best.is_file() else None, None),
         files=summary.attempt(lambda: _sizes(run), {}),
@@ -200,7 +200,7 @@ def read_details(run: Path) -> RunDetails:
 def _changed_settings(run: Path) -> dict[str, Any]:
     from insitu.config.defaults import changed_settings  # imports the components
 
-    return changed_settings(read_object(run / "run.json").get("config") or {})
+    return changed_settings(read_object(run / RUN).get("config") or {})
 
 
 def _what_resume_does(run: Path, summary: RunSummary) -> str:

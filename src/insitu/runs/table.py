@@ -14,6 +14,7 @@ from insitu.collect.conversations import conversations
 from insitu.disk.files import cannot_write
 from insitu.disk.json_files import dump_json
 from insitu.errors import ConfigError, InsituError, install_command
+from insitu.runs.files import ADVANTAGES
 from insitu.runs.records import call_records, episode_record
 from insitu.runs.stored import StoredRun
 from insitu.schemas.episodes import Episode
@@ -91,7 +92,7 @@ def _type(polars: Any, kind: str) -> Any:
 
 
 def _records(run: StoredRun) -> Iterator[dict[str, Any]]:
-    training = {line["episode"]: line for line in run.records("advantages.jsonl")}
+    training = {line["episode"]: line for line in run.records(ADVANTAGES)}
     rescores: dict[str, list[Any]] = {}
     for (name, _), record in run.rescores().items():
         rescores.setdefault(name, []).append({k: v for k, v in record.items() if k != "episode"})

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
 from insitu.preferences.pairs import ALIKE
-from insitu.runs.stored import EPISODES_FILE
+from insitu.runs import files
 from insitu.schemas.finetuning import PolicyEndpoint, TrainingJobStatus, TrajectoryCollection
 from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
@@ -120,7 +120,7 @@ def check_collected(
     raise TrajectoryError(
         f"epoch {epoch}: no {'preference pair' if needs.pairs else 'episode'} can be trained on; dropped: "
         + "; ".join([counts(collection.dropped), *causes])
-        + f" (all of them: {folder / EPISODES_FILE})"
+        + f" (all of them: {folder / files.EPISODES})"
     )
 
 
@@ -135,7 +135,7 @@ def check_results(
     if not statuses:
         raise TrajectoryError(
             f"no epoch trained anything: every group was dropped: {counts(dropped)} "
-            f"(per epoch: {folder / 'training_metrics.jsonl'})" + "".join(f"; {cause}" for cause in causes)
+            f"(per epoch: {folder / files.METRICS})" + "".join(f"; {cause}" for cause in causes)
         )
     if failed := [v for v in validations if "error" in v]:
         raise InsituError(

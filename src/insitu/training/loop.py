@@ -22,8 +22,9 @@ from insitu.collect.shared_run import UsesBuilder, builder_of_run
 from insitu.config.resolved import resolved_config, without_secrets
 from insitu.errors import JobFailed
 from insitu.registry import register_trainer
+from insitu.runs import files
 from insitu.runs.plot import RewardPlot
-from insitu.runs.progress import JOURNAL, journal_record, new_run_id
+from insitu.runs.progress import journal_record, new_run_id
 from insitu.runs.resume import ResumableRun
 from insitu.runs.store import RunStore, provenance, read_curriculum
 from insitu.schemas.episodes import Episode
@@ -103,7 +104,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             self.report.note(note)
         if self._durable.continues:
             self.run_id, self.reward_history = self._durable.progress.run_id, [*self._durable.progress.rewards]
-        self._plot = RewardPlot(folder / "reward_plot.png")
+        self._plot = RewardPlot(folder / files.PLOT)
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
@@ -160,7 +161,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             await self.validation.run(0)
         if self._warm_up is not None and not progress.warmed_up:
             result = await self._warm_up.run(self.trainer_adapter, self.run_id, progress.policy_version, self.report)
-            self.store.write("warm_up.json", result)
+            self.store.write(files.WARM_UP, result)
             await self._durable.commit(warmed_up=True, policy_version=result["policy_version"])
         for epoch in range(progress.epoch + 1, num_epochs + 1):
             try:
@@ -258,7 +259,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             self.report.advance()
             traffic.add(episode)
             if self.journals_episodes and episode.key not in journaled:
-                self.store.append(JOURNAL, [journal_record(episode)])
+                self.store.append(files.JOURNAL, [journal_record(episode)])
 
         def on_group(record: GroupRecord) -> None:
             self.store.append_group(record, epoch)
@@ -326,10 +327,10 @@ class InsituTrainer(UsesBuilder, Trainer):
         return statistics
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        self.store.append("training_metrics.jsonl", [metrics])
+        self.store.append(files.METRICS, [metrics])
         self.store.sync()
-        self.store.write("reward_history.json", self.reward_history)
-        self.store.write("curriculum_state.json", self.get_curriculum_state())
+        self.store.write(files.REWARDS, self.reward_history)
+        self.store.write(files.CURRICULUM, self.get_curriculum_state())
 
     @property
     def _validations(self) -> list[dict[str, Any]]:
@@ -354,7 +355,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         file = str(source.absolute()) if source.is_file() else str(source)
         about = {"run_id": self.run_id, "insitu": __version__, "source": file}
         config = resolved_config(self._full_config)
-        self.store.write("run.json", {**about, **self._origin(), **settings, "config": config})
+        self.store.write(files.RUN, {**about, **self._origin(), **settings, "config": config})
         self.store.record_event("started", insitu=__version__)
         self.report.header(self.run_id, settings)
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from insitu.algorithms.statistics import mean_ci95
 from insitu.collect.evaluators import parse_score, scores_by_row
+from insitu.runs.files import EPISODES, METRICS, PLOT, VALIDATIONS
 from insitu.schemas.evaluation import EvaluationRunOutput
 
 _SILENCE = 30.0
@@ -168,7 +169,7 @@ class Report:
             table.add_row(name, str(record["epoch"]), label, score, interval, str(record["num_examples"]), dropped)
         if rows:
             self.console.print(table)
-        names = ("validation_history.json", "training_metrics.jsonl", "reward_plot.png", "episodes.jsonl.gz")
+        names = (VALIDATIONS, METRICS, PLOT, EPISODES)
         self.note(f"files: {folder}/  ({', '.join(name for name in names if (folder / name).exists())} ...)")
 
 

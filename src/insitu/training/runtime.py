@@ -25,7 +25,7 @@ from insitu.errors import (
     describe_error,
 )
 from insitu.registry import EVALUATOR, TRAJECTORY_BUILDER, not_found
-from insitu.runs.store import RUN_FILES
+from insitu.runs.files import RUN_FILES
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     FinetuneRunConfig,

@@ -9,7 +9,8 @@ from insitu.builder import Builder
 from insitu.collect.datasets import dataset_file, load_dataset
 from insitu.collect.validation import held_out_config, validate
 from insitu.errors import ConfigError, InsituError, Stalled
-from insitu.runs.held_out import HISTORY_FILE, SCORES_FILE, RowScores, read_validations
+from insitu.runs.files import BEST, VALIDATION_SCORES, VALIDATIONS
+from insitu.runs.held_out import RowScores, read_validations
 from insitu.runs.progress import RunProgress
 from insitu.runs.store import RunStore, dataset_record
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
@@ -98,8 +99,8 @@ class Validation:
             self._write_scores(epoch, version, self._rows.sha256, scores)
         if self._note_best(record):
             checkpoint = self._store.relative(self.checkpoints.get(version))
-            self._store.write("best.json", {**record, "checkpoint": checkpoint})
-        self._store.write(HISTORY_FILE, [{k: _json(v) for k, v in r.items()} for r in self.history])
+            self._store.write(BEST, {**record, "checkpoint": checkpoint})
+        self._store.write(VALIDATIONS, [{k: _json(v) for k, v in r.items()} for r in self.history])
         return record
 
     def _note_best(self, record: dict[str, Any]) -> bool:
@@ -113,7 +114,7 @@ class Validation:
         """The scores of each row, for tests that pair the rows of two versions."""
         reward = self._run_config.reward_function
         line = RowScores(epoch, version, reward.name if reward is not None else "", dataset, scores)
-        self._store.append(SCORES_FILE, [line._asdict()])
+        self._store.append(VALIDATION_SCORES, [line._asdict()])
         self._store.sync()
 
 

@@ -18,12 +18,12 @@ import orjson
 
 from insitu.disk.files import Block, read_block, read_line, shorter_than_written
 from insitu.errors import InsituError
+from insitu.runs.files import ADVANTAGES, BLOCKS, CALLS, EPISODES, GROUPS, METRICS
 from insitu.runs.inspection import TrainingStatus
-from insitu.runs.stored import BLOCK_FILES, CALLS_FILE, EPISODES_FILE, GROUPS_FILE, StoredGroup
+from insitu.runs.stored import StoredGroup
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.view.appended import AppendedLines, FileReplaced, Line
 
-ADVANTAGES, METRICS = "advantages.jsonl", "training_metrics.jsonl"
 _BATCH = 100
 """Groups or lines that are indexed before others may read the index."""
 _PAUSE = 0.05
@@ -55,7 +55,7 @@ CREATE TABLE epochs (epoch INTEGER PRIMARY KEY, job TEXT);
 """
 _STATUS = """status(e.reward IS NULL OR NOT e.in_group OR e.dropped IS NOT NULL, epochs.epoch IS NOT NULL, epochs.job,
     e.trained, e.sent)"""
-EPISODES = f"SELECT e.*, {_STATUS} AS status FROM episodes e LEFT JOIN epochs ON epochs.epoch = e.epoch"
+QUERY = f"SELECT e.*, {_STATUS} AS status FROM episodes e LEFT JOIN epochs ON epochs.epoch = e.epoch"
 """The query of episodes with their training status, which is None as long as it is not indexed."""
 
 _MISSING, _UNREADABLE = "missing", "unreadable"
@@ -94,7 +94,7 @@ class RunIndex:
         self._database.row_factory = sqlite3.Row
         self._database.create_function("status", 5, self._status)
         self._database.executescript(f"PRAGMA journal_mode = MEMORY; {_TABLES}")
-        self._files = {name: AppendedLines(self.run / name) for name in (GROUPS_FILE, ADVANTAGES, METRICS)}
+        self._files = {name: AppendedLines(self.run / name) for name in (GROUPS, ADVANTAGES, METRICS)}
         self._problems: dict[str, tuple[str, int]] = {}
         self._unknown_format: set[str] = set()
         self._complete = False
@@ -160,7 +160,7 @@ class RunIndex:
         try:
             self._insert(METRICS, _epoch, _ADD_EPOCH)
             advantages = _size(self.run / ADVANTAGES)  # those after it may be of groups that are not read this time
-            self._insert(GROUPS_FILE, _group, _ADD_GROUP)
+            self._insert(GROUPS, _group, _ADD_GROUP)
             self.groups_known.set()
             self._retry_short_groups()
             self._read_episodes()
@@ -227,7 +227,7 @@ class RunIndex:
 
     def _retry_short_groups(self) -> None:
         """Groups whose lines were not all in the file, which may have been copied meanwhile."""
-        size = _size(self.run / EPISODES_FILE)
+        size = _size(self.run / EPISODES)
         if not self.select("SELECT 1 FROM groups WHERE state = ? LIMIT 1", (_SHORT,)):
             self._problems.pop(_MISSING, None)
             return
@@ -247,25 +247,25 @@ class RunIndex:
             read = [(group, *self._read_group(group)) for group in groups]
             with self._changing():
                 states = [(state, group["id"]) for group, state, _ in read]
-                self._execute(GROUPS_FILE, "UPDATE groups SET state = ? WHERE id = ?", states)
+                self._execute(GROUPS, "UPDATE groups SET state = ? WHERE id = ?", states)
                 episodes = [values for _, _, found in read for values in found]
-                self._execute(EPISODES_FILE, _ADD_EPISODE, episodes)
+                self._execute(EPISODES, _ADD_EPISODE, episodes)
 
     def _read_group(self, group: sqlite3.Row) -> tuple[int, list[Values]]:
         """The state of a group, and what the index holds of its episodes."""
         self._no_requests.wait(_PAUSE)
-        path, block = self.run / EPISODES_FILE, stored_group(group).episodes
+        path, block = self.run / EPISODES, stored_group(group).episodes
         if (size := _size(path)) < block.end:
             self._note(_MISSING, shorter_than_written(path, size, block.end))
             return _SHORT, []
         try:
-            members = set(read_at(self.run / GROUPS_FILE, group)["episodes"])
+            members = set(read_at(self.run / GROUPS, group)["episodes"])
             records = read_block(path, block)
             return _INDEXED, [(group["id"], group["row_key"], *_episode(record, members)) for record in records]
         except InsituError as error:
-            self._note(EPISODES_FILE, str(error))
+            self._note(EPISODES, str(error))
         except _MALFORMED as error:
-            self._note(EPISODES_FILE, f"{path}, {block} has another form: {error!r}")
+            self._note(EPISODES, f"{path}, {block} has another form: {error!r}")
         return _DAMAGED, []
 
     def _note(self, name: str, problem: str) -> None:
@@ -285,7 +285,7 @@ class RunIndex:
 def _group(record: dict[str, Any], line: Line) -> Values:
     rewards = [float(reward) for reward in record["rewards"]]
     row_id = str(record["row_id"])
-    blocks = {name: Block(*record["blocks"][name]) for name in BLOCK_FILES}
+    blocks = {name: Block(*record["blocks"][name]) for name in BLOCKS}
     if any(number < 0 for block in blocks.values() for number in block):
         raise ValueError(f"blocks are {record['blocks']}")
     return (
@@ -293,7 +293,7 @@ def _group(record: dict[str, Any], line: Line) -> Values:
         *_mean_and_deviation(rewards),
         *(orjson.dumps(record["dropped"]).decode(), sum(record["dropped"].values())),
         *(line.offset, len(line.content), line.number),
-        *(*blocks[EPISODES_FILE], *blocks[CALLS_FILE]),
+        *(*blocks[EPISODES], *blocks[CALLS]),
     )
 
 

@@ -10,7 +10,7 @@ import orjson
 
 from insitu.errors import RequestRefused
 from insitu.runs.inspection import TrainingStatus
-from insitu.view.index import EPISODES, RunIndex
+from insitu.view.index import QUERY, RunIndex
 
 _MOST = 1000
 """Lines of a page."""
@@ -124,7 +124,7 @@ class Lists:
 
     def episodes(self, query: ListQuery) -> dict[str, Any]:
         """The answer of `/api/episodes`."""
-        total, rows = self._page("episodes", EPISODES, query)
+        total, rows = self._page("episodes", QUERY, query)
         return {
             "total": total,
             "indexed": self.index.indexed._asdict(),

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from insitu.collect.datasets import WORKFLOW_OUTPUT
 from insitu.errors import ConfigError, RequestRefused
 from insitu.runs.summary import DEFAULT_FOLDERS, find_runs
 
@@ -40,7 +41,7 @@ class OpenedFolder:
 
     def note(self) -> str | None:
         """Why there may be no run."""
-        if (self.base / "workflow_output.json").is_file():
+        if (self.base / WORKFLOW_OUTPUT).is_file():
             return f"{self.base} is the directory of an evaluation; open that of a finetuning run"
         return None
 

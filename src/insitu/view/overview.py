@@ -9,12 +9,11 @@ from typing import Any
 from insitu.disk.files import read_object
 from insitu.disk.folder_lock import LOCK_FILE, locked_by
 from insitu.errors import ConfigError, RequestRefused
+from insitu.runs.files import COLLECTIONS, EVENTS, FINAL_METRICS, METRICS, RUN
 from insitu.runs.held_out import read_validations
-from insitu.runs.store import EVENTS
 from insitu.runs.summary import RunSummary, read_details, read_summary
 from insitu.view.opened import OpenedFolder
 
-METRICS = "training_metrics.jsonl"
 RECORDED = ("advantages", "credit", "discount", "on_failure", "targets", "training", "episodes_from", "dataset", "seed")
 """Keys of `run.json` on the page of a run, beside the settings of its file."""
 
@@ -90,7 +89,7 @@ def one_run(name: str, path: Path) -> dict[str, Any]:
     except ConfigError as error:
         raise RequestRefused(str(error), status=404, param="run", code="unknown_run") from None
     summary = details.summary
-    recorded: dict[str, Any] = RunSummary(str(path)).attempt(lambda: read_object(path / "run.json"), {})
+    recorded: dict[str, Any] = RunSummary(str(path)).attempt(lambda: read_object(path / RUN), {})
     totals: dict[str, Any] = summary.attempt(lambda: _totals(details.epochs, details.validations, details.events), {})
     dropped: dict[str, int] = summary.attempt(lambda: _count_dropped(details.epochs), {})
     content = details.as_json()
@@ -110,9 +109,9 @@ def one_run(name: str, path: Path) -> dict[str, Any]:
 
 def _customizer(path: Path, summary: RunSummary) -> dict[str, Any]:
     """What a run on NeMo Customizer has instead of epochs."""
-    final = path / "final_metrics.json"
+    final = path / FINAL_METRICS
     found: dict[str, Any] | None = summary.attempt(lambda: read_object(final) if final.is_file() else None, None)
-    return {"collections": summary.read_lines(path / "data_collection_progress.jsonl"), "final_metrics": found}
+    return {"collections": summary.read_lines(path / COLLECTIONS), "final_metrics": found}
 
 
 def _count_dropped(epochs: Iterable[Mapping[str, Any]]) -> dict[str, int]:

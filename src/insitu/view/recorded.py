@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import orjson
 
 from insitu.errors import RequestRefused
+from insitu.runs.files import ADVANTAGES, GROUPS, RESCORES
 from insitu.runs.inspection import RecordedEpisode, suggest
-from insitu.runs.stored import GROUPS_FILE, RESCORES, RunFolder
+from insitu.runs.stored import RunFolder
 from insitu.runs.summary import RunSummary
 from insitu.schemas.episodes import ModelCall
-from insitu.view.index import ADVANTAGES, EPISODES, RunIndex, read_at, stored_group
+from insitu.view.index import QUERY, RunIndex, read_at, stored_group
 
 _CHUNK = 1 << 20
 _NAMED = 500
@@ -71,7 +72,7 @@ class RecordedGroups:
         notes = RunSummary(str(self.run))
         stored = stored_group(row)
         files = notes.attempt(lambda: RunFolder(self.run), None)
-        line: dict[str, Any] | None = notes.attempt(lambda: read_at(self.run / GROUPS_FILE, row), None)
+        line: dict[str, Any] | None = notes.attempt(lambda: read_at(self.run / GROUPS, row), None)
         records: list[dict[str, Any]] = []
         calls: dict[str, list[ModelCall]] = {}
         settings: dict[str, Any] = {}
@@ -139,7 +140,7 @@ class RecordedGroups:
         """The lines of `advantages.jsonl` of a group, by episode."""
         path = self.run / ADVANTAGES
         if self.index.complete:
-            found = self.index.select(f"{EPISODES} WHERE group_id = ? AND number IS NOT NULL", (row["id"],))
+            found = self.index.select(f"{QUERY} WHERE group_id = ? AND number IS NOT NULL", (row["id"],))
             return {each["episode"]: read_at(path, each) for each in found}
         return {line["episode"]: line for line in self._lines(ADVANTAGES, row)}
 

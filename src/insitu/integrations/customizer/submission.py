@@ -7,12 +7,10 @@ from pydantic import BaseModel, ValidationError
 
 from insitu.disk.files import numbered_records
 from insitu.errors import ConfigError
+from insitu.runs.files import SUBMISSION
 from insitu.runs.store import OUTPUT_DIR
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.finetuning import TrainingJobRef, TrainingStatusEnum, Trajectory, TrajectoryCollection
-
-SUBMISSION = "submission.json"
-PAIRS = "pairs.jsonl"
 
 
 class Submission(BaseModel):

@@ -21,8 +21,6 @@ from insitu.errors import ConfigError, InsituError, JobFailed, Stalled, Trajecto
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerConfig
 from insitu.integrations.customizer.records import single_pairs
 from insitu.integrations.customizer.submission import (
-    PAIRS,
-    SUBMISSION,
     Submission,
     pair_records,
     read_pairs,
@@ -30,6 +28,7 @@ from insitu.integrations.customizer.submission import (
 )
 from insitu.integrations.customizer.trainer_adapter import NeMoCustomizerTrainerAdapter
 from insitu.preferences.selection import distinct_pairs, sampled_pairs
+from insitu.runs.files import COLLECTION_HISTORY, COLLECTIONS, FINAL_METRICS, PAIRS, SUBMISSION
 from insitu.runs.store import OUTPUT_DIR, RunStore
 from insitu.schemas.finetuning import (
     FinetuneConfig,
@@ -125,7 +124,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
             )
         self.run_id = submission.run_id
         self._submission = submission.model_copy(update={"settings": self._job_settings()})
-        history = await asyncio.to_thread((folder / "collection_history.json").read_bytes)
+        history = await asyncio.to_thread((folder / COLLECTION_HISTORY).read_bytes)
         self.collection_history = load_json(history)
         state = f"job {_job_id(job)}" if job is not None else "its pairs have been collected"
         self.report.note(f"run {self.run_id} continues: {state}")
@@ -308,9 +307,9 @@ class NeMoCustomizerTrainer(InsituTrainer):
         """Records a collection."""
         record = {"run": epoch, "run_id": self.run_id, "timestamp": datetime.now(UTC).isoformat(), **metrics}
         self.collection_history.append(record)
-        self.store.append("data_collection_progress.jsonl", [record])
+        self.store.append(COLLECTIONS, [record])
         self.store.sync()
-        self.store.write("collection_history.json", self.collection_history)
+        self.store.write(COLLECTION_HISTORY, self.collection_history)
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
         return {"run_id": run_id, "collections": self.collection_history, "final": self.final_metrics}
@@ -344,7 +343,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
             "message": status.message if status is not None else None,
             "seconds": seconds,
         }
-        self.store.write("final_metrics.json", self.final_metrics)
+        self.store.write(FINAL_METRICS, self.final_metrics)
 
 
 def _to_continue(run_config: FinetuneConfig) -> Submission | None:

@@ -19,7 +19,8 @@ from insitu.disk.folder_lock import FolderLock
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
 from insitu.registry import register_trainer_adapter
 from insitu.runs.checkpoints import NAMES, find_checkpoint
-from insitu.runs.store import BACKEND_FOLDER, ORPHAN_SECONDS, OUTPUT_DIR, STARTED_FILE, move_aside
+from insitu.runs.files import BACKEND_FOLDER, STARTED_FILE
+from insitu.runs.store import ORPHAN_SECONDS, OUTPUT_DIR, move_aside
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.finetuning import (
     FinetuneConfig,

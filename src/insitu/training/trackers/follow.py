@@ -15,6 +15,7 @@ import orjson
 
 from insitu.disk.files import read_object, write_file
 from insitu.errors import InsituError
+from insitu.runs.files import PROGRESS
 from insitu.training.trackers.stream import FOLDER, RunFiles, status_of
 from insitu.training.trackers.tracker import Tracker, tracker_class
 from insitu.wire.redaction import redact_stream, remember_environment
@@ -77,7 +78,7 @@ def follow(name: str, folder: Path) -> None:
         follower.update()
     follower.finish()
     if not files.progress:
-        raise InsituError("nothing was logged: the trainer of this run writes no progress.json")
+        raise InsituError(f"nothing was logged: the trainer of this run writes no {PROGRESS}")
 
 
 def main(name: str, folder: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from insitu.config.resolved import leaves
 from insitu.disk.files import load_json, numbered_records, read_object
 from insitu.errors import InsituError
-from insitu.runs.stored import EPISODES_FILE, RunFolder
+from insitu.runs.files import EPISODES, METRICS, PROGRESS, RUN, VALIDATION_SCORES, VALIDATIONS
+from insitu.runs.stored import RunFolder
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import message_text
 from insitu.training.trackers.tracker import Step, Table, TrackedRun
@@ -85,18 +86,18 @@ class RunFiles:
 
     @property
     def has_begun(self) -> bool:
-        return (self.folder / "run.json").is_file()
+        return (self.folder / RUN).is_file()
 
     @cached_property
     def run(self) -> TrackedRun:
-        about = read_object(self.folder / "run.json")
+        about = read_object(self.folder / RUN)
         settings = {key: _scalar(value) for key, value in leaves(about.get("config") or {})}
         return TrackedRun(self.folder.name, about["run_id"], self.folder / FOLDER, settings)
 
     @property
     def progress(self) -> dict[str, Any]:
         """The point from which the run can continue: its epochs up to there do not change any more."""
-        path = self.folder / "progress.json"
+        path = self.folder / PROGRESS
         return read_object(path) if path.is_file() else {}
 
     def steps(self, after: int) -> Iterator[Step]:
@@ -104,7 +105,7 @@ class RunFiles:
         last = self.progress.get("epoch", -1)
         if last <= after and after >= 0:
             return
-        lines = {record["epoch"]: record for _, record in self._records("training_metrics.jsonl")}
+        lines = {record["epoch"]: record for _, record in self._records(METRICS)}
         validations = {record["epoch"]: record for record in self._validations()}
         for epoch in range(after + 1, last + 1):
             if last == 0 and epoch not in validations:
@@ -114,7 +115,7 @@ class RunFiles:
                 yield Step(epoch, metrics, dict(self._tables(epoch)))
 
     def _validations(self) -> list[dict[str, Any]]:
-        path = self.folder / "validation_history.json"
+        path = self.folder / VALIDATIONS
         return list(load_json(path.read_bytes())) if path.is_file() else []
 
     def _records(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -122,11 +123,11 @@ class RunFiles:
         return numbered_records(path) if path.is_file() else iter(())
 
     def _tables(self, epoch: int) -> Iterator[tuple[str, Table]]:
-        for _, record in self._records("validation_scores.jsonl"):
+        for _, record in self._records(VALIDATION_SCORES):
             if record.get("epoch") == epoch:
                 rows = [(row, sum(scores) / len(scores)) for row, scores in record["scores"].items() if scores]
                 yield "validation/scores", Table(("row", "score"), rows[:MAX_ROWS])
-        if epoch > 0 and (self.folder / EPISODES_FILE).is_file() and (rows := [*self._episodes(epoch)]):
+        if epoch > 0 and (self.folder / EPISODES).is_file() and (rows := [*self._episodes(epoch)]):
             columns = ("row", "generation", "outcome", "reward", "prompt", "answer", "output")
             yield "train/episodes", Table(columns, rows)
 
