@@ -1,4 +1,7 @@
-"""Every file of a run: its name, its format, and what it holds. No other module has such a name as a literal."""
+"""Every file of a run: its name, its format, and what it holds.
+
+No other module has such a name as a literal.
+"""
 
 from enum import StrEnum
 from typing import NamedTuple

@@ -354,8 +354,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         source = Path(self._full_config.source)  # absolute, for commands that read the run in another directory
         file = str(source.absolute()) if source.is_file() else str(source)
         about = {"run_id": self.run_id, "insitu": __version__, "source": file}
-        config = resolved_config(self._full_config)
-        self.store.write(files.RUN, {**about, **self._origin(), **settings, "config": config})
+        self.store.write(files.RUN, about | self._origin() | settings | {"config": resolved_config(self._full_config)})
         self.store.record_event("started", insitu=__version__)
         self.report.header(self.run_id, settings)
 

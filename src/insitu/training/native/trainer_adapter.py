@@ -120,9 +120,8 @@ class InsituTrainerAdapter(TrainerAdapter):
         self._first_version = 0 if self._process is not None else self._version
 
     def _token(self) -> str:
-        if self._process is not None:
-            return self._process.token
-        return self._url_token or "none"  # the header needs a value
+        own = self._process.token if self._process is not None else self._url_token
+        return own or "none"  # the header needs a value
 
     def _resolve_model(self, model: str) -> str:
         """The path of a local folder, or `model` unchanged if it could be a Hub repo id."""
