@@ -16,7 +16,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.training.interfaces import TrainerAdapter
+from insitu.training.interfaces import ResumableAdapter
 from insitu.workflow.functions import FunctionInfo
 
 TURNS = 3
@@ -62,8 +62,9 @@ class AdapterConfig(TrainerAdapterConfig, name="store_adapter"):
     url: str
 
 
-class Adapter(TrainerAdapter):
-    can_resume = True
+class Adapter(ResumableAdapter):
+    async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
+        return None
 
     async def policy_endpoint(self) -> PolicyEndpoint:
         return PolicyEndpoint(self.adapter_config.url, "stub")
@@ -85,5 +86,5 @@ class Adapter(TrainerAdapter):
 
 
 @register_trainer_adapter(config_type=AdapterConfig)
-async def adapter(config: AdapterConfig, builder: Builder) -> AsyncIterator[TrainerAdapter]:
+async def adapter(config: AdapterConfig, builder: Builder) -> AsyncIterator[Adapter]:
     yield Adapter(config)

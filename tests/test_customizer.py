@@ -33,6 +33,7 @@ from insitu.integrations.customizer.components import (
 )
 from insitu.plugin_api import TrainingJobRef, TrainingJobStatus, TrajectoryCollection
 from insitu.schemas.finetuning import FinetuneConfig, FinetuneRunConfig, TrainingStatusEnum
+from insitu.training.interfaces import SingleJobTrainer
 from insitu.training.runtime import finetuning_main
 
 TOKEN = "hf_very_secret"
@@ -624,7 +625,7 @@ async def test_pairs_that_cannot_be_trained_are_collected_again(tmp_path: Path, 
 
 
 async def test_the_trainer_as_the_interfaces_document_it(tmp_path: Path, nemo: FakeNeMo) -> None:
-    assert NeMoCustomizerTrainer.trains_every_epoch is False
+    assert issubclass(NeMoCustomizerTrainer, SingleJobTrainer)
     adapter = adapter_of(nemo)
     await adapter.initialize(FinetuneConfig(output_dir=tmp_path))
     ref = await adapter.submit(pairs(epoch=None))

@@ -17,7 +17,7 @@ from pathlib import Path
 from insitu.plugin_api import Trainer, TrainerConfig, TrajectoryBuilderConfig
 from insitu.plugin_api import register_trainer, register_trajectory_builder
 from insitu.training.config import InsituTrainerConfig
-from insitu.training.loop import InsituTrainer
+from insitu.training.trainers import InsituTrainer
 from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.builder_config import EpisodesBuilderConfig
 
@@ -70,10 +70,11 @@ class OwnRun(InsituTrainer):
 
 
 class OwnResume(InsituTrainer):
-    can_resume = True
-
     async def run(self, num_epochs):
         return await super().run(num_epochs)
+
+    async def resume(self, num_epochs):
+        return await super().resume(num_epochs)
 
 
 class OwnEpoch(InsituTrainer):

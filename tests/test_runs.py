@@ -237,14 +237,11 @@ async def test_a_version_that_does_not_move_ends_the_run(write: Any, served: Ser
         await train(project(write, served, {}), ("trainer_adapters.a.stuck", "true"))
 
 
-async def test_a_trainer_that_weighs_calls_is_refused_where_nobody_would_be_told(
-    write: Any, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_trainer_that_weighs_calls_is_refused_where_nobody_would_be_told(write: Any, served: Served) -> None:
     path = project(write, served, {})
     write("{}", "run/run.json")
-    monkeypatch.setattr(duo_plugin.KeepingAdapter, "computes_advantages", True)
-    with pytest.raises(ConfigError, match="insitu_trainer computes advantages, but the backend of keeping_adapter"):
-        await train(path)
+    with pytest.raises(ConfigError, match="insitu_trainer computes advantages, but the backend of weighing_adapter"):
+        await train(path, ("trainer_adapters.a._type", "weighing_adapter"))
     assert (path.parent / "run/run.json").exists(), "an earlier run has been moved"
 
 

@@ -21,6 +21,13 @@ from insitu.collect.evaluators import (
 )
 from insitu.collect.evaluation import EvaluationRun as EvaluationRun
 from insitu.training.interfaces import (
+    GroupTrainer as GroupTrainer,
+    PairTrainer as PairTrainer,
+    ResumableAdapter as ResumableAdapter,
+    ResumableTrainer as ResumableTrainer,
+    RewardAdapter as RewardAdapter,
+    RowAdapter as RowAdapter,
+    SingleJobTrainer as SingleJobTrainer,
     Trainer as Trainer,
     TrainerAdapter as TrainerAdapter,
     TrajectoryBuilder as TrajectoryBuilder,

@@ -25,6 +25,7 @@ from insitu.schemas.components import FunctionBaseConfig, FunctionRef, LLMRef
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem, EvaluatorBaseConfig
 from insitu.schemas.finetuning import TrainingJobRef, TrajectoryCollection
+from insitu.training.interfaces import RewardAdapter
 from insitu.training.native.config import InsituAdapterConfig
 from insitu.training.native.trainer_adapter import InsituTrainerAdapter
 from insitu.workflow.context import Context
@@ -146,6 +147,19 @@ class KeepingAdapter(InsituTrainerAdapter):
         collections.append(trajectories)
         on_submit()
         return await super().submit(trajectories)
+
+
+class WeighingAdapterConfig(KeepingAdapterConfig, name="weighing_adapter"):
+    """The same, for a backend that is said to compute the advantages."""
+
+
+class WeighingAdapter(KeepingAdapter, RewardAdapter):
+    pass
+
+
+@register_trainer_adapter(config_type=WeighingAdapterConfig)
+async def weighing_adapter(config: WeighingAdapterConfig, builder: Builder) -> AsyncIterator[WeighingAdapter]:
+    yield WeighingAdapter(config, builder)
 
 
 def on_submit() -> None:

@@ -27,9 +27,9 @@ from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import TrainingStatusEnum, TrajectoryCollection
 from insitu.training.checks import check_sampled
 from insitu.training.episodes_builder import EpisodesBuilder
-from insitu.training.interfaces import TrainerAdapter, TrajectoryBuilder
+from insitu.training.interfaces import GroupTrainer, PairTrainer, SingleJobTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import wait_for_job
-from insitu.training.loop import InsituTrainer
+from insitu.training.loop import LoopTrainer
 from insitu.training.runtime import ReadyRun
 from insitu.training.traffic import PolicyTraffic
 
@@ -132,7 +132,7 @@ class Examination:
 
     def _record(self, records: list[GroupRecord]) -> None:
         """Writes the groups as a run does, for their size."""
-        if isinstance(self._trainer, InsituTrainer):
+        if isinstance(self._trainer, LoopTrainer):
             for record in records:
                 self._trainer.store.append_group(record, 1)
             self._bytes = sum(self._trainer.store.sizes().values())
@@ -146,15 +146,16 @@ class Examination:
             self.plan = replace(plan, generations=max(map(len, groups), default=1))
         elif plan.replays:  # all of its episodes have been read
             self.plan = replace(plan, rows_per_epoch=len(groups), generations=max(map(len, groups), default=1))
-        if not isinstance(trainer, InsituTrainer):
+        if not isinstance(trainer, LoopTrainer):
             return
         self.plan = replace(self.plan, training=self._adapter.training_settings())
-        evidence.compares_groups, evidence.makes_pairs = trainer.needs.groups, trainer.needs.pairs
+        evidence.compares_groups = isinstance(trainer, GroupTrainer)
+        evidence.makes_pairs = isinstance(trainer, PairTrainer)
         try:
-            check_sampled(trainer, trainer.needs, evidence.collection, evidence.served)
+            check_sampled(trainer, evidence.collection, evidence.served)
         except (BackendError, TrajectoryError) as error:
             evidence.sampled_problem = str(error)
-        if trainer.trains_every_epoch:
+        if not isinstance(trainer, SingleJobTrainer):
             try:
                 evidence.selected = trainer.select(evidence.collection).collection
             except TrajectoryError as error:

@@ -162,16 +162,16 @@ class ResumableRun:
                 f"version {version}: it has lost weights of this run, or another run has trained it"
             )
 
-    async def record_submission(self, epoch: int) -> int | None:
-        """Records that the epoch's job is about to be submitted.
+    async def record_submission(self, epoch: int) -> bool:
+        """Records that the epoch's job is about to be submitted; returns whether an earlier process may have done so.
 
-        Returns the version that the job trains if an earlier process may have submitted it.
+        It trains `progress.policy_version`.
         """
         if self._submitted:
-            return self.progress.policy_version
+            return True
         self.progress = self.progress.model_copy(update={"submitted_epoch": epoch})
         await asyncio.to_thread(self.store.write, PROGRESS, self.progress.model_dump(mode="json"))
-        return None
+        return False
 
     async def commit(self, **changes: Any) -> None:
         """Makes this the point from which the run continues."""

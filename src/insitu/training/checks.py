@@ -3,70 +3,72 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
 from insitu.preferences.pairs import ALIKE
 from insitu.runs import files
 from insitu.schemas.finetuning import PolicyEndpoint, TrainingJobStatus, TrajectoryCollection
 from insitu.training.episodes_builder import EpisodesBuilder
-from insitu.training.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
+from insitu.training.interfaces import (
+    GroupTrainer,
+    PairTrainer,
+    RewardAdapter,
+    SingleJobTrainer,
+    Trainer,
+    TrainerAdapter,
+    TrajectoryBuilder,
+)
 from insitu.training.metrics import why_no_pairs
 from insitu.training.report import counts
 
 EPISODES, PAIRS = "episodes", "preference pairs"
 
 
-class TrainingNeeds(NamedTuple):
-    """What a trainer trains on.
+def check_components(trainer: Trainer, method: str) -> None:
+    """Raises ConfigError or PluginError unless the trainer's builder and adapter give it what it needs.
 
-    `method` is the `training.method` of adapters that have several. `pairs`: preference pairs, not episodes.
-    `groups`: several episodes per row.
+    `method` is the `training.method` of adapters that have several.
     """
-
-    method: str = "grpo"
-    pairs: bool = False
-    groups: bool = True
-
-
-def check_components(trainer: Trainer, needs: TrainingNeeds, computes_advantages: bool) -> None:
-    """Raises ConfigError or PluginError unless the trainer's builder and adapter give it what it needs."""
     builder, adapter = trainer.trajectory_builder, trainer.trainer_adapter
     for component, interface in ((builder, TrajectoryBuilder), (adapter, TrainerAdapter)):
         if not isinstance(component, interface):
             raise PluginError(f"{type(component).__name__} must be a subclass of {interface.__name__}")
-    name, adapter_name = trainer.trainer_config.type, adapter.adapter_config.type
+    name = trainer.trainer_config.type
     if isinstance(builder, EpisodesBuilder):
-        if builder.makes_pairs != needs.pairs:
+        if builder.makes_pairs != isinstance(trainer, PairTrainer):
             made, trained = (PAIRS, EPISODES) if builder.makes_pairs else (EPISODES, PAIRS)
             raise ConfigError(f"trajectory_builders: {builder.config.type} makes {made}, but {name} trains {trained}")
-        if needs.groups and builder.stored is None and builder.config.num_generations < 2:
+        if isinstance(trainer, GroupTrainer) and builder.stored is None and builder.config.num_generations < 2:
             raise ConfigError(
                 f"{builder.block}.num_generations is 1, but {name} compares the episodes of a row with one another; "
                 "allowed: 2 or more"
             )
-    method = adapter.training_settings().get("method", needs.method)
-    if method != needs.method:
+    configured = adapter.training_settings().get("method", method)
+    if configured != method:
         raise ConfigError(
-            f"trainer_adapters: training.method is {method}, but the trainer {name} trains with {needs.method}"
+            f"trainer_adapters: training.method is {configured}, but the trainer {name} trains with {method}"
         )
-    if computes_advantages and adapter.computes_advantages:
+
+
+def check_takes_advantages(trainer: Trainer) -> None:
+    """Raises ConfigError if the backend would ignore the advantages that the trainer computes."""
+    if isinstance(trainer.trainer_adapter, RewardAdapter):
+        name, adapter_name = trainer.trainer_config.type, trainer.trainer_adapter.adapter_config.type
         raise ConfigError(
             f"trainers: {name} computes advantages, but the backend of {adapter_name} computes its own; use the "
             f"trainer made for {adapter_name}"
         )
 
 
-def check_sampled(
-    trainer: Trainer, needs: TrainingNeeds, trained: TrajectoryCollection, served: PolicyEndpoint | None
-) -> None:
+def check_sampled(trainer: Trainer, trained: TrajectoryCollection, served: PolicyEndpoint | None) -> None:
     """Raises BackendError if a call to train on was not sampled from the served policy version.
 
     If a call reports no version, its requested model name must match. Recorded episodes may be of any version, except
-    for GRPO, for which TrajectoryError is raised.
+    for a GroupTrainer, for which TrajectoryError is raised.
     """
     stored = getattr(trainer.trajectory_builder, "stored", None)
-    if served is None or served.version is None or (stored is not None and needs.method != "grpo"):
+    if served is None or served.version is None or (stored is not None and not isinstance(trainer, GroupTrainer)):
         return
     name = served.model.removesuffix(f"@{served.version}")
     for trajectory in (t for group in trained.trajectories for t in group):
@@ -101,24 +103,20 @@ def new_version(epoch: int, before: int | None, served: PolicyEndpoint | None) -
 
 
 def check_collected(
-    epoch: int,
-    collection: TrajectoryCollection,
-    errors: Counter[str],
-    needs: TrainingNeeds,
-    folder: Path,
-    *,
-    may_be_alike: bool,
+    trainer: Trainer, epoch: int, collection: TrajectoryCollection, errors: Counter[str], folder: Path
 ) -> None:
     """Raises TrajectoryError if nothing that was collected can be trained; `errors` are those of its episodes.
 
-    `may_be_alike`: pairs without a difference are no failure.
+    For trainers with a job per epoch, pairs without a difference are no failure.
     """
+    pairs = isinstance(trainer, PairTrainer)
+    may_be_alike = pairs and not isinstance(trainer, SingleJobTrainer)
     if any(collection.trajectories) or (may_be_alike and not ALIKE.isdisjoint(collection.dropped)):
         return
     first = [f"most often {error}" for error, _ in errors.most_common(1)]
-    causes = first or [str(cause) for cause in why_no_pairs(collection.dropped) if needs.pairs]
+    causes = first or [str(cause) for cause in why_no_pairs(collection.dropped) if pairs]
     raise TrajectoryError(
-        f"epoch {epoch}: no {'preference pair' if needs.pairs else 'episode'} can be trained on; dropped: "
+        f"epoch {epoch}: no {'preference pair' if pairs else 'episode'} can be trained on; dropped: "
         + "; ".join([counts(collection.dropped), *causes])
         + f" (all of them: {folder / files.EPISODES})"
     )

@@ -86,16 +86,6 @@ class TrajectoryBuilder(ABC):
 class TrainerAdapter(ABC):
     """Submits trajectories to a training backend and tracks its jobs."""
 
-    computes_advantages = False
-    """True if the backend computes advantages from rewards and ignores any sent with the trajectories."""
-    best_version: int | None = None
-    """The version with the best validation score so far, set by the trainer; its checkpoint must not be deleted."""
-    submitted_from: int | None = None
-    """The version that the next job trains, set by the trainer if an earlier process may have submitted that job."""
-
-    can_resume = False
-    """Whether `initialize` continues with the weights of an earlier process, and no job of that is trained again."""
-
     def __init__(self, adapter_config: TrainerAdapterConfig) -> None:
         self.adapter_config = adapter_config
         self.run_config: FinetuneConfig = None  # type: ignore[assignment]  # documented: None before initialize
@@ -143,15 +133,6 @@ class TrainerAdapter(ABC):
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Starts a training job on these trajectories."""
 
-    async def submit_rows(
-        self, rows: Sequence[TrainingRow], run_id: str, name: str, overrides: dict[str, Any]
-    ) -> TrainingJobRef:
-        """Starts a job on given rows, not an epoch's; `overrides` replace settings of the adapter.
-
-        The job is idempotent by run and `name`. Raises ConfigError by default: not every backend can.
-        """
-        raise ConfigError(f"trainer_adapters: {self.adapter_config.type} cannot train on given rows")
-
     @abstractmethod
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         """The job's current status; works after it has ended too."""
@@ -165,15 +146,41 @@ class TrainerAdapter(ABC):
         """Logs metrics of the job."""
 
 
+class RewardAdapter(TrainerAdapter):
+    """Adapter of a backend that computes advantages from rewards, and ignores those sent with the trajectories."""
+
+
+class RowAdapter(TrainerAdapter):
+    """Adapter of a backend that trains token rows and keeps the checkpoints of several versions."""
+
+    @abstractmethod
+    async def submit_rows(
+        self, rows: Sequence[TrainingRow], run_id: str, name: str, overrides: dict[str, Any]
+    ) -> TrainingJobRef:
+        """Starts a job on rows that are not an epoch's; `overrides` replace settings of the adapter.
+
+        The job is idempotent by run and `name`.
+        """
+
+    @abstractmethod
+    def note_best(self, version: int | None) -> None:
+        """Called with the version that has the best validation score so far: its checkpoint must not be deleted."""
+
+
+class ResumableAdapter(TrainerAdapter):
+    """Adapter whose `initialize` continues with the weights of an earlier process, and that trains no epoch twice."""
+
+    @abstractmethod
+    async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
+        """The job of an epoch that an earlier process may have submitted, to train `version` of the weights.
+
+        Returns None if the job can be submitted: the backend has none for the epoch, or answers a second submission
+        with the job that it has.
+        """
+
+
 class Trainer(ABC):
     """Drives a trajectory builder and a trainer adapter through the epochs of a run."""
-
-    can_resume = False
-    """Whether `run` continues a run with `--resume`. Not inherited by a class with its own `run`."""
-    trains_every_epoch = True
-    """Whether each epoch is a training job, rather than the whole run."""
-    waits_for_jobs = True
-    """Whether `run` returns only when its jobs have ended."""
 
     def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
         self.trainer_config = trainer_config
@@ -246,6 +253,26 @@ class Trainer(ABC):
     def get_curriculum_state(self) -> dict[str, Any]:
         """A JSON-serializable copy of the state."""
         return {k: sorted(v) if isinstance(v, set) else v for k, v in self._curriculum_state.items()}
+
+
+class ResumableTrainer(Trainer):
+    """Trainer that continues runs with `--resume`."""
+
+    @abstractmethod
+    async def resume(self, num_epochs: int) -> list[TrainingJobStatus]:
+        """Continues the run in `output_dir` to its last epoch, or starts one; returns what `run` does."""
+
+
+class GroupTrainer(Trainer):
+    """Trainer that compares the episodes of a row with one another, all sampled from the served weights."""
+
+
+class PairTrainer(Trainer):
+    """Trainer on preference pairs."""
+
+
+class SingleJobTrainer(Trainer):
+    """Trainer with one job for all epochs, which need not have ended when `run` returns."""
 
 
 def _warn_about_failed_episodes(output: EvaluationRunOutput) -> None:

@@ -9,9 +9,21 @@ from insitu.collect.shared_run import watchdog_of
 from insitu.collect.watchdog import Watchdog, seconds_since
 from insitu.config import Config
 from insitu.errors import InsituError
-from insitu.schemas.finetuning import TrainingJobRef, TrainingJobStatus
+from insitu.schemas.finetuning import TrainingJobRef, TrainingJobStatus, TrajectoryCollection
+from insitu.training.interfaces import ResumableAdapter, TrainerAdapter
 
 logger = logging.getLogger(__name__)
+
+
+async def submit_once(
+    adapter: TrainerAdapter, trajectories: TrajectoryCollection, version: int | None, resumed: bool
+) -> TrainingJobRef:
+    """Submits an epoch that trains `version`; if `resumed`, returns the job of an earlier process if there is one."""
+    if resumed and isinstance(adapter, ResumableAdapter) and trajectories.epoch is not None:
+        job = await adapter.find(trajectories.run_id, trajectories.epoch, version)
+        if job is not None:
+            return job
+    return await adapter.submit(trajectories)
 
 
 async def wait_for_job(adapter: Any, ref: TrainingJobRef, config: Config) -> TrainingJobStatus:

@@ -1,10 +1,9 @@
-"""The built-in trainer: collects, trains and validates, epoch by epoch."""
+"""The loop of the built-in trainers: collects, trains and validates, epoch by epoch."""
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from insitu import __version__
-from insitu.advantages.credit import Credit, credit_by_function, credited_calls
-from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, GroupRelativeEstimator, estimate_epoch
+from insitu.advantages.credit import credit_by_function, credited_calls
+from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, estimate_epoch
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
 from insitu.builder import Builder
 from insitu.collect.groups import GroupRecord
@@ -21,16 +20,16 @@ from insitu.collect.recovery import with_recovered_calls
 from insitu.collect.shared_run import UsesBuilder, builder_of_run
 from insitu.config.resolved import resolved_config, without_secrets
 from insitu.errors import JobFailed
-from insitu.registry import register_trainer
 from insitu.runs import files
 from insitu.runs.plot import RewardPlot
 from insitu.runs.progress import journal_record, new_run_id
 from insitu.runs.resume import ResumableRun
-from insitu.runs.store import RunStore, provenance, read_curriculum
+from insitu.runs.store import RunStore, provenance
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     PolicyEndpoint,
+    TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
@@ -39,17 +38,15 @@ from insitu.schemas.finetuning import (
 from insitu.training.checks import (
     EPISODES,
     PAIRS,
-    TrainingNeeds,
     check_collected,
     check_components,
     check_results,
     check_sampled,
     new_version,
 )
-from insitu.training.config import InsituTrainerConfig
 from insitu.training.episodes_builder import EpisodesBuilder
-from insitu.training.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
-from insitu.training.jobs import wait_for_job
+from insitu.training.interfaces import PairTrainer, ResumableTrainer, TrainerAdapter, TrajectoryBuilder
+from insitu.training.jobs import submit_once, wait_for_job
 from insitu.training.metrics import (
     JOB_METRICS,
     EpochResult,
@@ -61,26 +58,22 @@ from insitu.training.metrics import (
 from insitu.training.report import Report
 from insitu.training.traffic import Leftovers, PolicyTraffic
 from insitu.training.validation import Validation
-from insitu.training.warm_up import read_warm_up
+from insitu.training.warm_up import WarmUp
 
 logger = logging.getLogger(__name__)
 
 
-class InsituTrainer(UsesBuilder, Trainer):
-    """Runs each epoch: collect, filter, submit, wait, record.
+class LoopTrainer(UsesBuilder, ResumableTrainer):
+    """Runs each epoch: collect, select, submit, wait, record.
 
-    Validates before the first epoch, every `interval` epochs and after the last.
+    Validates before the first epoch, every `interval` epochs and after the last. A subclass defines `select`, or the
+    estimator that `select` uses, and names its `training.method`.
     """
 
-    needs = TrainingNeeds()
-    computes_advantages = True
-    """Whether this trainer computes the advantages, rather than the adapter's backend."""
-    can_resume = True
-    journals_episodes = True  # finished episodes are recorded before their group is, for a resumed run
+    method = "grpo"
 
-    def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
+    def __init__(self, trainer_config: TrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
         super().__init__(trainer_config, **kwargs)
-        self.config = trainer_config
         self._given_builder = builder or builder_of_run()
         self.run_id = new_run_id()
         self.reward_history: list[dict[str, Any]] = []
@@ -89,14 +82,12 @@ class InsituTrainer(UsesBuilder, Trainer):
         self._plot: RewardPlot | None = None
         self._causes: list[str] = []  # why the latest epoch that trained nothing had no variance
         self._durable = ResumableRun(self.run_id)
-        # read now: `initialize` may move the folder with the files
-        state, sft = trainer_config.curriculum_state, trainer_config.sft
-        self._resumed_curriculum = read_curriculum(self._full_config, state) if state is not None else None
-        self._warm_up = read_warm_up(self._full_config, sft) if sft is not None else None
+        self._earlier_curriculum: dict[str, Any] | None = None  # that this run's curriculum continues
+        self._warm_up: WarmUp | None = None
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
-        check_components(self, self.needs, self.computes_advantages)
+        check_components(self, self.method)
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
@@ -109,10 +100,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
         fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
-        self._curriculum_state = dict(self._durable.progress.curriculum or self._resumed_curriculum or fresh)
-        if self._resumed_curriculum is not None and not self._durable.continues:
-            last_epoch, path = self._resumed_curriculum["epoch"], self.config.curriculum_state
-            self.report.note(f"the curriculum continues after epoch {last_epoch} of {path}")
+        self._curriculum_state = dict(self._durable.progress.curriculum or self._earlier_curriculum or fresh)
         if run_config.validation is not None:
             self.validation = Validation(run_config, self._builder, self.trainer_adapter, self.report, self.store)
             if self._durable.continues:
@@ -143,7 +131,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         """
         if not self._durable.continues:
             self._write_run_file(num_epochs)
-            before = self._resumed_curriculum["epoch"] if self._resumed_curriculum is not None else 0
+            before = self._earlier_curriculum["epoch"] if self._earlier_curriculum is not None else 0
             version = await self._served_version()
             await self._durable.commit(run_id=self.run_id, epochs_before=before, policy_version=version)
             await self._rehearse()
@@ -152,6 +140,10 @@ class InsituTrainer(UsesBuilder, Trainer):
             statuses = await self._run_epochs(num_epochs)
             await self._conclude(statuses)
         return statuses
+
+    async def resume(self, num_epochs: int) -> list[TrainingJobStatus]:
+        """Like `run`, which continues the run that `initialize` has opened."""
+        return await self.run(num_epochs)
 
     async def _run_epochs(self, num_epochs: int) -> list[TrainingJobStatus]:
         progress = self._durable.progress
@@ -205,7 +197,9 @@ class InsituTrainer(UsesBuilder, Trainer):
             self.log_progress(epoch, self.results[epoch].metrics())
         if self._plot is not None:
             await self._plot.update(self.reward_history, self._validations)
-        self.report.epoch(epoch, num_epochs, self.results[epoch].metrics(), PAIRS if self.needs.pairs else EPISODES)
+        self.report.epoch(
+            epoch, num_epochs, self.results[epoch].metrics(), PAIRS if isinstance(self, PairTrainer) else EPISODES
+        )
         return status
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
@@ -223,7 +217,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             policy_version=endpoint.version if endpoint is not None else None,
             seconds={"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
         )
-        check_sampled(self, self.needs, collection, endpoint)
+        check_sampled(self, collection, endpoint)
         everything = collection
         collection, advantages = self.select(self.apply_curriculum_learning(collection, epoch))
         self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)
@@ -240,13 +234,13 @@ class InsituTrainer(UsesBuilder, Trainer):
         self.results[epoch] = result.with_seconds("collect", time.perf_counter() - started)
         if not any(collection.trajectories):
             alike = without_variance(everything, collection.drop_reasons)
-            causes = why_no_pairs(collection.dropped) if self.needs.pairs else likely_causes(alike)
+            causes = why_no_pairs(collection.dropped) if isinstance(self, PairTrainer) else likely_causes(alike)
             self._causes = [str(cause) for cause in causes]
             nothing = f"epoch {epoch}: nothing to train on; every group was dropped"
             self.report.note("; ".join([nothing, *self._causes]))
             return None
-        self.trainer_adapter.submitted_from = await self._durable.record_submission(epoch)
-        return await self.trainer_adapter.submit(collection)
+        resumed = await self._durable.record_submission(epoch)
+        return await submit_once(self.trainer_adapter, collection, self._durable.progress.policy_version, resumed)
 
     async def _collect(
         self, epoch: int, run_id: str, served: PolicyEndpoint | None
@@ -258,7 +252,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         def on_episode(episode: Episode) -> None:
             self.report.advance()
             traffic.add(episode)
-            if self.journals_episodes and episode.key not in journaled:
+            if episode.key not in journaled:
                 self.store.append(files.JOURNAL, [journal_record(episode)])
 
         def on_group(record: GroupRecord) -> None:
@@ -280,8 +274,7 @@ class InsituTrainer(UsesBuilder, Trainer):
             self.report.note(f"epoch {epoch}: {warning}")
         for error, count in errors.most_common(3):
             self.report.note(f"epoch {epoch}: {count} x {error}")
-        may_be_alike = self.needs.pairs and self.trains_every_epoch
-        check_collected(epoch, collection, errors, self.needs, self.store.folder, may_be_alike=may_be_alike)
+        check_collected(self, epoch, collection, errors, self.store.folder)
         return with_recovered_calls(collection, run_id, epoch), leftovers
 
     def apply_curriculum_learning(
@@ -382,8 +375,7 @@ class InsituTrainer(UsesBuilder, Trainer):
         return self._estimator().settings()
 
     def _estimator(self) -> AdvantageEstimator:
-        config, targets = self.config, self.run_config.target_functions
-        return GroupRelativeEstimator(config.advantages, Credit(config.credit, config.discount, targets))
+        raise NotImplementedError
 
     async def _conclude(self, statuses: list[TrainingJobStatus]) -> None:
         """Draws the plot and prints the summary. Raises InsituError if no epoch trained, or a validation failed."""
@@ -393,8 +385,3 @@ class InsituTrainer(UsesBuilder, Trainer):
         self.report.summary(history, self.validation.best if self.validation else None, self.store.folder)
         dropped = sum((Counter(result.dropped) for result in self.results.values()), Counter[str]())
         check_results(statuses, history, dropped, self._causes, self.store.folder)
-
-
-@register_trainer(config_type=InsituTrainerConfig)
-async def insitu_trainer(config: InsituTrainerConfig, builder: Builder) -> AsyncIterator[InsituTrainer]:
-    yield InsituTrainer(config, builder)

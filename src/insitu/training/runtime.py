@@ -33,7 +33,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     ValidationConfig,
 )
-from insitu.training.interfaces import Trainer, TrainerAdapter
+from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.serving import check_open_files, watched
 from insitu.training.trackers.processes import reported
 from insitu.training.trackers.tracker import check_trackers
@@ -50,9 +50,13 @@ async def run_finetuning(runner: Trainer) -> list[TrainingJobStatus]:
     """
     epochs = runner.run_config.num_epochs
     accepted = {TrainingStatusEnum.COMPLETED}
-    if not runner.waits_for_jobs:
+    if isinstance(runner, SingleJobTrainer):
         accepted |= {TrainingStatusEnum.PENDING, TrainingStatusEnum.RUNNING}
-    returned = await runner.run(epochs)
+    asked = runner.run_config.run_configuration
+    if isinstance(runner, ResumableTrainer) and asked is not None and asked.resume:
+        returned = await runner.resume(epochs)
+    else:
+        returned = await runner.run(epochs)
     if not isinstance(returned, list | tuple) or not all(isinstance(s, TrainingJobStatus | None) for s in returned):
         raise PluginError(f"{type(runner).__name__}.run returned {returned!r:.200}, not a list of TrainingJobStatus")
     statuses = [status for status in returned if status is not None]
@@ -64,7 +68,7 @@ async def run_finetuning(runner: Trainer) -> list[TrainingJobStatus]:
             )
     if not statuses:
         raise TrajectoryError(f"no epoch trained anything: {type(runner).__name__}.run({epochs}) returned no status")
-    if runner.trains_every_epoch and len(statuses) < epochs:
+    if not isinstance(runner, SingleJobTrainer) and len(statuses) < epochs:
         logger.warning("%d of %d epochs trained nothing", epochs - len(statuses), epochs)
     return statuses
 
@@ -164,10 +168,11 @@ async def _components(config: Config, builder: Builder) -> tuple[Trainer, Any]:
 
 
 def _continues_runs(component: Any) -> bool:
-    """Whether its class has `can_resume`; a class that overrides `run` has to say so itself."""
-    classes = type(component).__mro__
-    says, runs = (next((c for c in classes if name in vars(c)), object) for name in ("can_resume", "run"))
-    return bool(getattr(component, "can_resume", False)) and issubclass(says, runs)
+    """A trainer that overrides `run` has to override `resume`, too."""
+    if not isinstance(component, ResumableTrainer):
+        return isinstance(component, ResumableAdapter)
+    resumes, runs = (next(c for c in type(component).__mro__ if name in vars(c)) for name in ("resume", "run"))
+    return issubclass(resumes, runs)
 
 
 @asynccontextmanager

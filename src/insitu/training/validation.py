@@ -14,7 +14,7 @@ from insitu.runs.held_out import RowScores, read_validations
 from insitu.runs.progress import RunProgress
 from insitu.runs.store import RunStore, dataset_record
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
-from insitu.training.interfaces import TrainerAdapter
+from insitu.training.interfaces import RowAdapter, TrainerAdapter
 from insitu.training.report import Report
 
 
@@ -47,7 +47,8 @@ class Validation:
     @best.setter
     def best(self, record: dict[str, Any] | None) -> None:
         self._best = record
-        self._adapter.best_version = record["policy_version"] if record is not None else None
+        if isinstance(self._adapter, RowAdapter):
+            self._adapter.note_best(record["policy_version"] if record is not None else None)
 
     def _read_rows(self) -> "_HeldOut":
         held_out = held_out_config(self._builder.config)

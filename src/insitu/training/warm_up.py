@@ -15,7 +15,7 @@ from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.finetuning import TrainingStatusEnum
 from insitu.training.checks import new_version
 from insitu.training.config import WarmUpConfig
-from insitu.training.interfaces import TrainerAdapter
+from insitu.training.interfaces import RowAdapter, TrainerAdapter
 from insitu.training.jobs import wait_for_job
 from insitu.training.report import Report
 
@@ -109,6 +109,8 @@ class WarmUp:
 
     async def _train(self, adapter: TrainerAdapter, run_id: str, before: int | None) -> dict[str, Any]:
         started = time.perf_counter()
+        if not isinstance(adapter, RowAdapter):
+            raise ConfigError(f"trainer_adapters: {adapter.adapter_config.type} cannot train on given rows")
         try:
             ref = await adapter.submit_rows(self._rows, run_id, "sft", self._config.overrides())
         except RequestRefused as error:  # names the row: a dialogue that is too long, or that the chat template refuses

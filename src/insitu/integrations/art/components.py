@@ -19,9 +19,9 @@ from insitu.integrations.art.trainer_adapter import ARTTrainerAdapter
 from insitu.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.finetuning import Trajectory
-from insitu.training.config import InsituTrainerConfig
 from insitu.training.episodes_builder import EpisodesBuilder
-from insitu.training.loop import InsituTrainer
+from insitu.training.interfaces import GroupTrainer
+from insitu.training.loop import LoopTrainer
 
 
 class ARTTrajectoryBuilder(EpisodesBuilder):
@@ -38,18 +38,14 @@ class ARTTrajectoryBuilder(EpisodesBuilder):
         return {run_id: [collection.task] for run_id, collection in self._runs.items() if collection.task is not None}
 
 
-class ARTTrainer(InsituTrainer):
+class ARTTrainer(LoopTrainer, GroupTrainer):
     """The built-in training loop, except that the ART server computes the advantages.
 
     Groups whose rewards are all equal and conversations ART cannot train on are dropped and counted.
     """
 
-    computes_advantages = False
-
     def __init__(self, trainer_config: ARTTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
-        # the built-in loop runs with its defaults; trainer_config holds the plugin's own settings
-        super().__init__(InsituTrainerConfig(), builder, **kwargs)
-        self.trainer_config = trainer_config
+        super().__init__(trainer_config, builder, **kwargs)
         self.run_id = f"art_run_{uuid.uuid4().hex[:8]}"
 
     def _estimator(self) -> AdvantageEstimator:

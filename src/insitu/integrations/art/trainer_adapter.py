@@ -31,7 +31,7 @@ from insitu.schemas.finetuning import (
     Trajectory,
     TrajectoryCollection,
 )
-from insitu.training.interfaces import TrainerAdapter
+from insitu.training.interfaces import ResumableAdapter, RewardAdapter
 from insitu.wire.http_format import gc_paused, http_url
 
 if TYPE_CHECKING:
@@ -69,15 +69,12 @@ class _Job:
         return f"{self.key}/{self.step}"
 
 
-class ARTTrainerAdapter(TrainerAdapter):
+class ARTTrainerAdapter(RewardAdapter, ResumableAdapter):
     """Submits trajectories to an ART server, which trains and serves the model.
 
     Needs the package `openpipe-art` (the extra `art`). Raises ConfigError for configuration keys that the
     installed release does not support.
     """
-
-    computes_advantages = True
-    can_resume = True
 
     def __init__(self, adapter_config: ARTTrainerAdapterConfig) -> None:
         super().__init__(adapter_config)
@@ -202,17 +199,21 @@ class ARTTrainerAdapter(TrainerAdapter):
         key = f"{trajectories.run_id}/{number}"
         async with self._submit_lock:
             job = self._jobs.get(key)
-            if job is None or (job.task is not None and job.task.done() and job.final_step is None):
+            if job is None or job.task is None or (job.task.done() and job.final_step is None):
                 groups = await self._serialized_groups(trajectories.trajectories)
-                step = job.step if job is not None else self.submitted_from
-                resumed = job is None and step is not None
-                if step is None:
-                    step = await self._remote._get_step(self.model)
+                step = job.step if job is not None else await self._remote._get_step(self.model)
+                resumed = job is not None and job.task is None
                 self._mean_rewards[step] = _mean_reward(trajectories)
                 job = self._jobs[key] = _Job(step, key, _sampled_tokens(trajectories), resumed)
                 job.task = asyncio.create_task(self._train(job, groups), name=f"train {key}")
                 self._training_jobs[trajectories.run_id] = job.task
         return TrainingJobRef(run_id=trajectories.run_id, backend=BACKEND, metadata={"job": key, "step": job.step})
+
+    async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
+        """Always None: `submit` finds out whether the server has trained the job."""
+        if version is not None:
+            self._jobs[f"{run_id}/{epoch}"] = _Job(version, f"{run_id}/{epoch}", 0)
+        return None
 
     async def _serialized_groups(self, trajectory_lists: list[list[Trajectory]]) -> list[orjson.Fragment]:
         """Converts one group at a time: ART's objects take many times the memory of their JSON."""

@@ -37,34 +37,26 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.training.checks import TrainingNeeds
-from insitu.training.config import InsituTrainerConfig
-from insitu.training.interfaces import TrainerAdapter, TrajectoryBuilder
+from insitu.training.interfaces import PairTrainer, SingleJobTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import wait_for_job
-from insitu.training.loop import InsituTrainer
+from insitu.training.loop import LoopTrainer
 from insitu.training.metrics import collected_metrics
 from insitu.training.report import counts
 
 _ENDED_BADLY = (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED)
 
 
-class NeMoCustomizerTrainer(InsituTrainer):
+class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
     """Runs `num_runs` collections, then one customization job on their pairs."""
 
-    needs = TrainingNeeds("dpo", pairs=True, groups=False)
-    computes_advantages = False
-    trains_every_epoch = False
-    journals_episodes = False  # it continues with complete collections, always
-    can_resume = True
+    method = "dpo"
 
     def __init__(
         self, trainer_config: NeMoCustomizerTrainerConfig, builder: Builder | None = None, **kwargs: Any
     ) -> None:
-        # collections are those of the built-in loop with its defaults; trainer_config holds the plugin's own settings
-        super().__init__(InsituTrainerConfig(), builder, **kwargs)
-        self.trainer_config = self.customizer_config = trainer_config
+        super().__init__(trainer_config, builder, **kwargs)
+        self.customizer_config = trainer_config
         self.run_id = f"customizer_run_{uuid.uuid4().hex[:8]}"
-        self.waits_for_jobs = trainer_config.wait_for_completion
         self.collection_history: list[dict[str, Any]] = []
         self.final_metrics: dict[str, Any] = {}
         self._submission: Submission | None = None
@@ -133,7 +125,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
         """The state of the job of an unfinished run; FAILED if the service no longer has it."""
         adapter, ref = self.trainer_adapter, submission.job
         if ref is None and isinstance(adapter, NeMoCustomizerTrainerAdapter):
-            ref = await adapter.find_job(submission.run_id, 1)  # the process may have been killed after it submitted
+            ref = await adapter.find(submission.run_id, 1, None)  # the process may have been killed after it submitted
         if ref is None:
             return None
         try:
@@ -184,6 +176,9 @@ class NeMoCustomizerTrainer(InsituTrainer):
         self.report.note(f"job {_job_id(status)} is {status.status.value}: model {metadata.get('output_model')}")
         self.report.note(f"files: {self.store.folder}/")
         return [status]
+
+    async def resume(self, num_epochs: int) -> list[TrainingJobStatus]:
+        return await self.run(num_epochs)
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef:
         """Collects the pairs, unless this run has them already, and submits the job."""
@@ -267,7 +262,7 @@ class NeMoCustomizerTrainer(InsituTrainer):
     async def _status_of(self, ref: TrainingJobRef) -> TrainingJobStatus:
         """Waits for the job, if configured. Raises JobFailed if it has failed or was canceled."""
         assert self._submission is not None
-        if not self.waits_for_jobs:
+        if not self.customizer_config.wait_for_completion:
             status = await self.trainer_adapter.status(ref)
         else:
             status = await self._waited_for(ref)

@@ -27,7 +27,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.training.interfaces import TrainerAdapter
+from insitu.training.interfaces import ResumableAdapter
 from insitu.wire.connection import Retry
 
 logger = logging.getLogger(__name__)
@@ -46,13 +46,11 @@ class _Submission(NamedTuple):
     output_model: str
 
 
-class NeMoCustomizerTrainerAdapter(TrainerAdapter):
+class NeMoCustomizerTrainerAdapter(ResumableAdapter):
     """Uploads preference pairs, submits a customization job and follows it; deploys the model if asked to.
 
     Needs the packages of the extra `customizer`. If the run is interrupted, the job is canceled at the service.
     """
-
-    can_resume = True
 
     def __init__(self, adapter_config: NeMoCustomizerTrainerAdapterConfig, builder: Builder | None = None) -> None:
         super().__init__(adapter_config)
@@ -157,7 +155,7 @@ class NeMoCustomizerTrainerAdapter(TrainerAdapter):
         sizes = {"training_records": len(split.training), "validation_records": len(split.validation)}
         return ref.model_copy(update={"metadata": {**(ref.metadata or {}), **sizes, "turns": split.turns}})
 
-    async def find_job(self, run_id: str, epoch: int | None) -> TrainingJobRef | None:
+    async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
         """The job that was submitted for this run and epoch, by any process; None if there is none."""
         submission = self._submission(run_id, epoch)
         job = await self._entities("find the job", lambda: self._find(submission))

@@ -1,4 +1,4 @@
-"""The body of a training job, and errors from the backend's responses."""
+"""The body of a training job, and the responses of the backend."""
 
 import gzip
 from collections.abc import Sequence
@@ -6,12 +6,29 @@ from typing import Any
 
 import aiohttp
 import orjson
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
 from insitu.schemas.episodes import TrainingRow
 from insitu.wire.connection import is_transient, retry_after
 from insitu.wire.http_format import error_message
+
+
+class Health(BaseModel):
+    policy_version: int
+    vocab_size: int | None = None
+    max_length: int | None = None
+
+
+class Model(BaseModel):
+    id: str
+
+
+class Models(BaseModel):
+    data: list[Model] = Field(min_length=1)
+
+
+JOB_HEADERS = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson"}
 
 
 def gzip_job(header: dict[str, Any], rows: Sequence[TrainingRow]) -> bytes:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, Field
 
 from insitu.advantages.estimator import training_rows
 from insitu.builder import Builder, builder_at_work
@@ -31,10 +30,10 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
-from insitu.training.interfaces import TrainerAdapter
+from insitu.training.interfaces import ResumableAdapter, RowAdapter
 from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
-from insitu.training.native.job_requests import error_from_response, gzip_job
+from insitu.training.native.job_requests import JOB_HEADERS, Health, Models, error_from_response, gzip_job
 from insitu.wire.connection import Connection
 from insitu.wire.http_format import event_data
 
@@ -52,24 +51,8 @@ _SUBMISSIONS = 3
 _FINAL_STATUSES = ("completed", "failed", "canceled")
 
 
-class _Health(BaseModel):
-    policy_version: int
-    vocab_size: int | None = None
-    max_length: int | None = None
-
-
-class _Model(BaseModel):
-    id: str
-
-
-class _Models(BaseModel):
-    data: list[_Model] = Field(min_length=1)
-
-
-class InsituTrainerAdapter(TrainerAdapter):
+class InsituTrainerAdapter(RowAdapter, ResumableAdapter):
     """Submits training rows to an `insitu backend` and tracks its jobs."""
-
-    can_resume = True
 
     def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder | None = None) -> None:
         super().__init__(adapter_config)
@@ -81,8 +64,9 @@ class InsituTrainerAdapter(TrainerAdapter):
         self._job: tuple[str, bytes] | None = None
         """Key and body of the latest job."""
         self._first_version = 0  # that of a backend at a url when the run began; earlier ones belong to earlier runs
+        self._best_version: int | None = None
         self._version = 0  # the latest policy version that the backend is known to have had
-        self._health = _Health(policy_version=0)
+        self._health = Health(policy_version=0)
         self._base_url, self._url_token = adapter_config.address_and_token
         if adapter_config.model is not None:
             self._resolve_model(adapter_config.model)  # raises now if it does not exist
@@ -173,7 +157,7 @@ class InsituTrainerAdapter(TrainerAdapter):
 
     async def policy_endpoint(self) -> PolicyEndpoint:
         version = await self._served_version()
-        models = await self._request("GET", "/v1/models", _Models.model_validate_json)
+        models = await self._request("GET", "/v1/models", Models.model_validate_json)
         return PolicyEndpoint(
             f"{self._base_url}/v1",
             models.data[0].id,
@@ -185,7 +169,7 @@ class InsituTrainerAdapter(TrainerAdapter):
 
     async def _served_version(self) -> int:
         """Raises BackendError if the backend has gone back to earlier weights."""
-        self._health = await self._request("GET", "/health", _Health.model_validate_json)
+        self._health = await self._request("GET", "/health", Health.model_validate_json)
         version = self._health.policy_version
         if version < self._version:
             raise BackendError(
@@ -232,14 +216,14 @@ class InsituTrainerAdapter(TrainerAdapter):
 
     async def is_healthy(self) -> bool:
         try:
-            await self._request("GET", "/health", _Health.model_validate_json, retried=False)
+            await self._request("GET", "/health", Health.model_validate_json, retried=False)
         except BackendError as error:
             logger.warning("%s", error)
             return False
         return True
 
     async def wait_until_reachable(self, since: float) -> bool:
-        check = partial(self._request, "GET", "/health", _Health.model_validate_json, retried=False)
+        check = partial(self._request, "GET", "/health", Health.model_validate_json, retried=False)
         was_away = await self._connected().retry.was_away(since, check, self._served_version)
         return was_away or (self._process is not None and self._process.restarted_at > since)
 
@@ -266,6 +250,13 @@ class InsituTrainerAdapter(TrainerAdapter):
         settings = TrainingSettings(**given, seed=self._full_config.general.seed)
         return await self._submit(rows, settings, run_id, f"{run_id}/{name}", None)
 
+    def note_best(self, version: int | None) -> None:
+        self._best_version = version
+
+    async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
+        """Always None: the backend answers a second submission with the job that it has for the key."""
+        return None
+
     async def _submit(
         self, rows: Sequence[TrainingRow], settings: TrainingSettings, run_id: str, key: str, epoch: int | None
     ) -> TrainingJobRef:
@@ -276,7 +267,7 @@ class InsituTrainerAdapter(TrainerAdapter):
         return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata=metadata)
 
     async def _post_job(self, key: str, body: bytes) -> JobState:
-        headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
+        headers = {**JOB_HEADERS, "Idempotency-Key": key}
         return await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
 
     async def _submitted_again(self, ref: TrainingJobRef, error: JobFailed) -> TrainingJobRef:
@@ -291,7 +282,7 @@ class InsituTrainerAdapter(TrainerAdapter):
 
     def _keep(self) -> Retention:
         """The policy for the next version; a resumed run needs the two before it."""
-        keep, best = self.config.keep, self.best_version
+        keep, best = self.config.keep, self._best_version
         versions = [self._version, self._version - 1, *([best] if keep.best and best is not None else [])]
         given = keep.model_dump(include={"last", "every", "optimizer"})
         return Retention(**given, versions=versions, after=self._first_version)

@@ -1,25 +1,56 @@
-"""Trainers on preferences and on the best episodes; the loop is that of GRPO, what an epoch trains on differs."""
+"""The built-in trainers: one loop; what an epoch trains on differs."""
 
 from collections.abc import AsyncIterator
 from typing import Any
 
-from insitu.advantages.estimator import EstimatedEpoch
+from insitu.advantages.credit import Credit
+from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, GroupRelativeEstimator
 from insitu.builder import Builder
 from insitu.errors import ConfigError
 from insitu.preferences.selection import best_episodes, distinct_pairs, labeled_episodes, sampled_pairs
 from insitu.registry import register_trainer
-from insitu.schemas.finetuning import FinetuneConfig, TrainerConfig, TrajectoryCollection
-from insitu.training.checks import TrainingNeeds
+from insitu.runs.store import read_curriculum
+from insitu.schemas.finetuning import FinetuneConfig, TrajectoryCollection
+from insitu.training.checks import check_takes_advantages
 from insitu.training.config import DPOTrainerConfig, InsituTrainerConfig, KTOTrainerConfig, SFTTrainerConfig
-from insitu.training.loop import InsituTrainer
+from insitu.training.interfaces import GroupTrainer, PairTrainer, TrainerAdapter, TrajectoryBuilder
+from insitu.training.loop import LoopTrainer
+from insitu.training.warm_up import read_warm_up
 
 
-class SelectingTrainer(InsituTrainer):
+class RowTrainer(LoopTrainer):
+    """Trainer that decides what each row weighs, so that the backend must not."""
+
+    async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
+        await super().bind_components(trajectory_builder, trainer_adapter)
+        check_takes_advantages(self)
+
+
+class InsituTrainer(RowTrainer, GroupTrainer):
+    """Trains on the advantages of episodes over the others of their row (GRPO and its variants)."""
+
+    def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
+        super().__init__(trainer_config, builder, **kwargs)
+        self.config = trainer_config
+        # read now: `initialize` may move the folder with the files
+        if trainer_config.curriculum_state is not None:
+            self._earlier_curriculum = read_curriculum(self._full_config, trainer_config.curriculum_state)
+        if trainer_config.sft is not None:
+            self._warm_up = read_warm_up(self._full_config, trainer_config.sft)
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        await super().initialize(run_config)
+        if self._earlier_curriculum is not None and not self._durable.continues:
+            last_epoch, path = self._earlier_curriculum["epoch"], self.config.curriculum_state
+            self.report.note(f"the curriculum continues after epoch {last_epoch} of {path}")
+
+    def _estimator(self) -> AdvantageEstimator:
+        config, targets = self.config, self.run_config.target_functions
+        return GroupRelativeEstimator(config.advantages, Credit(config.credit, config.discount, targets))
+
+
+class SelectingTrainer(RowTrainer):
     """Trains on a selection of what was collected, without advantages."""
-
-    def __init__(self, trainer_config: TrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
-        super().__init__(InsituTrainerConfig(), builder, **kwargs)
-        self.trainer_config = trainer_config
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         if run_config.curriculum_learning.enabled:
@@ -41,10 +72,10 @@ class SelectingTrainer(InsituTrainer):
         raise NotImplementedError
 
 
-class InsituDPOTrainer(SelectingTrainer):
+class InsituDPOTrainer(SelectingTrainer, PairTrainer):
     """Trains preference pairs (Rafailov et al., arXiv:2305.18290)."""
 
-    needs = TrainingNeeds("dpo", pairs=True, groups=False)
+    method = "dpo"
     trainer_config: DPOTrainerConfig
 
     def _selected(self, collection: TrajectoryCollection) -> TrajectoryCollection:
@@ -58,7 +89,7 @@ class InsituDPOTrainer(SelectingTrainer):
 class InsituKTOTrainer(SelectingTrainer):
     """Trains desirable and undesirable episodes (Ethayarajh et al., arXiv:2402.01306)."""
 
-    needs = TrainingNeeds("kto", groups=False)
+    method = "kto"
     trainer_config: KTOTrainerConfig
 
     def _selected(self, collection: TrajectoryCollection) -> TrajectoryCollection:
@@ -68,11 +99,16 @@ class InsituKTOTrainer(SelectingTrainer):
 class InsituSFTTrainer(SelectingTrainer):
     """Trains the best episodes as if they were demonstrations."""
 
-    needs = TrainingNeeds("sft", groups=False)
+    method = "sft"
     trainer_config: SFTTrainerConfig
 
     def _selected(self, collection: TrajectoryCollection) -> TrajectoryCollection:
         return best_episodes(collection, self.trainer_config.best_per_row, self.trainer_config.min_reward)
+
+
+@register_trainer(config_type=InsituTrainerConfig)
+async def insitu_trainer(config: InsituTrainerConfig, builder: Builder) -> AsyncIterator[InsituTrainer]:
+    yield InsituTrainer(config, builder)
 
 
 @register_trainer(config_type=DPOTrainerConfig)
