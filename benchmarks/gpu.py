@@ -18,13 +18,14 @@ from typing import Any
 import aiohttp
 import memory
 import torch
-import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from insitu.backend import BackendOptions
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.server import create_backend
+from insitu.wire.http_format import http_url
+from insitu.wire.http_server import listening
 
 CONCURRENCY = 64
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -134,17 +135,13 @@ async def serving(loaded: LoadedModel, folder: Path) -> AsyncIterator[aiohttp.Cl
     """The real server, in this process because that is where its peak memory can be read."""
     backend = create_backend(loaded, BackendOptions(model=loaded.source, max_batch=CONCURRENCY), folder)
     await backend.start()
-    server = uvicorn.Server(uvicorn.Config(backend.app, port=0, log_level="error", lifespan="off"))
-    task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-        await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
     connector = aiohttp.TCPConnector(limit=CONCURRENCY)
     timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector, timeout=timeout) as session:
+    async with (
+        listening(backend.app, ("127.0.0.1", 0)) as address,
+        aiohttp.ClientSession(http_url(*address), connector=connector, timeout=timeout) as session,
+    ):
         yield session
-    server.should_exit = True
-    await task
     await backend.close()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-import uvicorn
 from factories import power_failures
 from processes import HANGS
 from tiny_models import save_tiny_model
@@ -19,6 +18,8 @@ from tiny_models import save_tiny_model
 from insitu.backend import BackendOptions
 from insitu.backend.model import load_model
 from insitu.backend.server import create_backend
+from insitu.wire.http_format import http_url
+from insitu.wire.http_server import listening
 
 DATA = Path(__file__).parent / "data/art"
 MODEL = {"name": "agent", "project": "games", "base_model": "some-hub/llama", "base_path": ".art", "trainable": True}
@@ -39,17 +40,13 @@ async def serving(loaded, folder: Path, **options: Any) -> AsyncIterator[httpx.A
     backend_options = BackendOptions(model=loaded.source, threads=1, max_batch=8, **options)
     backend = create_backend(loaded, backend_options, folder)
     await backend.start()
-    server = uvicorn.Server(uvicorn.Config(backend.app, port=0, log_level="critical", lifespan="off"))
-    task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-        await asyncio.sleep(0.01)
-    address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     try:
-        async with httpx.AsyncClient(base_url=address, timeout=HANGS) as client:
+        async with (
+            listening(backend.app, ("127.0.0.1", 0)) as address,
+            httpx.AsyncClient(base_url=http_url(*address), timeout=HANGS) as client,
+        ):
             yield client
     finally:
-        server.should_exit = True
-        await task
         await backend.close()
 
 

@@ -12,13 +12,11 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 import torch
-import uvicorn
+from aiohttp import web
 from factories import power_failures
-from starlette.applications import Starlette
 from tiny_models import byte_tokenizer, save_tiny_model
 
 from insitu.backend.compute import ComputeThread
-from insitu.backend.http import EXCEPTION_HANDLERS
 from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.jobs import TrainingQueue
@@ -30,6 +28,9 @@ from insitu.backend.protocols.native.uploads import Limits, read_job
 from insitu.backend.protocols.openai.chat import ChatRequest
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import TrainingRow
+from insitu.wire.http_access import AccessPolicy
+from insitu.wire.http_format import http_url
+from insitu.wire.http_server import guard, listening
 
 SETTINGS = {"learning_rate": 0.01, "mini_batch_size": 4}
 JOBS = "/v1/train/jobs"
@@ -58,21 +59,15 @@ async def serving(loaded, folder):
         published.append(weights.version)
 
     jobs = TrainingQueue(learner, compute, publish, folder)
-    app = Starlette(
-        routes=job_routes(
-            jobs,
-            Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length),
-            ChatTokenizer(loaded.tokenizer),
-        ),
-        exception_handlers=EXCEPTION_HANDLERS,
-    )
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
-    task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-        await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    app = web.Application(middlewares=[guard(AccessPolicy())])
+    limits = Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length)
+    for route in job_routes(jobs, limits, ChatTokenizer(loaded.tokenizer)):
+        route.add_to(app)
 
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+    async with (
+        listening(app, ("127.0.0.1", 0)) as address,
+        aiohttp.ClientSession(http_url(*address), headers={"Content-Type": "application/x-ndjson"}) as session,
+    ):
 
         async def post(body: bytes = b"", path=JOBS, **headers: str):
             headers = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -99,8 +94,6 @@ async def serving(loaded, folder):
             compute=compute,
         )
     await jobs.close()
-    server.should_exit = True
-    await task
     compute.close()
 
 

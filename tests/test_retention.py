@@ -23,6 +23,8 @@ from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.server import Backend, create_backend
 from insitu.disk.checkpoint_files import expired
 from insitu.schemas.training_jobs import Retention, TrainingSettings
+from insitu.wire.http_format import http_url
+from insitu.wire.http_server import listening
 
 ROW = {"token_ids": [1, 5, 7, 2], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -1, -1], "advantages": 1}
 
@@ -33,26 +35,28 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 @contextlib.asynccontextmanager
-async def running(loaded: LoadedModel, folder: Path, **options: Any) -> AsyncIterator[Backend]:
+async def running(
+    loaded: LoadedModel, folder: Path, **options: Any
+) -> AsyncIterator[tuple[Backend, httpx.AsyncClient]]:
     backend = create_backend(loaded, BackendOptions(model="m", threads=1, **options), folder)
     await backend.start()
     try:
-        yield backend
+        async with (
+            listening(backend.app, ("127.0.0.1", 0)) as address,
+            httpx.AsyncClient(base_url=http_url(*address)) as client,
+        ):
+            yield backend, client
     finally:
         await backend.close()
 
 
-async def train(backend: Backend, **header: Any) -> None:
+async def train(client: httpx.AsyncClient, **header: Any) -> None:
     """One job over HTTP."""
     lines = [{"settings": {"learning_rate": 0.01}, "num_rows": 1, **header}, ROW]
     body = "\n".join(map(json.dumps, lines))
-    transport = httpx.ASGITransport(backend.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        job = (
-            await client.post("/v1/train/jobs", content=body, headers={"Content-Type": "application/x-ndjson"})
-        ).json()
-        await client.get(f"/v1/train/jobs/{job['id']}/events")
-        assert (await client.get(f"/v1/train/jobs/{job['id']}")).json()["status"] == "completed"
+    job = (await client.post("/v1/train/jobs", content=body, headers={"Content-Type": "application/x-ndjson"})).json()
+    await client.get(f"/v1/train/jobs/{job['id']}/events")
+    assert (await client.get(f"/v1/train/jobs/{job['id']}")).json()["status"] == "completed"
 
 
 def kept(folder: Path) -> list[int]:
@@ -97,30 +101,28 @@ async def test_a_backend_without_further_instructions_does_not_fill_the_disk(
     loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "insitu")
-    async with running(loaded, tmp_path) as backend:
+    async with running(loaded, tmp_path) as (backend, client):
         for _ in range(5):
-            await train(backend)
+            await train(client)
         assert kept(tmp_path) == [3, 4, 5]
         assert f"deleted {tmp_path}/checkpoints/step_000002" in caplog.text
         for name, status in (("policy@2", 404), ("policy@3", 200)):
-            transport = httpx.ASGITransport(backend.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-                body = {"model": name, "prompt": "Hi", "max_tokens": 1}
-                assert (await client.post("/v1/completions", json=body)).status_code == status
-    async with running(loaded, tmp_path, keep_last=1, keep_every=2) as backend:
+            body = {"model": name, "prompt": "Hi", "max_tokens": 1}
+            assert (await client.post("/v1/completions", json=body)).status_code == status
+    async with running(loaded, tmp_path, keep_last=1, keep_every=2) as (backend, client):
         assert backend.learner.versions == [0, 3, 4, 5]
-        await train(backend)
+        await train(client)
         assert kept(tmp_path) == [4, 6]
 
 
 async def test_a_job_says_what_is_kept_of_its_run(loaded: LoadedModel, tmp_path: Path) -> None:
-    async with running(loaded, tmp_path, keep_every=1) as backend:
+    async with running(loaded, tmp_path, keep_every=1) as (_, client):
         for _ in range(3):
-            await train(backend)
+            await train(client)
         for best in (None, 4, 4, 4):
-            await train(backend, keep={"last": 1, "after": 2, "versions": [best] if best else []})
+            await train(client, keep={"last": 1, "after": 2, "versions": [best] if best else []})
         assert kept(tmp_path) == [1, 2, 4, 7]
-        await train(backend)
+        await train(client)
         assert kept(tmp_path) == [1, 2, 4, 7, 8]
 
 
@@ -128,9 +130,9 @@ async def test_a_job_says_what_is_kept_of_its_run(loaded: LoadedModel, tmp_path:
 async def test_a_job_says_how_many_optimizer_states_are_kept(
     loaded: LoadedModel, tmp_path: Path, keep: dict[str, int], with_optimizer: list[int]
 ) -> None:
-    async with running(loaded, tmp_path) as backend:
+    async with running(loaded, tmp_path) as (_, client):
         for _ in range(5):
-            await train(backend, keep={"last": 4, **keep})
+            await train(client, keep={"last": 4, **keep})
     assert kept(tmp_path) == [2, 3, 4, 5]
     states = (tmp_path / "checkpoints").glob("step_*/optimizer.safetensors")
     assert sorted(int(path.parent.name.removeprefix("step_")) for path in states) == with_optimizer
@@ -140,9 +142,9 @@ async def test_a_version_in_use_is_not_deleted(loaded: LoadedModel, tmp_path: Pa
     """A job takes a few of the compute thread's turns, and each turn samples one of 200 tokens."""
     settings, keep = TrainingSettings(learning_rate=0.01), Retention(last=1)
     row = Row(np.array([1, 5, 7, 2], np.int32), np.array([2, 3]), np.full(2, -1.0), np.ones(2), "e")
-    async with running(loaded, tmp_path) as backend:
+    async with running(loaded, tmp_path) as (backend, client):
         for _ in range(2):
-            await train(backend)
+            await train(client)
         request = GenerationRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=200, ignore_eos=True))
         sampling = asyncio.create_task(backend.sampler.complete([request], WeightVersion(1)))
         await asyncio.sleep(0)
@@ -162,11 +164,11 @@ async def test_a_version_in_use_is_not_deleted(loaded: LoadedModel, tmp_path: Pa
 async def test_a_checkpoint_that_cannot_be_deleted_does_not_fail_the_job(
     loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(loaded, tmp_path) as backend:
-        await train(backend)
+    async with running(loaded, tmp_path) as (_, client):
+        await train(client)
         (tmp_path / "checkpoints/.step_000001.draft").write_text("in the way")  # of the folder on its way out
-        await train(backend, keep={"last": 1})
+        await train(client, keep={"last": 1})
         assert "an old checkpoint cannot be deleted: " in caplog.text
         (tmp_path / "checkpoints/.step_000001.draft").unlink()
-        await train(backend, keep={"last": 1})
+        await train(client, keep={"last": 1})
         assert kept(tmp_path) == [3]

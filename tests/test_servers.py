@@ -30,7 +30,9 @@ from insitu.plugin_api import PolicyEndpoint
 from insitu.remote.client import EPISODES, RemoteWorkflow
 from insitu.remote.service import WorkflowService
 from insitu.wire.http_access import AccessPolicy, is_loopback
+from insitu.wire.http_format import http_url
 from insitu.wire.http_limits import MAX_DEPTH, MAX_VALUES, parse_json
+from insitu.wire.http_server import listening
 
 HELLO = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 JSON = {"Content-Type": "application/json"}
@@ -303,7 +305,6 @@ def test_an_input_with_half_a_character_is_an_input(service: str) -> None:
 async def test_a_dead_compute_thread_is_reported(model: Path, tmp_path: Path) -> None:
     backend = server.create_backend(load_model(str(model), "cpu"), BackendOptions(model="m", threads=1), tmp_path)
     await backend.start()
-    transport = httpx.ASGITransport(backend.app, raise_app_exceptions=False)
     row = {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "logprobs": [0, -1, -1], "advantages": 1}
     job = "\n".join(map(json.dumps, [{"settings": {"num_iterations": 999}, "num_rows": 1}, row]))
     headers = {"Content-Type": "application/x-ndjson"}
@@ -317,7 +318,10 @@ async def test_a_dead_compute_thread_is_reported(model: Path, tmp_path: Path) ->
 
     backend.compute.sampling_step = die
 
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as client:
+    async with (
+        listening(backend.app, ("127.0.0.1", 0)) as address,
+        httpx.AsyncClient(base_url=http_url(*address), timeout=None) as client,
+    ):
         assert (await client.get("/health")).status_code == 200
         asked = [asyncio.create_task(client.post("/v1/chat/completions", json=HELLO)) for _ in range(2)]
         running = (await client.post("/v1/train/jobs", content=job, headers=headers)).json()["id"]
@@ -345,8 +349,7 @@ async def test_idle_connections_are_closed(
     config: Config, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Connections that send nothing, and those that send half a request."""
-    monkeypatch.setattr("insitu.gateway.listener.IDLE_SECONDS", 0.2)
-    monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr("insitu.wire.http_server.IDLE_SECONDS", 0.2)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     options = BackendOptions(model=str(model), port=0, threads=1, output_dir=tmp_path)
     running = asyncio.create_task(server.run(options, ready.set_result))

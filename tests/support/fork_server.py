@@ -48,10 +48,6 @@ LIBRARIES = [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
-    "uvicorn.lifespan.off",
-    "uvicorn.protocols.http.auto",
-    "uvicorn.protocols.http.httptools_impl",
-    "uvicorn.protocols.websockets.auto",
     "uvloop",
 ]
 """What programs import when they run; a program can import more."""

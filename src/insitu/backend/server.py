@@ -8,25 +8,19 @@ import os
 import signal
 import socket
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import orjson
-import uvicorn
+from aiohttp import web
 from pydantic import BaseModel, ValidationError
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import ASGIApp
 
 import insitu
 from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread
-from insitu.backend.http import EXCEPTION_HANDLERS, JSON, AccessGate, ApiRoute, openapi_document
+from insitu.backend.http import ApiRoute, openapi_document
 from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.model_names import ModelRegistry, PolicyModels
 from insitu.backend.inference.sampler import Sampler, WeightVersion
@@ -44,7 +38,7 @@ from insitu.errors import BackendError
 from insitu.schemas.samplers import SamplerOptions
 from insitu.schemas.training_jobs import LearnerOptions, LoRASettings
 from insitu.wire.http_format import http_url
-from insitu.wire.http_limits import IDLE_SECONDS
+from insitu.wire.http_server import guard, json_response, listening
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +64,7 @@ class Health(BaseModel):
 class Backend:
     """A backend served by `app`, which must run on the event loop that awaits `start`."""
 
-    app: ASGIApp
+    app: web.Application
     compute: ComputeThread
     sampler: Sampler
     jobs: TrainingQueue
@@ -114,9 +108,9 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     models = ModelRegistry(PolicyModels(options.name, lambda: learners.default.versions, lambda: sampler.version))
     services = Services(options, loaded, compute, sampler, learners, jobs, models, output_dir)
 
-    async def health(request: Request) -> Response:
+    async def health(request: web.Request) -> web.Response:
         compute.check_alive()
-        return JSON(
+        return json_response(
             Health(
                 status="ok",
                 policy_version=sampler.version,
@@ -125,16 +119,18 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
             ).model_dump()
         )
 
-    async def openapi(request: Request) -> Response:
-        return JSON(openapi_document(routes, insitu.__version__))
+    async def openapi(request: web.Request) -> web.Response:
+        return json_response(openapi_document(routes, insitu.__version__))
 
     routes = [
         ApiRoute("GET", "/health", health, "Health check", response=Health, public=True),
         ApiRoute("GET", "/openapi.json", openapi, "This document"),
         *protocol_routes(services),
     ]
-    app: ASGIApp = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
-    app = AccessGate(app, options.access(), {route.path for route in routes if route.public})
+    public = {route.path for route in routes if route.public}
+    app = web.Application(middlewares=[guard(options.access(), lambda request: request.path in public)])
+    for route in routes:
+        route.add_to(app)
     return Backend(app, compute, sampler, jobs, learners.default, group)
 
 
@@ -206,81 +202,28 @@ async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
         loaded = await asyncio.to_thread(load_model, options.model, options.device, options.dtype)
         backend = create_backend(loaded, options, output_dir)
         await backend.start()
-        config = uvicorn.Config(
-            backend.app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            timeout_graceful_shutdown=GRACE_SECONDS,
-            timeout_keep_alive=int(IDLE_SECONDS),
-            ws="none",
-        )
-        address = http_url(*listener.getsockname()[:2])
-        server = _Server(config, lambda: on_ready(address))
         try:
-            async with _stop_on_signal(server, options.parent_pid):
-                await server.serve(sockets=[listener])
+            async with _stop_event(options.parent_pid) as stopped:
+                async with listening(backend.app, listener, grace=GRACE_SECONDS) as address:
+                    try:
+                        on_ready(http_url(*address))
+                    except OSError as error:
+                        raise BackendError(f"cannot print the address: {error.strerror}") from error
+                    await stopped.wait()
         finally:
             await backend.close()
 
 
-class _Server(uvicorn.Server):
-    """Reports when it accepts connections, closes idle ones, and leaves signals to `_stop_on_signal`.
-
-    uvicorn's own handlers would re-raise the signal, and the process would end with a failure. Its own timeout for idle
-    connections starts after a response only, and ends with the first byte of the next request.
-    """
-
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_started = on_started
-        self._idle_since: dict[Any, float] = {}  # by connection
-
-    async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second."""
-        if counter % 10 == 0:
-            self._close_idle(time.monotonic())
-        return await super().on_tick(counter)
-
-    def _close_idle(self, now: float) -> None:
-        """Closes the connections that have been without a complete request head for `IDLE_SECONDS`."""
-        connections: set[Any] = self.server_state.connections
-        idle = [each for each in connections if each.cycle is None or each.cycle.response_complete]
-        self._idle_since = {each: self._idle_since.get(each, now) for each in idle}
-        for connection, since in self._idle_since.items():
-            if now - since >= IDLE_SECONDS:
-                connection.transport.close()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if not self.started:
-            return
-        try:
-            self._on_started()
-        except OSError as error:  # a listening server would keep the event loop from closing
-            await self.shutdown(sockets)
-            raise BackendError(f"cannot print the address: {error.strerror}") from error
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @contextlib.asynccontextmanager
-async def _stop_on_signal(server: uvicorn.Server, parent_pid: int | None) -> AsyncIterator[None]:
-    """Stops `server` gracefully on the first SIGTERM or SIGINT or the parent's end, immediately on the second."""
+async def _stop_event(parent_pid: int | None) -> AsyncIterator[asyncio.Event]:
+    """An event that SIGTERM, SIGINT or the parent's end sets."""
     loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        server.force_exit = server.should_exit
-        server.should_exit = True
-
+    stopped = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stop)
-    watcher = asyncio.create_task(_watch_parent(parent_pid, stop)) if parent_pid else None
+        loop.add_signal_handler(name, stopped.set)
+    watcher = asyncio.create_task(_watch_parent(parent_pid, stopped.set)) if parent_pid else None
     try:
-        yield
+        yield stopped
     finally:
         if watcher is not None:
             watcher.cancel()

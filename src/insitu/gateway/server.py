@@ -14,7 +14,7 @@ import secrets
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Self
@@ -30,10 +30,10 @@ from insitu.capture.ledger import CallLedger, CallSite, current_call_site
 from insitu.errors import CaptureError, ConfigError, RequestRefused
 from insitu.gateway import proxy
 from insitu.gateway.dialects import DIALECTS, ChatTranslation, Dialect, MessagesTranslation, Translation
-from insitu.gateway.listener import read_body, server_runner
 from insitu.gateway.proxy import MAX_BODY, Route
 from insitu.wire.http_format import MALFORMED, authorization, http_url, split_userinfo
 from insitu.wire.http_limits import parse_body
+from insitu.wire.http_server import listening, read_body
 from insitu.wire.redaction import redact_bytes
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import ModelClient
@@ -45,8 +45,6 @@ MAX_CHOICES = 128
 _CONNECT_TIMEOUT = 30.0
 _READ_TIMEOUT = 600.0
 """Seconds to wait for a model's server if its configuration has no timeout; the OpenAI client's default."""
-_BACKLOG = 4096
-"""Connections waiting to be accepted: hundreds of agents may start at the same time."""
 _REMEMBERED_KEYS = 1024
 _OPERATOR_ROUTES = ("train/", "preview/", "load_lora_adapter", "unload_lora_adapter")
 """Routes that change what a server serves (`insitu backend`, vLLM); the gateway's API key would allow them."""
@@ -145,7 +143,7 @@ class Gateway:
         self._bind = bind or GatewayConfig()
         self._endpoints: dict[bytes, EpisodeEndpoint] = {}  # by the hash of the key, as `_ended`
         self._ended: OrderedDict[bytes, tuple[str, weakref.ref[CallLedger]]] = OrderedDict()
-        self._runner: web.AppRunner | None = None
+        self._open = AsyncExitStack()
         self._session: aiohttp.ClientSession | None = None
         self.address = ""
         self.late_calls = 0
@@ -156,16 +154,13 @@ class Gateway:
     async def __aenter__(self) -> Self:
         app = web.Application()
         app.router.add_route("*", "/e/{key}/{tail:.*}", self._handle)
-        self._runner = server_runner(app, shutdown_timeout=1.0, auto_decompress=False)
-        await self._runner.setup()
+        bind = self._bind
         try:
-            await web.TCPSite(self._runner, self._bind.host, self._bind.port, backlog=_BACKLOG).start()
+            host, port = await self._open.enter_async_context(listening(app, (bind.host, bind.port), grace=1.0))
         except OSError as error:
-            await self._runner.cleanup()
-            where = f"{self._bind.host}:{self._bind.port}"
+            where = f"{bind.host}:{bind.port}"
             raise ConfigError(f"gateway: cannot listen at {where}: {error.strerror or error}") from error
-        host, port = self._runner.addresses[0][:2]
-        self.address = (self._bind.address or http_url(host, port)).replace("{port}", str(port)).rstrip("/")
+        self.address = (bind.address or http_url(host, port)).replace("{port}", str(port)).rstrip("/")
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -176,8 +171,7 @@ class Gateway:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._open.aclose()
         if self._session is not None:
             await self._session.close()
 

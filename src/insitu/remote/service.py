@@ -23,7 +23,6 @@ from yarl import URL
 from insitu.collect.episodes import classify, isolated
 from insitu.config import Config
 from insitu.errors import InputError, InsituError, RequestRefused, describe_error
-from insitu.gateway.listener import error_response, guard, read_body, server_runner
 from insitu.registry import LLM
 from insitu.remote.attempt_records import EpisodeRequest, end_lines, line
 from insitu.remote.client import EPISODES, HEARTBEAT_SECONDS, PROTOCOL, Description
@@ -34,6 +33,7 @@ from insitu.schemas.steps import IntermediateStep
 from insitu.wire.http_access import AccessPolicy, is_loopback_address
 from insitu.wire.http_format import http_url
 from insitu.wire.http_limits import parse_body, parse_json
+from insitu.wire.http_server import error_response, guard, listening, read_body
 from insitu.wire.json_values import decode, encode
 from insitu.wire.redaction import redact_bytes
 from insitu.workflow.context import EpisodeScope
@@ -80,14 +80,8 @@ class WorkflowService:
         app.router.add_get(EPISODES, self._describe)
         app.router.add_post(EPISODES, self._episode)
         app.router.add_post("/generate", self._generate)
-        runner = server_runner(app, shutdown_timeout=0.5)
-        await runner.setup()
-        async with self.hosted:
-            try:
-                await web.TCPSite(runner, host, port).start()
-                yield http_url(host, runner.addresses[0][1])
-            finally:
-                await runner.cleanup()
+        async with self.hosted, listening(app, (host, port)) as (_, port):
+            yield http_url(host, port)
 
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok", "episodes": self.hosted.episodes})

@@ -20,7 +20,6 @@ from aiohttp import web
 
 from insitu.disk.json_files import dump_json
 from insitu.errors import InsituError, RequestRefused
-from insitu.gateway.listener import error_response, guard, server_runner
 from insitu.schemas.episodes import ModelCall
 from insitu.view.indexes import IndexedRun, Indexes
 from insitu.view.lists import episode_query, group_query, number
@@ -30,6 +29,7 @@ from insitu.view.scoring import Newest, Scorer
 from insitu.view.watcher import Watcher
 from insitu.wire.http_access import AccessPolicy
 from insitu.wire.http_format import format_event, http_url
+from insitu.wire.http_server import error_response, guard, listening
 from insitu.wire.redaction import redact_bytes
 
 logger = logging.getLogger(__name__)
@@ -74,13 +74,10 @@ class ViewServer:
         app.router.add_get("/api/group", self._group)
         app.router.add_get("/api/episode", self._episode)
         app.router.add_get("/api/events", self._events)
-        runner = server_runner(app, shutdown_timeout=0.5)
-        await runner.setup()
         try:
-            await web.TCPSite(runner, host, port).start()
-            yield http_url(host, runner.addresses[0][1])
+            async with listening(app, (host, port)) as (_, port):
+                yield http_url(host, port)
         finally:
-            await runner.cleanup()
             await asyncio.to_thread(self._indexes.close)
             await self._scorer.close()
 

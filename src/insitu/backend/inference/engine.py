@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -184,7 +184,7 @@ class Engine:
 
     async def stream(
         self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
-    ) -> AsyncIterator[tuple[int, OutputDelta]]:
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, OutputDelta | BaseException]] = asyncio.Queue()
 

@@ -3,7 +3,7 @@
 `inference.engine` samples in this process; `vllm` asks vLLM servers.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -172,6 +172,6 @@ class Sampler(Protocol):
 
     def stream(
         self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
-    ) -> AsyncIterator[tuple[int, OutputDelta]]:
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         """Like `complete`, but yields (choice index, delta) as tokens are sampled."""
         ...

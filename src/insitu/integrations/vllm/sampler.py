@@ -6,7 +6,7 @@ A completion is given to the caller only if the server says that all its tokens 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ class VllmSampler:
 
     async def stream(
         self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
-    ) -> AsyncIterator[tuple[int, OutputDelta]]:
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         version = self._fleet.resolve(weights)
         queue: asyncio.Queue[tuple[int, OutputDelta | Exception]] = asyncio.Queue()
 

@@ -1,13 +1,11 @@
 """The native protocol: training jobs under /v1/train/jobs, uploaded as JSON lines and followed by events."""
 
 import time
-from collections.abc import AsyncIterator
 
-from pydantic import ValidationError
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from aiohttp import web
+from pydantic import BaseModel
 
-from insitu.backend.http import ApiRoute, body_chunks, read_body, validation_refusal
+from insitu.backend.http import ApiRoute
 from insitu.backend.inference.sampler import Sampler
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.jobs import TrainingJob, TrainingQueue
@@ -17,6 +15,7 @@ from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
 from insitu.wire.http_format import format_event
 from insitu.wire.http_limits import parse_json
+from insitu.wire.http_server import body_chunks, latin1_header, read_body
 
 BASE = "/v1/train/jobs"
 MAX_SETTINGS_BYTES = 1 << 20
@@ -32,7 +31,7 @@ def routes(services: Services) -> list[ApiRoute]:
 def _metrics_route(sampler: Sampler) -> ApiRoute:
     started = time.time()
 
-    async def metrics(request: Request) -> Response:
+    async def metrics(request: web.Request) -> web.Response:
         running, waiting = sampler.num_requests
         values = {
             "vllm:num_requests_running": running,
@@ -40,7 +39,7 @@ def _metrics_route(sampler: Sampler) -> ApiRoute:
             "vllm:request_success_total": sampler.num_completed,
             "process_start_time_seconds": started,
         }
-        return PlainTextResponse("".join(f"{name} {value}\n" for name, value in values.items()))
+        return web.Response(text="".join(f"{name} {value}\n" for name, value in values.items()))
 
     summary = "Running, waiting and finished completions, under the metric names of vLLM and Prometheus"
     return ApiRoute("GET", "/metrics", metrics, summary)
@@ -51,35 +50,31 @@ def job_routes(
 ) -> list[ApiRoute]:
     """`keep` is the retention policy of jobs that name none."""
 
-    async def submit(request: Request) -> Response:
-        key = request.headers.get("idempotency-key")
+    async def submit(request: web.Request) -> web.Response:
+        key = latin1_header(request, "Idempotency-Key")
         if job := jobs.find_by_idempotency_key(key):
-            async for _ in body_chunks(request.receive):  # the client reads the response only after sending its body
+            async for _ in body_chunks(request):  # the client reads the response only after sending its body
                 pass
         else:
             encoding = request.headers.get("content-encoding", "").lower()
             jobs.check_room()
-            header, rows = await read_job(body_chunks(request.receive), encoding, limits, tokenizer)
+            header, rows = await read_job(body_chunks(request), encoding, limits, tokenizer)
             job = jobs.submit(key, header.settings, rows, keep=header.keep or keep)
-        return _state_response(job)
+        return _json(job.state)
 
-    async def check(request: Request) -> Response:
-        try:
-            settings = TrainingSettings.model_validate(parse_json(await read_body(request.receive, MAX_SETTINGS_BYTES)))
-        except ValidationError as error:
-            raise validation_refusal(error) from None
+    async def check(request: web.Request) -> web.Response:
+        settings = TrainingSettings.model_validate(parse_json(await read_body(request, MAX_SETTINGS_BYTES)))
         await jobs.check(settings)
-        return Response(settings.model_dump_json(), media_type="application/json")
+        return _json(settings)
 
-    async def state(request: Request) -> Response:
-        return _state_response(jobs.get(request.path_params["id"]))
+    async def state(request: web.Request) -> web.Response:
+        return _json(jobs.get(request.match_info["id"]).state)
 
-    async def events(request: Request) -> Response:
-        stream = _event_stream(jobs.get(request.path_params["id"]))
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    async def events(request: web.Request) -> web.StreamResponse:
+        return await _stream_states(request, jobs.get(request.match_info["id"]))
 
-    async def cancel(request: Request) -> Response:
-        return _state_response(await jobs.cancel(request.path_params["id"]))
+    async def cancel(request: web.Request) -> web.Response:
+        return _json((await jobs.cancel(request.match_info["id"])).state)
 
     return [
         ApiRoute(
@@ -106,10 +101,14 @@ def job_routes(
     ]
 
 
-async def _event_stream(job: TrainingJob) -> AsyncIterator[bytes]:
+async def _stream_states(request: web.Request, job: TrainingJob) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
     async for state in job.events():
-        yield b": keep-alive\n\n" if state is None else format_event(state.model_dump_json().encode(), state.status)
+        event = state and format_event(state.model_dump_json().encode(), state.status)
+        await response.write(event or b": keep-alive\n\n")
+    return response
 
 
-def _state_response(job: TrainingJob) -> Response:
-    return Response(job.state.model_dump_json(), media_type="application/json")
+def _json(content: BaseModel) -> web.Response:
+    return web.Response(text=content.model_dump_json(), content_type="application/json")

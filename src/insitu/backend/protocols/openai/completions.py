@@ -1,15 +1,13 @@
 """The endpoint of chat and text completions: a request in, the sampler's outputs out."""
 
-import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any, TypeVar
 
 import orjson
-from starlette.types import Receive, Scope, Send
+from aiohttp import web
 
-from insitu.backend.http import read_body, refused_response, wait_for_disconnect
 from insitu.backend.inference.model_names import ModelRegistry
 from insitu.backend.inference.sampler import OutputDelta, Sampler, WeightVersion
 from insitu.backend.inference.sampling import GenerationRequest
@@ -17,14 +15,12 @@ from insitu.backend.protocols.openai.base import ResponseFormatter, SamplingRequ
 from insitu.errors import BackendError, RequestRefused
 from insitu.wire.http_format import DONE, error_body, format_event
 from insitu.wire.http_limits import parse_body
+from insitu.wire.http_server import json_response, read_body
 
 MAX_BODY = 16 * 2**20
-WATCH_DELAY = 0.5
-"""Seconds before the endpoint watches for a disconnect; most completions have finished by then."""
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Job = tuple[SamplingRequest, list[GenerationRequest], WeightVersion]
 
 
@@ -60,7 +56,7 @@ class SampleLog:
 
 
 class CompletionEndpoint:
-    """A plain ASGI application, because every sampled token passes through it."""
+    """Completions of one kind of request; they are aborted if the client disconnects."""
 
     def __init__(
         self, kind: type[SamplingRequest], sampler: Sampler, models: ModelRegistry, log: SampleLog | None = None
@@ -70,14 +66,10 @@ class CompletionEndpoint:
         self._models = models
         self._log = log
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            request, requests, weights = await parse_body(self._parse, await read_body(receive, MAX_BODY))
-            formatter = request.formatter([each.prompt for each in requests], self._sampler.tokenizer)
-            respond = self._stream if request.stream else self._complete
-            await respond((request, requests, weights), formatter, receive, send)
-        except RequestRefused as error:
-            await refused_response(error)(scope, receive, send)
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        job = await parse_body(self._parse, await read_body(request, MAX_BODY))
+        formatter = job[0].formatter([each.prompt for each in job[1]], self._sampler.tokenizer)
+        return await (self._stream(request, job, formatter) if job[0].stream else self._complete(job, formatter))
 
     def _parse(self, body: bytes) -> Job:
         request = parse_request(self._kind, body)
@@ -97,26 +89,19 @@ class CompletionEndpoint:
                 raise RequestRefused(problem, param=key, code="context_length_exceeded")
         return request, request.generation_requests(prompts, max_length), model.weights
 
-    async def _complete(self, job: Job, formatter: ResponseFormatter, receive: Receive, send: Send) -> None:
+    async def _complete(self, job: Job, formatter: ResponseFormatter) -> web.Response:
         request, requests, weights = job
-        outputs = await _cancel_on_disconnect(self._sampler.complete(requests, weights), receive)
-        if outputs is None:
-            return
+        outputs = await self._sampler.complete(requests, weights)
         if self._log is not None:
             self._log.write(requests, outputs, streamed=False)
         response = formatter.response(outputs)
+        version = outputs[0].version
         if request.wants_prompt_logprobs:
-            weights = weights._replace(version=outputs[0].version)
-            scoring = self._prompt_logprobs([each.prompt for each in requests], weights)
-            found = await _cancel_on_disconnect(scoring, receive)
-            if found is None:
-                return
-            for choice, logprobs in zip(response["choices"], found, strict=True):
+            prompts = [each.prompt for each in requests]
+            scores = await self._prompt_logprobs(prompts, weights._replace(version=version))
+            for choice, logprobs in zip(response["choices"], scores, strict=True):
                 choice["prompt_logprobs"] = logprobs
-        body = orjson.dumps(response)
-        length = (b"content-length", str(len(body)).encode())
-        await send(_response_start(outputs[0].version, b"application/json", length))
-        await send({"type": "http.response.body", "body": body})
+        return json_response(response, headers={"X-Policy-Version": str(version)})
 
     async def _prompt_logprobs(
         self, prompts: Sequence[list[int]], weights: WeightVersion
@@ -130,64 +115,34 @@ class CompletionEndpoint:
                 known[prompt] = [None, *({str(token): {"logprob": logprob}} for token, logprob in tokens)]
         return [known[tuple(prompt)] for prompt in prompts]
 
-    async def _stream(self, job: Job, formatter: ResponseFormatter, receive: Receive, send: Send) -> None:
+    async def _stream(self, request: web.Request, job: Job, formatter: ResponseFormatter) -> web.StreamResponse:
         """Sends a server-sent event per delta; an error after the first event is sent as an event."""
-        request, requests, weights = job
+        options, requests, weights = job
         deltas: list[list[OutputDelta]] = [[] for _ in requests]
-        handler = asyncio.current_task()
-        assert handler is not None
-
-        def cancel(_: asyncio.Task[None]) -> None:
-            handler.cancel()
-
-        watcher = asyncio.create_task(wait_for_disconnect(receive))
-        watcher.add_done_callback(cancel)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
         try:
-            async for index, delta in self._sampler.stream(requests, weights):
-                if not any(deltas):
-                    no_cache = (b"cache-control", b"no-cache")
-                    await send(_response_start(delta.version, b"text/event-stream; charset=utf-8", no_cache))
-                deltas[index].append(delta)
-                await send(_event(orjson.dumps(formatter.chunk(index, delta))))
-            if request.include_usage:
-                await send(_event(orjson.dumps(formatter.usage_chunk(deltas[0][0].version))))
-            await send(_event(DONE, last=True))
-        except asyncio.CancelledError:
-            if not watcher.done():
-                raise
-            return
+            async with aclosing(self._sampler.stream(requests, weights)) as outputs:
+                async for index, delta in outputs:
+                    if not response.prepared:
+                        response.headers["X-Policy-Version"] = str(delta.version)
+                        await response.prepare(request)
+                    deltas[index].append(delta)
+                    await response.write(format_event(orjson.dumps(formatter.chunk(index, delta))))
+            if options.include_usage:
+                await response.write(format_event(orjson.dumps(formatter.usage_chunk(deltas[0][0].version))))
+            await response.write(format_event(DONE))
+        except ConnectionError:  # the client has left
+            raise
         except Exception as error:  # the response has started, so an error can only be sent as an event
-            if isinstance(error, RequestRefused) or not any(deltas):
+            if not response.prepared:
                 raise
-            await send(_event(orjson.dumps(error_body(str(error), 500)), last=True))
-        finally:
-            watcher.remove_done_callback(cancel)
-            watcher.cancel()
+            await response.write(format_event(orjson.dumps(error_body(str(error), 500))))
+            return response
         if self._log is not None:
             self._log.write(requests, [_join(each) for each in deltas], streamed=True)
-
-
-async def _cancel_on_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """The result of `work`; if the client disconnects first, cancels it and returns None."""
-    task = asyncio.ensure_future(work)
-    try:
-        done, _ = await asyncio.wait([task], timeout=WATCH_DELAY)
-        if not done:
-            watcher = asyncio.ensure_future(wait_for_disconnect(receive))
-            await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
-            watcher.cancel()
-        return await task if task.done() else None
-    finally:
-        task.cancel()
-
-
-def _response_start(version: int, content_type: bytes, header: tuple[bytes, bytes]) -> dict[str, Any]:
-    headers = [(b"content-type", content_type), header, (b"x-policy-version", str(version).encode())]
-    return {"type": "http.response.start", "status": 200, "headers": headers}
-
-
-def _event(data: bytes, last: bool = False) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": format_event(data), "more_body": not last}
+        return response
 
 
 def _join(deltas: Sequence[OutputDelta]) -> OutputDelta:

@@ -8,41 +8,37 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import orjson
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from aiohttp import web
 
-from insitu.backend.http import JSON, read_body, refusal_headers, wait_for_disconnect
 from insitu.errors import BackendError, BackendUnavailable, JobFailed, RequestRefused
 from insitu.integrations.art.server.jobs import ArtJob
 from insitu.integrations.art.server.trajectories import parse_object
-from insitu.wire.http_format import error_body
 from insitu.wire.http_limits import parse_body
+from insitu.wire.http_server import Handler, error_response, json_response, read_body
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[Request], Awaitable[Any]]
+Result = Callable[[web.Request], Awaitable[Any]]
 
 
-def json_endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+def json_endpoint(handler: Result) -> Handler:
     """Returns the handler's result as JSON, and its errors in ART's format (`detail`) and OpenAI's (`error`)."""
 
-    async def endpoint(request: Request) -> Response:
+    async def endpoint(request: web.Request) -> web.StreamResponse:
         try:
             result = await handler(request)
         except RequestRefused as error:
-            logger.warning("%s %r refused: %s", request.method, request.url.path, error)
-            return error_response(str(error), error.status, error.param, error.code)
+            logger.warning("%s %r refused: %s", request.method, request.path, error)
+            return art_error(str(error), error.status, error.param, error.code)
         except BackendError as error:
-            return error_response(str(error), 503 if isinstance(error, BackendUnavailable) else 500)
-        return result if isinstance(result, Response) else JSON(result)
+            return art_error(str(error), 503 if isinstance(error, BackendUnavailable) else 500)
+        return result if isinstance(result, web.StreamResponse) else json_response(result)
 
     return endpoint
 
 
-def error_response(message: str, status: int, param: str | None = None, code: str | None = None) -> Response:
-    body = {"detail": message, **error_body(message, status, param, code)}
-    return JSON(body, status_code=status, headers=refusal_headers(status))
+def art_error(message: str, status: int, param: str | None = None, code: str | None = None) -> web.Response:
+    return error_response(message, status, param, code, detail=message)
 
 
 class Body(NamedTuple):
@@ -65,11 +61,11 @@ TRAJECTORIES = BodyLimit(2**28, 2**24)
 """Trajectory groups of about two million sampled tokens."""
 
 
-async def read_json(request: Request, limit: BodyLimit = MODEL) -> Body:
+async def read_json(request: web.Request, limit: BodyLimit = MODEL) -> Body:
     def parse(body: bytes) -> Body:
         return Body(parse_object(body, limit.values), hashlib.blake2b(body).digest())
 
-    return await parse_body(parse, await read_body(request.receive, limit.size))
+    return await parse_body(parse, await read_body(request, limit.size))
 
 
 class Uploads:
@@ -92,36 +88,25 @@ class Uploads:
             self._free += 1
 
 
-class MetricsStream(Response):
-    """A job's metrics as JSON lines while it trains.
+async def stream_metrics(request: web.Request, job: ArtJob) -> web.StreamResponse:
+    """Streams a job's metrics as JSON lines while it trains.
 
     An error before the first line becomes an error response. A later one breaks the connection, as ART does; its cause
     is in the log and at /art/jobs.
     """
-
-    def __init__(self, job: ArtJob) -> None:
-        self._job = job
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.create_task(wait_for_disconnect(receive))
-        started = False
-        try:
-            async for line in self._job.metric_lines():
-                if not started:
-                    started = True
-                    headers = [(b"content-type", b"application/x-ndjson")]
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                body = orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        except (JobFailed, RequestRefused) as error:
-            logger.error("model %s: %s", self._job.model.key, error)
-            if not started:
-                status = error.status if isinstance(error, RequestRefused) else 500
-                await error_response(str(error), status)(scope, receive, send)
-            return  # a started response without an end breaks the connection
-        finally:
-            disconnected = watcher.done()
-            watcher.cancel()
-        # or: another response of the same job may have been delivered first
-        self._job.end_was_delivered = self._job.end_was_delivered or not disconnected
-        await send({"type": "http.response.body", "body": b""})
+    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    try:
+        async for line in job.metric_lines():
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+    except (JobFailed, RequestRefused) as error:
+        logger.error("model %s: %s", job.model.key, error)
+        if not response.prepared:
+            return art_error(str(error), error.status if isinstance(error, RequestRefused) else 500)
+        if request.transport is not None:
+            request.transport.abort()
+        return response
+    # or: another response of the same job may have been delivered first
+    job.end_was_delivered = job.end_was_delivered or request.transport is not None
+    return response

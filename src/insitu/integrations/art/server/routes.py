@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from aiohttp import web
 from pydantic import BaseModel
-from starlette.requests import Request
-from starlette.responses import Response
 
 from insitu.backend.http import ApiRoute
 from insitu.backend.protocols import Services
@@ -28,8 +27,9 @@ from insitu.integrations.art.server.documents import (
 )
 from insitu.integrations.art.server.jobs import ArtJob, ArtJobs, TrainRequest
 from insitu.integrations.art.server.models import ArtModels, RegisteredModel
-from insitu.integrations.art.server.responses import TRAJECTORIES, MetricsStream, Uploads, json_endpoint, read_json
+from insitu.integrations.art.server.responses import TRAJECTORIES, Uploads, json_endpoint, read_json, stream_metrics
 from insitu.integrations.art.server.trajectories import drop_nulls, optional, optional_dict, parse_groups, parse_model
+from insitu.wire.http_server import latin1_header
 
 SERVERLESS_PREFIX = "/v1/preview"
 """Path prefix of the serverless endpoints; clients are configured with a base_url ending in `/v1`."""
@@ -130,31 +130,31 @@ class _Endpoints:
 class _ArtRunEndpoints(_Endpoints):
     """The endpoints of `art run`."""
 
-    async def health(self, request: Request) -> dict[str, str]:
+    async def health(self, request: web.Request) -> dict[str, str]:
         return {"status": "ok"}
 
-    async def close(self, request: Request) -> None:
+    async def close(self, request: web.Request) -> None:
         """Does nothing: the backend outlives its clients."""
 
-    async def register(self, request: Request) -> None:
+    async def register(self, request: web.Request) -> None:
         """Only validates the model: clients time out after five seconds, so weights are loaded in `prepare`."""
         data, _ = await read_json(request)
         if data.get("trainable", True):
             self._models.check(parse_model(data, "request body"))
 
-    async def step(self, request: Request) -> int:
+    async def step(self, request: web.Request) -> int:
         data, _ = await read_json(request)
         return (await self._models.open(parse_model(data, "request body"))).step if data.get("trainable", True) else 0
 
-    async def prepare(self, request: Request) -> list[str]:
+    async def prepare(self, request: web.Request) -> list[str]:
         """Base URL and API key for sampling: the server's token if set, otherwise the client's `api_key`."""
         data, _ = await read_json(request)
         await self._open_model(data)
         server = optional_dict(optional_dict(data, "config"), "server_args", "config")
         api_key = optional(server, "api_key", str, "config.server_args")
-        return [f"{request.url.scheme}://{request.url.netloc}/v1", self._token or api_key or "default"]
+        return [f"{request.scheme}://{request.host}/v1", self._token or api_key or "default"]
 
-    async def train(self, request: Request) -> Response:
+    async def train(self, request: web.Request) -> web.StreamResponse:
         async with self._uploads.slot():
             data, digest = await read_json(request, TRAJECTORIES)
             train_request = TrainRequest(
@@ -162,47 +162,47 @@ class _ArtRunEndpoints(_Endpoints):
                 groups=data.get("trajectory_groups"),
                 config=optional_dict(data, "config"),
                 dev_config=optional_dict(data, "dev_config"),
-                idempotency_key=request.headers.get("idempotency-key"),
+                idempotency_key=latin1_header(request, "Idempotency-Key"),
                 digest=digest,
             )
-            return MetricsStream(await self._jobs.start(train_request))
+            return await stream_metrics(request, await self._jobs.start(train_request))
 
-    async def log(self, request: Request) -> None:
+    async def log(self, request: web.Request) -> None:
         async with self._uploads.slot():
             data, _ = await read_json(request, TRAJECTORIES)
             if optional_dict(data, "model").get("trainable", True):
                 await self._log(await self._open_model(data), data)
 
-    async def delete_checkpoints(self, request: Request) -> None:
+    async def delete_checkpoints(self, request: web.Request) -> None:
         """Deletes all checkpoints except the latest and the best by the logged metrics."""
         data, _ = await read_json(request)
         registered = await self._models.open(parse_model(data, "request body"))
-        metric = request.query_params.get("benchmark", "val/reward")
-        smoothing = _parse_smoothing(request.query_params.get("benchmark_smoothing", "1"))
+        metric = request.query.get("benchmark", "val/reward")
+        smoothing = _parse_smoothing(request.query.get("benchmark_smoothing", "1"))
         versions = registered.learner.versions
         best = registered.metrics_log.best(metric, smoothing, versions)
         await self._models.delete_steps(registered, set(versions) - {best})
 
-    async def delete_checkpoint_files(self, request: Request) -> None:
+    async def delete_checkpoint_files(self, request: web.Request) -> None:
         data, _ = await read_json(request)
         registered = await self._open_model(data)
         kept = _parse_steps(data, "steps_to_keep")
         await self._models.delete_steps(registered, set(registered.learner.versions) - kept)
 
-    async def unsupported(self, request: Request) -> None:
+    async def unsupported(self, request: web.Request) -> None:
         data, _ = await read_json(request)
         model = parse_model(data.get("model"))
         raise RequestRefused(
-            f"{request.url.path} is not supported here; the checkpoints of {model.key} are in "
+            f"{request.path} is not supported here; the checkpoints of {model.key} are in "
             f"{self._models.folder(model) / 'checkpoints'}",
             code="unsupported",
         )
 
-    async def list_jobs(self, request: Request) -> dict[str, Any]:
+    async def list_jobs(self, request: web.Request) -> dict[str, Any]:
         return self._jobs.state()
 
-    async def get_job(self, request: Request) -> dict[str, Any]:
-        return self._jobs.get(request.path_params["id"]).state()
+    async def get_job(self, request: web.Request) -> dict[str, Any]:
+        return self._jobs.get(request.match_info["id"]).state()
 
     async def _open_model(self, data: dict[str, Any]) -> RegisteredModel:
         return await self._models.open(parse_model(data.get("model")))
@@ -230,7 +230,7 @@ def _parse_smoothing(text: str) -> float:
 class _ServerlessEndpoints(_Endpoints):
     """The endpoints of `art.ServerlessBackend`."""
 
-    async def create(self, request: Request) -> dict[str, Any]:
+    async def create(self, request: web.Request) -> dict[str, Any]:
         data, _ = await read_json(request)
         registered = await self._models.open(parse_model(data, "request body"))
         model = registered.model
@@ -243,34 +243,34 @@ class _ServerlessEndpoints(_Endpoints):
             "run_id": None,
         }
 
-    async def delete(self, request: Request) -> None:
+    async def delete(self, request: web.Request) -> None:
         registered = self._get_model(request)
         if self._jobs.is_training(registered.model):
             problem = f"{registered.model.key} cannot be deleted while a training job is pending or running"
             raise RequestRefused(problem, status=409, code="model_busy")
         await self._models.delete(registered)
 
-    async def checkpoints(self, request: Request) -> dict[str, Any]:
+    async def checkpoints(self, request: web.Request) -> dict[str, Any]:
         registered = self._get_model(request)
-        steps = sorted(registered.learner.versions, reverse=request.query_params.get("order") == "desc")
+        steps = sorted(registered.learner.versions, reverse=request.query.get("order") == "desc")
         metrics = registered.metrics_log.metrics
         entries = [{"id": f"{registered.id}-{step}", "step": step, "metrics": metrics(step)} for step in steps]
         return _paginate(entries, request)
 
-    async def delete_checkpoints(self, request: Request) -> dict[str, Any]:
+    async def delete_checkpoints(self, request: web.Request) -> dict[str, Any]:
         data, _ = await read_json(request)
         registered = self._get_model(request)
         steps = _parse_steps(data, "steps")
         deleted = await self._models.delete_steps(registered, steps)
         return {"deleted_count": len(deleted), "not_found_steps": sorted(steps - set(deleted))}
 
-    async def log(self, request: Request) -> None:
+    async def log(self, request: web.Request) -> None:
         registered = self._get_model(request)
         async with self._uploads.slot():
             data, _ = await read_json(request, TRAJECTORIES)
             await self._log(registered, data)
 
-    async def train(self, request: Request) -> dict[str, str]:
+    async def train(self, request: web.Request) -> dict[str, str]:
         async with self._uploads.slot():
             data, digest = await read_json(request, TRAJECTORIES)
             registered = self._models.get(str(data.get("model_id")))
@@ -279,24 +279,24 @@ class _ServerlessEndpoints(_Endpoints):
                 groups=data.get("trajectory_groups"),
                 config={},
                 dev_config=drop_nulls(optional_dict(data, "experimental_config")),
-                idempotency_key=request.headers.get("idempotency-key"),
+                idempotency_key=latin1_header(request, "Idempotency-Key"),
                 digest=digest,
             )
             return {"id": (await self._jobs.start(train_request)).job.state.id}
 
-    async def events(self, request: Request) -> dict[str, Any]:
+    async def events(self, request: web.Request) -> dict[str, Any]:
         """The events after `after`; clients repeat a request until they have seen a gradient step."""
-        job = self._jobs.get(request.path_params["id"])
+        job = self._jobs.get(request.match_info["id"])
         events = _events(job)
         job.end_was_delivered = job.end_was_delivered or events[-1]["type"] == "training_ended"
         return _paginate(events, request)
 
-    async def train_sft(self, request: Request) -> None:
+    async def train_sft(self, request: web.Request) -> None:
         problem = "supervised training is not supported here: its data would be stored at W&B"
         raise RequestRefused(problem, code="unsupported")
 
-    def _get_model(self, request: Request) -> RegisteredModel:
-        return self._models.get(request.path_params["id"])
+    def _get_model(self, request: web.Request) -> RegisteredModel:
+        return self._models.get(request.match_info["id"])
 
 
 def _events(job: ArtJob) -> list[dict[str, Any]]:
@@ -313,14 +313,14 @@ def _events(job: ArtJob) -> list[dict[str, Any]]:
     ]
 
 
-def _paginate(entries: Sequence[dict[str, Any]], request: Request) -> dict[str, Any]:
+def _paginate(entries: Sequence[dict[str, Any]], request: web.Request) -> dict[str, Any]:
     """Cursor pagination: up to `limit` entries after the one with id `after`."""
     ids = [entry["id"] for entry in entries]
-    after = request.query_params.get("after")
+    after = request.query.get("after")
     if after is not None and after not in ids:
         raise RequestRefused(f"unknown cursor after={after!r}", param="after")
     remaining = list(entries[ids.index(after) + 1 :] if after is not None else entries)
-    limit = request.query_params.get("limit")
+    limit = request.query.get("limit")
     if limit is not None and not limit.isdecimal():
         raise RequestRefused(f"limit must be a non-negative integer, got {limit!r}", param="limit")
     page = remaining[: int(limit)] if limit else remaining

@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from insitu.backend.http import validation_refusal
 from insitu.backend.protocols.openai.chat import Message, template_messages
 from insitu.errors import RequestRefused
 from insitu.wire.http_format import parse_token_ids
 from insitu.wire.http_limits import parse_json
+from insitu.wire.http_server import validation_refusal
 
 DEFAULT_ENTITY = "insitu"
 FUNCTION_KEYS = ("name", "description", "parameters", "strict")
