@@ -229,17 +229,25 @@ def test_the_core_trains_without_the_integrations(tmp_path: Path) -> None:
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import insitu.cli; sys.argv[0] = 'insitu'; "
         f"assert insitu.__file__.startswith({str(tmp_path)!r}); insitu.cli.main()"
     )
-    overrides = [word for key, value in options.items() for word in ("-o", key, str(value))]
-    done = subprocess.run(
-        [sys.executable, "-c", code, "finetune", "--config_file", "grpo.yml", *overrides],
-        cwd=tmp_path / "example",
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+
+    def finetune(**more: str) -> "subprocess.CompletedProcess[str]":
+        settings = options | {key.replace("__", "."): value for key, value in more.items()}
+        overrides = [word for key, value in settings.items() for word in ("-o", key, str(value))]
+        return subprocess.run(
+            [sys.executable, "-c", code, "finetune", "--config_file", "grpo.yml", *overrides],
+            cwd=tmp_path / "example",
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+
+    done = finetune()
     assert done.returncode == 0, done.stdout + done.stderr
     (epoch,) = map(json.loads, (tmp_path / "run/training_metrics.jsonl").read_text().splitlines())
     assert epoch["policy_version"] == 1
+    done = finetune(finetuning__report_to="tensorboard")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: finetuning.report_to: this installation of insitu cannot run trackers")
 
 
 @each_module

@@ -11,9 +11,8 @@ import pytest
 from factories import digits_project, read_lines, write_rows
 from processes import HANGS, run, start
 
-from insitu.training.trackers import processes
-from insitu.training.trackers.processes import reported
-from insitu.training.trackers.stream import RunFiles, training_metrics, validation_metrics
+from insitu.integrations.trackers.processes import reported
+from insitu.integrations.trackers.stream import RunFiles, training_metrics, validation_metrics
 
 PLUGIN = """
 import json, os, time
@@ -180,10 +179,9 @@ async def test_a_tracker_that_hangs_is_ended_with_the_run(
     tmp_path: Path, site: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(site))
-    monkeypatch.setattr(processes, "END_SECONDS", 0.3)
     made_up(tmp_path, 2)
     with caplog.at_level(logging.WARNING):
-        async with asyncio.timeout(HANGS), reported([name], tmp_path):
+        async with asyncio.timeout(HANGS), reported([name], tmp_path, end_seconds=0.3):
             sign = tmp_path / "trackers" / ("hangs" if name == "hanging" else "HangingAtTheEnd.jsonl")
             while not sign.exists():  # noqa: ASYNC110 - another process makes it
                 await asyncio.sleep(0.01)

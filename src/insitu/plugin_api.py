@@ -104,7 +104,7 @@ from insitu.schemas.steps import (
 from insitu.training.logs import (
     suppress_logs as suppress_logs,
 )
-from insitu.training.trackers.tracker import (
+from insitu.training.trackers import (
     Step as Step,
     Table as Table,
     TrackedRun as TrackedRun,

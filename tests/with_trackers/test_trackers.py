@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from insitu.training.trackers.stream import RunFiles
+from insitu.integrations.trackers.stream import RunFiles
 
 EPOCHS = 3
 SCORES = {0: 0.25, 2: 0.5, 3: 0.75}
@@ -52,7 +52,7 @@ def run_until(folder: Path, epoch: int, status: str) -> None:
 
 def follow(name: str, folder: Path, **variables: str) -> None:
     """The process of a tracker, until the run ends."""
-    command = [sys.executable, "-m", "insitu.training.trackers.follow", name, str(folder)]
+    command = [sys.executable, "-m", "insitu.integrations.trackers.follow", name, str(folder)]
     environment = {**os.environ, **variables}
     done = subprocess.run(command, input="", capture_output=True, text=True, env=environment, cwd=folder.parent)
     assert done.returncode == 0, done.stderr

@@ -35,8 +35,7 @@ from insitu.schemas.finetuning import (
 )
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.serving import check_open_files, watched
-from insitu.training.trackers.processes import reported
-from insitu.training.trackers.tracker import check_trackers
+from insitu.training.trackers import check_trackers, reported
 from insitu.workflow.policy_names import check_model_names
 
 logger = logging.getLogger(__name__)

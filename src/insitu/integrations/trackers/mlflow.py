@@ -5,7 +5,7 @@ import re
 import time
 from typing import Any
 
-from insitu.training.trackers.tracker import PROJECT, Step, TrackedRun, Tracker
+from insitu.training.trackers import PROJECT, Step, TrackedRun, Tracker
 
 _MOST_PARAMS, _MOST_METRICS, _LONGEST = 100, 1000, 500
 """What MLflow takes at once, and characters of a parameter."""

@@ -1,6 +1,6 @@
 """TensorBoard: event files in `trackers/tensorboard/` of the run directory."""
 
-from insitu.training.trackers.tracker import Step, Table, TrackedRun, Tracker
+from insitu.training.trackers import Step, Table, TrackedRun, Tracker
 
 _MAIN = "validation/score"
 """The metric of the hyperparameter table."""

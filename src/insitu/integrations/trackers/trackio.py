@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from insitu.training.trackers.tracker import PROJECT, Step, TrackedRun, Tracker
+from insitu.training.trackers import PROJECT, Step, TrackedRun, Tracker
 
 
 class Trackio(Tracker):

@@ -4,7 +4,7 @@ import os
 import secrets
 from typing import Any
 
-from insitu.training.trackers.tracker import PROJECT, Step, TrackedRun, Tracker
+from insitu.training.trackers import PROJECT, Step, TrackedRun, Tracker
 
 
 class WandB(Tracker):

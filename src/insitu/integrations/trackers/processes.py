@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from insitu.training.trackers.stream import FOLDER
-from insitu.training.trackers.tracker import KEY
+from insitu.runs.files import TRACKERS
+from insitu.training.trackers import KEY
 from insitu.wire.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -23,10 +23,10 @@ _NOTE = "the files of the run have everything"
 
 
 @asynccontextmanager
-async def reported(names: Sequence[str], folder: Path) -> AsyncIterator[None]:
+async def reported(names: Sequence[str], folder: Path, end_seconds: float = END_SECONDS) -> AsyncIterator[None]:
     """Trackers follow the run in `folder` while the body runs. One that fails is reported once, as a warning."""
     path = _absolute(folder)
-    running = [asyncio.create_task(_follow(name, path), name=f"tracker {name}") for name in names]
+    running = [asyncio.create_task(_follow(name, path, end_seconds), name=f"tracker {name}") for name in names]
     try:
         yield
     finally:
@@ -35,14 +35,14 @@ async def reported(names: Sequence[str], folder: Path) -> AsyncIterator[None]:
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _follow(name: str, folder: Path) -> None:
+async def _follow(name: str, folder: Path, end_seconds: float) -> None:
     """Runs a tracker's process until it has ended; if cancelled, tells it to end, and kills it if it does not."""
-    log = folder / FOLDER / f"{name}.log"
+    log = folder / TRACKERS / f"{name}.log"
     try:
         log.parent.mkdir(exist_ok=True)
         with log.open("ab") as file:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "insitu.training.trackers.follow", name, str(folder)),
+                *(sys.executable, "-m", "insitu.integrations.trackers.follow", name, str(folder)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=file,
                 stderr=file,
@@ -57,7 +57,7 @@ async def _follow(name: str, folder: Path) -> None:
         assert process.stdin is not None
         process.stdin.close()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_SECONDS):
+            async with asyncio.timeout(end_seconds):
                 await process.wait()
     finally:
         ended_itself = process.returncode is not None
@@ -65,7 +65,7 @@ async def _follow(name: str, folder: Path) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
     if not ended_itself:
-        logger.warning("%s: %s did not end within %g s after the run; %s", KEY, name, END_SECONDS, _NOTE)
+        logger.warning("%s: %s did not end within %g s after the run; %s", KEY, name, end_seconds, _NOTE)
     elif process.returncode:
         logger.warning("%s: %s has failed: %s (%s); %s", KEY, name, _last_line(log), log, _NOTE)
 

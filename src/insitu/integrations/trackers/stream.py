@@ -9,14 +9,12 @@ from typing import Any
 from insitu.config.resolved import leaves
 from insitu.disk.files import load_json, numbered_records, read_object
 from insitu.errors import InsituError
-from insitu.runs.files import EPISODES, METRICS, PROGRESS, RUN, VALIDATION_SCORES, VALIDATIONS
+from insitu.runs.files import EPISODES, METRICS, PROGRESS, RUN, TRACKERS, VALIDATION_SCORES, VALIDATIONS
 from insitu.runs.stored import RunFolder
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import message_text
-from insitu.training.trackers.tracker import Step, Table, TrackedRun
+from insitu.training.trackers import Step, Table, TrackedRun
 
-FOLDER = "trackers"
-"""In the run directory: the trackers' own files."""
 SAMPLED_GROUPS, SAMPLED_EPISODES = 2, 4
 """Groups of an epoch, and episodes of each, whose texts are logged."""
 MAX_ROWS = 1000
@@ -92,7 +90,7 @@ class RunFiles:
     def run(self) -> TrackedRun:
         about = read_object(self.folder / RUN)
         settings = {key: _scalar(value) for key, value in leaves(about.get("config") or {})}
-        return TrackedRun(self.folder.name, about["run_id"], self.folder / FOLDER, settings)
+        return TrackedRun(self.folder.name, about["run_id"], self.folder / TRACKERS, settings)
 
     @property
     def progress(self) -> dict[str, Any]:

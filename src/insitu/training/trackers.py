@@ -1,10 +1,12 @@
-"""The interface of an experiment tracker, and the look-up of trackers by name.
+"""The interface of experiment trackers (`finetuning.report_to`), and the way to the integration that runs them.
 
-A package adds its own with an entry point of the group `insitu.trackers`: NAME = "module:Class".
+A package adds its own with an entry point of the group `insitu.trackers`: NAME = "module:Class". The integration is the
+entry point `processes` of the group `insitu.run_followers`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +16,7 @@ from insitu.errors import ConfigError, PluginError, describe_error, install_comm
 from insitu.registry import not_found
 
 GROUP = "insitu.trackers"
+FOLLOWERS = "insitu.run_followers"
 KEY = "finetuning.report_to"
 PROJECT = "insitu"
 """The project or experiment, if the tracker's own environment variable names none."""
@@ -77,8 +80,10 @@ def tracker_class(name: str) -> type[Tracker]:
     return found
 
 
-def check_trackers(names: Iterable[str]) -> None:
+def check_trackers(names: Sequence[str]) -> None:
     """Raises ConfigError for a tracker that does not exist, or whose package is not installed."""
+    if names:
+        _processes()
     for name in names:
         tracker = tracker_class(name)
         if tracker.package is None:
@@ -87,3 +92,17 @@ def check_trackers(names: Iterable[str]) -> None:
         if spec is None or spec.origin is None:  # a folder of that name, such as W&B's, is no package
             where = f": {install_command(tracker.extra)} in the clone of insitu" if tracker.extra else ""
             raise ConfigError(f"{KEY}: {name} needs the package {tracker.package!r}{where}")
+
+
+def reported(names: Sequence[str], folder: Path) -> AbstractAsyncContextManager[None]:
+    """Trackers follow the run in `folder` while the body runs."""
+    return _processes()(names, folder) if names else nullcontext()
+
+
+def _processes() -> Callable[[Sequence[str], Path], AbstractAsyncContextManager[None]]:
+    """Raises ConfigError if the integration that runs trackers is not installed."""
+    try:
+        processes: Callable[..., Any] = entry_points(group=FOLLOWERS)["processes"].load()
+    except (KeyError, ModuleNotFoundError) as error:
+        raise ConfigError(f"{KEY}: this installation of insitu cannot run trackers ({error}); remove the key") from None
+    return processes

@@ -1,6 +1,6 @@
 """The process of one tracker: logs each epoch of a run once, from its files.
 
-    python -m insitu.training.trackers.follow NAME RUN_DIR
+    python -m insitu.integrations.trackers.follow NAME RUN_DIR
 
 It ends when its standard input does, which is when the run ends, even if that is killed.
 """
@@ -15,9 +15,9 @@ import orjson
 
 from insitu.disk.files import read_object, write_file
 from insitu.errors import InsituError
-from insitu.runs.files import PROGRESS
-from insitu.training.trackers.stream import FOLDER, RunFiles, status_of
-from insitu.training.trackers.tracker import Tracker, tracker_class
+from insitu.integrations.trackers.stream import RunFiles, status_of
+from insitu.runs.files import PROGRESS, TRACKERS
+from insitu.training.trackers import Tracker, tracker_class
 from insitu.wire.redaction import redact_stream, remember_environment
 
 INTERVAL = 1.0
@@ -51,7 +51,7 @@ class Follower:
 
     @property
     def _state_file(self) -> Path:
-        return self._files.folder / FOLDER / f"{self._name}.json"
+        return self._files.folder / TRACKERS / f"{self._name}.json"
 
     def _started(self) -> Tracker:
         run = self._files.run
