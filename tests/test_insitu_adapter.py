@@ -369,7 +369,7 @@ async def test_a_transient_error_of_any_request_is_retried(
     backend: Backend, write: Any, route: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("insitu.wire.connection._FIRST_DELAY", 0.001)
-    monkeypatch.setattr("insitu.training.native.trainer_adapter._RECONNECT_DELAY", 0.001)
+    monkeypatch.setattr("insitu.training.jobs._RECONNECT_DELAY", 0.001)
     at_start = route in ROUTES[:2] and fault not in ("garbage", "wrong shape")
     if at_start:
         backend.faults[route] = [fault, fault]

@@ -13,6 +13,7 @@ InsituError
     ├── BackendUnavailable   no usable response: wrong address, process gone, connection lost, 429, 5xx
     ├── RequestRefused       a 4xx response; carries `status`, `param` and `code`
     └── JobFailed            the backend accepted the job and could not finish it
+        └── JobLost          the backend no longer has the job, which can be submitted again
 """
 
 import os
@@ -155,3 +156,7 @@ class RequestRefused(BackendError):
 
 class JobFailed(BackendError):
     """A training job failed or was canceled."""
+
+
+class JobLost(JobFailed):
+    """The backend no longer has a job, which can be submitted again under its key."""

@@ -1,18 +1,63 @@
-"""Waits for training jobs, and says which make no progress."""
+"""Follows training jobs: submits once, waits by events or polls, submits a lost job again, says how the job ended.
+
+A `JobAdapter` gives `submit`, `find` and `status`, the rest happens here. An adapter with its own
+`wait_until_complete` waits itself; only its progress is watched.
+"""
 
 import asyncio
 import logging
 import time
-from typing import Any
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 from insitu.collect.shared_run import watchdog_of
 from insitu.collect.watchdog import Watchdog, seconds_since
 from insitu.config import Config
-from insitu.errors import InsituError
-from insitu.schemas.finetuning import TrainingJobRef, TrainingJobStatus, TrajectoryCollection
+from insitu.errors import BackendUnavailable, InsituError, JobFailed, JobLost
+from insitu.schemas.finetuning import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
 from insitu.training.interfaces import ResumableAdapter, TrainerAdapter
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+UNFINISHED = (TrainingStatusEnum.PENDING, TrainingStatusEnum.RUNNING)
+_RECONNECT_DELAY = 0.25
+_SUBMISSIONS = 3
+"""How often one job is submitted if the backend loses it."""
+
+
+class JobAdapter(ResumableAdapter):
+    """Adapter of a backend whose jobs are followed here. `submit` is idempotent by run and epoch."""
+
+    poll_interval = 10.0
+    """Seconds between two requests for a job's status."""
+    max_status_failures = 1
+    """Number of transient errors in a row after which the run gives up."""
+    submits_again_for = 0.0
+    """Seconds after its first loss for which a job is submitted again, however often."""
+
+    @abstractmethod
+    async def submit_again(self, ref: TrainingJobRef, error: JobLost) -> TrainingJobRef:
+        """Submits a job again under its key; raises `error` if what it trains is no longer known."""
+
+    async def events(self, ref: TrainingJobRef, interval: float) -> AsyncGenerator[TrainingJobStatus, None]:
+        """The statuses of a job as they change. May end before the job: it is opened again. Polls by default."""
+        while True:
+            yield await polled(job_label(ref), lambda: self.status(ref), interval, self.max_status_failures)
+            await asyncio.sleep(interval)
+
+    async def completed(self, status: TrainingJobStatus) -> TrainingJobStatus:
+        """What follows a job that has completed; returns the final status."""
+        return status
+
+    async def interrupted(self, ref: TrainingJobRef) -> None:
+        """Called if the wait for a job is interrupted. By default the job continues."""
+
+    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float | None = None) -> TrainingJobStatus:
+        return await follow(self, ref, self.poll_interval if poll_interval is None else poll_interval)
 
 
 async def submit_once(
@@ -26,27 +71,108 @@ async def submit_once(
     return await adapter.submit(trajectories)
 
 
-async def wait_for_job(adapter: Any, ref: TrainingJobRef, config: Config) -> TrainingJobStatus:
-    """`adapter.wait_until_complete`. Raises Stalled if the job makes no progress for `eval.general.stall_timeout`."""
-    watchdog = watchdog_of(config)
-    progress = _JobProgress(adapter, ref, watchdog)
-    following = asyncio.create_task(progress.follow(), name="follow the progress of a job")
+async def follow(
+    adapter: JobAdapter,
+    ref: TrainingJobRef,
+    interval: float,
+    on_status: Callable[[TrainingJobStatus], None] = lambda _: None,
+) -> TrainingJobStatus:
+    """Waits until a job has ended. One that the backend has lost is submitted again, at most `_SUBMISSIONS` times."""
+    delay, submissions, first_loss = _RECONNECT_DELAY, 1, None
     try:
-        job_id = (ref.metadata or {}).get("job_id", ref.run_id)
-        with watchdog.waiting(f"training job {job_id}", progress.activity):
+        while True:
+            try:
+                if (status := await _ended(adapter, ref, interval, on_status)) is not None:
+                    break
+            except JobLost as error:
+                submissions, first_loss = submissions + 1, first_loss or time.monotonic()
+                if submissions > _SUBMISSIONS and time.monotonic() - first_loss >= adapter.submits_again_for:
+                    raise
+                ref = await adapter.submit_again(ref, error)
+                logger.warning("submitted %s again: %s", job_label(ref), error)
+                continue
+            await asyncio.sleep(min(delay, interval))
+            delay *= 2
+    except asyncio.CancelledError:
+        await adapter.interrupted(ref)
+        raise
+    return await adapter.completed(status) if status.status is TrainingStatusEnum.COMPLETED else status
+
+
+async def _ended(
+    adapter: JobAdapter, ref: TrainingJobRef, interval: float, on_status: Callable[[TrainingJobStatus], None]
+) -> TrainingJobStatus | None:
+    """The last status of a job; None if the stream of its events has ended before."""
+    async with aclosing(adapter.events(ref, interval)) as statuses:
+        async for status in statuses:
+            if status.status not in UNFINISHED:
+                return status
+            on_status(status)
+    return None
+
+
+async def polled(
+    what: str, request: Callable[[], Awaitable[T]], interval: float, most: int, where: str = "the backend"
+) -> T:
+    """The result of a status request, repeated every `interval` seconds after transient errors.
+
+    Raises BackendUnavailable after `most` of them.
+    """
+    failures = 0
+    while True:
+        try:
+            return await request()
+        except BackendUnavailable as error:
+            failures += 1
+            if most == 1:
+                raise
+            if failures >= most:
+                raise BackendUnavailable(
+                    f"{what}: {failures} status requests in a row failed (max_consecutive_status_failures: {most}); "
+                    f"it continues at {where}; the last error: {error}"
+                ) from error
+            logger.warning("%s; asking again", error)
+            await asyncio.sleep(max(interval, error.retry_after))
+
+
+async def wait_for_job(
+    adapter: Any, ref: TrainingJobRef, config: Config, on_change: Callable[[str], None] = lambda _: None
+) -> TrainingJobStatus:
+    """Returns the final status of a job. `on_change` is called with a line for each change of its status.
+
+    Raises Stalled if the job makes no progress for `eval.general.stall_timeout`.
+    """
+    watchdog = watchdog_of(config)
+    progress = _JobProgress(ref, watchdog, on_change)
+    if type(adapter).wait_until_complete is JobAdapter.wait_until_complete:
+        with watchdog.waiting(f"training {job_label(ref)}", progress.activity):
+            return await watchdog.watch(lambda: follow(adapter, ref, adapter.poll_interval, progress.note))
+    polling = asyncio.create_task(progress.poll(adapter), name="follow the progress of a job")
+    try:
+        with watchdog.waiting(f"training {job_label(ref)}", progress.activity):
             return await watchdog.watch(lambda: adapter.wait_until_complete(ref))
     finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        polling.cancel()
+        await asyncio.gather(polling, return_exceptions=True)
+
+
+def check_completed(what: str, status: TrainingJobStatus) -> None:
+    """Raises JobFailed unless a job has completed."""
+    if status.status is not TrainingStatusEnum.COMPLETED:
+        raise JobFailed(f"{what} ended as {status.status.value}: {status.message or 'no reason given'}")
+
+
+def job_label(of: TrainingJobRef | TrainingJobStatus) -> str:
+    return f"job {(of.metadata or {}).get('job_id', of.run_id)}"
 
 
 class _JobProgress:
     """How far a job is, by the statuses that its adapter reports."""
 
-    def __init__(self, adapter: Any, ref: TrainingJobRef, watchdog: Watchdog) -> None:
-        self._adapter = adapter
+    def __init__(self, ref: TrainingJobRef, watchdog: Watchdog, on_change: Callable[[str], None]) -> None:
         self._ref = ref
         self._watchdog = watchdog
+        self._on_change = on_change
         self._seen: TrainingJobStatus | None = None
         self._changed_at = time.monotonic()
 
@@ -56,18 +182,23 @@ class _JobProgress:
         percent = "" if self._seen.progress is None else f" at {self._seen.progress:.0f} %"
         return f"{self._seen.status.value}{percent} for {seconds_since(self._changed_at)}"
 
-    async def follow(self) -> None:
-        """Notes each change of the job's status; ends when it is cancelled."""
+    def note(self, status: TrainingJobStatus) -> None:
+        if self._seen is not None and _progress(status) == _progress(self._seen):
+            return
+        self._seen, self._changed_at = status, time.monotonic()
+        self._watchdog.note_progress()
+        percent = None if status.progress is None else f"{status.progress:.0f} %"
+        line = ", ".join(filter(None, (status.status.value, percent, status.message)))
+        self._on_change(f"{job_label(self._ref)}: {line}")
+
+    async def poll(self, adapter: Any) -> None:
+        """Notes the job's status until it is cancelled."""
         while (interval := self._watchdog.interval) is not None:
             await asyncio.sleep(interval)
             try:
-                status = await self._adapter.status(self._ref)
+                self.note(await adapter.status(self._ref))
             except InsituError as error:  # `wait_until_complete` reports and retries
                 logger.debug("the progress of a job is unknown: %s", error)
-            else:
-                if self._seen is None or _progress(status) != _progress(self._seen):
-                    self._seen, self._changed_at = status, time.monotonic()
-                    self._watchdog.note_progress()
 
 
 def _progress(status: TrainingJobStatus) -> tuple[Any, ...]:

@@ -19,7 +19,6 @@ from insitu.collect.groups import GroupRecord
 from insitu.collect.recovery import with_recovered_calls
 from insitu.collect.shared_run import UsesBuilder, builder_of_run
 from insitu.config.resolved import resolved_config, without_secrets
-from insitu.errors import JobFailed
 from insitu.runs import files
 from insitu.runs.plot import RewardPlot
 from insitu.runs.progress import journal_record, new_run_id
@@ -32,7 +31,6 @@ from insitu.schemas.finetuning import (
     TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
-    TrainingStatusEnum,
     TrajectoryCollection,
 )
 from insitu.training.checks import (
@@ -46,7 +44,7 @@ from insitu.training.checks import (
 )
 from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import PairTrainer, ResumableTrainer, TrainerAdapter, TrajectoryBuilder
-from insitu.training.jobs import submit_once, wait_for_job
+from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
 from insitu.training.metrics import (
     JOB_METRICS,
     EpochResult,
@@ -295,12 +293,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         job_metrics = {name: value for name, value in metadata.items() if name in JOB_METRICS}
         result = replace(self.results[epoch], job=status.status, backend=job_metrics)
         result = self.results[epoch] = result.with_seconds("train", time.perf_counter() - started)
-        if status.status is not TrainingStatusEnum.COMPLETED:
-            job = (ref.metadata or {}).get("job_id", ref.run_id)
-            raise JobFailed(
-                f"epoch {epoch}: training job {job} ended as {status.status.value}: "
-                f"{status.message or 'no reason given'}"
-            )
+        check_completed(f"epoch {epoch}: training {job_label(ref)}", status)
         version = new_version(epoch, result.policy_version, await self.trainer_adapter.policy_endpoint())
         self.results[epoch] = replace(result, policy_version=version)
         if self.validation is not None:

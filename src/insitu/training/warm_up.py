@@ -10,13 +10,12 @@ from pydantic_core import PydanticCustomError
 from insitu.builder import name_being_built
 from insitu.config import Config
 from insitu.disk.files import read_line
-from insitu.errors import ConfigError, InsituError, JobFailed, RequestRefused, TrajectoryError
+from insitu.errors import ConfigError, InsituError, RequestRefused, TrajectoryError
 from insitu.schemas.episodes import TrainingRow
-from insitu.schemas.finetuning import TrainingStatusEnum
 from insitu.training.checks import new_version
 from insitu.training.config import WarmUpConfig
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
-from insitu.training.jobs import wait_for_job
+from insitu.training.jobs import check_completed, wait_for_job
 from insitu.training.report import Report
 
 
@@ -116,8 +115,7 @@ class WarmUp:
         except RequestRefused as error:  # names the row: a dialogue that is too long, or that the chat template refuses
             raise TrajectoryError(f"the warm-up on {self._config.rows} was refused: {error}") from error
         status = await wait_for_job(adapter, ref, self._full_config)
-        if status.status is not TrainingStatusEnum.COMPLETED:
-            raise JobFailed(f"the warm-up ended as {status.status.value}: {status.message or 'no reason given'}")
+        check_completed("the warm-up", status)
         version = new_version(0, before, await adapter.policy_endpoint())
         metadata = status.metadata or {}
         kept = {key: metadata.get(key) for key in ("loss", "entropy", "tokens", "rows", "steps", "checkpoint")}

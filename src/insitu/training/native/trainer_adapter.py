@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from insitu.builder import Builder, builder_at_work
 from insitu.collect.recovery import recover_collection
 from insitu.disk.files import read_object, writable_folder, write_file
 from insitu.disk.folder_lock import FolderLock
-from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, RequestRefused
+from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobLost, RequestRefused
 from insitu.registry import register_trainer_adapter
 from insitu.runs.checkpoints import NAMES, find_checkpoint
 from insitu.runs.files import BACKEND_FOLDER, STARTED_FILE
@@ -30,7 +29,8 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
-from insitu.training.interfaces import ResumableAdapter, RowAdapter
+from insitu.training.interfaces import RowAdapter
+from insitu.training.jobs import JobAdapter
 from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
 from insitu.training.native.job_requests import JOB_HEADERS, Health, Models, error_from_response, gzip_job
@@ -45,13 +45,9 @@ BACKEND = "insitu"
 SAMPLER_KEY_VARIABLE = "INSITU_SAMPLER_API_KEY"
 _WATCH_SECONDS = 5.0
 """Interval of the health checks while the backend is in use."""
-_RECONNECT_DELAY = 0.25
-_SUBMISSIONS = 3
-"""How often one job is submitted if restarts of the backend lose it."""
-_FINAL_STATUSES = ("completed", "failed", "canceled")
 
 
-class InsituTrainerAdapter(RowAdapter, ResumableAdapter):
+class InsituTrainerAdapter(RowAdapter, JobAdapter):
     """Submits training rows to an `insitu backend` and tracks its jobs."""
 
     def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder | None = None) -> None:
@@ -270,14 +266,13 @@ class InsituTrainerAdapter(RowAdapter, ResumableAdapter):
         headers = {**JOB_HEADERS, "Idempotency-Key": key}
         return await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
 
-    async def _submitted_again(self, ref: TrainingJobRef, error: JobFailed) -> TrainingJobRef:
-        """Submits a job again that the backend has lost; it still has the weights from before the job, or after it."""
+    async def submit_again(self, ref: TrainingJobRef, error: JobLost) -> TrainingJobRef:
+        """The backend still has the weights from before the job, or after it."""
         metadata = ref.metadata or {}
         if self._job is None or self._job[0] != metadata["key"]:
             raise error
         await self._served_version()
         job = await self._post_job(*self._job)
-        logger.warning("submitted %s again: %s", metadata["key"], error)
         return ref.model_copy(update={"metadata": metadata | {"job_id": job.id}})
 
     def _keep(self) -> Retention:
@@ -292,38 +287,27 @@ class InsituTrainerAdapter(RowAdapter, ResumableAdapter):
             state = await self._request("GET", self._job_path(ref), JobState.model_validate_json)
         except RequestRefused as error:
             if error.code == "job_not_found":
-                raise JobFailed(f"the backend at {self._base_url} was restarted and lost the job: {error}") from error
+                raise JobLost(f"the backend at {self._base_url} was restarted and lost the job: {error}") from error
             raise
         return self._job_status(ref, state)
 
-    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
-        """Follows the job's event stream. If the stream breaks, asks for the job's state and opens another one.
-
-        A backend that was restarted may have lost the job, which is then submitted again.
-        """
-        delay, submissions = _RECONNECT_DELAY, 1
-        while True:
-            try:
-                async with aclosing(self._events(ref)) as states:
-                    async for state in states:
-                        if state.status in _FINAL_STATUSES:
-                            return self._job_status(ref, state)
-            except BackendUnavailable as error:
-                logger.info("lost the event stream of %s: %s", self._job_path(ref), error)
-            except RequestRefused as error:
-                if error.code != "job_not_found":
-                    raise
-            try:
-                current = await self.status(ref)
-            except JobFailed as error:
-                if (submissions := submissions + 1) > _SUBMISSIONS:
-                    raise
-                ref = await self._submitted_again(ref, error)
-                continue
-            if current.status.value in _FINAL_STATUSES:
-                return current
-            await asyncio.sleep(min(delay, poll_interval))
-            delay *= 2
+    async def events(self, ref: TrainingJobRef, interval: float) -> AsyncGenerator[TrainingJobStatus, None]:
+        """The states of the job's event stream, and then, as the stream may break, the job's state."""
+        path, connection = f"{self._job_path(ref)}/events", self._connected()
+        try:
+            async with connection.open("GET", self._base_url + path) as response:
+                if response.status != 200:
+                    raise error_from_response(response, await response.read())
+                async for line in connection.lines(response):
+                    if (data := event_data(line)) is not None:
+                        state = connection.parsed(f"GET {path}", data, JobState.model_validate_json)
+                        yield self._job_status(ref, state)
+        except BackendUnavailable as error:
+            logger.info("lost the event stream of %s: %s", path, error)
+        except RequestRefused as error:
+            if error.code != "job_not_found":
+                raise
+        yield await self.status(ref)
 
     async def cancel(self, ref: TrainingJobRef) -> None:
         await self._request("POST", f"{self._job_path(ref)}/cancel", JobState.model_validate_json)
@@ -333,15 +317,6 @@ class InsituTrainerAdapter(RowAdapter, ResumableAdapter):
 
     def _job_path(self, ref: TrainingJobRef) -> str:
         return f"/v1/train/jobs/{(ref.metadata or {})['job_id']}"
-
-    async def _events(self, ref: TrainingJobRef) -> AsyncGenerator[JobState, None]:
-        path, connection = f"{self._job_path(ref)}/events", self._connected()
-        async with connection.open("GET", self._base_url + path) as response:
-            if response.status != 200:
-                raise error_from_response(response, await response.read())
-            async for line in connection.lines(response):
-                if (data := event_data(line)) is not None:
-                    yield connection.parsed(f"GET {path}", data, JobState.model_validate_json)
 
     def _connected(self) -> Connection:
         if self._connection is None:
