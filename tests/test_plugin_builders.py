@@ -44,7 +44,7 @@ from insitu.plugin_api import (
     register_function,
 )
 from insitu.schemas.episodes import ModelCall
-from insitu.training.builder_config import EpisodesBuilderConfig
+from insitu.training.config import EpisodesBuilderConfig
 from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.native.config import InsituAdapterConfig
 from insitu.training.native.trainer_adapter import InsituTrainerAdapter

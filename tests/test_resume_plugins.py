@@ -19,7 +19,7 @@ from insitu.plugin_api import register_trainer, register_trajectory_builder
 from insitu.training.config import InsituTrainerConfig
 from insitu.training.trainers import InsituTrainer
 from insitu.training.episodes_builder import EpisodesBuilder
-from insitu.training.builder_config import EpisodesBuilderConfig
+from insitu.training.config import EpisodesBuilderConfig
 
 
 class QuietConfig(EpisodesBuilderConfig, name="quiet"):

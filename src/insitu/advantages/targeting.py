@@ -1,9 +1,27 @@
 """Selects the model calls to train on, and the function each call is credited to."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from insitu.schemas.components import WORKFLOW
-from insitu.schemas.episodes import ModelCall
+from insitu.schemas.episodes import Episode, ModelCall
+
+
+class TrainedCalls(NamedTuple):
+    """Which calls of episodes are trained; see `targeted_calls`."""
+
+    functions: Sequence[str] = (WORKFLOW,)
+    llms: frozenset[str] = frozenset()
+    model: str | None = None
+
+    def of(self, episode: Episode) -> list[int]:
+        """Their positions in `episode.calls`, which are remembered there."""
+        if episode.trained_calls is None:
+            episode.trained_calls = targeted_calls(episode.calls, self.functions, self.model, self.llms)
+        return episode.trained_calls
+
+    def why_none(self, calls: Sequence[ModelCall]) -> str:
+        return why_untargeted(calls, self.functions, self.llms)
 
 
 def is_targeted(functions: Collection[str], targets: Collection[str]) -> bool:

@@ -1,6 +1,10 @@
-"""Collects episodes: rows x generations -> finished episodes, under one concurrency limit.
+"""Collects episodes: rows x generations -> scored groups, as they complete, under one concurrency limit.
 
-Training and evaluation both collect here, whether the workflow runs in this process or in a service.
+async with aclosing(collect(plan, builder, run)) as groups:
+    async for group in groups:
+        store.append_group(group, plan.epoch)
+
+Training, validation, evaluations, `insitu doctor` and the rehearsal all collect here, wherever the workflow runs.
 """
 
 import asyncio
@@ -9,8 +13,8 @@ import time
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
+    AsyncIterable,
     AsyncIterator,
-    Awaitable,
     Callable,
     Collection,
     Coroutine,
@@ -18,16 +22,19 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
+from insitu.advantages.targeting import TrainedCalls
 from insitu.builder import Builder
-from insitu.collect.episodes import Attempt, EpisodeOptions, run_episode
+from insitu.collect.episodes import Attempt, EpisodeOptions, fail, run_episode
+from insitu.collect.evaluators import Scoring, score_episode
 from insitu.collect.executors import Executor, LocalExecutor, LocalExecutorConfig
+from insitu.collect.groups import GroupRecord, scored_group
 from insitu.collect.shared_run import RunState
-from insitu.collect.watchdog import Watchdog, doing
-from insitu.errors import ConfigError, InsituError, WorkflowError
+from insitu.collect.watchdog import doing
+from insitu.errors import CaptureError, ConfigError, InsituError, WorkflowError
 from insitu.registry import EXECUTOR, FUNCTION, LLM
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
@@ -41,42 +48,101 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-Task = tuple[EvalInputItem, EpisodeKey]
-Finish = Callable[[EvalInputItem, Episode], Awaitable[None]]
+Member = tuple[EvalInputItem, int]
+"""A row and a generation: one episode of the row's group."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is collected: rows x generations, how their episodes run and are scored, and which calls are trained.
+
+    `limit` is the number of episodes in flight. `service` names the `endpoint` of a workflow service, if any.
+    `vocab_size` is that of the model under training: a trained call with a higher token id fails its episode.
+    `finished` are episodes of these members that an earlier process has run. `recorded` are groups of an earlier run,
+    used as they are instead of running `members`. `rewarded`: each episode needs a reward, and becomes a trajectory.
+    `pairs` turns a group into one of preference pairs. `purpose` is added to the names of episodes that the run waits
+    for.
+    """
+
+    run_id: str
+    epoch: int
+    members: Sequence[Member]
+    options: EpisodeOptions
+    limit: int
+    service: FinetuneRunConfig | EvaluationRunConfig | None = None
+    trained: TrainedCalls = field(default_factory=TrainedCalls)
+    vocab_size: int | None = None
+    scoring: Scoring = field(default_factory=Scoring)
+    rewarded: bool = False
+    pairs: Callable[[GroupRecord], GroupRecord] | None = None
+    finished: Sequence[Episode] = ()
+    recorded: AsyncIterable[list[Episode]] | None = None
+    purpose: str = ""
+
+    def unfinished(self) -> list[tuple[EvalInputItem, EpisodeKey]]:
+        """The rows and keys of the episodes to run, in this order."""
+        finished = {episode.key.member for episode in self.finished}
+        keyed = ((row, EpisodeKey(self.run_id, self.epoch, str(row.id), number)) for row, number in self.members)
+        return [(row, key) for row, key in keyed if key.member not in finished]
+
+    def group(self, episodes: Sequence[Episode]) -> GroupRecord:
+        """The group of a row whose episodes are complete."""
+        group = scored_group(episodes, self.trained, rewarded=self.rewarded)
+        return group if self.pairs is None else self.pairs(group)
 
 
 async def collect(
-    builder: Builder,
-    tasks: Sequence[Task],
-    options: EpisodeOptions,
-    service: FinetuneRunConfig | EvaluationRunConfig | None,
-    finish: Finish,
-    run: RunState | None,
-    limit: int,
-    watchdog: Watchdog,
-) -> AsyncGenerator[Episode, None]:
-    """Runs an episode for each task and yields it after `finish(row, episode)`, in the order of completion.
+    plan: Plan, builder: Builder, run: RunState, on_episode: Callable[[Episode], None] | None = None
+) -> AsyncGenerator[GroupRecord, None]:
+    """Yields each group with its last episode; `on_episode` gets every episode as it completes.
 
-    At most `limit` episodes are in flight, and no more than `run` has slots. `service` names the `endpoint` of a
-    workflow service, if any. `watchdog` knows what is in flight. Close the generator (`aclosing`) to cancel that.
+    An episode that fails has a reason and does not raise. Close the generator (`aclosing`) to cancel what is in flight.
     """
+    if plan.recorded is not None:
+        async for group in plan.recorded:
+            for episode in group:
+                _check_vocabulary(episode, plan)
+                if on_episode is not None:
+                    on_episode(episode)
+            yield plan.group(group)
+        return
+    sizes = Counter(str(row.id) for row, _ in plan.members)
+    incomplete: dict[str, list[Episode]] = {}
+    async with aclosing(_run_episodes(plan, builder, run)) as episodes:
+        async for episode in episodes:  # each has an outcome: every group becomes complete
+            if on_episode is not None:
+                on_episode(episode)
+            row_id = episode.key.row_id
+            incomplete.setdefault(row_id, []).append(episode)
+            if len(incomplete[row_id]) == sizes[row_id]:
+                yield plan.group(incomplete.pop(row_id))
 
-    async def run_task(attempt: Attempt, task: Task) -> Episode:
+
+async def _run_episodes(plan: Plan, builder: Builder, run: RunState) -> AsyncGenerator[Episode, None]:
+    """The finished episodes of a plan and then the others, scored, in the order of completion."""
+    evaluators = {name: await builder.get_evaluator(name) for name in plan.scoring.evaluators}
+    for episode in plan.finished:
+        yield episode
+
+    async def run_task(task: tuple[EvalInputItem, EpisodeKey]) -> Episode:
         row, key = task
-        with watchdog.waiting(key.label(), lambda: "all max_concurrency slots are taken"):
+        with run.watchdog.waiting(key.label() + plan.purpose, lambda: "all max_concurrency slots are taken"):
             async with _episode_slot(run):
                 started = time.monotonic()
-                episode = await run_episode(attempt, row, key, options)
-                while run is not None and await _server_was_down(episode, run, started):
+                episode = await run_episode(attempt, row, key, plan.options)
+                while episode.reason is DropReason.BACKEND_ERROR and await _server_was_down(run, started):
                     started, key = time.monotonic(), key.replayed(episode.key.attempt)
-                    episode = await run_episode(attempt, row, key, options)
-            await finish(row, episode)
+                    episode = await run_episode(attempt, row, key, plan.options)
+            _check_vocabulary(episode, plan)
+            if evaluators:
+                await score_episode(episode, row, plan.scoring, evaluators, plan.trained, run.unscored)
         return episode
 
-    trained = options.training if isinstance(options.training, frozenset) else ()
+    llms = plan.options.training if isinstance(plan.options.training, frozenset) else ()
+    tasks = plan.unfinished()
     stray_before, outcomes = stray_completions(builder), Counter[Outcome]()
-    async with open_workflow(builder, service, trained, run) as attempt:
-        async with aclosing(run_limited(tasks, partial(run_task, attempt), limit)) as episodes:
+    async with open_workflow(builder, plan.service, llms, run) as attempt:
+        async with aclosing(run_limited(tasks, run_task, plan.limit)) as episodes:
             async for episode in episodes:
                 outcomes[episode.outcome] += 1
                 yield episode
@@ -93,6 +159,18 @@ async def collect(
             f"{len(tasks)} episodes were planned, but {outcomes.total()} have an outcome ({dict(outcomes)}): "
             "this is a fault of insitu"
         )
+
+
+def _check_vocabulary(episode: Episode, plan: Plan) -> None:
+    """Fails an episode with a token id that the model under training lacks; its backend would refuse the job."""
+    if plan.vocab_size is None or episode.outcome is not Outcome.OK:
+        return
+    for call in (episode.calls[index] for index in plan.trained.of(episode)):
+        highest = max(max(call.prompt_token_ids or (0,)), max(call.token_ids or (0,)))
+        if highest >= plan.vocab_size:
+            problem = f"{call.model!r} returned the token id {highest}; the vocabulary ends at {plan.vocab_size - 1}"
+            fail(episode, DropReason.CAPTURE_ERROR, CaptureError(problem))
+            episode.reward = None
 
 
 def stray_completions(builder: Builder) -> Counter[str]:
@@ -112,17 +190,15 @@ def outside_completions(builder: Builder, server: str) -> int:
     return sum(count for each in counts for url, count in each.items() if url.rstrip("/") == server.rstrip("/"))
 
 
-async def _server_was_down(episode: Episode, run: RunState, started: float) -> bool:
-    """Whether an outage of the model's server, which has ended by now, may have made the episode fail."""
-    if episode.reason is not DropReason.BACKEND_ERROR:
-        return False
+async def _server_was_down(run: RunState, started: float) -> bool:
+    """Whether an outage of the model's server, which has ended by now, may have made an episode fail."""
     with doing(lambda: "its model's server does not respond"):
         return await run.wait_for_policy(started)
 
 
-def _episode_slot(run: RunState | None) -> AbstractAsyncContextManager[object]:
+def _episode_slot(run: RunState) -> AbstractAsyncContextManager[object]:
     """Waits for one of the run's episode slots; an episode started within an episode shares its slot."""
-    return nullcontext() if run is None or current_scope() is not None else run.episode_slots
+    return nullcontext() if current_scope() is not None else run.episode_slots
 
 
 @asynccontextmanager
@@ -140,7 +216,7 @@ async def open_workflow(
     # a service runs the workflow of the run, not that of another file
     other_file = run is not None and run.builder is not builder and WORKFLOW in builder.config.names(FUNCTION)
     executor = await executor_of(builder, None if other_file else service)
-    async with executor.open(builder, trained, reached=run is not None) as attempt:
+    async with executor.open(builder, trained, reached=run is not None and run.is_checked) as attempt:
         yield attempt
 
 

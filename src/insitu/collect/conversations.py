@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from insitu.schemas.episodes import Episode, ModelCall
-from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory, text_content
+from insitu.schemas.episodes import ModelCall
+from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, text_content
 from insitu.wire.http_format import chat_logprobs, format_token_id
 
 _ROLES = {role.value: role for role in EpisodeItemRole} | {"developer": EpisodeItemRole.SYSTEM}
@@ -23,28 +23,6 @@ def main_conversation(calls: Sequence[ModelCall]) -> list[EpisodeItem]:
     """The readable form of the conversation that extends the first call."""
     found = conversations(calls)
     return [_item(turn) for turn in found[0]] if found else []
-
-
-def as_trajectory(episode: Episode, trained: list[int]) -> Trajectory:
-    """An episode with a reward as a trajectory; `trained` are the positions of its trained calls."""
-    steps = episode.step_rewards
-    if steps is not None and len(steps) == len(episode.calls):
-        steps = [steps[index] for index in trained]
-    return Trajectory.model_construct(
-        episode=main_conversation(episode.calls),
-        reward=episode.reward,
-        shaped_rewards=steps,
-        metadata={
-            "row_id": episode.key.row_id,
-            "generation": episode.key.generation,
-            "rewarded_functions": episode.rewarded_functions,
-            "scores": episode.scores,
-        },
-        id=episode.key.text(),
-        calls=episode.calls,
-        trained_calls=trained,
-        rows=[],
-    )
 
 
 def _item(turn: Turn) -> EpisodeItem:

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from insitu.builder import Builder
-from insitu.collect.collector import collect
+from insitu.collect.collector import Plan, collect
 from insitu.collect.datasets import WORKFLOW_OUTPUT, FileDatasetConfig, dataset_config, load_dataset
 from insitu.collect.episodes import EpisodeOptions, ResultPath
 from insitu.collect.evaluators import score
-from insitu.collect.shared_run import GenerationCounter, components, current_run, is_held_out, watchdog_of
-from insitu.collect.watchdog import Watchdog
+from insitu.collect.shared_run import GenerationCounter, RunState, components, current_run, is_held_out, run_of
 from insitu.config import Config
 from insitu.disk.files import writable_folder
 from insitu.disk.json_files import to_json, write_json
 from insitu.errors import ConfigError
 from insitu.registry import EVALUATOR
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey
+from insitu.schemas.episodes import DropReason, Episode
 from insitu.schemas.evaluation import (
     EvalInput,
     EvalInputItem,
@@ -63,8 +62,8 @@ class EvaluationRun:
         """Runs and scores every row; a row that fails becomes an item with `error`."""
         self._take_generations()
         async with components(self.config, self._builder) as (loaded, builder):
-            rows, watchdog = load_dataset(loaded, self.config.dataset, self._precomputed), watchdog_of(loaded)
-            return await watchdog.watch(lambda: self._run(loaded, rows, builder, watchdog))
+            rows, run = load_dataset(loaded, self.config.dataset, self._precomputed), run_of(builder)
+            return await run.watchdog.watch(lambda: self._run(loaded, rows, builder, run))
 
     def _take_generations(self) -> None:
         """Runs before the first await, so that evaluations are numbered in the order they are started."""
@@ -77,7 +76,7 @@ class EvaluationRun:
             run.validations += 1
 
     async def _run(
-        self, loaded: Config, rows: list[EvalInputItem], builder: Builder, watchdog: Watchdog
+        self, loaded: Config, rows: list[EvalInputItem], builder: Builder, run: RunState
     ) -> EvaluationRunOutput:
         names = loaded.names(EVALUATOR)
         if not names:
@@ -95,37 +94,37 @@ class EvaluationRun:
         if self.config.skip_workflow:
             _mark_missing(missing, dataset_config(loaded).structure.generated_answer_key)
         elif missing:
-            await self._collect(loaded, builder, missing, watchdog)
+            await self._collect(loaded, builder, missing, run)
         done = [item for item in items if item.error is None]
         limit = loaded.eval.scoring_limit(len(done))
         results = []
         for name, info in evaluators.items():
-            with watchdog.waiting(f"the scores of {len(done)} answers", lambda: "they are complete"):
+            with run.watchdog.waiting(f"the scores of {len(done)} answers", lambda: "they are complete"):
                 results.append((name, await score(info, name, done, limit)))
         output = EvaluationRunOutput(eval_input=EvalInput(eval_input_items=items), evaluation_results=results)
         if self.config.write_output:
             await asyncio.to_thread(write_files, output, folder, dataset_config(loaded))
         return output
 
-    async def _collect(self, loaded: Config, builder: Builder, items: list[EvalInputItem], watchdog: Watchdog) -> None:
+    async def _collect(self, loaded: Config, builder: Builder, items: list[EvalInputItem], run: RunState) -> None:
         """Runs the workflow on `items` and fills them in."""
-        trained = loaded.trained_llms() if self._training else frozenset()
+        llms = loaded.trained_llms() if self._training else frozenset()
         targets = loaded.finetuning.target_functions
-        options = EpisodeOptions.of(loaded, trained, self._result, False, targets)  # plugins may lack token ids
-        epoch = 1 if self._training else 0  # a held-out row never samples with the seed of a training row
-
-        async def fill_in(item: EvalInputItem, episode: Episode) -> None:
-            item.output_obj, item.trajectory = episode.output, episode.steps
-            item.error, item.reason = episode.error, episode.reason
-
-        tasks = [(i, EpisodeKey("eval", epoch, str(i.id), self._first_generation + i.rep)) for i in items]
-        collecting = collect(
-            builder, tasks, options, self.config, fill_in, current_run(), loaded.max_concurrency, watchdog
+        plan = Plan(
+            run_id="eval",
+            epoch=1 if self._training else 0,  # a held-out row never samples with the seed of a training row
+            members=[(item, self._first_generation + item.rep) for item in items],
+            options=EpisodeOptions.of(loaded, llms, self._result, False, targets),  # plugins may lack token ids
+            limit=loaded.max_concurrency,
+            service=self.config,
         )
-        async with aclosing(collecting) as episodes:
-            async for episode in episodes:
-                if self.on_episode is not None:
-                    self.on_episode(episode)
+        by_member = {(str(item.id), generation): item for item, generation in plan.members}
+        async with aclosing(collect(plan, builder, run, self.on_episode)) as groups:
+            async for group in groups:
+                for episode in group.episodes:
+                    item = by_member[episode.key.member]
+                    item.output_obj, item.trajectory = episode.output, episode.steps
+                    item.error, item.reason = episode.error, episode.reason
 
 
 def _mark_missing(items: list[EvalInputItem], key: str) -> None:

@@ -1,18 +1,31 @@
-"""Base class for evaluators, and scoring that reports failures as errors instead of as a score of 0."""
+"""Base class for evaluators, scoring, and the rewards of episodes; a failure is an error, not a score of 0."""
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
+from insitu.advantages.targeting import TrainedCalls, credited_function
 from insitu.capture.ledger import OUTSIDE, SCORING, current_call_site
 from insitu.collect.episodes import isolated
 from insitu.collect.watchdog import doing, seconds_since
 from insitu.errors import InsituError, describe_error, format_error
-from insitu.schemas.episodes import DropReason
+from insitu.schemas.episodes import DropReason, Episode, Outcome
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
-from insitu.schemas.finetuning import MAX_REWARD
+from insitu.schemas.finetuning import MAX_REWARD, RewardFunctionConfig
+
+logger = logging.getLogger(__name__)
+
+_PENALIZED = (
+    DropReason.WORKFLOW_ERROR,
+    DropReason.TIMEOUT,
+    DropReason.EVALUATOR_ERROR,
+    DropReason.NAN_SCORE,
+)
+"""Failures of the workflow and of its evaluator: these get `reward_function.on_failure` if it is a number."""
 
 
 class BaseEvaluator(ABC):
@@ -133,3 +146,78 @@ def scores_by_row(output: EvalOutput) -> dict[str, list[float]]:
         if (value := parse_score(item)[0]) is not None:
             scores.setdefault(str(item.id), []).append(value)
     return scores
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How the episodes of training are scored: by `evaluators`, of which the first is that of `reward`, if any.
+
+    `limit` is in seconds per evaluator. `compute_reward` turns a scored item into the reward; None: its score.
+    """
+
+    evaluators: Sequence[str] = ()
+    reward: RewardFunctionConfig | None = None
+    limit: float | None = None
+    compute_reward: Callable[[EvalOutputItem], Awaitable[float]] | None = None
+
+
+async def score_episode(
+    episode: Episode,
+    row: EvalInputItem,
+    scoring: Scoring,
+    evaluators: Mapping[str, EvaluatorInfo],
+    trained: TrainedCalls,
+    unscored: set[str],
+) -> None:
+    """Sets the scores of an episode and its reward, or the reason and error if there is none.
+
+    A failed one gets the reward of `on_failure`, if that is a number. Adds evaluators without a score to `unscored`.
+    """
+    if episode.outcome is Outcome.OK:
+        await _score(episode, row, scoring, evaluators, trained, unscored)
+    if episode.reason in _PENALIZED and scoring.reward is not None and isinstance(scoring.reward.on_failure, float):
+        penalty = scoring.reward.on_failure
+        episode.reward = penalty
+        if positions := trained.of(episode):  # charged to the last trained call, on top of the step rewards
+            episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
+            episode.step_rewards[positions[-1]] += penalty
+
+
+async def _score(
+    episode: Episode,
+    row: EvalInputItem,
+    scoring: Scoring,
+    evaluators: Mapping[str, EvaluatorInfo],
+    trained: TrainedCalls,
+    unscored: set[str],
+) -> None:
+    item = row.model_copy(update={"output_obj": episode.output, "trajectory": episode.steps})
+    outputs = await asyncio.gather(*(score(info, key, [item], scoring.limit) for key, info in evaluators.items()))
+    items = {key: output.eval_output_items[0] for key, output in zip(evaluators, outputs, strict=True)}
+    rewarding = items.pop(scoring.reward.name) if scoring.reward is not None else None
+    for key, other in items.items():
+        episode.scores[key], _, message = parse_score(other)
+        if message is not None and key not in unscored:
+            unscored.add(key)
+            logger.warning("the evaluator %s gave an episode of training no score: %s", key, message)
+    if scoring.reward is None or rewarding is None:
+        return
+    value, episode.reason, message = parse_score(rewarding)
+    episode.scores = {scoring.reward.name: value, **episode.scores}
+    if value is None:
+        episode.error = message
+        return
+    reward = value if scoring.compute_reward is None else await scoring.compute_reward(rewarding)
+    if not is_reward(reward):
+        episode.reason, episode.error = DropReason.NAN_SCORE, f"the reward is {reward}; {ALLOWED_REWARDS}"
+        return
+    steps = rewarding.step_scores if rewarding.step_scores is not None else episode.step_rewards
+    if not all(map(is_reward, steps or ())):
+        episode.reason, episode.error = DropReason.NAN_SCORE, f"the step rewards are {steps}; {ALLOWED_REWARDS}"
+        episode.step_rewards = None
+        return
+    episode.reward, episode.reasoning = reward, rewarding.reasoning
+    if rewarding.step_scores is not None:
+        episode.step_rewards = rewarding.step_scores
+        functions = {credited_function(call.functions, trained.functions) for call in episode.calls}
+        episode.rewarded_functions = sorted(functions)

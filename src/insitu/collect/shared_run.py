@@ -43,10 +43,11 @@ class RunState:
 
     `episode_slots` limits the episodes in flight. `validations` counts held-out evaluations; `failed_validations`
     describes those without a score. `lost` is why the run is being cancelled: its backend is lost.
-    `wait_for_policy(since)` waits while the server of the model under training does
-    not respond; it returns whether it had to, or the server was restarted since that `time.monotonic()`. An outage may
-    last longer than the agent's client retries, and must not use up the epoch's episodes. It raises BackendUnavailable
-    if the server does not come back.
+    `wait_for_policy(since)` waits while the server of the model under training does not respond; it returns whether it
+    had to, or the server was restarted since that `time.monotonic()`. An outage may last longer than the agent's client
+    retries, and must not use up the epoch's episodes. It raises BackendUnavailable if the server does not come back.
+    `is_checked`: what runs the episodes has been reached before. `unscored` names evaluators that have failed to score
+    an episode of training.
     """
 
     builder: Builder
@@ -58,6 +59,14 @@ class RunState:
     failed_validations: list[str] = field(default_factory=list)
     lost: BaseException | None = None
     wait_for_policy: Callable[[float], Awaitable[bool]] = _nothing_to_wait_for
+    is_checked: bool = False
+    unscored: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, builder: Builder, *, is_checked: bool = False) -> "RunState":
+        """The state of a new run, in the running event loop."""
+        slots, watchdog = asyncio.Semaphore(builder.config.max_concurrency), Watchdog.of(builder.config.eval)
+        return cls(builder, asyncio.get_running_loop(), slots, watchdog, is_checked=is_checked)
 
 
 _current: ContextVar[RunState | None] = ContextVar("insitu_run", default=None)
@@ -70,6 +79,11 @@ def current_run() -> RunState | None:
     """
     run = _current.get()
     return run if run is not None and run.loop is asyncio.get_running_loop() else None
+
+
+def run_of(builder: Builder) -> RunState:
+    """The state of the current finetuning run, or of a new run of `builder`."""
+    return current_run() or RunState.of(builder)
 
 
 def builder_of_run() -> Builder | None:
@@ -107,8 +121,7 @@ def share(builder: Builder) -> Iterator[RunState]:
     if run is not None and run.builder is builder:
         yield run
         return
-    slots, watchdog = asyncio.Semaphore(builder.config.max_concurrency), Watchdog.of(builder.config.eval)
-    run = RunState(builder, asyncio.get_running_loop(), slots, watchdog)
+    run = RunState.of(builder, is_checked=True)
     token = _current.set(run)
     try:
         yield run

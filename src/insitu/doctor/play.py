@@ -3,16 +3,18 @@
 import asyncio
 import resource
 import time
-from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from insitu.collect.collector import Plan as CollectionPlan
+from insitu.collect.collector import collect
 from insitu.collect.evaluators import parse_score, score
-from insitu.collect.groups import GroupRecord
+from insitu.collect.groups import GroupRecord, collection_of
 from insitu.collect.recovery import with_recovered_calls
+from insitu.collect.shared_run import run_of
 from insitu.config import Config
 from insitu.doctor.estimate import Measures, checkpoint_sizes
 from insitu.doctor.evidence import Evidence, Rescored
@@ -62,13 +64,6 @@ async def _rehearse(builder: TrajectoryBuilder, run_id: str) -> float:
     return time.perf_counter() - began
 
 
-def _collection(records: list[GroupRecord], run_id: str) -> TrajectoryCollection:
-    """The groups that are complete."""
-    dropped = sum((record.dropped for record in records), Counter[str]())
-    groups = [record.trajectories for record in sorted(records, key=lambda r: r.row_id) if record.trajectories]
-    return TrajectoryCollection(trajectories=groups, run_id=run_id, epoch=1, dropped=dict(dropped))
-
-
 class Examination:
     """A run in a temporary folder, of which one epoch is played and trained."""
 
@@ -77,7 +72,6 @@ class Examination:
         self._config = config
         self._budget = budget
         self._scratch = scratch
-        self._steps: dict[str, tuple[Episode, list[Any]]] = {}
         self._job: tuple[float, float, int] | None = None
         self._bytes: int | None = None
         self._alone: float | None = None
@@ -93,20 +87,13 @@ class Examination:
         served = await self._adapter.policy_endpoint() if isinstance(self._adapter, TrainerAdapter) else None
         collection = TrajectoryCollection(trajectories=[], run_id=run_id, epoch=1)
         evidence = Evidence(collection, collection, served=served)
-        records: list[GroupRecord] = []
+        groups: list[GroupRecord] = []
         traffic = PolicyTraffic(self._builder, served)
 
         def on_episode(episode: Episode) -> None:
             traffic.add(episode)
             evidence.episodes.append(episode)
-            self._steps[episode.key.text()] = episode, episode.steps
 
-        meta = {
-            "epoch": 1,
-            "vocab_size": served.vocab_size if served is not None else None,
-            "on_episode": on_episode,
-            "on_group": records.append,
-        }
         builder, began = self._trainer.trajectory_builder, time.perf_counter()
         try:
             async with asyncio.timeout(self._budget.seconds) as limit:
@@ -115,8 +102,12 @@ class Examination:
                     self._alone = await _rehearse(builder, run_id)
                 await traffic.start()
                 began = time.perf_counter()
-                await builder.start_run(run_id, meta)
-                collection = await builder.finalize(run_id, meta)
+                if isinstance(builder, EpisodesBuilder) and builder.is_planned:
+                    plan = builder.plan(run_id, 1, served.vocab_size if served is not None else None)
+                    await self._collect(plan, on_episode, groups)
+                else:
+                    await builder.start_run(run_id, {"epoch": 1})
+                    collection = with_recovered_calls(await builder.finalize(run_id, {"epoch": 1}), run_id, 1)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -124,11 +115,24 @@ class Examination:
         evidence.seconds = time.perf_counter() - began
         if not evidence.ended_early:  # what was cancelled was requested, too
             evidence.leftovers, evidence.traffic_problem = await traffic.finish()
-        if records:  # those of the built-in builders, as they complete
-            self._record(records)
-            collection = _collection(records, run_id)
-        self._judge_as_trainer(evidence, with_recovered_calls(collection, run_id, 1))
+        if groups:
+            self._record(groups)
+            collection = collection_of(groups, run_id, 1)
+        self._judge_as_trainer(evidence, collection)
         return evidence
+
+    async def _collect(
+        self, plan: CollectionPlan, on_episode: Callable[[Episode], None], groups: list[GroupRecord]
+    ) -> None:
+        """Adds to `groups` as they complete: those of a collection that takes too long are judged, too."""
+
+        async def gather() -> None:
+            async with aclosing(collect(plan, self._builder, run, on_episode)) as completed:
+                async for group in completed:
+                    groups.append(group)
+
+        run = run_of(self._builder)
+        await run.watchdog.watch(gather)
 
     def _record(self, records: list[GroupRecord]) -> None:
         """Writes the groups as a run does, for their size."""
@@ -167,16 +171,15 @@ class Examination:
         if reward is None or not isinstance(builder, EpisodesBuilder) or builder.stored is not None:
             return
         rows = {str(row.id): row for row in builder.rows_of_epoch(1)}
-        scored = (each for each in self._steps.values() if each[0].outcome is Outcome.OK)
-        played = [each for each in scored if each[0].scores.get(reward) is not None]
-        again = (self._score(*each, rows, reward) for each in played[:_RESCORED])
+        scored = [e for e in evidence.episodes if e.outcome is Outcome.OK and e.scores.get(reward) is not None]
+        again = (self._score(episode, rows, reward) for episode in scored[:_RESCORED])
         with suppress(TimeoutError):  # what is known of a slow evaluator is how slow it is
             async with asyncio.timeout(self._budget.seconds):
                 evidence.rescored = await asyncio.gather(*again)
 
-    async def _score(self, episode: Episode, steps: list[Any], rows: dict[str, EvalInputItem], reward: str) -> Rescored:
+    async def _score(self, episode: Episode, rows: dict[str, EvalInputItem], reward: str) -> Rescored:
         info = await self._builder.get_evaluator(reward)
-        item = rows[episode.key.row_id].model_copy(update={"output_obj": episode.output, "trajectory": steps})
+        item = rows[episode.key.row_id].model_copy(update={"output_obj": episode.output, "trajectory": episode.steps})
         output = await score(info, reward, [item], self._config.eval.scoring_limit(1))
         value, _, _ = parse_score(output.eval_output_items[0])
         return Rescored(episode.key.label(), episode.scores[reward], value)

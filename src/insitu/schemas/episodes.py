@@ -226,6 +226,8 @@ class Episode:
     """Completions requested by all attempts, by URL of the server; those of failed requests too."""
     candidates: list[CandidateStep] = field(default_factory=list)
     """Those of its targeted functions and llms; only preference builders read them from the steps."""
+    trained_calls: list[int] | None = None
+    """Positions in `calls` of those that are trained; None: not determined yet."""
     source: str | None = None
     """The name of the recorded episode that this is, if it was read from another run."""
     abandoned_attempts: int = 0

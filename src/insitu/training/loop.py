@@ -4,6 +4,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -15,9 +17,10 @@ from insitu.advantages.credit import credit_by_function, credited_calls
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, estimate_epoch
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
 from insitu.builder import Builder
-from insitu.collect.groups import GroupRecord
+from insitu.collect.collector import Plan, collect
+from insitu.collect.groups import GroupRecord, collection_of
 from insitu.collect.recovery import with_recovered_calls
-from insitu.collect.shared_run import UsesBuilder, builder_of_run
+from insitu.collect.shared_run import UsesBuilder, builder_of_run, run_of
 from insitu.config.resolved import resolved_config, without_secrets
 from insitu.runs import files
 from insitu.runs.plot import RewardPlot
@@ -243,28 +246,20 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
     async def _collect(
         self, epoch: int, run_id: str, served: PolicyEndpoint | None
     ) -> tuple[TrajectoryCollection, Leftovers]:
+        builder, traffic = self.trajectory_builder, PolicyTraffic(self._builder, served)
         errors: Counter[str] = Counter()
-        traffic, finished = PolicyTraffic(self._builder, served), self._durable.finished(epoch)
-        journaled = {episode.key for episode in finished}
-
-        def on_episode(episode: Episode) -> None:
-            self.report.advance()
-            traffic.add(episode)
-            if episode.key not in journaled:
-                self.store.append(files.JOURNAL, [journal_record(episode)])
-
-        def on_group(record: GroupRecord) -> None:
-            self.store.append_group(record, epoch)
-            errors.update(f"{e.reason}: {e.error}" for e in record.episodes if e.error is not None)
-
-        self.report.begin(f"epoch {epoch}: collecting", self.trajectory_builder.episodes_per_epoch)
+        self.report.begin(f"epoch {epoch}: collecting", builder.episodes_per_epoch)
         try:
             await traffic.start()
-            vocab_size = served.vocab_size if served is not None else None
-            callbacks = {"on_episode": on_episode, "on_group": on_group}
-            meta = {"epoch": epoch, "vocab_size": vocab_size, "finished": finished, **callbacks}
-            await self.trajectory_builder.start_run(run_id, meta)
-            collection = await self.trajectory_builder.finalize(run_id, meta)
+            if isinstance(builder, EpisodesBuilder) and builder.is_planned:
+                vocab_size = served.vocab_size if served is not None else None
+                plan = builder.plan(run_id, epoch, vocab_size, self._durable.finished(epoch))
+                groups = await run_of(self._builder).watchdog.watch(lambda: self._store_groups(plan, traffic, errors))
+                collection = collection_of(groups, run_id, epoch)
+            else:
+                await builder.start_run(run_id, {"epoch": epoch})
+                collection = await builder.finalize(run_id, {"epoch": epoch})
+                collection = with_recovered_calls(collection, run_id, epoch)
         finally:
             self.report.end()
         leftovers, warning = await traffic.finish()
@@ -273,7 +268,28 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         for error, count in errors.most_common(3):
             self.report.note(f"epoch {epoch}: {count} x {error}")
         check_collected(self, epoch, collection, errors, self.store.folder)
-        return with_recovered_calls(collection, run_id, epoch), leftovers
+        return collection, leftovers
+
+    async def _store_groups(self, plan: Plan, traffic: PolicyTraffic, errors: Counter[str]) -> list[GroupRecord]:
+        """Collects the groups of an epoch and writes each to the run's files; returns them without their episodes.
+
+        Finished episodes are journaled before their group is complete, so that a resumed run need not run them again.
+        """
+        journaled = {episode.key for episode in plan.finished}
+
+        def on_episode(episode: Episode) -> None:
+            self.report.advance()
+            traffic.add(episode)
+            if episode.key not in journaled:
+                self.store.append(files.JOURNAL, [journal_record(episode)])
+
+        stored = []
+        async with aclosing(collect(plan, self._builder, run_of(self._builder), on_episode)) as groups:
+            async for group in groups:
+                self.store.append_group(group, plan.epoch)
+                errors.update(f"{e.reason}: {e.error}" for e in group.episodes if e.error is not None)
+                stored.append(group._replace(episodes=[]))  # an epoch of steps would not fit into memory
+        return stored
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int

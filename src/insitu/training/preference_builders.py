@@ -1,13 +1,15 @@
-"""Builders of preference pairs: from the scored candidates of each turn, or from whole episodes of a row."""
+"""Preference pairs of a group: of the scored candidates of each turn, or of whole episodes of a row."""
 
-from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
+from insitu.advantages.targeting import TrainedCalls
 from insitu.builder import Builder
 from insitu.collect.conversations import conversations
+from insitu.collect.groups import GroupRecord
 from insitu.preferences.candidates import Targets, candidates_of, recorded_candidates
 from insitu.preferences.pairs import PairOptions, preference_pairs
 from insitu.preferences.rows import episode_rows, pair_rows
@@ -15,7 +17,7 @@ from insitu.registry import register_trajectory_builder
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, ModelCall, Outcome, PreferencePair
 from insitu.schemas.finetuning import DPOItem, OpenAIMessage, Trajectory, message_text
 from insitu.schemas.steps import IntermediateStepType
-from insitu.training.builder_config import CollectingBuilderConfig
+from insitu.training.config import CollectingBuilderConfig
 from insitu.training.episodes_builder import EpisodesBuilder
 
 
@@ -58,6 +60,80 @@ class DPOFromGroupsConfig(CollectingBuilderConfig, name="dpo_from_groups"):
         return PairOptions(self.exhaustive_pairs, self.min_reward_diff, self.max_pairs_per_row)
 
 
+def candidate_pairs(
+    group: GroupRecord, config: DPOTrajectoryBuilderConfig, trained: TrainedCalls, stored: Path | None = None
+) -> GroupRecord:
+    """The group with a trajectory for each pair of candidates of a turn; `stored` is the run that recorded it.
+
+    Sets the candidates of its episodes, and the reason of those without one.
+    """
+    pairs: list[Trajectory] = []
+    for episode in (episode for episode in group.episodes if episode.outcome is Outcome.OK):
+        targets = Targets(trained.of(episode), trained.functions, text=not trained.llms)
+        if stored is not None:
+            episode.candidates, untargeted = recorded_candidates(episode.candidates, targets)
+        else:
+            name = config.ttc_step_name
+            episode.candidates, untargeted = candidates_of(episode.steps, episode.calls, name, targets)
+        if not episode.candidates and not untargeted:
+            episode.reason, episode.error = DropReason.NO_CANDIDATES, _no_candidates(episode, config, stored)
+            group.dropped[str(DropReason.NO_CANDIDATES)] += 1
+        of_episode, dropped = preference_pairs(episode.candidates, config.pair_options)
+        group.dropped.update(untargeted + dropped)
+        pairs += [_candidate_pair(episode, number, pair, config) for number, pair in enumerate(of_episode)]
+    return group._replace(trajectories=pairs)
+
+
+def _no_candidates(episode: Episode, config: DPOTrajectoryBuilderConfig, stored: Path | None) -> str:
+    if stored is not None:
+        return f"{stored} has recorded no candidates of it; dpo_from_groups pairs whole episodes"
+    names = {str(s.name) for s in episode.steps if s.event_type is IntermediateStepType.TTC_END}
+    others = f"those of this episode are named {', '.join(sorted(names))}" if names else "this episode has none"
+    return f"no step TTC_END is named {config.ttc_step_name!r} (ttc_step_name); {others}"
+
+
+def _candidate_pair(
+    episode: Episode, number: int, pair: PreferencePair, config: DPOTrajectoryBuilderConfig
+) -> Trajectory:
+    name = f"{episode.key.text()}/pair {number}"
+    calls = [episode.calls[side.call] for side in (pair.chosen, pair.rejected) if side.call is not None]
+    return Trajectory.model_construct(
+        episode=[documented_pair(pair)],
+        reward=pair.score_diff if config.reward_from_score_diff else pair.chosen.score,
+        shaped_rewards=None,
+        metadata=_metadata(pair, episode) | {"turn_index": pair.chosen.turn_index},
+        id=name,
+        calls=calls,
+        trained_calls=[*range(len(calls))],
+        rows=pair_rows(pair, episode.calls, name),
+    )
+
+
+def episode_pairs(group: GroupRecord, config: DPOFromGroupsConfig) -> GroupRecord:
+    """The group with a trajectory for each pair of its episodes with different rewards."""
+    by_id = {trajectory.id: trajectory for trajectory in group.trajectories}
+    played = {e.key.generation: (e, t) for e in group.episodes if (t := by_id.get(e.key.text())) is not None}
+    pairs, dropped = preference_pairs([episode_candidate(e, t) for e, t in played.values()], config.pair_options)
+    made = []
+    for number, pair in enumerate(pairs):
+        (episode, best), (_, worst) = (played[side.candidate_index] for side in (pair.chosen, pair.rejected))
+        name = f"{best.id}/pair {number}"
+        rejected = episode_rows(worst, pair=name, preferred=False)
+        made.append(
+            Trajectory.model_construct(
+                episode=[documented_pair(pair)],
+                reward=pair.score_diff,
+                shaped_rewards=None,
+                metadata=_metadata(pair, episode),
+                id=name,
+                calls=[*best.calls, *worst.calls],
+                trained_calls=[*best.trained_calls, *(len(best.calls) + k for k in worst.trained_calls)],
+                rows=[*episode_rows(best, pair=name, preferred=True), *rejected],
+            )
+        )
+    return group._replace(trajectories=made, dropped=group.dropped + dropped)
+
+
 class DPOTrajectoryBuilder(EpisodesBuilder):
     """Collects episodes and pairs the candidates of each of their turns; a trajectory is one pair."""
 
@@ -65,50 +141,9 @@ class DPOTrajectoryBuilder(EpisodesBuilder):
     makes_pairs = True
     config: DPOTrajectoryBuilderConfig
 
-    def _trajectories(self, episodes: list[Episode]) -> tuple[list[Trajectory], Counter[str]]:
-        dropped: Counter[str] = Counter()
-        trajectories: list[Trajectory] = []
-        for episode in episodes:
-            if episode.outcome is not Outcome.OK:
-                dropped[str(episode.reason)] += 1
-                continue
-            targets = Targets(
-                self._trained(episode), self.run_config.target_functions, text=not self._full_config.trained_llms()
-            )
-            if self.stored is not None:
-                episode.candidates, untargeted = recorded_candidates(episode.candidates, targets)
-            else:
-                name = self.config.ttc_step_name
-                episode.candidates, untargeted = candidates_of(episode.steps, episode.calls, name, targets)
-            if not episode.candidates and not untargeted:
-                episode.reason, episode.error = DropReason.NO_CANDIDATES, self._no_candidates(episode)
-                dropped[str(DropReason.NO_CANDIDATES)] += 1
-            pairs, dropped_pairs = preference_pairs(episode.candidates, self.config.pair_options)
-            dropped.update(untargeted + dropped_pairs)
-            trajectories += [self._pair(episode, number, pair) for number, pair in enumerate(pairs)]
-        return trajectories, dropped
-
-    def _no_candidates(self, episode: Episode) -> str:
-        if self.stored is not None:
-            return f"{self.stored.folder} has recorded no candidates of it; dpo_from_groups pairs whole episodes"
-        names = {str(s.name) for s in episode.steps if s.event_type is IntermediateStepType.TTC_END}
-        found = f"those of this episode are named {', '.join(sorted(names))}" if names else "this episode has none"
-        return f"no step TTC_END is named {self.config.ttc_step_name!r} (ttc_step_name); {found}"
-
-    def _pair(self, episode: Episode, number: int, pair: PreferencePair) -> Trajectory:
-        name = f"{episode.key.text()}/pair {number}"
-        made = Trajectory.model_construct(
-            episode=[documented_pair(pair)],
-            reward=pair.score_diff if self.config.reward_from_score_diff else pair.chosen.score,
-            shaped_rewards=None,
-            metadata=_metadata(pair, episode) | {"turn_index": pair.chosen.turn_index},
-            id=name,
-            calls=[episode.calls[side.call] for side in (pair.chosen, pair.rejected) if side.call is not None],
-            trained_calls=[],
-            rows=pair_rows(pair, episode.calls, name),
-        )
-        made.trained_calls = [*range(len(made.calls))]
-        return made
+    def pairs(self, group: GroupRecord) -> GroupRecord:
+        folder = self.stored.folder if self.stored is not None else None
+        return candidate_pairs(group, self.config, self.trained, folder)
 
 
 class DPOFromGroupsBuilder(EpisodesBuilder):
@@ -117,31 +152,8 @@ class DPOFromGroupsBuilder(EpisodesBuilder):
     makes_pairs = True
     config: DPOFromGroupsConfig
 
-    def _trajectories(self, episodes: list[Episode]) -> tuple[list[Trajectory], Counter[str]]:
-        trajectories, dropped = super()._trajectories(episodes)
-        by_id = {trajectory.id: trajectory for trajectory in trajectories}
-        played = {e.key.generation: (e, t) for e in episodes if (t := by_id.get(e.key.text())) is not None}
-        pairs, dropped_pairs = preference_pairs(
-            [episode_candidate(e, t) for e, t in played.values()], self.config.pair_options
-        )
-        made = []
-        for number, pair in enumerate(pairs):
-            (episode, best), (_, worst) = (played[side.candidate_index] for side in (pair.chosen, pair.rejected))
-            name = f"{best.id}/pair {number}"
-            rejected = episode_rows(worst, pair=name, preferred=False)
-            made.append(
-                Trajectory.model_construct(
-                    episode=[documented_pair(pair)],
-                    reward=pair.score_diff,
-                    shaped_rewards=None,
-                    metadata=_metadata(pair, episode),
-                    id=name,
-                    calls=[*best.calls, *worst.calls],
-                    trained_calls=[*best.trained_calls, *(len(best.calls) + k for k in worst.trained_calls)],
-                    rows=[*episode_rows(best, pair=name, preferred=True), *rejected],
-                )
-            )
-        return made, dropped + dropped_pairs
+    def pairs(self, group: GroupRecord) -> GroupRecord:
+        return episode_pairs(group, self.config)
 
 
 def documented_pair(pair: PreferencePair) -> DPOItem:

@@ -34,8 +34,8 @@ class ARTTrajectoryBuilder(EpisodesBuilder):
 
     @property
     def evaluation_runs(self) -> dict[str, list[asyncio.Task[Any]]]:
-        """The asyncio task collecting each run that has started but not been finalized."""
-        return {run_id: [collection.task] for run_id, collection in self._runs.items() if collection.task is not None}
+        """The asyncio task of each run that `start_run` has started and `finalize` has not ended."""
+        return {run_id: [started.groups] for run_id, started in self._started.items()}
 
 
 class ARTTrainer(LoopTrainer, GroupTrainer):

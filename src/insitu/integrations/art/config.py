@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from insitu.errors import ConfigError, install_command
 from insitu.registry import not_found
 from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig
-from insitu.training.builder_config import EpisodesBuilderConfig
+from insitu.training.config import EpisodesBuilderConfig
 
 _OPEN = ConfigDict(extra="allow", use_attribute_docstrings=True)  # extra keys are checked against the release
 _ART_TYPES = {
