@@ -96,6 +96,8 @@ async def bare_langchain(url: str) -> dict[str, float]:
 async def insitu(url: str, through: str, folder: Path) -> dict[str, float]:
     """A whole collection by the built-in trajectory builder, stored as in a training run."""
     from insitu.builder import Builder
+    from insitu.collect.collector import collect
+    from insitu.collect.shared_run import RunState
     from insitu.config import load_config
     from insitu.runs.store import RunStore
     from insitu.schemas.finetuning import FinetuneRunConfig
@@ -113,11 +115,13 @@ async def insitu(url: str, through: str, folder: Path) -> dict[str, float]:
         await episodes.initialize(config.finetuning)
         await builder.get_workflow()  # imports the client, as the bare loops have before they are measured
         meter = Meter()
-        await episodes.start_run("bench", {"epoch": 1, "on_group": lambda group: store.append_group(group, 1)})
-        collection = await episodes.finalize("bench")
+        groups = []
+        async for group in collect(episodes.plan("bench", 1), builder, RunState.of(builder)):
+            store.append_group(group, 1)
+            groups.append(group)
         figures = meter.read()
     store.close()
-    calls = sum(len(t.calls) for group in collection.trajectories for t in group)
+    calls = sum(len(t.calls) for group in groups for t in group.trajectories)
     lines = gzip.decompress((folder / "run" / "calls.jsonl.gz").read_bytes()).count(b"\n") - 1
     if (calls, lines) != (ROWS * GENERATIONS, ROWS * GENERATIONS):
         raise SystemExit(f"{calls} calls collected and {lines} stored; expected {ROWS * GENERATIONS}")

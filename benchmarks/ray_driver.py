@@ -20,9 +20,11 @@ from collect import CONFIG, question, stub_endpoint
 ROWS, GENERATIONS, CONCURRENCY, LATENCY, WORKERS = 250, 8, 128, 0.05, 2
 
 
-async def collect(url: str, address: str, folder: Path) -> dict[str, float]:
+async def measured(url: str, address: str, folder: Path) -> dict[str, float]:
     """A whole collection, after a first one that starts the workers."""
     from insitu.builder import Builder
+    from insitu.collect.collector import collect
+    from insitu.collect.shared_run import RunState
     from insitu.config import load_config
     from insitu.runs.store import RunStore
     from insitu.schemas.finetuning import FinetuneRunConfig
@@ -43,13 +45,15 @@ async def collect(url: str, address: str, folder: Path) -> dict[str, float]:
         await episodes.rehearse("bench")
         await asyncio.sleep(1)  # what Ray does at the start
         cpu, wall = time.process_time(), time.perf_counter()
-        await episodes.start_run("bench", {"epoch": 1, "on_group": lambda group: store.append_group(group, 1)})
-        collection = await episodes.finalize("bench")
+        groups = []
+        async for group in collect(episodes.plan("bench", 1), builder, RunState.of(builder)):
+            store.append_group(group, 1)
+            groups.append(group)
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     store.close()
-    count = sum(len(group) for group in collection.trajectories)
+    count = sum(len(group.trajectories) for group in groups)
     if count != ROWS * GENERATIONS:
-        raise SystemExit(f"{count} episodes; expected {ROWS * GENERATIONS}: {collection.dropped}")
+        raise SystemExit(f"{count} episodes; expected {ROWS * GENERATIONS}: {[group.dropped for group in groups]}")
     return {"episodes": count, "wall_s": wall, "driver_cpu_ms_per_episode": cpu / count * 1e3}
 
 
@@ -57,7 +61,7 @@ def main() -> None:
     from insitu.collect.event_loop import run_async
 
     with stub_endpoint(LATENCY) as url, TemporaryDirectory() as folder:
-        print(json.dumps(run_async(collect(url, sys.argv[1], Path(folder)))))
+        print(json.dumps(run_async(measured(url, sys.argv[1], Path(folder)))))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ from test_capture import ask, model, text_of
 
 from insitu.agents.frameworks import sync_client
 from insitu.capture.ledger import CallLedger
-from insitu.collect.collector import collect
+from insitu.collect.collector import Plan, collect
 from insitu.collect.episodes import EpisodeOptions
 from insitu.collect.event_loop import run_async
-from insitu.collect.watchdog import Watchdog
+from insitu.collect.shared_run import RunState
 from insitu.config import Config
 from insitu.plugin_api import Builder, register_function
 from insitu.schemas.components import FunctionBaseConfig
-from insitu.schemas.episodes import Episode, EpisodeKey
+from insitu.schemas.episodes import Episode
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.workflow.context import Context
 from insitu.workflow.llms import ModelClient, OpenAIConfig
@@ -48,13 +48,9 @@ async def collected(server: FakeOpenAI, agent: Agent, rows: list[str], limit: in
     config.blocks["functions", "<workflow>"] = AgentConfig(agent=agent)
     config.blocks["llms", "player"] = OpenAIConfig(model_name="fake", base_url=server.base_url, max_retries=0)
     async with Builder(config) as builder:
-        tasks = [(EvalInputItem(id=t, input_obj=t), EpisodeKey("run", 1, t, 0)) for t in rows]
-        options = EpisodeOptions(training=frozenset({"player"}))
-
-        async def finish(row: EvalInputItem, episode: Episode) -> None:
-            pass
-
-        episodes = [e async for e in collect(builder, tasks, options, None, finish, None, limit, Watchdog(None, None))]
+        members = [(EvalInputItem(id=t, input_obj=t), 0) for t in rows]
+        plan = Plan("run", 1, members, EpisodeOptions(training=frozenset({"player"})), limit)
+        episodes = [e async for group in collect(plan, builder, RunState.of(builder)) for e in group.episodes]
         return sorted(episodes, key=lambda e: rows.index(e.key.row_id))
 
 

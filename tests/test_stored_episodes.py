@@ -13,6 +13,9 @@ from test_preference_builders import ROWS, file
 from tiny_backend import Served
 
 from insitu.cli import main
+from insitu.collect.collector import collect
+from insitu.collect.groups import collection_of
+from insitu.collect.shared_run import RunState
 from insitu.config import load_config
 from insitu.errors import ConfigError, InsituError
 from insitu.plugin_api import Builder
@@ -34,9 +37,11 @@ async def collected(path: Path, run_id: str, folder: Path) -> list[TrajectoryCol
         made = await builder.get_trajectory_builder("pairs")
         await made.initialize(config.finetuning)
         for epoch in range(1, EPOCHS + 1):
-            write_group = lambda record, epoch=epoch: store.append_group(record, epoch)  # noqa: E731
-            await made.start_run(run_id, {"epoch": epoch, "on_group": write_group})
-            collections.append(await made.finalize(run_id))
+            groups = []
+            async for group in collect(made.plan(run_id, epoch), builder, RunState.of(builder)):
+                store.append_group(group, epoch)
+                groups.append(group)
+            collections.append(collection_of(groups, run_id, epoch))
     store.close()
     return collections
 

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC, datetime
