@@ -26,10 +26,10 @@ from tokenizers.processors import TemplateProcessing
 from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.engine import Engine
-from insitu.backend.inference.sampler import OutputDelta
-from insitu.backend.inference.sampling import GenerationRequest, SamplingParams
+from insitu.backend.inference.sampler import GenerationRequest, OutputDelta, SamplingParams
 from insitu.backend.inference.tokenizer import ChatTokenizer, IncrementalDetokenizer, StopChecker
 from insitu.backend.model import load_model
+from insitu.backend.protocols.openai import SampleLog
 from insitu.backend.protocols.openai.chat import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -38,7 +38,6 @@ from insitu.backend.protocols.openai.chat import (
     split_tool_calls,
     template_messages,
 )
-from insitu.backend.protocols.openai.completions import SampleLog
 from insitu.backend.protocols.openai.text import TextCompletion
 from insitu.backend.server import run
 from insitu.errors import InsituError

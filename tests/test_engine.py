@@ -17,18 +17,17 @@ from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM, T5Config
 
 from insitu.backend.compute import ComputeThread
-from insitu.backend.inference.cache import Chunk, PrefixCache
 from insitu.backend.inference.engine import Engine
-from insitu.backend.inference.sampler import OutputDelta, WeightVersion
-from insitu.backend.inference.sampling import (
+from insitu.backend.inference.runner import Chunk, PrefixCache
+from insitu.backend.inference.sampler import (
     GenerationRequest,
-    SamplingMetadata,
+    OutputDelta,
     SamplingParams,
+    WeightVersion,
     choice_seed,
-    sample,
     uniforms,
 )
-from insitu.backend.inference.scheduler import EngineOptions
+from insitu.backend.inference.scheduler import EngineOptions, SamplingMetadata, sample
 from insitu.backend.model import load_model
 from insitu.errors import BackendError, RequestRefused
 

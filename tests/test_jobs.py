@@ -19,9 +19,9 @@ from tiny_models import byte_tokenizer, save_tiny_model
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.inference.tokenizer import ChatTokenizer
+from insitu.backend.learner.checkpoints import write_optimizer
 from insitu.backend.learner.jobs import TrainingQueue
 from insitu.backend.learner.learner import Learner
-from insitu.backend.learner.optimizer_file import write_optimizer
 from insitu.backend.model import load_model
 from insitu.backend.protocols.native import job_routes
 from insitu.backend.protocols.native.uploads import Limits, read_job
@@ -589,7 +589,7 @@ async def test_sampling_continues_while_a_checkpoint_is_written(loaded, tmp_path
         continued.append(steps[0] >= before + 3)
         write_optimizer(*args)
 
-    monkeypatch.setattr("insitu.backend.learner.checkpoint_writer.write_optimizer", write)
+    monkeypatch.setattr("insitu.backend.learner.checkpoints.write_optimizer", write)
     async with serving(loaded, tmp_path) as backend:
         backend.compute.sampling_step = sampling_step
         _, job = await backend.post(lines([row()]))
@@ -610,7 +610,7 @@ async def test_a_job_that_is_canceled_while_its_checkpoint_is_written_leaves_non
 
         loop = asyncio.get_running_loop()
         with monkeypatch.context() as patch:
-            patch.setattr("insitu.backend.learner.checkpoint_writer.write_optimizer", write)
+            patch.setattr("insitu.backend.learner.checkpoints.write_optimizer", write)
             _, job = await backend.post(lines([row()]))
             await writing.wait()
             _, state = await backend.post(path=f"{JOBS}/{job['id']}/cancel")

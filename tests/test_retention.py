@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from tiny_models import save_tiny_model
 
 from insitu.backend import BackendOptions
-from insitu.backend.inference.sampler import WeightVersion
-from insitu.backend.inference.sampling import GenerationRequest, SamplingParams
+from insitu.backend.inference.sampler import GenerationRequest, SamplingParams, WeightVersion
 from insitu.backend.learner.batches import Row
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.server import Backend, create_backend

@@ -31,8 +31,7 @@ from insitu.remote.client import EPISODES, RemoteWorkflow
 from insitu.remote.service import WorkflowService
 from insitu.wire.http_access import AccessPolicy, is_loopback
 from insitu.wire.http_format import http_url
-from insitu.wire.http_limits import MAX_DEPTH, MAX_VALUES, parse_json
-from insitu.wire.http_server import listening
+from insitu.wire.http_server import MAX_DEPTH, MAX_VALUES, listening, parse_json
 
 HELLO = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 JSON = {"Content-Type": "application/json"}

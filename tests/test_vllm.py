@@ -19,8 +19,7 @@ from processes import run, wait_until
 from pydantic import ValidationError
 
 from insitu.backend.child_process import ChildProcess
-from insitu.backend.inference.sampler import Completion
-from insitu.backend.inference.sampling import SamplingParams
+from insitu.backend.inference.sampler import Completion, SamplingParams
 from insitu.errors import BackendError
 from insitu.integrations.vllm.requests import request_body, sampled_tokens
 from insitu.integrations.vllm.routing import AFFINITY, BLOCK, PrefixRouter

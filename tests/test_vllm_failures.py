@@ -15,9 +15,14 @@ from processes import HANGS
 from tiny_models import save_tiny_model
 
 from insitu.backend.compute import ComputeThread
-from insitu.backend.inference.model_names import PolicyModels
-from insitu.backend.inference.sampler import LATEST, OutputDelta, WeightVersion
-from insitu.backend.inference.sampling import GenerationRequest, SamplingParams
+from insitu.backend.inference.sampler import (
+    LATEST,
+    GenerationRequest,
+    OutputDelta,
+    PolicyModels,
+    SamplingParams,
+    WeightVersion,
+)
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.jobs import TrainingQueue
 from insitu.backend.learner.learner import Learner
@@ -295,7 +300,7 @@ async def test_a_job_whose_version_was_not_served_is_served_and_not_trained_agai
             failed.message,
         )
         assert ((await complete(parts.sampler)).version, parts.sampler.version, jobs.learner.version) == (0, 0, 1)
-        names = PolicyModels("policy", lambda: jobs.learner.versions, lambda: parts.sampler.version)
+        names = PolicyModels("policy", jobs.learner, parts.sampler)
         assert [model and model.version for model in map(names.find, ("policy", "policy@1"))] == [0, 1]
         again = await jobs.train("run/1")
         assert (again.status, again.id != failed.id, jobs.learner.version) == ("failed", True, 1)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from insitu.backend.inference.sampling import GenerationRequest, SamplingParams
+from insitu.backend.inference.sampler import GenerationRequest, SamplingParams
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.jobs import TrainingQueue
 from insitu.backend.learner.learner import Learner, TrainedVersion

@@ -1,9 +1,9 @@
 """One process that serves a model over an OpenAI-compatible endpoint and trains it; start reading at server.
 
-server       creates the parts, listens and stops; http: what its routes share
-protocols/   the HTTP interfaces, one package each: openai, native (training jobs), art (OpenPipe ART)
-inference/   sampling: from token ids to completions; vllm/: sampling by vLLM servers
-training/    training: from rows to new weights
+server       creates the parts, listens and stops; http: routes and their OpenAPI document
+protocols/   the HTTP interfaces, one package each: openai, native (training jobs)
+inference/   sampling: from token ids to completions
+learner/     training: from rows to new weights
 child_process  commands that work for the backend
 compute      the thread that touches the weights, shared by inference and training
 model        loads Hugging Face causal language models, after insitu.disk.model_files has checked their files

@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,8 +75,9 @@ def load_model(source: str, device: str = "auto", dtype: str = "auto") -> Loaded
             warnings.filterwarnings("error", message="Found missing adapter keys")
             module = PeftModel.from_pretrained(module, source)
     module.to(torch_device).eval().requires_grad_(False)
-    if (name := first_not_finite(module.named_parameters())) is not None:
-        raise BackendError(f"the weights of {source} cannot be used: {name} has NaN or infinite values")
+    for name, parameter in module.named_parameters():
+        if not parameter.isfinite().all():
+            raise BackendError(f"the weights of {source} cannot be used: {name} has NaN or infinite values")
     return LoadedModel(module, tokenizer, torch_device, torch_dtype, _max_length(config, tokenizer), source)
 
 
@@ -179,11 +180,6 @@ def complete_model(model_class: Any, folder: str | Path, dtype: torch.dtype, att
             "%s: ignored %d tensors that the model does not have, such as %s", folder, len(unknown), unknown[0]
         )
     return module
-
-
-def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """The name of the first tensor that has NaN or infinite values."""
-    return next((name for name, tensor in tensors if not tensor.isfinite().all()), None)
 
 
 def _max_length(config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> int:

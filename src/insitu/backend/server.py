@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import tempfile
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -15,21 +17,19 @@ from pathlib import Path
 
 import orjson
 from aiohttp import web
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 import insitu
 from insitu.backend import BackendOptions
-from insitu.backend.compute import ComputeThread
+from insitu.backend.compute import ComputeThread, call_in_loop
 from insitu.backend.http import ApiRoute, openapi_document
 from insitu.backend.inference.engine import Engine
-from insitu.backend.inference.model_names import ModelRegistry, PolicyModels
-from insitu.backend.inference.sampler import Sampler, WeightVersion
+from insitu.backend.inference.sampler import ModelRegistry, PolicyModels, Sampler, WeightVersion
 from insitu.backend.inference.scheduler import EngineOptions
-from insitu.backend.learner.jobs import TrainingQueue
+from insitu.backend.learner.jobs import TrainingQueue, apply_retention
 from insitu.backend.learner.learner import Learner
 from insitu.backend.learner.learners import Learners
 from insitu.backend.learner.rank_group import RankGroup
-from insitu.backend.learner.retention import apply_retention
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.protocols import Services, protocol_routes
 from insitu.disk.files import writable_folder
@@ -46,18 +46,6 @@ PARENT_POLL_SECONDS = 0.5
 """Interval of the checks whether the parent process is alive."""
 GRACE_SECONDS = 2
 """Time for open requests to finish when the server is stopped."""
-
-
-class Health(BaseModel):
-    """The server is up; `policy_version` is that of the latest weights, `vocab_size` the number of token ids.
-
-    A prompt and its completion may have `max_length` tokens together.
-    """
-
-    status: str
-    policy_version: int
-    vocab_size: int
-    max_length: int
 
 
 @dataclass(frozen=True)
@@ -105,30 +93,18 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     sampler = _sampler(loaded, options, compute, learners, output_dir)
     retention = functools.partial(apply_retention, sampler, compute)
     jobs = TrainingQueue(learners.default, compute, sampler.publish, output_dir, retention, sampler.check)
-    models = ModelRegistry(PolicyModels(options.name, lambda: learners.default.versions, lambda: sampler.version))
+    models = ModelRegistry(PolicyModels(options.name, learners.default, sampler))
     services = Services(options, loaded, compute, sampler, learners, jobs, models, output_dir)
-
-    async def health(request: web.Request) -> web.Response:
-        compute.check_alive()
-        return json_response(
-            Health(
-                status="ok",
-                policy_version=sampler.version,
-                vocab_size=sampler.vocab_size,
-                max_length=sampler.max_length,
-            ).model_dump()
-        )
 
     async def openapi(request: web.Request) -> web.Response:
         return json_response(openapi_document(routes, insitu.__version__))
 
     routes = [
-        ApiRoute("GET", "/health", health, "Health check", response=Health, public=True),
         ApiRoute("GET", "/openapi.json", openapi, "This document"),
         *protocol_routes(services),
     ]
     public = {route.path for route in routes if route.public}
-    app = web.Application(middlewares=[guard(options.access(), lambda request: request.path in public)])
+    app = web.Application(middlewares=[guard(options.access(), public.__contains__)])
     for route in routes:
         route.add_to(app)
     return Backend(app, compute, sampler, jobs, learners.default, group)
@@ -221,23 +197,22 @@ async def _stop_event(parent_pid: int | None) -> AsyncIterator[asyncio.Event]:
     stopped = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopped.set)
-    watcher = asyncio.create_task(_watch_parent(parent_pid, stopped.set)) if parent_pid else None
+    if parent_pid is not None:
+        threading.Thread(target=_watch_parent, args=(parent_pid, loop, stopped), daemon=True).start()
     try:
         yield stopped
     finally:
-        if watcher is not None:
-            watcher.cancel()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(name)
 
 
-async def _watch_parent(pid: int, stop: Callable[[], None]) -> None:
-    """Polls a process and calls `stop` once it has ended."""
+def _watch_parent(pid: int, loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
+    """Polls a process and sets `stopped` once it has ended."""
     is_parent = os.getppid() == pid  # children of a killed parent are reassigned immediately, before it is reaped
-    while os.getppid() == pid if is_parent else _is_alive(pid):  # noqa: ASYNC110 - another process cannot set an event
-        await asyncio.sleep(PARENT_POLL_SECONDS)
+    while os.getppid() == pid if is_parent else _is_alive(pid):
+        time.sleep(PARENT_POLL_SECONDS)
     logger.info("process %d has ended; stopping", pid)
-    stop()
+    call_in_loop(loop, stopped.set)
 
 
 def _is_alive(pid: int) -> bool:

@@ -16,7 +16,7 @@ from insitu.errors import InsituError, install_command, memory_problem
 
 def serve(backend_options: BackendOptions) -> int:
     """Runs the server until it is stopped, and returns the exit code. Raises ConfigError before it starts."""
-    from insitu.wire.http_limits import prepare_process
+    from insitu.wire.http_server import prepare_process
 
     backend_options.access()
     prepare_process()

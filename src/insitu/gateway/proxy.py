@@ -16,7 +16,7 @@ from insitu.capture.recorder import Exchange
 from insitu.errors import CaptureError, RequestRefused
 from insitu.gateway.dialects import StreamTranslator, Translation
 from insitu.wire.http_format import MALFORMED, error_message
-from insitu.wire.http_limits import parse_json
+from insitu.wire.http_server import parse_json
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,7 @@ from insitu.gateway import proxy
 from insitu.gateway.dialects import DIALECTS, ChatTranslation, Dialect, MessagesTranslation, Translation
 from insitu.gateway.proxy import MAX_BODY, Route
 from insitu.wire.http_format import MALFORMED, authorization, http_url, split_userinfo
-from insitu.wire.http_limits import parse_body
-from insitu.wire.http_server import listening, read_body
+from insitu.wire.http_server import listening, parse_body, read_body
 from insitu.wire.redaction import redact_bytes
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import ModelClient

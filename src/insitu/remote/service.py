@@ -32,8 +32,7 @@ from insitu.schemas.episodes import DropReason
 from insitu.schemas.steps import IntermediateStep
 from insitu.wire.http_access import AccessPolicy, is_loopback_address
 from insitu.wire.http_format import http_url
-from insitu.wire.http_limits import parse_body, parse_json
-from insitu.wire.http_server import error_response, guard, listening, read_body
+from insitu.wire.http_server import error_response, guard, listening, parse_body, parse_json, read_body
 from insitu.wire.json_values import decode, encode
 from insitu.wire.redaction import redact_bytes
 from insitu.workflow.context import EpisodeScope
@@ -75,7 +74,7 @@ class WorkflowService:
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[str]:
         """Serves on this address (port 0: a free one) while the context is open; yields the URL."""
-        app = web.Application(middlewares=[guard(self._access, lambda request: request.path == "/health")])
+        app = web.Application(middlewares=[guard(self._access, lambda path: path == "/health")])
         app.router.add_get("/health", self._health)
         app.router.add_get(EPISODES, self._describe)
         app.router.add_post(EPISODES, self._episode)

@@ -22,7 +22,7 @@ from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import TrainerAdapterConfig
 from insitu.training.interfaces import TrainerAdapter
 from insitu.training.report import Report, evaluation_table
-from insitu.wire.http_limits import raise_file_limit
+from insitu.wire.http_server import raise_file_limit
 
 _EXIT_NOTICE_SECONDS = 1.0
 _OWN_FILES = 40

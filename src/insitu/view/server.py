@@ -62,7 +62,7 @@ class ViewServer:
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[str]:
         """Serves on this address (port 0: a free one) while the context is open; yields the URL."""
-        app = web.Application(middlewares=[guard(self._access, lambda request: not _is_api(request.path))])
+        app = web.Application(middlewares=[guard(self._access, lambda path: not path.startswith("/api/"))])
         app.on_response_prepare.append(_add_headers)
         for page in PAGES:
             app.router.add_get(page, _page)
@@ -168,10 +168,6 @@ class ViewServer:
                         data = format_event(orjson.dumps(change.as_json()), "changed")
                     await response.write(data)
         return response
-
-
-def _is_api(path: str) -> bool:
-    return path.startswith("/api/")
 
 
 async def _page(request: web.Request) -> web.FileResponse:

@@ -21,16 +21,16 @@ import torch
 from torch import nn
 
 from insitu.backend.compute import ComputeThread, call_in_loop, set_outcome
-from insitu.backend.inference.runner import BatchShapes, check_supported
+from insitu.backend.inference.batch_shapes import BatchShapes, check_supported
 from insitu.backend.inference.sampler import (
     LATEST,
+    GenerationRequest,
     OutputDelta,
     WeightVersion,
     canonical,
     check_in_flight,
     eos_token_ids,
 )
-from insitu.backend.inference.sampling import GenerationRequest
 from insitu.backend.inference.scheduler import EngineOptions, Scheduler, SequenceState
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.logprobs import LogprobComputer

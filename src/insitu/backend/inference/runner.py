@@ -1,26 +1,18 @@
-"""Runs the model's forward pass for prefill and decoding, in batch shapes whose rows do not affect each other.
+"""Runs the model's forward pass for prefill and decoding, over keys and values cached per sequence and per prefix.
 
-Matrix kernels choose their blocking by the number of rows, so a row's last bits can depend on the batch size. In
-float32 on a CPU `BatchShapes` probes which batch sizes give bit-identical results, and only those are used: what a
-request samples does not depend on the other requests in its batch.
-
-Notation: R rows, C columns (tokens per row), T positions attended to, V vocabulary.
+Shapes: S slots, R rows of a forward pass, C columns (tokens per row), H heads, T positions, D head size, V vocabulary.
 """
 
-import functools
 import inspect
-import logging
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-
-from insitu.backend.inference.cache import Chunk, SlotCache, SlotMapping
-from insitu.errors import BackendError
-
-logger = logging.getLogger(__name__)
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 MAX_COLUMNS = 256
 COLUMNS = (16, 32, 48, 64, 96, 128, 192, MAX_COLUMNS)
@@ -48,6 +40,139 @@ def width_for(length: int) -> int:
     while width < length:
         width *= 2
     return width if width <= 256 else -(-length // 256) * 256
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values for all slots, (S, H, T + 1, D); padding is written to the last position."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, cache: "SlotCache") -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        shape = (self.cache.slots, key_states.shape[1], self.cache.length + 1)
+        self.keys = key_states.new_zeros(*shape, key_states.shape[3])
+        self.values = value_states.new_zeros(*shape, value_states.shape[3])
+        self.is_initialized = True
+
+    def resize(self) -> None:
+        """Grows to the cache's size, keeping the contents."""
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros(self.cache.slots, old.shape[1], self.cache.length + 1, old.shape[3])
+            new[: old.shape[0], :, : old.shape[2] - 1] = old[:, :, :-1]
+            setattr(self, name, new)
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Writes (R, H, C, D) according to `cache.mapping`; returns the keys and values the rows attend to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        mapping = self.cache.mapping
+        self.keys[mapping.rows_R1, :, mapping.write_RC] = key_states.transpose(1, 2)
+        self.values[mapping.rows_R1, :, mapping.write_RC] = value_states.transpose(1, 2)
+        if mapping.fresh is not None:
+            mapping.fresh.append((key_states, value_states))
+            if mapping.width == key_states.shape[2]:
+                return key_states, value_states
+        return self.keys[mapping.read, :, : mapping.width], self.values[mapping.read, :, : mapping.width]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.mapping.width, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.cache.length
+
+
+@dataclass(slots=True)
+class SlotMapping:
+    """Where the rows of one forward pass write, and what they read.
+
+    `fresh` collects each layer's new keys and values during a prefill, whose rows need not be in slot order.
+    """
+
+    rows_R1: torch.Tensor
+    write_RC: torch.Tensor
+    read: slice | torch.Tensor
+    width: int
+    fresh: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+
+
+class SlotCache(Cache):
+    """The cache passed to the model; starts small and grows with the number and length of sequences."""
+
+    def __init__(self, num_layers: int, slots: int = 4, length: int = 64) -> None:
+        self.slots, self.length = slots, length
+        self.mapping: SlotMapping = SlotMapping(torch.empty(0), torch.empty(0), slice(0), 0)
+        self.slot_layers = [SlotLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self.slot_layers))
+
+    def ensure(self, slots: int, length: int) -> None:
+        """Makes room for at least `slots` sequences of `length` positions."""
+        if slots <= self.slots and length <= self.length:
+            return
+        self.slots, self.length = max(self.slots, slots), max(self.length, length)
+        for layer in self.slot_layers:
+            if layer.is_initialized:
+                layer.resize()
+
+    def load(self, slot: int, start: int, chunk: "Chunk") -> None:
+        """Copies a chunk computed by another sequence's prefill into `slot`."""
+        end = start + chunk.length
+        for layer, (keys, values) in zip(self.slot_layers, chunk.layers, strict=True):
+            layer.keys[slot, :, start:end] = keys[chunk.row, :, -chunk.length :]
+            layer.values[slot, :, start:end] = values[chunk.row, :, -chunk.length :]
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Keys and values of a span of prompt tokens, and the logits after the last of them.
+
+    `layers` is shared by all rows of the forward pass; the chunk is the last `length` columns of `row`.
+    """
+
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    row: int
+    length: int
+    logits_V: torch.Tensor
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        share = sum(t.numel() * t.element_size() for pair in self.layers for t in pair) // self.layers[0][0].shape[0]
+        self.size = share + self.logits_V.numel() * self.logits_V.element_size()
+
+
+class PrefixCache:
+    """LRU cache of at most `limit` bytes: chunks by all prompt tokens up to the chunk's end."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.size = 0
+        self._chunks: OrderedDict[tuple[int, ...], Chunk] = OrderedDict()
+
+    def get(self, key: tuple[int, ...]) -> Chunk | None:
+        chunk = self._chunks.get(key)
+        if chunk is not None:
+            self._chunks.move_to_end(key)
+        return chunk
+
+    def put(self, key: tuple[int, ...], chunk: Chunk) -> None:
+        replaced = self._chunks.pop(key, None)
+        self._chunks[key] = chunk
+        self.size += chunk.size - (replaced.size if replaced else 0)
+        while self.size > self.limit and len(self._chunks) > 1:
+            self.size -= self._chunks.popitem(last=False)[1].size
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __contains__(self, key: tuple[int, ...]) -> bool:
+        return key in self._chunks
 
 
 class Runner:
@@ -124,147 +249,6 @@ class Runner:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
-
-
-class BatchShapes:
-    """The batch sizes in use; probed once per model, valid for all versions of its weights."""
-
-    def __init__(self, module: nn.Module, max_rows: int, prefill_tokens: int, max_length: int) -> None:
-        self._module = module
-        # Kernels of other devices guarantee nothing, and bfloat16 rounding would hide differences from the probe.
-        weight = next(module.parameters())
-        self._exact = weight.device.type == "cpu" and weight.dtype == torch.float32
-        self._prefill_tokens = prefill_tokens
-        self._prefill_rows: dict[int, tuple[int, ...]] = {}
-        self._vocabulary = text_config(module).vocab_size
-        fill = functools.cache(self._fill_sixteen)  # the same for all probes, and costs more than they do
-        probe = functools.partial(self._probe_decode, fill)
-        self.decode_rows = self._matching_sizes("decode", probe, max_rows, least=4)
-        self.min_width = self._probe_min_width(probe, width_for(max_length))
-
-    def prefill_rows(self, columns: int) -> tuple[int, ...]:
-        """Allowed numbers of prompts per prefill batch, ascending."""
-        if columns not in self._prefill_rows:
-            most = max(1, self._prefill_tokens // columns)
-            probe = functools.partial(self._probe_prefill, columns)
-            self._prefill_rows[columns] = self._matching_sizes(f"prefill of {columns}", probe, most, least=1)
-        return self._prefill_rows[columns]
-
-    def _matching_sizes(
-        self, what: str, probe: Callable[[int], torch.Tensor], most: int, least: int
-    ) -> tuple[int, ...]:
-        """Of `most` and the powers of two from `least`, the largest set with identical results; prefers large sizes.
-
-        `probe` computes the same requests in batches of a given size. Fewer than four rows of one token use another
-        kernel on every CPU tested so far, so they are not probed.
-        """
-        sizes = [*(1 << power for power in range(most.bit_length()) if least <= 1 << power < most), most]
-        if not self._exact:
-            return tuple(sizes)
-        classes: list[tuple[torch.Tensor, list[int]]] = []
-        with torch.inference_mode():
-            for size in sizes:
-                outcome = probe(size)
-                members = next((members for other, members in classes if torch.equal(other, outcome)), None)
-                if members is None:
-                    classes.append((outcome, members := []))
-                members.append(size)
-        outcome, matching = max(classes, key=lambda each: (len(each[1]), each[1][-1]))
-        if outcome.isnan().any():
-            logger.warning("%s: a row depends on its position in the batch; sampling is not reproducible", what)
-        logger.debug("%s: batch sizes %s of %s agree bit for bit", what, matching, sizes)
-        return tuple(matching)
-
-    def _probe_min_width(self, probe: Callable[..., torch.Tensor], most: int) -> int:
-        """Minimum attention width: small if additional masked positions leave results unchanged, else the maximum."""
-        if not self._exact or most == MIN_WIDTH:
-            return MIN_WIDTH
-        widths = {width_for(length) for length in (MIN_WIDTH + 1, 3 * MIN_WIDTH, 9 * MIN_WIDTH, most)}
-        size = next((rows for rows in self.decode_rows if rows >= 16), self.decode_rows[-1])  # one batch, if possible
-        with torch.inference_mode():
-            narrow = probe(size)
-            same = all(torch.equal(probe(size, width), narrow) for width in widths if width <= most)
-        logger.debug("decode: masked positions %s", "change nothing" if same else f"matter; width is always {most}")
-        return MIN_WIDTH if same else most
-
-    def _fill_sixteen(self) -> tuple[list[list[int]], SlotCache]:
-        """Prompts of different lengths, and their keys and values in the first sixteen slots."""
-        prompts = self._probe_prompts(16, longest=48)
-        runner = Runner(self._module)
-        runner.prefill(prompts, range(16), [Span(0, len(prompt), 48) for prompt in prompts], 16)
-        return prompts, runner.cache
-
-    def _probe_decode(
-        self, fill: Callable[[], tuple[list[list[int]], SlotCache]], size: int, width: int = MIN_WIDTH
-    ) -> torch.Tensor:
-        """Next logits of sixteen sequences of different lengths, decoded in batches of `size`."""
-        prompts, filled = fill()
-        outcome = []
-        for rows in _batches(16, size):
-            runner = Runner(self._module)
-            runner.cache.ensure(size, MIN_WIDTH)
-            for layer, source in zip(runner.cache.slot_layers, filled.slot_layers, strict=True):
-                layer.keys, layer.values, layer.is_initialized = source.keys[rows], source.values[rows], True
-            token_B = np.array([prompts[row][0] for row in rows])
-            position_B = np.array([len(prompts[row]) for row in rows])
-            outcome.append(runner.decode(token_B, position_B, np.ones(size, dtype=bool), width))
-        return _by_request(torch.cat(outcome), 16)
-
-    def _probe_prefill(self, columns: int, size: int) -> torch.Tensor:
-        """Logits, keys and values of four prompts, computed in batches of `size`."""
-        prompts = self._probe_prompts(4, longest=columns)
-        outcome = []
-        for rows in _batches(4, size):
-            batch = [prompts[row] for row in rows]
-            spans = [Span(0, len(prompt), columns) for prompt in batch]
-            for chunk in Runner(self._module).prefill(batch, range(size), spans, size):
-                stored = [t[chunk.row].clone() for pair in chunk.layers for t in pair]
-                for part in stored:
-                    part[:, : columns - chunk.length] = 0
-                outcome.append(torch.cat([chunk.logits_V, *(part.flatten() for part in stored)]))
-        return _by_request(torch.stack(outcome), 4)
-
-    def _probe_prompts(self, count: int, longest: int) -> list[list[int]]:
-        """Prompts of evenly spread lengths, the last of them `longest`."""
-        random = np.random.default_rng(0)
-        return [random.integers(0, self._vocabulary, longest * (n + 1) // count).tolist() for n in range(count)]
-
-
-def _batches(count: int, size: int) -> list[list[int]]:
-    """Requests 0 to count - 1 in batches of `size`, the last one padded from the beginning."""
-    return [[row % count for row in range(start, start + size)] for start in range(0, count, size)]
-
-
-def _by_request(outcome: torch.Tensor, count: int) -> torch.Tensor:
-    """The first `count` rows; a request whose repetitions differ becomes NaN, which equals nothing."""
-    for row in range(count):
-        same = (outcome[row::count] == outcome[row]).all()
-        outcome[row] = torch.where(same, outcome[row], torch.nan)
-    return outcome[:count]
-
-
-def check_supported(module: nn.Module) -> None:
-    """Raises BackendError if the model computes other logits over this cache than without one."""
-    name = text_config(module).model_type
-    prompt = np.random.default_rng(0).integers(0, text_config(module).vocab_size, 21).tolist()
-    weight = next(module.parameters())
-    try:
-        with torch.inference_mode():
-            expected_TV = module(input_ids=torch.tensor([prompt], device=weight.device)).logits[0].float()
-            runner = Runner(module)
-            chunk = runner.prefill([prompt[:-1]], [1], [next_span(len(prompt) - 1, 0)], 2)[0]
-            token, position = np.array([0, prompt[-1]]), np.array([0, len(prompt) - 1])
-            step_V = runner.decode(token, position, np.array([False, True]))[1]
-            served_2V = torch.stack([chunk.logits_V, step_V]).float()
-            error = (served_2V - expected_TV[-2:]).abs().max() / expected_TV[-2:].abs().max().clamp_min(1e-6)
-    except Exception as failure:  # an unsupported model can fail in any way
-        raise BackendError(f"{name} models cannot be served here: {failure}") from failure
-    allowed = 1e-3 if weight.dtype == torch.float32 else 0.1
-    if not error < allowed:
-        raise BackendError(
-            f"{name} models cannot be served here: with cached keys and values the logits are off by {error:.2g} "
-            f"(allowed {allowed:g}), so the model keeps state that this cache does not hold"
-        )
 
 
 def text_config(module: Any) -> Any:

@@ -1,21 +1,33 @@
-"""The seam between the server and what samples: weight versions, completions, and the interface of a sampler.
+"""The seam between the server and what samples: requests, model names, weight versions, the interface of a sampler.
 
-`inference.engine` samples in this process; `vllm` asks vLLM servers.
+`inference.engine` samples in this process; `integrations/vllm` asks vLLM servers.
 """
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from torch import nn
 
-from insitu.backend.inference.sampling import GenerationRequest, SamplingParams
 from insitu.backend.inference.tokenizer import ChatTokenizer, IncrementalDetokenizer, StopChecker
 from insitu.errors import RequestRefused
 from insitu.schemas.training_jobs import LoRASettings
 
 MAX_IN_FLIGHT = 8192
 """Completions running or waiting, from which on requests are refused."""
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy; dividing by them would overflow."""
+MAX_TEMPERATURE = 1e6
+"""Beyond this float32 overflows; the distribution is uniform long before."""
+MAX_TOP_LOGPROBS = 20
+"""The OpenAI API's limit."""
+LOGITS_NOT_FINITE = "the model's logits are not finite: its weights are unusable, or too large for its dtype"
+
+_WEYL = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_MASK = (1 << 64) - 1
 
 
 class WeightVersion(NamedTuple):
@@ -40,6 +52,27 @@ def eos_token_ids(module: nn.Module) -> set[int]:
         value = getattr(source, "eos_token_id", None)
         ids.update(value if isinstance(value, list) else [] if value is None else [value])
     return ids
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one completion is sampled. `top_logprobs`: number of most likely tokens reported per token."""
+
+    seed: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    top_logprobs: int = 0
+
+
+class GenerationRequest(NamedTuple):
+    """One completion to sample."""
+
+    prompt: list[int]
+    params: SamplingParams
 
 
 @dataclass(slots=True)
@@ -175,3 +208,100 @@ class Sampler(Protocol):
     ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         """Like `complete`, but yields (choice index, delta) as tokens are sampled."""
         ...
+
+
+class ServedModel(NamedTuple):
+    """Weights behind a model name, and their current version.
+
+    `returns_token_ids`: the client sends completions back for training, so each choice carries logprobs, sampled token
+    ids (as `token_id:N`) and prompt token ids even if the request does not ask for them.
+    """
+
+    weights: WeightVersion
+    version: int
+    returns_token_ids: bool = False
+
+
+class ModelProvider(Protocol):
+    """A source of model names, such as a protocol's trained models."""
+
+    def find(self, name: str) -> ServedModel | None: ...
+
+    def names(self) -> list[str]: ...
+
+
+class HasVersions(Protocol):
+    """What has versions of weights: the learner of the policy."""
+
+    @property
+    def versions(self) -> Sequence[int]: ...
+
+
+class PolicyModels:
+    """`NAME` for the latest weights of the backend's own policy, `NAME@K` for version K.
+
+    The latest that the sampler serves: a version that was just trained may not be.
+    """
+
+    def __init__(self, name: str, learner: HasVersions, sampler: Sampler) -> None:
+        self._name = name
+        self._learner = learner
+        self._sampler = sampler
+
+    def find(self, name: str) -> ServedModel | None:
+        if name == self._name:
+            return ServedModel(LATEST, self._sampler.version)
+        policy, _, version = name.rpartition("@")
+        if policy == self._name and version.isdecimal() and int(version) in self._learner.versions:
+            return ServedModel(WeightVersion(int(version)), int(version))
+        return None
+
+    def names(self) -> list[str]:
+        return [self._name, *(f"{self._name}@{version}" for version in self._learner.versions)]
+
+
+class ModelRegistry:
+    """All served model names; protocols add theirs with `add`."""
+
+    def __init__(self, *providers: ModelProvider) -> None:
+        self._providers = list(providers)
+
+    def add(self, provider: ModelProvider) -> None:
+        if provider not in self._providers:
+            self._providers.append(provider)
+
+    def find(self, name: str) -> ServedModel:
+        """Raises RequestRefused (404) with the existing names."""
+        for provider in self._providers:
+            if model := provider.find(name):
+                return model
+        raise RequestRefused(
+            f"no such model: {name!r}; known models: {', '.join(self.names())}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+    def names(self) -> list[str]:
+        return [name for provider in self._providers for name in provider.names()]
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Seed of choice number `choice` of a request; choice 0 uses the request's seed."""
+    if choice == 0:
+        return seed & _MASK
+    with np.errstate(over="ignore"):
+        return int(_mix(_mix(np.uint64(seed & _MASK)) + np.uint64(choice) * _WEYL))
+
+
+def uniforms(seed_B: np.ndarray, index_B: np.ndarray) -> np.ndarray:
+    """A number in [0, 1 - 2**-32] per (seed, index): SplitMix64 (Steele et al. 2014), mixed twice."""
+    with np.errstate(over="ignore"):
+        bits = _mix(_mix(seed_B) + (index_B.astype(np.uint64) + np.uint64(1)) * _WEYL)
+    return (bits >> np.uint64(32)).astype(np.float64) * 2.0**-32
+
+
+def _mix(x: Any) -> Any:
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))

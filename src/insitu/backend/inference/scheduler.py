@@ -3,24 +3,35 @@
     waiting -> (a free slot) -> prefilling -> (prompt computed, first token) -> running -> finished
 
 Everything here runs in the compute thread. Arrays end in `_S`: one entry per slot.
+B are the sequences that sample a token, V is the vocabulary.
 """
 
 import asyncio
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from insitu.backend.inference.cache import Chunk, PrefixCache
-from insitu.backend.inference.runner import BatchShapes, Runner, Span, next_span, width_for
-from insitu.backend.inference.sampler import MAX_IN_FLIGHT, Completion, OutputDelta, SampledToken
-from insitu.backend.inference.sampling import SamplerOutput, SamplingMetadata, sample
+from insitu.backend.inference.batch_shapes import BatchShapes
+from insitu.backend.inference.runner import Chunk, PrefixCache, Runner, Span, next_span, width_for
+from insitu.backend.inference.sampler import (
+    GREEDY_TEMPERATURE,
+    LOGITS_NOT_FINITE,
+    MAX_IN_FLIGHT,
+    MAX_TOP_LOGPROBS,
+    Completion,
+    OutputDelta,
+    SampledToken,
+    uniforms,
+)
 from insitu.backend.inference.tokenizer import ChatTokenizer
+from insitu.errors import BackendError
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,25 @@ class SequenceState(Completion):
 
 
 Delivery = tuple[SequenceState, OutputDelta]
+
+
+class SamplingMetadata(NamedTuple):
+    """Sampling params of B rows as arrays; `banned` holds (rows, tokens) that must not be sampled in this step."""
+
+    temperature_B: np.ndarray
+    top_p_B: np.ndarray
+    seed_B: np.ndarray
+    index_B: np.ndarray
+    banned: tuple[list[int], list[int]] = ([], [])
+    want_top_logprobs: bool = False
+
+
+class SamplerOutput(NamedTuple):
+    """Sampled tokens, their natural log-probabilities, and (ids, logprobs) of the most likely tokens if requested."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    top: tuple[list[list[int]], list[list[float]]] | None
 
 
 class Scheduler:
@@ -250,3 +280,47 @@ class Scheduler:
         self._live_S[sequence.slot] = False
         self._position_S[sequence.slot] = 0
         heapq.heappush(self._free_slots, sequence.slot)
+
+
+def sample(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+    """Samples one token per row; logprobs are the model's own, before temperature and top_p.
+
+    Raises BackendError if logits are not finite.
+    """
+    logits_BV = logits_BV.float()
+    logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
+    if metadata.banned[0]:
+        logits_BV = logits_BV.index_put(tuple(map(torch.tensor, metadata.banned)), logits_BV.new_tensor(-torch.inf))
+    tokens_B = _draw(logits_BV, metadata)
+    chosen_B = logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
+    top: Any = None
+    if metadata.want_top_logprobs:
+        best = logprobs_BV.topk(min(MAX_TOP_LOGPROBS, logprobs_BV.shape[-1]), dim=-1)
+        top = (best.indices.tolist(), best.values.tolist())
+    tokens, logprobs = tokens_B.tolist(), chosen_B.tolist()
+    if any(map(math.isnan, logprobs)):
+        raise BackendError(LOGITS_NOT_FINITE)
+    return SamplerOutput(tokens, logprobs, top)
+
+
+def _draw(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+    greedy = metadata.temperature_B < GREEDY_TEMPERATURE
+    if greedy.all():
+        return logits_BV.argmax(dim=-1)
+    device = logits_BV.device
+    temperature_B = torch.from_numpy(np.where(greedy, 1.0, metadata.temperature_B).astype(np.float32)).to(device)
+    probs_BV = torch.softmax(logits_BV / temperature_B[:, None], dim=-1)
+    if (metadata.top_p_B < 1).any():
+        # Keeps the smallest set of most likely tokens with mass `top_p` (Holtzman et al. 2020).
+        top_p_B1 = torch.from_numpy(metadata.top_p_B).to(device)[:, None]
+        sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
+        before_BV = sorted_BV.double().cumsum(dim=-1) - sorted_BV.double()
+        cut_BV = (before_BV >= top_p_B1) & (top_p_B1 < 1)
+        probs_BV = torch.where(torch.zeros_like(cut_BV).scatter(-1, order_BV, cut_BV), 0.0, probs_BV)
+    cdf_BV = probs_BV.double().cumsum(dim=-1)
+    threshold_B = torch.from_numpy(uniforms(metadata.seed_B, metadata.index_B)).to(device) * cdf_BV[:, -1]
+    tokens_B = torch.searchsorted(cdf_BV, threshold_B[:, None], right=True)[:, 0]
+    tokens_B = tokens_B.clamp(max=cdf_BV.shape[-1] - 1)  # beyond the last token if logits are not finite
+    if greedy.any():
+        tokens_B = torch.where(torch.from_numpy(greedy).to(device), logits_BV.argmax(dim=-1), tokens_B)
+    return tokens_B

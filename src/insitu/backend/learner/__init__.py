@@ -1,13 +1,13 @@
 """Training: from rows to new weights; start reading at jobs, then learner.
 
-jobs            the queue of training jobs: submit, follow, cancel
+jobs            the queue of training jobs: submit, follow, cancel, delete old checkpoints
 learner         the weights of a policy from job to job; learners: one per policy
 optimizer_loop  the optimizer steps of one job
 objectives      what each method does with log-probabilities: the loss of an optimizer step
 losses, preference_losses  the losses as pure functions
 batches         rows to optimizer steps, micro-batches and tensors
 logprobs        the log-probabilities of trained tokens; prompts that rows share are computed once
-ranks           several processes that train together; rank_group starts them, rank_process is one of
-                them, row_file holds what they are given
-policy          the trainable weights, all of them or LoRA adapters, and their checkpoints
+ranks           several processes that train together, and the file of rows that they are given; rank_group starts them,
+                rank_process is one of them
+policy          the trainable weights, all of them or LoRA adapters; checkpoints: their files and the optimizer's
 """

@@ -1,21 +1,20 @@
-"""The training queue: jobs run one at a time, and a repeated idempotency key returns the existing job."""
+"""The training queue: jobs run one at a time, a repeated key returns the job, and old checkpoints are deleted."""
 
 import asyncio
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from insitu.backend.compute import ComputeThread
-from insitu.backend.inference.sampler import WeightVersion
+from insitu.backend.inference.sampler import Sampler, WeightVersion
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.learner import Learner, TrainedVersion
 from insitu.backend.learner.optimizer_loop import Progress
-from insitu.backend.learner.retention import ApplyRetention
 from insitu.disk.files import write_file
 from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused, format_error
 from insitu.schemas.training_jobs import JobState, LoRASettings, Retention, TrainingSettings
@@ -31,6 +30,7 @@ MAX_UNFINISHED_JOBS = 64
 KEPT_JOBS = 256
 """Ended jobs that can be looked up; the records of all are in files."""
 
+ApplyRetention = Callable[[Learner, Retention], Awaitable[object]]
 PublishWeights = Callable[[WeightVersion, nn.Module | None], Awaitable[None]]
 """Awaited once a job's new weights are on disk and ready to serve; the module has them, if they are in memory."""
 
@@ -292,3 +292,38 @@ class TrainingQueue:
             write_file(self._folder / f"{state.id}.json", state.model_dump_json(indent=2).encode() + b"\n")
         except (OSError, InsituError) as error:  # e.g. disk full: the job itself is fine
             logger.warning("could not write the record of job %s: %s", state.id, error)
+
+
+async def delete_versions(
+    sampler: Sampler, compute: ComputeThread, learner: Learner, versions: Iterable[int]
+) -> list[int]:
+    """Deletes checkpoints except the latest and the loaded model (version 0); returns the deleted versions.
+
+    Raises OSError if one cannot be deleted.
+    """
+    deleted: list[int] = []
+
+    def delete() -> None:
+        for version in sorted(set(versions) & set(learner.versions) - {0, learner.version}):
+            learner.delete_checkpoint(version)
+            deleted.append(version)
+
+    try:
+        await compute.call(delete)  # where no other request deletes meanwhile
+    finally:
+        for version in deleted:
+            await sampler.retire(WeightVersion(version, learner.policy_name))
+    return deleted
+
+
+async def apply_retention(sampler: Sampler, compute: ComputeThread, learner: Learner, keep: Retention) -> list[int]:
+    """Deletes what `keep` does not keep, except versions in use; returns the deleted versions.
+
+    A folder that cannot be deleted is reported and tried again after the next job.
+    """
+    expired = set(learner.expired(keep)) - await sampler.versions_in_use(learner.policy_name)
+    try:
+        return await delete_versions(sampler, compute, learner, expired)
+    except OSError as error:
+        logger.warning("an old checkpoint cannot be deleted: %s", error)
+        return []

@@ -13,9 +13,8 @@ from torch import nn
 
 from insitu.backend.compute import in_another_thread
 from insitu.backend.learner.batches import Row
-from insitu.backend.learner.checkpoint_writer import write_checkpoint
+from insitu.backend.learner.checkpoints import check_optimizer, open_optimizer, write_checkpoint
 from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
-from insitu.backend.learner.optimizer_file import check_optimizer, open_optimizer
 from insitu.backend.learner.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers
 from insitu.backend.learner.policy import (
     adamw,

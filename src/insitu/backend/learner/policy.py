@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.ranks import Ranks, whole
-from insitu.backend.model import LoadedModel, complete_model, first_not_finite, quiet_peft, wrap_errors
+from insitu.backend.model import LoadedModel, complete_model, quiet_peft, wrap_errors
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
@@ -237,3 +237,8 @@ def check_finite(module: Any, settings: TrainingSettings, rows: Sequence[Row]) -
 def _load_tensors(path: Path) -> dict[str, Tensor]:
     with wrap_errors(f"{path} cannot be read"):
         return load_file(path)
+
+
+def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The name of the first tensor that has NaN or infinite values."""
+    return next((name for name, tensor in tensors if not tensor.isfinite().all()), None)

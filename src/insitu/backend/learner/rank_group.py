@@ -22,7 +22,7 @@ import torch
 from insitu.backend.child_process import ChildProcess, describe_exit
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.optimizer_loop import Progress
-from insitu.backend.learner.row_file import TOKEN_VARIABLE, write_rows
+from insitu.backend.learner.ranks import TOKEN_VARIABLE, write_rows
 from insitu.backend.model import LoadedModel
 from insitu.disk.checkpoint_files import JobRecord
 from insitu.errors import BackendError, JobFailed

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from insitu.backend.learner.learner import Learner, TrainedVersion
-from insitu.backend.learner.ranks import ProcessGroup
-from insitu.backend.learner.row_file import TOKEN_VARIABLE, read_rows
+from insitu.backend.learner.ranks import TOKEN_VARIABLE, ProcessGroup, read_rows
 from insitu.backend.model import load_model
 from insitu.disk.checkpoint_files import JobRecord
 from insitu.errors import InsituError, JobFailed

@@ -4,12 +4,16 @@ The loss of a micro-batch is already its share of the loss of the optimizer step
 So gradients and sums are added over the ranks, never averaged, however unequal the ranks' tokens are.
 """
 
+import json
 from collections.abc import Callable, Generator, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from insitu.backend.learner.batches import Row
@@ -20,6 +24,10 @@ T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
 
+TOKEN_VARIABLE = "INSITU_RANKS_TOKEN"
+"""The environment variable with the secret that rank 0 sends first."""
+_ARRAYS = ("token_ids", "positions", "rollout_logprobs", "advantages")
+_NAMES = ("episode", "pair", "preferred")
 _WAIT = timedelta(days=20)
 """As long as gloo can count. A rank that has ended is noticed by its closed connections."""
 
@@ -162,3 +170,21 @@ def whole(tensor: Tensor) -> Tensor:
     """The tensor with the parts of all ranks, which all must ask for."""
     result: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return result
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """The arrays of all rows one after the other, with their lengths."""
+    arrays = {name: [getattr(row, name) for row in rows] for name in _ARRAYS}
+    values = {name: np.concatenate(parts) if parts else np.zeros(0) for name, parts in arrays.items()}
+    lengths = {f"{name}_lengths": np.array([len(part) for part in parts], int) for name, parts in arrays.items()}
+    names = json.dumps([[getattr(row, name) for name in _NAMES] for row in rows])
+    save_file(values | lengths, path, metadata={"names": names})
+
+
+def read_rows(path: Path) -> list[Row]:
+    with safe_open(path, framework="numpy") as file:
+        parts = [
+            np.split(file.get_tensor(name), np.cumsum(file.get_tensor(f"{name}_lengths"))[:-1]) for name in _ARRAYS
+        ]
+        names = json.loads(file.metadata()["names"])
+    return [Row(*arrays, *own) for *arrays, own in zip(*parts, names, strict=True)] if names else []

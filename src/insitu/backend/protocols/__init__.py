@@ -12,8 +12,7 @@ from pathlib import Path
 from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread
 from insitu.backend.http import ApiRoute
-from insitu.backend.inference.model_names import ModelRegistry
-from insitu.backend.inference.sampler import Sampler
+from insitu.backend.inference.sampler import ModelRegistry, Sampler
 from insitu.backend.learner.jobs import TrainingQueue
 from insitu.backend.learner.learners import Learners
 from insitu.backend.model import LoadedModel

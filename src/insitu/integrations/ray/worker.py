@@ -36,7 +36,7 @@ from insitu.registry import LLM
 from insitu.remote.attempt_records import EpisodeRequest, ServedPolicy, end_lines, line
 from insitu.remote.hosted import HostedWorkflow
 from insitu.schemas.episodes import Episode
-from insitu.wire.http_limits import raise_file_limit
+from insitu.wire.http_server import raise_file_limit
 from insitu.wire.json_values import decode
 from insitu.wire.redaction import redact, redact_stream, remember_environment, remember_secret
 from insitu.workflow.llms import ModelClient

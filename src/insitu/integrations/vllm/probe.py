@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from insitu.backend.compute import ComputeThread
-from insitu.backend.inference.sampler import Completion
-from insitu.backend.inference.sampling import SamplingParams
+from insitu.backend.inference.sampler import Completion, SamplingParams
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
 from insitu.integrations.vllm.replica import LOAD_SECONDS, Replica

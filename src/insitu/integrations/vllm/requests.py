@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from insitu.backend.inference.sampler import Completion, SampledToken
-from insitu.backend.inference.sampling import GREEDY_TEMPERATURE, LOGITS_NOT_FINITE
+from insitu.backend.inference.sampler import GREEDY_TEMPERATURE, LOGITS_NOT_FINITE, Completion, SampledToken
 from insitu.errors import BackendError, BackendUnavailable
 
 _MAX_SEED = 2**63 - 1

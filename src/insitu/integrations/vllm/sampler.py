@@ -19,13 +19,13 @@ from insitu.backend.inference.sampler import (
     LATEST,
     MAX_IN_FLIGHT,
     Completion,
+    GenerationRequest,
     OutputDelta,
     SampledToken,
     WeightVersion,
     check_in_flight,
     eos_token_ids,
 )
-from insitu.backend.inference.sampling import GenerationRequest
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendUnavailable, RequestRefused

@@ -1,10 +1,11 @@
-"""The native protocol: training jobs under /v1/train/jobs, uploaded as JSON lines and followed by events."""
+"""The native protocol: the server's state, and training jobs, uploaded as JSON lines and followed by events."""
 
 import time
 
 from aiohttp import web
 from pydantic import BaseModel
 
+from insitu.backend.compute import ComputeThread
 from insitu.backend.http import ApiRoute
 from insitu.backend.inference.sampler import Sampler
 from insitu.backend.inference.tokenizer import ChatTokenizer
@@ -14,8 +15,7 @@ from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
 from insitu.wire.http_format import format_event
-from insitu.wire.http_limits import parse_json
-from insitu.wire.http_server import body_chunks, latin1_header, read_body
+from insitu.wire.http_server import body_chunks, latin1_header, parse_json, read_body
 
 BASE = "/v1/train/jobs"
 MAX_SETTINGS_BYTES = 1 << 20
@@ -25,11 +25,34 @@ def routes(services: Services) -> list[ApiRoute]:
     loaded = services.loaded
     limits = Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length)
     jobs = job_routes(services.jobs, limits, services.sampler.tokenizer, services.options.keep)
-    return [*jobs, _metrics_route(services.sampler)]
+    return [*state_routes(services.compute, services.sampler), *jobs]
 
 
-def _metrics_route(sampler: Sampler) -> ApiRoute:
+class Health(BaseModel):
+    """The server is up; `policy_version` is that of the latest weights, `vocab_size` the number of token ids.
+
+    A prompt and its completion may have `max_length` tokens together.
+    """
+
+    status: str
+    policy_version: int
+    vocab_size: int
+    max_length: int
+
+
+def state_routes(compute: ComputeThread, sampler: Sampler) -> list[ApiRoute]:
     started = time.time()
+
+    async def health(request: web.Request) -> web.Response:
+        compute.check_alive()
+        return _json(
+            Health(
+                status="ok",
+                policy_version=sampler.version,
+                vocab_size=sampler.vocab_size,
+                max_length=sampler.max_length,
+            )
+        )
 
     async def metrics(request: web.Request) -> web.Response:
         running, waiting = sampler.num_requests
@@ -42,7 +65,10 @@ def _metrics_route(sampler: Sampler) -> ApiRoute:
         return web.Response(text="".join(f"{name} {value}\n" for name, value in values.items()))
 
     summary = "Running, waiting and finished completions, under the metric names of vLLM and Prometheus"
-    return ApiRoute("GET", "/metrics", metrics, summary)
+    return [
+        ApiRoute("GET", "/health", health, "Health check", response=Health, public=True),
+        ApiRoute("GET", "/metrics", metrics, summary),
+    ]
 
 
 def job_routes(

@@ -8,13 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu.backend.http import StopAtFirstError
-from insitu.backend.inference.sampler import OutputDelta
-from insitu.backend.inference.sampling import MAX_TEMPERATURE, GenerationRequest, SamplingParams, choice_seed
+from insitu.backend.inference.sampler import (
+    MAX_TEMPERATURE,
+    GenerationRequest,
+    OutputDelta,
+    SamplingParams,
+    choice_seed,
+)
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.errors import RequestRefused
 from insitu.wire.http_format import format_token_id
-from insitu.wire.http_limits import parse_json
-from insitu.wire.http_server import validation_refusal
+from insitu.wire.http_server import parse_json, validation_refusal
 
 MAX_STOP_STRINGS = 64
 """Per request: every stop string is searched after every token, in the thread that samples for all requests."""

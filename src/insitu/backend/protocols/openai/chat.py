@@ -9,8 +9,7 @@ import orjson
 from pydantic import Field, PrivateAttr
 
 from insitu.backend.http import StopAtFirstError
-from insitu.backend.inference.sampler import OutputDelta, SampledToken
-from insitu.backend.inference.sampling import MAX_TOP_LOGPROBS
+from insitu.backend.inference.sampler import MAX_TOP_LOGPROBS, OutputDelta, SampledToken
 from insitu.backend.inference.tokenizer import ChatTokenizer, overlap
 from insitu.backend.protocols.openai.base import (
     FinishReason,

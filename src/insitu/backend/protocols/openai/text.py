@@ -7,8 +7,7 @@ from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field
 from pydantic_core import PydanticCustomError
 
 from insitu.backend.http import StopAtFirstError
-from insitu.backend.inference.sampler import OutputDelta
-from insitu.backend.inference.sampling import MAX_TOP_LOGPROBS
+from insitu.backend.inference.sampler import MAX_TOP_LOGPROBS, OutputDelta
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.protocols.openai.base import (
     FinishReason,

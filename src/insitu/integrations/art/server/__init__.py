@@ -18,6 +18,5 @@ from insitu.integrations.art.server.routes import art_run_routes, serverless_rou
 
 def routes(services: Services) -> list[ApiRoute]:
     models = ArtModels(services)
-    services.models.add(models)
     jobs, uploads = ArtJobs(models, services), Uploads()
     return [*art_run_routes(models, jobs, uploads, services), *serverless_routes(models, jobs, uploads)]

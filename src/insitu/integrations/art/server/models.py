@@ -14,10 +14,9 @@ from statistics import fmean, pstdev
 from typing import Any
 from urllib.parse import quote
 
-from insitu.backend.inference.model_names import ServedModel
-from insitu.backend.inference.sampler import WeightVersion
+from insitu.backend.inference.sampler import ServedModel, WeightVersion
+from insitu.backend.learner.jobs import delete_versions
 from insitu.backend.learner.learner import Learner
-from insitu.backend.learner.retention import delete_versions
 from insitu.backend.protocols import Services
 from insitu.disk.file_names import MAX_NAME_BYTES
 from insitu.disk.files import LineFile, read_line, whole_lines
@@ -144,6 +143,7 @@ class ArtModels:
     """The registered models; a provider of model names."""
 
     def __init__(self, services: Services) -> None:
+        self._names = services.models
         self._learners = services.learners
         self._sampler = services.sampler
         self._compute = services.compute
@@ -187,6 +187,7 @@ class ArtModels:
             raise _name_taken(model, "this backend serves its own model under it (option --name)")
         if model.name == base or model.name in self._base_names:
             raise _name_taken(model, "the base model is served under it")
+        self._names.add(self)
         if base != self._name:
             self._base_names[base] = None
             if len(self._base_names) > MAX_BASE_NAMES:

@@ -13,8 +13,7 @@ from aiohttp import web
 from insitu.errors import BackendError, BackendUnavailable, JobFailed, RequestRefused
 from insitu.integrations.art.server.jobs import ArtJob
 from insitu.integrations.art.server.trajectories import parse_object
-from insitu.wire.http_limits import parse_body
-from insitu.wire.http_server import Handler, error_response, json_response, read_body
+from insitu.wire.http_server import Handler, error_response, json_response, parse_body, read_body
 
 logger = logging.getLogger(__name__)
 

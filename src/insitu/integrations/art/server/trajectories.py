@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from insitu.backend.protocols.openai.chat import Message, template_messages
 from insitu.errors import RequestRefused
 from insitu.wire.http_format import parse_token_ids
-from insitu.wire.http_limits import parse_json
-from insitu.wire.http_server import validation_refusal
+from insitu.wire.http_server import parse_json, validation_refusal
 
 DEFAULT_ENTITY = "insitu"
 FUNCTION_KEYS = ("name", "description", "parameters", "strict")

@@ -1,24 +1,60 @@
-"""AdamW's state in a checkpoint: one safetensors file, of which every rank writes and reads the parts that it holds.
+"""Writes checkpoints: rank 0 the model, and every rank the parts of AdamW's state that it holds, into one file.
 
-The format is that of https://github.com/huggingface/safetensors: a length, a JSON header with the dtype, shape and
+The format of that file is https://github.com/huggingface/safetensors: a length, a JSON header with the dtype, shape and
 offsets of each tensor, and the tensors row by row. So the number of ranks may change between jobs.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 
+from insitu.backend.learner.optimizer_loop import TrainState
 from insitu.backend.learner.ranks import Ranks, is_sharded
 from insitu.backend.model import wrap_errors
-from insitu.disk.checkpoint_files import OPTIMIZER_FILE, check_optimizer_file
-from insitu.errors import BackendError
+from insitu.disk.checkpoint_files import OPTIMIZER_FILE, TrainingRecord, check_optimizer_file, write_record
+from insitu.disk.files import new_folder
+from insitu.errors import BackendError, JobFailed
+
+
+def write_checkpoint(
+    target: Path,
+    state: TrainState,
+    served: nn.Module | None,
+    record: TrainingRecord,
+    tokenizer_files: Mapping[str, bytes],
+) -> None:
+    """`served` has the weights to serve, on rank 0. Raises JobFailed on all ranks alike, and then leaves nothing."""
+    ranks = state.ranks
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in state.policy.trainable.items():
+        tensors |= {f"{key}.{name}": value for key, value in state.optimizer.state[parameter].items()}
+        if state.policy.loaded.dtype != torch.float32:
+            tensors[f"weights.{name}"] = parameter.detach()
+
+    def write_model() -> Path:
+        draft = folder.enter_context(new_folder(target))
+        assert served is not None
+        state.policy.save(draft, served)
+        for name, content in tokenizer_files.items():
+            (draft / name).write_bytes(content)
+        return draft
+
+    try:
+        with ExitStack() as folder:
+            draft = ranks.on_first(write_model)
+            write_optimizer(draft, tensors, ranks)
+            ranks.on_first(lambda: write_record(draft, record))
+            ranks.on_first(folder.close)
+    except (OSError, SafetensorError) as error:
+        reason = f"the checkpoint {target} cannot be written: {error}"
+        raise JobFailed(f"{reason}; the weights from before the job were restored") from error
 
 
 class SavedOptimizer:
