@@ -65,8 +65,8 @@ class Run:
         self.console = Console(file=io.StringIO(), width=200)
         self.statuses: list[TrainingJobStatus] = []
 
-    async def finish(self, file: Path) -> "Run":
-        self.statuses = await finetuning_main(FinetuneRunConfig(config_file=file), self.console)
+    async def finish(self, file: Path, **options: bool) -> "Run":
+        self.statuses = await finetuning_main(FinetuneRunConfig(config_file=file, **options), self.console)
         return self
 
     @property
@@ -80,6 +80,10 @@ class Run:
 
 async def run(folder: Path, nemo: FakeNeMo, **blocks: Any) -> Run:
     return await Run(folder).finish(customizer_project(folder, nemo, **blocks))
+
+
+async def resume(folder: Path, nemo: FakeNeMo, force: bool = False, **blocks: Any) -> Run:
+    return await Run(folder).finish(customizer_project(folder, nemo, **blocks), resume=True, force=force)
 
 
 def adapter_of(nemo: FakeNeMo, **options: Any) -> NeMoCustomizerTrainerAdapter:
@@ -279,9 +283,9 @@ async def test_the_status_may_fail_a_number_of_times_in_a_row(
     with pytest.raises(BackendUnavailable, match=expected):
         await run(tmp_path, nemo, adapter={"max_consecutive_status_failures": 3})
     assert nemo.requested("cancel") == 0
-    done = await run(tmp_path, nemo, adapter={"max_consecutive_status_failures": 3})  # goes on
+    done = await resume(tmp_path, nemo, adapter={"max_consecutive_status_failures": 4})
     assert len(nemo.jobs) == 2
-    assert "continues: job cust-1" in done.printed
+    assert "continues: its pairs have been collected" in done.printed
     assert done.json("final_metrics.json")["status"] == "completed"
 
 
@@ -470,26 +474,42 @@ async def test_a_run_need_not_wait_for_its_job(tmp_path: Path, nemo: FakeNeMo) -
     done = await run(tmp_path, nemo, trainer={"wait_for_completion": False})
     assert [status.status for status in done.statuses] == [TrainingStatusEnum.PENDING]
     assert done.json("final_metrics.json")["status"] == "pending"
-    again = await run(tmp_path, nemo)  # waits
+    again = await resume(tmp_path, nemo)  # waits
     assert len(nemo.jobs) == 1
     assert again.json("final_metrics.json")["status"] == "completed"
     assert again.json("final_metrics.json")["pairs"] == done.json("final_metrics.json")["pairs"]
 
 
-@pytest.mark.parametrize("gone", [False, True])
-async def test_a_job_that_has_failed_meanwhile_is_not_waited_for(tmp_path: Path, nemo: FakeNeMo, gone: bool) -> None:
-    await run(tmp_path, nemo, trainer={"wait_for_completion": False})
+async def test_the_pairs_of_a_job_that_has_failed_meanwhile_are_submitted_again(tmp_path: Path, nemo: FakeNeMo) -> None:
+    first = await run(tmp_path, nemo, trainer={"wait_for_completion": False})
+    before = first.json("final_metrics.json")
     nemo.jobs["cust-0"]["script"] = ["failed"]
-    if gone:
-        nemo.jobs["cust-1"] = nemo.jobs.pop("cust-0")
-    done = await run(tmp_path, nemo)
-    assert "does not continue: job cust-0 is failed: " in done.printed
-    assert "moved the earlier run in" in done.printed
-    assert done.json("final_metrics.json")["status"] == "completed"
-    assert json.loads((tmp_path / "run.1/submission.json").read_text())["phase"] == "ended"
-    assert (
-        done.json("submission.json")["run_id"] != json.loads((tmp_path / "run.1/submission.json").read_text())["run_id"]
-    )
+    final = (await resume(tmp_path, nemo)).json("final_metrics.json")
+    assert (final["status"], final["job"]["job_id"]) == ("completed", "cust-1")
+    assert (final["run_id"], final["pairs"]) == (before["run_id"], before["pairs"])
+    assert len(nemo.datasets) == len({job["dataset"]["name"] for job in nemo.jobs.values()}) == 1
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_a_run_of_an_earlier_release_continues(tmp_path: Path, nemo: FakeNeMo, ended: bool) -> None:
+    """It kept its state in `submission.json`."""
+    done = await run(tmp_path, nemo, trainer={"wait_for_completion": ended})
+    final, folder = done.json("final_metrics.json"), done.folder
+    job = {"run_id": final["run_id"], "backend": "nemo-customizer", "metadata": final["job"]}
+    state = {"phase": "ended", "status": "completed"} if ended else {"phase": "submitted", "status": None}
+    record = {"format": 2, "run_id": final["run_id"], "settings": {}, "job": job, **state}
+    record |= {"pairs": final["pairs"], "dropped": final["dropped"]}
+    (folder / "submission.json").write_text(json.dumps(record))
+    for name in ("progress.json", "progress_history.jsonl", "final_metrics.json"):
+        (folder / name).unlink()
+    again = await resume(tmp_path, nemo)
+    assert [(status.status, (status.metadata or {})["job_id"]) for status in again.statuses] == [
+        ("completed", "cust-0")
+    ]
+    assert len(nemo.jobs) == 1
+    assert not (tmp_path / "run.1").exists()
+    if not ended:
+        assert again.json("final_metrics.json")["pairs"] == final["pairs"]
 
 
 async def test_the_model_is_deployed(tmp_path: Path, nemo: FakeNeMo) -> None:
@@ -524,7 +544,7 @@ async def test_a_deployment_that_fails_is_a_failure_and_is_tried_again(
         await run(tmp_path, nemo, adapter=options)
     assert message.split(" is completed")[0] in json.loads((tmp_path / "run/final_metrics.json").read_text())["error"]
     nemo.deployments["games/bot"]["script"] = ["ready"]
-    done = await run(tmp_path, nemo, adapter=options)
+    done = await resume(tmp_path, nemo, adapter=options)
     assert (len(nemo.jobs), done.json("final_metrics.json")["status"]) == (1, "completed")
 
 
@@ -537,7 +557,7 @@ async def test_a_deployment_of_another_model_is_not_replaced(tmp_path: Path, nem
         await run(tmp_path, nemo, adapter=options)
     assert len(nemo.jobs) == 1  # nothing was trained in vain
     options["deployment_config"] = {"deployment_name": "bot-2"}
-    done = await run(tmp_path, nemo, adapter=options)  # with the pairs that were collected
+    done = await resume(tmp_path, nemo, adapter=options)  # with the pairs that were collected
     assert "continues: its pairs have been collected" in done.printed
     assert done.json("final_metrics.json")["job"]["deployment"]["name"] == "games/bot-2"
 
@@ -560,9 +580,10 @@ async def test_an_interrupted_run_cancels_its_job(tmp_path: Path, nemo: FakeNeMo
     nemo.script = ["running"]
     await interrupted(customizer_project(tmp_path, nemo), nemo, pattern)
     assert nemo.requested("POST .*/cancel") == 1
-    assert json.loads((tmp_path / "run/submission.json").read_text())["status"] == "canceled"
+    final = json.loads((tmp_path / "run/final_metrics.json").read_text())
+    assert final["status"] == "canceled" or (final["status"] is None and pattern.startswith("POST"))
     nemo.script = ["completed"]
-    done = await run(tmp_path, nemo)
+    done = await resume(tmp_path, nemo)
     assert done.json("final_metrics.json")["job"]["job_id"] == "cust-1"
 
 
@@ -574,15 +595,16 @@ async def test_a_job_that_could_not_be_canceled_is_waited_for(
     await interrupted(customizer_project(tmp_path, nemo), nemo, "GET .*jobs/")
     assert "job cust-0 could not be canceled, and continues at" in caplog.text
     nemo.jobs["cust-0"]["script"] = ["completed"]
-    await run(tmp_path, nemo)
+    await resume(tmp_path, nemo)
     assert len(nemo.jobs) == 1
 
 
 async def test_other_settings_do_not_take_over_an_unfinished_run(tmp_path: Path, nemo: FakeNeMo) -> None:
     await run(tmp_path, nemo, trainer={"wait_for_completion": False})
-    expected = r"unfinished run customizer_run_\w+ with job cust-0, and other settings: training.epochs was 3 and is 1"
-    with pytest.raises(ConfigError, match=expected):
-        await run(tmp_path, nemo, adapter={"hyperparameters": {"epochs": 1}})
+    with pytest.raises(
+        ConfigError, match=r"other settings: trainer_adapters.\w+.hyperparameters.epochs was 3 and is 1"
+    ):
+        await resume(tmp_path, nemo, adapter={"hyperparameters": {"epochs": 1}})
 
 
 def test_one_module_knows_the_libraries() -> None:
@@ -600,21 +622,11 @@ async def test_collected_pairs_are_submitted_with_other_training_settings(tmp_pa
     with pytest.raises(RequestRefused, match="made to fail with 422"):
         await run(tmp_path, nemo)
     first = json.loads((tmp_path / "run/final_metrics.json").read_text())
-    done = await run(tmp_path, nemo, adapter={"hyperparameters": {"epochs": 1}})
+    done = await resume(tmp_path, nemo, force=True, adapter={"hyperparameters": {"epochs": 1}})
     assert "continues: its pairs have been collected" in done.printed
     final = done.json("final_metrics.json")
     assert (final["run_id"], final["collections"], final["pairs"]) == (first["run_id"], 1, first["pairs"])
     assert [job["hyperparameters"]["epochs"] for job in nemo.jobs.values()] == [1]
-    assert done.json("submission.json")["settings"]["training"]["epochs"] == 1
-
-
-async def test_pairs_that_were_collected_otherwise_are_not_submitted(tmp_path: Path, nemo: FakeNeMo) -> None:
-    nemo.fail("POST .*jobs$", 422)
-    with pytest.raises(RequestRefused):
-        await run(tmp_path, nemo)
-    done = await run(tmp_path, nemo, trainer={"num_runs": 2})
-    assert "does not continue: its pairs were collected with other settings" in done.printed
-    assert done.json("final_metrics.json")["collections"] == 2
 
 
 async def test_pairs_that_cannot_be_trained_are_collected_again(tmp_path: Path, nemo: FakeNeMo) -> None:

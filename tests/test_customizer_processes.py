@@ -57,7 +57,7 @@ def test_a_signal_cancels_the_job(tmp_path: Path, nemo: FakeNeMo, number: signal
 @pytest.mark.parametrize(
     ("pattern", "jobs_at_death", "options"),
     [
-        ("POST .*/commit/", 0, ()),  # while the records are uploaded
+        ("POST .*/commit/", 0, ("--resume",)),  # while the records are uploaded
         ("POST .*jobs$", 1, ("--resume", "run")),  # when the job is submitted, but the run does not know it
         ("GET .*jobs/", 1, ("--resume",)),  # while it is waited for
     ],
@@ -89,46 +89,42 @@ def test_a_run_that_was_killed_goes_on_with_the_same_job(
     assert not (tmp_path / "run.1").exists()
 
 
-def test_a_run_that_was_killed_while_it_collected_starts_again(tmp_path: Path, nemo: FakeNeMo) -> None:
+def test_a_run_that_was_killed_while_it_collected_collects_again(tmp_path: Path, nemo: FakeNeMo) -> None:
     customizer_project(tmp_path, nemo, builder={"waits_for": str(tmp_path / "go")})
     with start_project(tmp_path) as process:
-        process.wait_until(lambda: (tmp_path / "run/run.json").exists())
+        process.wait_until(lambda: (tmp_path / "run/progress.json").exists())
         process.kill()
         process.wait()
     (tmp_path / "go").touch()
-    code, _, err = run_project(tmp_path, "--resume", "run")
-    problem = "had not collected all its pairs: start another one, without --resume"
-    assert (code, err) == (2, f"error: --resume: the run in run {problem}\n")
-    code, out, err = run_project(tmp_path, "--resume")  # as a supervisor repeats it
+    code, out, err = run_project(tmp_path, "--resume", "run")
     assert code == 0, err
-    assert "moved the earlier run in" in out
+    assert "collection 1/1: " in out
     assert len(nemo.jobs) == 1
+    assert not (tmp_path / "run.1").exists()
 
 
 def test_a_completed_run_is_not_trained_again(tmp_path: Path, nemo: FakeNeMo) -> None:
     customizer_project(tmp_path, nemo)
     code, _, err = run_project(tmp_path)
     assert code == 0, err
-    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    files = ("progress.json", "final_metrics.json", "pairs.jsonl", "episodes.jsonl.gz")
+    before = {name: (tmp_path / "run" / name).read_bytes() for name in files if (tmp_path / "run" / name).exists()}
     for options in (("--resume",), ("--resume", "run")):
         code, out, err = run_project(tmp_path, *options)
         assert code == 0, err
         assert "is complete: job cust-0 has trained its pairs" in out
         assert out.endswith("1 training job completed\n")
-    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
+    assert {name: (tmp_path / "run" / name).read_bytes() for name in before} == before
     assert len(nemo.jobs) == 1
     assert not (tmp_path / "run.1").exists()
 
 
-def test_after_a_job_that_failed_another_run_is_started(tmp_path: Path, nemo: FakeNeMo) -> None:
+def test_the_pairs_of_a_job_that_failed_are_submitted_again(tmp_path: Path, nemo: FakeNeMo) -> None:
     nemo.script = ["failed"]
     customizer_project(tmp_path, nemo)
     assert run_project(tmp_path)[0] == 1
-    code, _, err = run_project(tmp_path, "--resume", "run")
-    problem = "had a job that failed or was canceled: start another one, without --resume"
-    assert (code, err) == (2, f"error: --resume: the run in run {problem}\n")
     nemo.script = ["completed"]
-    code, out, err = run_project(tmp_path, "--resume")
+    code, _, err = run_project(tmp_path, "--resume", "run")
     assert code == 0, err
-    assert "moved the earlier run in" in out
     assert len(nemo.jobs) == 2
+    assert not (tmp_path / "run.1").exists()

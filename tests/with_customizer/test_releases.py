@@ -23,9 +23,9 @@ def nemo() -> Iterator[FakeNeMo]:
         yield nemo
 
 
-def start(release: str, folder: Path) -> subprocess.Popen[str]:
+def start(release: str, folder: Path, *options: str) -> subprocess.Popen[str]:
     nat = ROOT / ".venv-customizer" / release / "bin" / "nat"
-    command = [nat, "finetune", "--config_file", "config.yml"]
+    command = [nat, "finetune", "--config_file", "config.yml", *options]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -110,9 +110,9 @@ def test_a_run_that_was_killed_goes_on_with_the_same_job(release: str, tmp_path:
     finish(process)
     nemo.release()
     assert len(nemo.jobs) == 1
-    code, out, err = finish(start(release, tmp_path))
+    code, out, err = finish(start(release, tmp_path, "--resume"))
     assert code == 0, err
-    assert "continues: job cust-0" in out
+    assert "continues: its pairs have been collected" in out
     assert len(nemo.jobs) == 1
 
 

@@ -79,10 +79,10 @@ FILES = {
     PLOT: RunFile(Format.IMAGE, "training reward and held-out score by epoch"),
     INDEX: RunFile(Format.DATABASE, "an index of the episodes, made again if it is deleted"),
     ".lock": RunFile(Format.LOCK, "who writes the run"),
-    COLLECTIONS: RunFile(Format.PLAIN_LINES, "NeMo Customizer: each collection"),
+    COLLECTIONS: RunFile(Format.PLAIN_LINES, "NeMo Customizer: each collection", by_epoch=True),
     COLLECTION_HISTORY: RunFile(Format.LIST, "NeMo Customizer: the same as a list"),
-    PAIRS: RunFile(Format.LINES, "NeMo Customizer: the pairs that are trained"),
-    SUBMISSION: RunFile(Format.OBJECT, "NeMo Customizer: the state of the job"),
+    PAIRS: RunFile(Format.LINES, "NeMo Customizer: the pairs that are trained", by_epoch=True),
+    SUBMISSION: RunFile(Format.OBJECT, "NeMo Customizer: the state of the job, in runs of earlier releases"),
     FINAL_METRICS: RunFile(Format.OBJECT, "NeMo Customizer: how the job has ended"),
 }
 

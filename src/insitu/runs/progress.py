@@ -23,6 +23,7 @@ from insitu.schemas.episodes import FORMAT_VERSION, Episode
 from insitu.schemas.finetuning import TrainingJobStatus
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
 
+Phase = Literal["collected", "submitted"]
 RunStatus = Literal["running", "completed", "interrupted", "failed", "forked"]
 
 
@@ -52,6 +53,8 @@ class RunProgress(BaseModel):
     """Of each epoch that trained."""
     submitted_epoch: int = 0
     """The epoch whose job may have been submitted; its job and episodes are recorded once `epoch` is as high."""
+    phase: Phase | None = None
+    """How far a run with a single job is. None: it is collecting, or it has a job per epoch."""
     sizes: dict[str, int] = {}
 
 

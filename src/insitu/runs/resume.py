@@ -14,7 +14,7 @@ from insitu.config.resolved import differences, resolved_config
 from insitu.disk.files import read_object
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
 from insitu.runs.files import BACKEND_FOLDER, EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY, RUN, STARTED_FILE
-from insitu.runs.progress import EpochState, RunProgress, RunStatus, read_journal, read_progress
+from insitu.runs.progress import EpochState, Phase, RunProgress, RunStatus, read_journal, read_progress
 from insitu.runs.store import RunStore, open_store
 from insitu.schemas.episodes import Episode
 
@@ -32,7 +32,9 @@ _HARMLESS = (
         "trainer_adapters.*.backend.ip",
         "trainer_adapters.*.backend.port",
     ),
-    "trainer_adapters.*.backend.delete_old_checkpoints",
+    *("trainer_adapters.*.backend.delete_old_checkpoints", "trainers.*.wait_for_completion"),
+    *("trainer_adapters.*.deploy*", "trainer_adapters.*.poll_interval_seconds", "trainer_adapters.*.hf_token"),
+    "trainer_adapters.*.max_consecutive_status_failures",
 )
 """Keys whose change leaves the results of a run comparable. A dataset is compared by its content, not its path."""
 _LISTED = 10
@@ -126,10 +128,6 @@ class ResumableRun:
         self._store, moved = open_store(folder, config)
         return [f"moved the earlier run in {folder} to {moved}"] if moved is not None else []
 
-    def attach(self, store: RunStore) -> None:
-        """Uses the store of an earlier run unchanged. For trainers that do not continue from `progress.json`."""
-        self._store = store
-
     def finished(self, epoch: int) -> list[Episode]:
         """The episodes of an epoch that need not be run again."""
         return self._finished if epoch == self.next_epoch else []
@@ -183,6 +181,11 @@ class ResumableRun:
         await asyncio.to_thread(store.write, PROGRESS, self.progress.model_dump(mode="json"))
         store.clear(JOURNAL)
         self._finished = []
+
+    def enter(self, phase: Phase) -> None:
+        """Records how far a run with a single job is. Waits for nothing: the job is not watched yet."""
+        self.progress = self.progress.model_copy(update={"phase": phase})
+        self.store.write(PROGRESS, self.progress.model_dump(mode="json"))
 
     def mark_running(self) -> None:
         """Records that a run whose process had ended is in progress again."""

@@ -212,6 +212,8 @@ def _what_resume_does(run: Path, summary: RunSummary) -> str:
         return f"cannot continue: it has no {PROGRESS}"
     if damaged := [*_damaged_sizes(run, progress)]:
         return f"cannot continue: {damaged[0]}"
+    if progress.phase is not None:
+        return "has trained its pairs" if progress.jobs else f"continues with its pairs, which are {progress.phase}"
     size = journal_size(run)
     finished = f" with {size.episodes} finished episodes of epoch {size.epoch}" if size is not None else ""
     if size is None or size.epoch != progress.epoch + 1:

@@ -32,6 +32,8 @@ _SUBMISSIONS = 3
 class JobAdapter(ResumableAdapter):
     """Adapter of a backend whose jobs are followed here. `submit` is idempotent by run and epoch."""
 
+    address = "the backend"
+    """Where its jobs run, in messages."""
     poll_interval = 10.0
     """Seconds between two requests for a job's status."""
     max_status_failures = 1
@@ -46,15 +48,18 @@ class JobAdapter(ResumableAdapter):
     async def events(self, ref: TrainingJobRef, interval: float) -> AsyncGenerator[TrainingJobStatus, None]:
         """The statuses of a job as they change. May end before the job: it is opened again. Polls by default."""
         while True:
-            yield await polled(job_label(ref), lambda: self.status(ref), interval, self.max_status_failures)
+            yield await polled(
+                job_label(ref), lambda: self.status(ref), interval, self.max_status_failures, self.address
+            )
             await asyncio.sleep(interval)
 
     async def completed(self, status: TrainingJobStatus) -> TrainingJobStatus:
         """What follows a job that has completed; returns the final status."""
         return status
 
-    async def interrupted(self, ref: TrainingJobRef) -> None:
-        """Called if the wait for a job is interrupted. By default the job continues."""
+    async def interrupted(self, ref: TrainingJobRef) -> TrainingJobStatus | None:
+        """Called if the wait for a job is interrupted; returns its status if that changes. It continues by default."""
+        return None
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float | None = None) -> TrainingJobStatus:
         return await follow(self, ref, self.poll_interval if poll_interval is None else poll_interval)
@@ -94,7 +99,8 @@ async def follow(
             await asyncio.sleep(min(delay, interval))
             delay *= 2
     except asyncio.CancelledError:
-        await adapter.interrupted(ref)
+        if (status := await adapter.interrupted(ref)) is not None:
+            on_status(status)
         raise
     return await adapter.completed(status) if status.status is TrainingStatusEnum.COMPLETED else status
 
@@ -111,9 +117,7 @@ async def _ended(
     return None
 
 
-async def polled(
-    what: str, request: Callable[[], Awaitable[T]], interval: float, most: int, where: str = "the backend"
-) -> T:
+async def polled(what: str, request: Callable[[], Awaitable[T]], interval: float, most: int, where: str) -> T:
     """The result of a status request, repeated every `interval` seconds after transient errors.
 
     Raises BackendUnavailable after `most` of them.
@@ -136,9 +140,9 @@ async def polled(
 
 
 async def wait_for_job(
-    adapter: Any, ref: TrainingJobRef, config: Config, on_change: Callable[[str], None] = lambda _: None
+    adapter: Any, ref: TrainingJobRef, config: Config, on_change: Callable[[TrainingJobStatus], None] = lambda _: None
 ) -> TrainingJobStatus:
-    """Returns the final status of a job. `on_change` is called with a line for each change of its status.
+    """Returns the final status of a job. `on_change` is called with each status that differs from the one before.
 
     Raises Stalled if the job makes no progress for `eval.general.stall_timeout`.
     """
@@ -169,7 +173,7 @@ def job_label(of: TrainingJobRef | TrainingJobStatus) -> str:
 class _JobProgress:
     """How far a job is, by the statuses that its adapter reports."""
 
-    def __init__(self, ref: TrainingJobRef, watchdog: Watchdog, on_change: Callable[[str], None]) -> None:
+    def __init__(self, ref: TrainingJobRef, watchdog: Watchdog, on_change: Callable[[TrainingJobStatus], None]) -> None:
         self._ref = ref
         self._watchdog = watchdog
         self._on_change = on_change
@@ -187,9 +191,7 @@ class _JobProgress:
             return
         self._seen, self._changed_at = status, time.monotonic()
         self._watchdog.note_progress()
-        percent = None if status.progress is None else f"{status.progress:.0f} %"
-        line = ", ".join(filter(None, (status.status.value, percent, status.message)))
-        self._on_change(f"{job_label(self._ref)}: {line}")
+        self._on_change(status)
 
     async def poll(self, adapter: Any) -> None:
         """Notes the job's status until it is cancelled."""

@@ -130,16 +130,19 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         or a validation failed.
         """
         if not self._durable.continues:
-            self._write_run_file(num_epochs)
-            before = self._earlier_curriculum["epoch"] if self._earlier_curriculum is not None else 0
-            version = await self._served_version()
-            await self._durable.commit(run_id=self.run_id, epochs_before=before, policy_version=version)
-            await self._rehearse()
+            await self._start_new(num_epochs)
         with self._durable.recorded_end():
             self._durable.mark_running()
             statuses = await self._run_epochs(num_epochs)
             await self._conclude(statuses)
         return statuses
+
+    async def _start_new(self, num_epochs: int) -> None:
+        self._write_run_file(num_epochs)
+        before = self._earlier_curriculum["epoch"] if self._earlier_curriculum is not None else 0
+        version = await self._served_version()
+        await self._durable.commit(run_id=self.run_id, epochs_before=before, policy_version=version)
+        await self._rehearse()
 
     async def resume(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Like `run`, which continues the run that `initialize` has opened."""

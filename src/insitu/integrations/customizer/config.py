@@ -132,4 +132,4 @@ class NeMoCustomizerTrainerConfig(TrainerConfig, name="nemo_customizer_trainer")
     max_pairs: int | None = Field(default=None, ge=1)
     """Maximum number of pairs, a seeded random sample; none: all."""
     wait_for_completion: bool = True
-    """Wait for the job. With false, the run ends with its submission; the same command with true waits for it."""
+    """Wait for the job. With false, the run ends with its submission; with true and `--resume` it waits for the job."""

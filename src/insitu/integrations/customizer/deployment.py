@@ -1,52 +1,15 @@
-"""Waits for jobs and deployments, and deploys a trained model."""
+"""Deploys a trained model, and waits until it is served."""
 
 import asyncio
-import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-from insitu.errors import BackendError, BackendUnavailable, ConfigError, RequestRefused
+from insitu.errors import BackendError, ConfigError, RequestRefused
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig
 from insitu.integrations.customizer.services import NeMoServices
-from insitu.schemas.finetuning import TrainingStatusEnum
+from insitu.schemas.finetuning import TrainingJobStatus, TrainingStatusEnum
+from insitu.training.jobs import UNFINISHED, job_label, polled
 from insitu.wire.connection import Retry
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-UNFINISHED = (TrainingStatusEnum.PENDING, TrainingStatusEnum.RUNNING)
-
-
-class FinishedJob(NamedTuple):
-    """A completed job: its id, the run and epoch it belongs to, and the model it has trained."""
-
-    id: str
-    key: str
-    model: str
-
-
-async def polled(
-    what: str, request: Callable[[], Awaitable[T]], interval: float, config: NeMoCustomizerTrainerAdapterConfig
-) -> T:
-    """The result of a status request, repeated every `interval` seconds after transient errors.
-
-    Raises BackendUnavailable after `max_consecutive_status_failures` of them.
-    """
-    failures, most = 0, config.max_consecutive_status_failures
-    while True:
-        try:
-            return await request()
-        except BackendUnavailable as error:
-            failures += 1
-            if failures >= most:
-                raise BackendUnavailable(
-                    f"{what}: {failures} status requests in a row failed (max_consecutive_status_failures: {most}); "
-                    f"it continues at {config.entity_host}; the last error: {error}"
-                ) from error
-            logger.warning("%s; asking again", error)
-            await asyncio.sleep(max(interval, error.retry_after))
 
 
 async def check_name_is_free(
@@ -65,33 +28,35 @@ async def check_name_is_free(
 
 
 async def deploy(
-    services: NeMoServices, retry: Retry, config: NeMoCustomizerTrainerAdapterConfig, job: FinishedJob, interval: float
+    services: NeMoServices, retry: Retry, config: NeMoCustomizerTrainerAdapterConfig, job: TrainingJobStatus
 ) -> dict[str, Any]:
-    """Deploys the trained model and waits until it is served. Raises BackendError if that fails."""
-    asked, namespace = config.deployment_config, config.namespace
-    name = asked.deployment_name or job.model.split("/")[-1].split("@")[0]
-    label = f"job {job.id} is completed (model {job.model}), but deployment {namespace}/{name}"
+    """Deploys the model of a completed job and waits until it is served. Raises BackendError if that fails."""
+    asked, namespace, interval = config.deployment_config, config.namespace, config.poll_interval_seconds
+    metadata = job.metadata or {}
+    model, key, most = metadata["output_model"], metadata["key"], config.max_consecutive_status_failures
+    name = asked.deployment_name or model.split("/")[-1].split("@")[0]
+    label = f"{job_label(job)} is completed (model {model}), but deployment {namespace}/{name}"
     image = {"image_name": asked.image_name, "image_tag": asked.image_tag, "gpu": asked.gpu}
 
     async def create() -> None:
         try:
-            await services.create_deployment(namespace, name, job.key, job.model, image, asked.description)
+            await services.create_deployment(namespace, name, key, model, image, asked.description)
         except RequestRefused as error:
             if error.status != 409:
                 raise
             existing = await services.deployment(namespace, name)
-            if existing is not None and existing.model != job.model:
+            if existing is not None and existing.model != model:
                 problem = f"{label} exists already and serves {existing.model}; delete it or choose another name"
                 raise RequestRefused(problem, status=409) from error
 
     await retry("create the deployment", create)
     deadline = time.monotonic() + config.deployment_timeout_seconds
     while True:
-        found = await polled(label, lambda: services.deployment(namespace, name), interval, config)
+        found = await polled(label, lambda: services.deployment(namespace, name), interval, most, config.entity_host)
         if found is None:
             raise BackendError(f"{label} no longer exists")
         if found.status is TrainingStatusEnum.COMPLETED:
-            return {"name": f"{namespace}/{name}", "model": job.model, "status": "ready"}
+            return {"name": f"{namespace}/{name}", "model": model, "status": "ready"}
         if found.status not in UNFINISHED:
             raise BackendError(f"{label} is {found.status.value}: {found.message or 'no reason given'}")
         if time.monotonic() >= deadline:

@@ -8,10 +8,12 @@
 
 import random
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
+from insitu.disk.files import numbered_records
 from insitu.disk.json_files import dump_json
 from insitu.errors import TrajectoryError
 from insitu.preferences.selection import pair_item
@@ -83,6 +85,24 @@ def turn_of(trajectory: Trajectory) -> str:
     if metadata.get("turn_id") is None:
         return dump_json(pair_item(trajectory).model_dump()["prompt"]).decode()
     return "/".join(str(metadata[key]) for key in _TURN_KEYS if metadata.get(key) is not None)
+
+
+def pair_records(collection: TrajectoryCollection) -> list[dict[str, Any]]:
+    """The lines of `pairs.jsonl`."""
+    kept = {"episode", "reward", "metadata", "id"}
+    return [
+        {"group": number, **trajectory.model_dump(mode="json", include=kept)}
+        for number, group in enumerate(collection.trajectories)
+        for trajectory in group
+    ]
+
+
+def read_pairs(path: Path, run_id: str) -> TrajectoryCollection:
+    """The pairs of `pairs.jsonl`, in the groups in which they were collected."""
+    groups: dict[int, list[Trajectory]] = {}
+    for _, record in numbered_records(path):
+        groups.setdefault(record["group"], []).append(Trajectory.model_validate(record))
+    return TrajectoryCollection(trajectories=list(groups.values()), run_id=run_id, epoch=1)
 
 
 def json_lines(records: Iterable[dict[str, Any]]) -> bytes:

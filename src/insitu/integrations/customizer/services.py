@@ -41,7 +41,7 @@ _STATUSES = {
     "created": TrainingStatusEnum.PENDING,
     "pending": TrainingStatusEnum.PENDING,
     "running": TrainingStatusEnum.RUNNING,
-    "cancelling": TrainingStatusEnum.RUNNING,
+    "cancelling": TrainingStatusEnum.CANCELED,
     "unknown": TrainingStatusEnum.RUNNING,
     "cancelled": TrainingStatusEnum.CANCELED,
     "failed": TrainingStatusEnum.FAILED,

@@ -7,7 +7,6 @@ finds the job that was submitted instead of submitting a second one.
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +14,9 @@ from typing import Any, NamedTuple
 from insitu.builder import Builder
 from insitu.collect.shared_run import builder_at_work
 from insitu.disk.files import writable_folder, write_file
-from insitu.errors import BackendError, ConfigError, JobFailed, RequestRefused
+from insitu.errors import BackendError, ConfigError, JobFailed, JobLost, RequestRefused
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig
-from insitu.integrations.customizer.deployment import UNFINISHED, FinishedJob, check_name_is_free, deploy, polled
+from insitu.integrations.customizer.deployment import check_name_is_free, deploy
 from insitu.integrations.customizer.records import Split, json_lines, single_pairs, split_records
 from insitu.integrations.customizer.services import NeMoServices, ServiceJob, Store
 from insitu.schemas.finetuning import (
@@ -27,10 +26,13 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.training.interfaces import ResumableAdapter
+from insitu.training.jobs import JobAdapter, job_label
 from insitu.wire.connection import Retry
 
 logger = logging.getLogger(__name__)
+
+_ENDED_BADLY = (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED)
+"""A job with such a status does not keep its run and epoch from being submitted again."""
 
 BACKEND = "nemo-customizer"
 _CANCEL_SECONDS = 15.0
@@ -46,7 +48,7 @@ class _Submission(NamedTuple):
     output_model: str
 
 
-class NeMoCustomizerTrainerAdapter(ResumableAdapter):
+class NeMoCustomizerTrainerAdapter(JobAdapter):
     """Uploads preference pairs, submits a customization job and follows it; deploys the model if asked to.
 
     Needs the packages of the extra `customizer`. If the run is interrupted, the job is canceled at the service.
@@ -66,9 +68,9 @@ class NeMoCustomizerTrainerAdapter(ResumableAdapter):
         entities, files = f"the NeMo services at {adapter_config.entity_host}", adapter_config.datastore_host
         self._entities = Retry(entities, adapter_config.retry_timeout)
         self._files = Retry(f"the Data Store at {files}", adapter_config.retry_timeout)
-        self.canceled_jobs: set[str] = set()
-        self.on_progress: Callable[[str], None] = logger.info
-        """Called with a line when the status, the percentage or the message of a job has changed."""
+        self.address = adapter_config.entity_host
+        self.poll_interval = adapter_config.poll_interval_seconds
+        self.max_status_failures = adapter_config.max_consecutive_status_failures
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Asks both services and creates the namespace. Raises BackendError if one of them cannot be used."""
@@ -144,7 +146,7 @@ class NeMoCustomizerTrainerAdapter(ResumableAdapter):
                 split.shortened_prompts,
             )
         job = await self._entities("find the job", lambda: self._find(submission))
-        if job is not None:
+        if job is not None and job.status not in _ENDED_BADLY:
             logger.info("found job %s, which an earlier process has submitted", job.id)
         else:
             if self.config.deploy_on_completion:
@@ -156,10 +158,10 @@ class NeMoCustomizerTrainerAdapter(ResumableAdapter):
         return ref.model_copy(update={"metadata": {**(ref.metadata or {}), **sizes, "turns": split.turns}})
 
     async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
-        """The job that was submitted for this run and epoch, by any process; None if there is none."""
+        """The job that was submitted for this run and epoch, by any process; None if there is none to wait for."""
         submission = self._submission(run_id, epoch)
         job = await self._entities("find the job", lambda: self._find(submission))
-        return self._ref(run_id, submission, job) if job is not None else None
+        return self._ref(run_id, submission, job) if job is not None and job.status not in _ENDED_BADLY else None
 
     def _submission(self, run_id: str, epoch: int | None) -> _Submission:
         key = f"{run_id}/{1 if epoch is None else epoch}"
@@ -215,17 +217,19 @@ class NeMoCustomizerTrainerAdapter(ResumableAdapter):
                 task.cancel()
                 logger.error("interrupted while submitting job %s: it may run at the service", submission.output_model)
             elif not task.cancelled() and task.exception() is None:
-                await self._cancel_interrupted(task.result().id)
+                await self.interrupted(self._ref(submission.key, submission, task.result()))
             raise
 
     async def _find_or_create(self, submission: _Submission) -> ServiceJob:
         """One attempt. An earlier one may have created the job although its answer was lost."""
-        job = await self._find(submission)
-        if job is not None:
+        job, name = await self._find(submission), submission.name
+        if job is not None and job.status not in _ENDED_BADLY:
             return job
+        if job is not None:  # its name is taken
+            name = f"{name}-{job.id}"
         try:
             return await self._services.create_job(
-                self.config.namespace, submission.name, submission.key, self._job_options(submission)
+                self.config.namespace, name, submission.key, self._job_options(submission)
             )
         except RequestRefused as error:
             if error.status == 409 and (job := await self._find(submission)) is not None:
@@ -268,50 +272,27 @@ class NeMoCustomizerTrainerAdapter(ResumableAdapter):
             metadata=metadata,
         )
 
-    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float | None = None) -> TrainingJobStatus:
-        """Polls the job until it ends, then deploys the model if configured.
+    async def submit_again(self, ref: TrainingJobRef, error: JobLost) -> TrainingJobRef:
+        raise error
 
-        The default interval is `poll_interval_seconds`. Raises BackendUnavailable after
-        `max_consecutive_status_failures` transient errors in a row. If the wait is interrupted, the job is canceled.
-        """
-        interval = self.config.poll_interval_seconds if poll_interval is None else poll_interval
-        try:
-            status = await self._wait(ref, interval)
-        except asyncio.CancelledError:
-            await self._cancel_interrupted(_job_id(ref))
-            raise
-        if status.status is TrainingStatusEnum.COMPLETED and self.config.deploy_on_completion:
-            metadata = status.metadata or {}
-            job = FinishedJob(metadata["job_id"], metadata["key"], metadata["output_model"])
-            deployment = await deploy(self._services, self._entities, self.config, job, interval)
-            status = status.model_copy(update={"metadata": {**metadata, "deployment": deployment}})
-        return status
-
-    async def _wait(self, ref: TrainingJobRef, interval: float) -> TrainingJobStatus:
-        said = None
-        while True:
-            status = await polled(f"job {_job_id(ref)}", lambda: self.status(ref), interval, self.config)
-            if status.status not in UNFINISHED:
-                return status
-            percent = None if status.progress is None else f"{status.progress:.0f} %"
-            if (now := ", ".join(filter(None, (status.status.value, percent, status.message)))) != said:
-                said = now
-                self.on_progress(f"job {_job_id(ref)}: {now}")
-            await asyncio.sleep(interval)
+    async def completed(self, status: TrainingJobStatus) -> TrainingJobStatus:
+        if not self.config.deploy_on_completion:
+            return status
+        deployment = await deploy(self._services, self._entities, self.config, status)
+        return status.model_copy(update={"metadata": {**(status.metadata or {}), "deployment": deployment}})
 
     async def cancel(self, ref: TrainingJobRef) -> None:
         await self._services.cancel_job(_job_id(ref))
-        self.canceled_jobs.add(_job_id(ref))
 
-    async def _cancel_interrupted(self, job_id: str) -> None:
+    async def interrupted(self, ref: TrainingJobRef) -> TrainingJobStatus | None:
         try:
-            await asyncio.wait_for(self._services.cancel_job(job_id), _CANCEL_SECONDS)
+            await asyncio.wait_for(self.cancel(ref), _CANCEL_SECONDS)
         except (BackendError, TimeoutError) as error:
-            host = self.config.entity_host
-            logger.error("job %s could not be canceled, and continues at %s: %s", job_id, host, error or "no answer")
-        else:
-            self.canceled_jobs.add(job_id)
-            logger.warning("interrupted: job %s is canceled", job_id)
+            label, reason = job_label(ref), error or "no answer"
+            logger.error("%s could not be canceled, and continues at %s: %s", label, self.address, reason)
+            return None
+        logger.warning("interrupted: %s is canceled", job_label(ref))
+        return TrainingJobStatus(**ref.model_dump(), status=TrainingStatusEnum.CANCELED)
 
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         logger.info("job %s: %s", _job_id(ref), metrics)
