@@ -406,10 +406,10 @@ def test_step_rewards_add_up_on_the_latest_call() -> None:
         with pytest.raises(WorkflowError, match="before the episode made any model call"):
             Context.get().reward(1.0)
         push("CUSTOM_START", metadata={"reward": 7})
-        scope.ledger.record(call(0), current_call_site.get())
+        scope.ledger.record([call(0)], current_call_site.get())
         Context.get().reward(0.5)
         Context.get().reward(0.25)
-        scope.ledger.record(call(1), current_call_site.get())
+        scope.ledger.record([call(1)], current_call_site.get())
         step = push("CUSTOM_START", metadata={"reward": -1})
         push("CUSTOM_END", UUID=step.UUID, metadata={"reward": -1})
         push("TOOL_START", metadata={"reward": 100})
@@ -424,11 +424,11 @@ def test_in_training_a_step_reward_passes_over_calls_of_other_models() -> None:
         return ModelCall(index=index, model="m", messages=[], llm=llm)
 
     with EpisodeScope(training=frozenset({"student"})) as scope:
-        scope.ledger.record(of("judge", 0), current_call_site.get())
+        scope.ledger.record([of("judge", 0)], current_call_site.get())
         with pytest.raises(WorkflowError, match="before the episode made any model call"):
             Context.get().reward(1.0)
         for index, llm in enumerate(["student", "judge"], 1):
-            scope.ledger.record(of(llm, index), current_call_site.get())
+            scope.ledger.record([of(llm, index)], current_call_site.get())
         Context.get().reward(0.5)
         push("CUSTOM_END", metadata={"reward": 2})
     assert scope.rewards.by_call == {1: 2.5}
@@ -437,7 +437,7 @@ def test_in_training_a_step_reward_passes_over_calls_of_other_models() -> None:
 async def test_in_training_a_step_reward_passes_over_calls_outside_the_target_functions() -> None:
     async def call_and_earn(n: int) -> None:
         here = current_call_site.get()
-        scope.ledger.record(ModelCall(index=n, model="m", messages=[], functions=here.invocation.names), here)
+        scope.ledger.record([ModelCall(index=n, model="m", messages=[], functions=here.invocation.names)], here)
         Context.get().reward(n)
 
     async def both(first: int) -> None:
@@ -456,7 +456,7 @@ async def test_in_training_a_step_reward_passes_over_calls_outside_the_target_fu
 
 async def test_a_step_reward_goes_to_the_latest_call_of_the_running_function() -> None:
     async def player(n: int) -> None:
-        scope.ledger.record(call(n), current_call_site.get())
+        scope.ledger.record([call(n)], current_call_site.get())
         await asyncio.sleep(0.001 * (3 - n))
         Context.get().reward(n)
 
@@ -476,7 +476,7 @@ def test_nothing_is_recorded_after_the_end() -> None:
 async def test_a_step_reward_may_name_its_function() -> None:
     async def ask(n: int) -> None:
         scope.ledger.record(
-            ModelCall(index=n, model="m", messages=[], functions=current_call_site.get().invocation.names),
+            [ModelCall(index=n, model="m", messages=[], functions=current_call_site.get().invocation.names)],
             current_call_site.get(),
         )
 

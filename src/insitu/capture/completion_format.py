@@ -47,9 +47,9 @@ def parse_completion_request(path: str, request: Any) -> CompletionRequest | Non
     """Returns None for other requests and for malformed ones, which the server rejects."""
     if not isinstance(request, dict):
         return None
-    route = next((route for route in (CHAT, TEXT) if path.endswith(f"/{route}")), None)
+    route = CHAT if path.endswith(f"/{CHAT}") else TEXT
     prompt: Any = request.get("messages" if route == CHAT else "prompt")
-    if route is None or not isinstance(prompt, list if route == CHAT else str | list):
+    if not path.endswith(f"/{TEXT}") or not isinstance(prompt, list if route == CHAT else str | list):
         return None
     prompts: list[Any] = [prompt]
     if route == TEXT:  # `prompt` is a text, token ids, or a list of either
@@ -62,13 +62,17 @@ def parse_completion_request(path: str, request: Any) -> CompletionRequest | Non
 
 
 def _prompt_key(prompt: str | list[Any]) -> bytes:
-    parts = prompt if isinstance(prompt, str) else [_without_call_ids(part) for part in prompt]
-    return orjson.dumps(parts)
+    if isinstance(prompt, list):
+        prompt = [
+            _without_call_ids(part)
+            if isinstance(part, dict) and ("tool_call_id" in part or part.get("tool_calls"))
+            else part
+            for part in prompt
+        ]
+    return orjson.dumps(prompt)
 
 
-def _without_call_ids(message: Any) -> Any:
-    if not isinstance(message, dict) or not ("tool_call_id" in message or message.get("tool_calls")):
-        return message
+def _without_call_ids(message: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in message.items() if name != "tool_call_id"}
     if isinstance(calls := kept.get("tool_calls"), list):
         kept["tool_calls"] = [

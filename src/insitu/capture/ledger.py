@@ -6,7 +6,7 @@ import heapq
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -177,17 +177,18 @@ class CallLedger:
             if self._next_index == pending.indices.stop:  # else a later request already has the next index
                 self._next_index = pending.indices.start
 
-    def record(self, call: ModelCall, site: CallSite) -> bool:
-        """Returns False, and records nothing, if the episode has ended."""
+    def record(self, calls: Sequence[ModelCall], site: CallSite) -> bool:
+        """Returns False, and records nothing, if there are none or the episode has ended."""
         with self._lock:
-            if self.closed:
+            if self.closed or not calls:
                 return False
-            self.calls.append(call)
+            self.calls.extend(calls)
             self.server_failure = None
             if not site.is_explicit and (caller := _current_task()) is not None:
                 self._callers.add(caller)
         if self._on_call is not None:
-            self._on_call(call, site)
+            for call in calls:
+                self._on_call(call, site)
         return True
 
     def note_late_call(self) -> None:

@@ -241,7 +241,7 @@ class Exchange:
         for call in calls:
             if self._is_trained and error is None:
                 self._check(call)
-        if not calls or not all(self._ledger.record(call, self._site) for call in calls):
+        if not self._ledger.record(calls, self._site):
             self._recorder.report_late_call(self._ledger, "not recorded")
 
     def _calls(self, response: dict[str, Any], headers: Mapping[str, str], error: str | None) -> Iterator[ModelCall]:

@@ -205,10 +205,9 @@ def _new_session() -> aiohttp.ClientSession:
 
 
 async def _send(session: aiohttp.ClientSession, request: Any, content: bytes) -> aiohttp.ClientResponse:
+    raw = request.headers.raw
     headers: CIMultiDict[str] = CIMultiDict(
-        (name.decode("latin-1"), value.decode("latin-1"))
-        for name, value in request.headers.raw
-        if name.lower() not in _REWRITTEN
+        [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw if name.lower() not in _REWRITTEN]
     )
     headers["Accept-Encoding"] = "gzip, deflate"  # what aiohttp can always decompress
     limits = request.extensions.get("timeout") or {}

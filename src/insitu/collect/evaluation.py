@@ -123,7 +123,8 @@ class EvaluationRun:
             async for group in groups:
                 for episode in group.episodes:
                     item = by_member[episode.key.member]
-                    item.output_obj, item.trajectory = episode.output, episode.steps
+                    item.output_obj = episode.output
+                    item.set_steps(episode.steps)
                     item.error, item.reason = episode.error, episode.reason
 
 

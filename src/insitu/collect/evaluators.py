@@ -191,7 +191,8 @@ async def _score(
     trained: TrainedCalls,
     unscored: set[str],
 ) -> None:
-    item = row.model_copy(update={"output_obj": episode.output, "trajectory": episode.steps})
+    item = row.model_copy(update={"output_obj": episode.output})
+    item.set_steps(episode.steps)
     outputs = await asyncio.gather(*(score(info, key, [item], scoring.limit) for key, info in evaluators.items()))
     items = {key: output.eval_output_items[0] for key, output in zip(evaluators, outputs, strict=True)}
     rewarding = items.pop(scoring.reward.name) if scoring.reward is not None else None

@@ -19,7 +19,7 @@ from insitu.disk.files import numbered_records, read_line, whole_lines
 from insitu.errors import ConfigError, InsituError
 from insitu.runs.files import JOURNAL, PROGRESS, PROGRESS_HISTORY
 from insitu.runs.records import call_records, episode_record, restore_calls, restore_episode
-from insitu.schemas.episodes import FORMAT_VERSION, Episode
+from insitu.schemas.episodes import FORMAT_VERSION, Episode, StepLog
 from insitu.schemas.finetuning import TrainingJobStatus
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
 
@@ -126,7 +126,7 @@ def read_progress(folder: Path) -> RunProgress | None:
 
 def journal_record(episode: Episode) -> dict[str, Any]:
     """A finished episode whose group may be incomplete: with the steps that its group may need."""
-    steps = [step for step in episode.steps if step.event_type is IntermediateStepType.TTC_END]
+    steps = [step for step in episode.steps.reported() if step.event_type is IntermediateStepType.TTC_END]
     return {
         "episode": episode_record(episode),
         "calls": call_records(episode.key.text(), episode.calls),
@@ -168,6 +168,6 @@ def read_journal(folder: Path, epoch: int) -> list[Episode]:
 
 def _restore(record: Mapping[str, Any]) -> Episode:
     episode = restore_episode(record["episode"], restore_calls(record["calls"]))
-    episode.steps = [IntermediateStep.model_validate(step) for step in record["steps"]]
+    episode.steps = StepLog(IntermediateStep.model_validate(step) for step in record["steps"])
     episode.abandoned_attempts = record["abandoned_attempts"]
     return episode

@@ -9,12 +9,14 @@ An episode of a two-move game, and the training row of its first call:
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
+
+from insitu.schemas.steps import IntermediateStep
 
 FORMAT_VERSION = 2
 """Format version, written as the first line of each `.jsonl` file of a run except `training_metrics.jsonl`."""
@@ -193,6 +195,34 @@ class PreferencePair:
         return self.chosen.score - self.rejected.score
 
 
+class StepLog(Sequence[IntermediateStep]):
+    """The steps of an episode in the order in which they happened; entries may be functions that make one."""
+
+    def __init__(self, entries: Iterable[Any] = ()) -> None:
+        self.entries = [*entries]
+
+    def append(self, step: IntermediateStep) -> None:
+        self.entries.append(step)
+
+    def tolist(self) -> list[IntermediateStep]:
+        """All steps; JSON holds a log as this list."""
+        self.entries[:] = [entry if isinstance(entry, IntermediateStep) else entry() for entry in self.entries]
+        return [*self.entries]
+
+    def reported(self) -> list[IntermediateStep]:
+        """The steps that exist, without those that are yet to be made of calls and functions."""
+        return [entry for entry in self.entries if isinstance(entry, IntermediateStep)]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[IntermediateStep]:
+        return iter(self.tolist())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tolist()[index]
+
+
 @dataclass(slots=True)
 class Episode:
     """One execution of the workflow on one dataset row.
@@ -206,7 +236,7 @@ class Episode:
     outcome: Outcome
     output: Any = None
     calls: list[ModelCall] = field(default_factory=list)
-    steps: list[Any] = field(default_factory=list)
+    steps: StepLog = field(default_factory=StepLog)
     reason: DropReason | None = None
     error: str | None = None
     seconds: float = 0.0

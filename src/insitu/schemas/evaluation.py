@@ -5,12 +5,12 @@ EvalOutputItem(id="7", score=1.0, reasoning="exact match")
 EvalOutputItem(id="8", score=None, error="ValueError: no number in the answer")     # unscored is not zero
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from insitu.schemas.components import BaseModelRegistryTag, TypedBaseModel
 from insitu.schemas.steps import IntermediateStep
@@ -41,6 +41,26 @@ class EvalInputItem(BaseModel):
     rep: int = 0
     error: str | None = None
     reason: str | None = None
+
+    _steps: Sequence[IntermediateStep] = ()
+
+    def set_steps(self, steps: Sequence[IntermediateStep]) -> None:
+        """Sets `trajectory`, which becomes a list when it is first read: making steps is expensive."""
+        self._steps = steps
+        self.__dict__.pop("trajectory", None)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "trajectory":
+                self.__dict__[name] = [*self._steps]
+                return self.__dict__[name]
+            return super().__getattr__(name)
+
+    @model_serializer(mode="wrap")
+    def _serialize(self, handler: SerializerFunctionWrapHandler) -> Any:
+        self.trajectory  # noqa: B018 - made
+        return handler(self)
 
 
 class EvalInput(BaseModel):

@@ -126,9 +126,13 @@ def sampled_tokens(logprobs: Any) -> tuple[list[Any], list[float] | None]:
     if not isinstance(logprobs, dict):
         return [], None
     entries = logprobs.get("content")
-    if entries is not None:
-        return [entry.get("token") for entry in entries], [entry["logprob"] for entry in entries]
-    return logprobs.get("tokens") or [], logprobs.get("token_logprobs")
+    tokens = [entry.get("token") for entry in entries] if entries is not None else logprobs.get("tokens") or []
+    return tokens, _logprobs(logprobs)
+
+
+def _logprobs(logprobs: dict[str, Any]) -> list[float] | None:
+    entries = logprobs.get("content")
+    return logprobs.get("token_logprobs") if entries is None else [entry["logprob"] for entry in entries]
 
 
 def choice_token_ids(choice: dict[str, Any]) -> list[int] | None:
@@ -139,7 +143,8 @@ def choice_token_ids(choice: dict[str, Any]) -> list[int] | None:
 
 def choice_logprobs(choice: dict[str, Any]) -> list[float] | None:
     """The logprobs of the sampled tokens; empty for a completion without tokens, whose `logprobs` may be null."""
-    _, logprobs = sampled_tokens(choice.get("logprobs"))
+    fields = choice.get("logprobs")
+    logprobs = _logprobs(fields) if isinstance(fields, dict) else None
     return [] if logprobs is None and choice.get("token_ids") == [] else logprobs
 
 

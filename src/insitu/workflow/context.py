@@ -18,10 +18,10 @@ from insitu.advantages.targeting import is_targeted
 from insitu.capture.ledger import OUTSIDE, CallLedger, CallSite, Invocation, current_call_site
 from insitu.errors import WorkflowError
 from insitu.schemas.components import WORKFLOW
-from insitu.schemas.episodes import EpisodeKey, ModelCall
+from insitu.schemas.episodes import EpisodeKey, ModelCall, StepLog
 from insitu.schemas.finetuning import MAX_REWARD
 from insitu.schemas.steps import IntermediateStep, IntermediateStepCategory, IntermediateStepType, InvocationNode
-from insitu.workflow.steps import IntermediateStepManager, OnStep, add_call_metadata, llm_step_payloads
+from insitu.workflow.steps import IntermediateStepManager, OnStep, add_call_metadata
 
 
 class StepRewards:
@@ -102,8 +102,8 @@ class EpisodeScope:
             on_call=self._on_call,
         )
         self.rewards = StepRewards()
-        self.steps: list[IntermediateStep] = []
-        self.step_manager = IntermediateStepManager(keep=self._keep_step)
+        self.steps = StepLog()
+        self.step_manager = IntermediateStepManager(self._keep_step, self.steps, is_followed=on_step is not None)
         self._target_functions = target_functions
         self._on_step = on_step
         self._open_llm_steps: dict[str, list[ModelCall]] = {}  # UUID of a framework's open step -> its calls
@@ -149,7 +149,7 @@ class EpisodeScope:
             if call is not reported[0] and call.messages is reported[0].messages:
                 reported.append(call)
         else:
-            self.step_manager.push_at(site, *llm_step_payloads(call))
+            self.step_manager.add_call(site, enclosing_step, call)
         # in training, skip calls to models that are not trained (a judge, say)
         if not self.ledger.training or self.ledger.is_trained(call.llm):
             self.rewards.add_call(call, site.invocation, is_targeted(call.functions, self._target_functions))
@@ -159,7 +159,7 @@ class EpisodeScope:
             return
         if step.event_type is IntermediateStepType.LLM_END and (calls := self._open_llm_steps.pop(step.UUID, None)):
             add_call_metadata(step.payload, calls)
-        self.steps.append(step)
+        self.steps.entries.append(step)
         if self._on_step is not None:
             self._on_step(step)
         if step.event_category is IntermediateStepCategory.CUSTOM:
@@ -184,8 +184,9 @@ class EpisodeScope:
 class _NullScope(EpisodeScope):
     """The scope used outside any episode: steps reach subscribers but are not recorded."""
 
-    def _keep_step(self, step: IntermediateStep) -> None:
-        pass
+    def __init__(self) -> None:
+        super().__init__()
+        self.step_manager = IntermediateStepManager()
 
     def add_reward(self, value: float, function: str | None = None) -> None:
         pass

@@ -22,7 +22,8 @@ from insitu.capture.ledger import Invocation, current_call_site
 from insitu.errors import InputError, PluginError, WorkflowError
 from insitu.registry import FUNCTION, decorator
 from insitu.schemas.components import WORKFLOW, FunctionBaseConfig
-from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, InvocationNode, StreamEventData
+from insitu.schemas.steps import IntermediateStepCategory as Category
+from insitu.schemas.steps import InvocationNode
 from insitu.workflow.context import Context
 from insitu.workflow.conversion import Signature, convert, fits, is_model, type_hints, type_name
 
@@ -208,23 +209,22 @@ class _Run:
             parent_name=caller.invocation.node.function_name,
         )
         invocation = Invocation(node, (*caller.invocation.names, self._name), caller.invocation)
-        data = StreamEventData(input=self._value)
+        self._steps = Context.get().intermediate_step_manager
         if self._name == WORKFLOW:
-            self._push(self._workflow_step, IntermediateStepType.WORKFLOW_START, data)
+            self._steps.enter_function(self._workflow_step, Category.WORKFLOW, self._name, self._value)
         self._around = current_call_site.get()
         current_call_site.set(self._around._replace(invocation=invocation))
-        self._push(self._function_step, IntermediateStepType.FUNCTION_START, data)
+        self._steps.enter_function(self._function_step, Category.FUNCTION, self._name, self._value)
         self._inside = current_call_site.get()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         current_call_site.set(self._inside)
-        data = StreamEventData(input=self._value, output=self.result)
-        metadata = None if error is None else {"error": repr(error)}
-        self._push(self._function_step, IntermediateStepType.FUNCTION_END, data, metadata)
+        ended = (self._name, self._value, self.result, error)
+        self._steps.leave_function(self._function_step, Category.FUNCTION, *ended)
         if self._name == WORKFLOW:
             current_call_site.set(self._around)
-            self._push(self._workflow_step, IntermediateStepType.WORKFLOW_END, data, metadata)
+            self._steps.leave_function(self._workflow_step, Category.WORKFLOW, *ended)
         current_call_site.set(self._outside)
 
     async def each(self, stream: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
@@ -248,12 +248,6 @@ class _Run:
             self.result = pieces
             if isinstance(stream, AsyncGenerator):
                 await stream.aclose()
-
-    def _push(self, step: str, event_type: IntermediateStepType, data: StreamEventData, metadata: Any = None) -> None:
-        payload = IntermediateStepPayload(
-            event_type=event_type, name=self._name, UUID=step, data=data, metadata=metadata
-        )
-        Context.get().intermediate_step_manager.push_intermediate_step(payload)
 
 
 def as_function(name: str, config: FunctionBaseConfig, yielded: Any) -> Function:

@@ -1,18 +1,25 @@
-"""The intermediate steps of one episode: their parents, their subscribers, and the steps of recorded model calls."""
+"""The intermediate steps of one episode: their parents, their subscribers, and the steps of calls and functions.
+
+Most runs read none of them: the steps of model calls and functions are made when somebody reads or follows the steps.
+"""
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from insitu.capture.ledger import CallSite, OpenStep, current_call_site
-from insitu.schemas.episodes import ModelCall
+from insitu.schemas.episodes import ModelCall, StepLog
 from insitu.schemas.steps import (
     IntermediateStep,
+    IntermediateStepCategory,
     IntermediateStepPayload,
     IntermediateStepState,
     IntermediateStepType,
+    InvocationNode,
     StreamEventData,
     TraceMetadata,
     UsageInfo,
@@ -38,10 +45,15 @@ class Subscription:
 
 
 class IntermediateStepManager:
-    """Turns payloads into steps, with their parent and function, and hands them to `keep` and to all subscribers."""
+    """Turns payloads into steps, with their parent and function, and hands them to `keep` and to all subscribers.
 
-    def __init__(self, keep: OnStep | None = None) -> None:
+    `log` gets the steps of model calls and functions, unmade, unless somebody follows the steps (`is_followed`).
+    """
+
+    def __init__(self, keep: OnStep | None = None, log: StepLog | None = None, is_followed: bool = False) -> None:
         self._keep = keep
+        self._log = log
+        self._is_followed = is_followed
         self._parents: dict[str, str] = {}  # UUID of each open START -> its parent
         self.subscriptions: list[Subscription] = []
 
@@ -62,10 +74,36 @@ class IntermediateStepManager:
             parent = self._parents.get(payload.UUID) or self._parent(site)
         self._publish(site, parent, payload)
 
-    def push_at(self, site: CallSite, *payloads: IntermediateStepPayload) -> None:
-        """Records the START and END of a step at `site` that is already over."""
-        for payload in payloads:
-            self._publish(site, self._parent(site), payload)
+    def add_call(self, site: CallSite, around: OpenStep | None, call: ModelCall) -> None:
+        """Records LLM_START and LLM_END of a call that no framework reports, at `site` inside the step `around`."""
+        parent, step = "root" if around is None else around.uuid, str(uuid.uuid4())
+        self._add(site, parent, partial(_call_start, call, step))
+        self._add(site, parent, partial(_call_end, call, step))
+
+    def enter_function(self, step: str, category: IntermediateStepCategory, name: str, value: Any) -> None:
+        """Records the START of a function's step, which is then the innermost one."""
+        site = current_call_site.get()
+        parent = self._parents[step] = self._parent(site)
+        current_call_site.set(site._replace(step=OpenStep(step, category, site.step)))
+        event = f"{category}_START"
+        self._add(site, parent, partial(_function_event, event, time.time(), step, name, value, None, None))
+
+    def leave_function(
+        self, step: str, category: IntermediateStepCategory, name: str, value: Any, result: Any, error: object
+    ) -> None:
+        """Records the END of a function's step."""
+        site = current_call_site.get()
+        parent = self._parents.pop(step, "") or self._parent(site)
+        if site.step is not None and site.step.uuid == step:
+            current_call_site.set(site._replace(step=site.step.outer))
+        event = f"{category}_END"
+        self._add(site, parent, partial(_function_event, event, time.time(), step, name, value, result, error))
+
+    def _add(self, site: CallSite, parent: str, make: Callable[[], IntermediateStepPayload]) -> None:
+        if self.subscriptions or self._is_followed:
+            self._publish(site, parent, make())
+        elif self._log is not None:
+            self._log.entries.append(partial(_step, parent, site.invocation.node, make))
 
     def innermost(self, site: CallSite) -> OpenStep | None:
         """The innermost step around `site` that is still open; another task may have pushed an END."""
@@ -104,7 +142,7 @@ class IntermediateStepManager:
 
     def complete(self) -> None:
         """Called at the end of the episode: notifies the subscribers and removes them."""
-        subscriptions, self.subscriptions = self.subscriptions, []
+        subscriptions, self.subscriptions, self._log = self.subscriptions, [], None
         for subscription in subscriptions:
             if subscription.on_complete is not None:
                 subscription.on_complete()
@@ -124,18 +162,37 @@ def call_metadata(call: ModelCall) -> dict[str, Any]:
     }
 
 
-def llm_step_payloads(call: ModelCall) -> tuple[IntermediateStepPayload, IntermediateStepPayload]:
-    """LLM_START and LLM_END of a call that no framework reports."""
-    shared: dict[str, Any] = {"name": call.model, "UUID": str(uuid.uuid4())}
-    request: dict[str, Any] = {"chat_inputs": call.messages, "tools_schema": call.tools}
-    start = IntermediateStepPayload(
+def _step(parent: str, node: InvocationNode, make: Callable[[], IntermediateStepPayload]) -> IntermediateStep:
+    return IntermediateStep(parent_id=parent, function_ancestry=node, payload=make())
+
+
+def _function_event(
+    event: str, timestamp: float, step: str, name: str, value: Any, result: Any, error: object
+) -> IntermediateStepPayload:
+    return IntermediateStepPayload(
+        event_type=IntermediateStepType(event),
+        event_timestamp=timestamp,
+        name=name,
+        UUID=step,
+        data=StreamEventData(input=value, output=result),
+        metadata=None if error is None else {"error": repr(error)},
+    )
+
+
+def _call_start(call: ModelCall, step: str) -> IntermediateStepPayload:
+    return IntermediateStepPayload(
         event_type=IntermediateStepType.LLM_START,
         event_timestamp=call.started,
+        name=call.model,
+        UUID=step,
         data=StreamEventData.model_construct(input=call.messages),
-        metadata=TraceMetadata.model_construct(**request),
-        **shared,
+        metadata=TraceMetadata.model_construct(chat_inputs=call.messages, tools_schema=call.tools),
     )
-    end = IntermediateStepPayload(
+
+
+def _call_end(call: ModelCall, step: str) -> IntermediateStepPayload:
+    request: dict[str, Any] = {"chat_inputs": call.messages, "tools_schema": call.tools}
+    return IntermediateStepPayload(
         event_type=IntermediateStepType.LLM_END,
         event_timestamp=call.ended,
         span_event_timestamp=call.started,
@@ -146,9 +203,9 @@ def llm_step_payloads(call: ModelCall) -> tuple[IntermediateStepPayload, Interme
             chat_responses=[] if call.message is None else [call.message], **request, **call_metadata(call)
         ),
         usage_info=UsageInfo.model_construct(token_usage=call.usage, num_llm_calls=1),
-        **shared,
+        name=call.model,
+        UUID=step,
     )
-    return start, end
 
 
 def add_call_metadata(payload: IntermediateStepPayload, calls: Sequence[ModelCall]) -> None:
