@@ -131,10 +131,9 @@ async def test_without_a_terminal_a_line_now_and_then_says_how_far_a_phase_is() 
     console, file = printed()
     report = Report(console, interval=0)
     for what, total in (("epoch 1: collecting", 4), ("epoch 1: training", None)):
-        report.begin(what, total)
-        report.advance()
-        await turns()
-        report.end()
+        with report.phase(what, total):
+            report.advance()
+            await turns()
         before = file.getvalue()
         await turns()
         assert file.getvalue() == before, "a phase that has ended says nothing"
@@ -148,9 +147,9 @@ async def test_a_terminal_shows_the_run_and_the_phase_with_their_counts() -> Non
     console = Console(file=file, width=100, force_terminal=True, highlight=False)
     report = Report(console)
     report.begin_run(3)
-    report.begin("epoch 0: validating", 24)
-    report.advance()
-    report._progress.refresh()
+    with report.phase("epoch 0: validating", 24):
+        report.advance()
+        report._progress.refresh()
     report.end_run()
     assert "0/3" in file.getvalue()
     assert "1/24" in file.getvalue()

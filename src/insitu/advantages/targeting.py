@@ -69,12 +69,13 @@ def targeted_calls(
     Config.trained_llms). The configured `target_model` is compared only if `llms` is empty or the llm of the call is
     unknown.
     """
+    every = WORKFLOW in targets
     return [
         position
         for position, call in enumerate(calls)
         if (call.message is not None if as_text else call.token_ids)
         and call.error is None
-        and is_targeted(call.functions, targets)
+        and (every or is_targeted(call.functions, targets))
         and _is_to_target_model(call, target_model, llms)
     ]
 

@@ -35,7 +35,7 @@ def command(override: tuple[tuple[str, str], ...], resume: Path | None, **run_op
     if resume is not None:
         set_options["resume"] = True if resume == Path() else resume
     statuses = run_finetuning_sync(FinetuneRunConfig(override=override, **set_options), consoles.results())
-    completed = sum(status.status is TrainingStatusEnum.COMPLETED for status in statuses)
+    completed = [status.status for status in statuses].count(TrainingStatusEnum.COMPLETED)
     going_on = len(statuses) - completed
     print(
         f"{completed} training job{'s' if completed != 1 else ''} completed"

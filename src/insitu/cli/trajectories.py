@@ -161,11 +161,8 @@ async def _rescore(rescoring: "Rescoring") -> None:
 
     report = Report(consoles.results())
     async with Builder(rescoring.config) as builder:
-        report.begin(f"scoring with {rescoring.evaluator}", rescoring.episodes_in_total)
-        try:
+        with report.phase(f"scoring with {rescoring.evaluator}", rescoring.episodes_in_total):
             summary = await rescore(rescoring, builder, report.advance)
-        finally:
-            report.end()
     scored = len(summary.scores)
     mean = f", mean {mean_ci95(summary.scores).mean:.4g}" if scored else ""
     left_out = f"; failed episodes without an output: {summary.failed_episodes}" * bool(summary.failed_episodes)

@@ -165,7 +165,8 @@ def _check_vocabulary(episode: Episode, plan: Plan) -> None:
     """Fails an episode with a token id that the model under training lacks; its backend would refuse the job."""
     if plan.vocab_size is None or episode.outcome is not Outcome.OK:
         return
-    for call in (episode.calls[index] for index in plan.trained.of(episode)):
+    for index in plan.trained.of(episode):
+        call = episode.calls[index]
         highest = max(max(call.prompt_token_ids or (0,)), max(call.token_ids or (0,)))
         if highest >= plan.vocab_size:
             problem = f"{call.model!r} returned the token id {highest}; the vocabulary ends at {plan.vocab_size - 1}"

@@ -1,7 +1,7 @@
 """The conversations of an episode: chains of prompts that extend one another, each answer with its call."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -21,8 +21,7 @@ class Turn(NamedTuple):
 
 def main_conversation(calls: Sequence[ModelCall]) -> list[EpisodeItem]:
     """The readable form of the conversation that extends the first call."""
-    found = conversations(calls)
-    return [_item(turn) for turn in found[0]] if found else []
+    return [_item(turn) for turn in next(_conversations(calls), [])]
 
 
 def _item(turn: Turn) -> EpisodeItem:
@@ -71,7 +70,13 @@ def conversations(calls: Sequence[ModelCall]) -> list[list[Turn]]:
     call in exactly one conversation: one that was edited before it was sent again (stripped thinking, a trimmed
     history), or never sent again, ends its own conversation. Calls without a completion are in none.
     """
+    return [*_conversations(calls)]
+
+
+def _conversations(calls: Sequence[ModelCall]) -> Iterator[list[Turn]]:
     completed = [call for call in calls if call.message is not None]
+    if not completed:
+        return
     paths = _prefix_ids(completed)
     by_prompt: dict[int, list[int]] = {}
     for index, path in enumerate(paths):
@@ -82,11 +87,10 @@ def conversations(calls: Sequence[ModelCall]) -> list[list[Turn]]:
         claimed.add(end)
         turns = []
         for message, before in zip(completed[end].messages, paths[end], strict=False):
-            candidates = by_prompt.get(before, ()) if message.get("role") == "assistant" else ()
-            free = (
-                k for k in candidates if k not in claimed and _normalized(completed[k].message) == _normalized(message)
-            )
-            sampler = next(free, None)
+            sampler = None
+            if message.get("role") == "assistant":
+                free = (k for k in by_prompt.get(before, ()) if k not in claimed)
+                sampler = next((k for k in free if same_message(completed[k].message, message)), None)
             if sampler is None:
                 turns.append(Turn(message))
             else:
@@ -94,13 +98,13 @@ def conversations(calls: Sequence[ModelCall]) -> list[list[Turn]]:
                 turns.append(_completion(completed[sampler]))
         return [*turns, _completion(completed[end])]
 
-    if not completed:
-        return []
-    found = {-1: ending_with(_end_of_main(paths))}
+    yield ending_with(_end_of_main(paths))
+    others = {}
     for end in sorted(range(len(completed)), key=lambda k: -len(paths[k])):  # what repeats a completion is longer
         if end not in claimed:
-            found[end] = ending_with(end)
-    return [found[end] for end in sorted(found)]
+            others[end] = ending_with(end)
+    for end in sorted(others):
+        yield others[end]
 
 
 def _prefix_ids(calls: Sequence[ModelCall]) -> list[list[int]]:

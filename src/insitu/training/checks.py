@@ -19,7 +19,7 @@ from insitu.training.interfaces import (
     TrainerAdapter,
     TrajectoryBuilder,
 )
-from insitu.training.metrics import why_no_pairs
+from insitu.training.metrics import trained_calls, why_no_pairs
 from insitu.training.report import counts
 
 EPISODES, PAIRS = "episodes", "preference pairs"
@@ -71,8 +71,8 @@ def check_sampled(trainer: Trainer, trained: TrajectoryCollection, served: Polic
     if served is None or served.version is None or (stored is not None and not isinstance(trainer, GroupTrainer)):
         return
     name = served.model.removesuffix(f"@{served.version}")
-    for trajectory in (t for group in trained.trajectories for t in group):
-        for call in (trajectory.calls[index] for index in trajectory.trained_calls):
+    for trajectory in [t for group in trained.trajectories for t in group]:
+        for call in trained_calls([trajectory]):
             version = call.policy_version
             unreported = version is None and call.model in (name, f"{name}@{served.version}")
             if version == served.version or unreported:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Self
 
 from insitu.advantages.targeting import TrainedCalls
@@ -115,45 +115,54 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
             return None
         return self.config.num_generations * min(self.config.rows_per_epoch or len(self._rows), len(self._rows))
 
-    @property
-    def trained(self) -> TrainedCalls:
-        run = self.run_config
-        return TrainedCalls(run.target_functions, self._full_config.trained_llms(), run.target_model)
-
     def rows_of_epoch(self, epoch: int) -> list[EvalInputItem]:
         size = min(self.config.rows_per_epoch or len(self._rows), len(self._rows))
         return rows_of_epoch(self._rows, size, epoch, self._full_config.general.seed)
 
     def plan(self, run_id: str, epoch: int, vocab_size: int | None = None, finished: Sequence[Episode] = ()) -> Plan:
         """What an epoch collects. `vocab_size` is that of the served model, `finished` what need not be run again."""
-        run, config = self.run_config, self._full_config
-        trained, service = self.trained, run.run_configuration
+        rows = self.rows_of_epoch(epoch) if self.stored is None and epoch else []
+        return replace(
+            self._every_epoch,
+            run_id=run_id,
+            epoch=epoch,
+            members=[(row, generation) for row in rows for generation in range(self.config.num_generations)],
+            vocab_size=vocab_size,
+            finished=finished,
+            recorded=self.stored.replay(run_id, epoch) if self.stored is not None else None,
+        )
+
+    @cached_property
+    def _every_epoch(self) -> Plan:
+        """What the plans of all epochs have in common."""
+        run, config, trained = self.run_config, self._full_config, self.trained
+        service = run.run_configuration
         result = ResultPath.parse(service.result_json_path) if service else None
         reward = run.reward_function if self.needs_reward else None
         monitored = config.names(EVALUATOR) if run.training_evaluators is None else run.training_evaluators
         computes_reward = type(self).compute_reward is not TrajectoryBuilder.compute_reward
-        scoring = Scoring(
-            evaluators=[*dict.fromkeys((*([reward.name] if reward is not None else ()), *monitored))],
-            reward=reward,
-            limit=config.eval.scoring_limit(1),
-            compute_reward=self.compute_reward if computes_reward else None,
-        )
-        rows = self.rows_of_epoch(epoch) if self.stored is None and epoch else []
         return Plan(
-            run_id=run_id,
-            epoch=epoch,
-            members=[(row, generation) for row in rows for generation in range(self.config.num_generations)],
-            options=EpisodeOptions.of(config, trained.llms, result, self.needs_token_ids, run.target_functions),
+            run_id="",
+            epoch=0,
+            members=(),
+            options=EpisodeOptions.of(config, trained.llms, result, self.needs_token_ids, trained.functions),
             limit=config.max_concurrency,
             service=service,
             trained=trained,
-            vocab_size=vocab_size,
-            scoring=scoring,
+            scoring=Scoring(
+                evaluators=[*dict.fromkeys((*([reward.name] if reward is not None else ()), *monitored))],
+                reward=reward,
+                limit=config.eval.scoring_limit(1),
+                compute_reward=self.compute_reward if computes_reward else None,
+            ),
             rewarded=self.needs_reward,
             pairs=self.pairs if self.makes_pairs else None,
-            finished=finished,
-            recorded=self.stored.replay(run_id, epoch) if self.stored is not None else None,
         )
+
+    @cached_property
+    def trained(self) -> TrainedCalls:
+        run = self.run_config
+        return TrainedCalls(run.target_functions, self._full_config.trained_llms(), run.target_model)
 
     def pairs(self, group: GroupRecord) -> GroupRecord:
         """The preference pairs of a group; called if `makes_pairs`."""

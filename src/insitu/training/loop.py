@@ -181,12 +181,10 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         return statuses
 
     async def _rehearse(self) -> None:
-        self.report.begin("playing one row before the first epoch", None)
-        try:
-            if (problem := await self.trajectory_builder.rehearse(self.run_id)) is not None:
-                self.report.note(problem)
-        finally:
-            self.report.end()
+        with self.report.phase("playing one row before the first epoch"):
+            problem = await self.trajectory_builder.rehearse(self.run_id)
+        if problem is not None:
+            self.report.note(problem)
 
     async def _complete_epoch(self, epoch: int, num_epochs: int) -> TrainingJobStatus | None:
         """Runs, records and reports one epoch, with its validation if due."""
@@ -250,8 +248,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
     ) -> tuple[TrajectoryCollection, Leftovers]:
         builder, traffic = self.trajectory_builder, PolicyTraffic(self._builder, served)
         errors: Counter[str] = Counter()
-        self.report.begin(f"epoch {epoch}: collecting", builder.episodes_per_epoch)
-        try:
+        with self.report.phase(f"epoch {epoch}: collecting", builder.episodes_per_epoch):
             await traffic.start()
             if isinstance(builder, EpisodesBuilder) and builder.is_planned:
                 vocab_size = served.vocab_size if served is not None else None
@@ -262,8 +259,6 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
                 await builder.start_run(run_id, {"epoch": epoch})
                 collection = await builder.finalize(run_id, {"epoch": epoch})
                 collection = with_recovered_calls(collection, run_id, epoch)
-        finally:
-            self.report.end()
         leftovers, warning = await traffic.finish()
         if warning is not None:
             self.report.note(f"epoch {epoch}: {warning}")
@@ -302,11 +297,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
     async def _wait(self, epoch: int, ref: TrainingJobRef) -> TrainingJobStatus:
         """Waits for the epoch's job, and verifies that the backend serves a new version of the weights."""
         started = time.perf_counter()
-        self.report.begin(f"epoch {epoch}: training", None)
-        try:
+        with self.report.phase(f"epoch {epoch}: training"):
             status = await wait_for_job(self.trainer_adapter, ref, self._full_config)
-        finally:
-            self.report.end()
         metadata = status.metadata or {}
         job_metrics = {name: value for name, value in metadata.items() if name in JOB_METRICS}
         result = replace(self.results[epoch], job=status.status, backend=job_metrics)

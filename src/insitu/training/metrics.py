@@ -1,6 +1,6 @@
 """The numbers of one epoch: a line of `training_metrics.jsonl`, and the likely causes if it trains nothing."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -142,8 +142,8 @@ def _scores(groups: Sequence[Group]) -> dict[str, float | None]:
     return means
 
 
-def trained_calls(group: Group) -> Iterator[ModelCall]:
-    return (trajectory.calls[position] for trajectory in group for position in trajectory.trained_calls)
+def trained_calls(group: Group) -> list[ModelCall]:
+    return [trajectory.calls[position] for trajectory in group for position in trajectory.trained_calls]
 
 
 def _is_clipped(call: ModelCall) -> bool:
@@ -152,7 +152,7 @@ def _is_clipped(call: ModelCall) -> bool:
 
 def _is_greedy(group: Group) -> bool:
     """Whether all of its answers were sampled at temperature 0."""
-    answers = list(trained_calls(group))
+    answers = trained_calls(group)
     return bool(answers) and all(call.sampling.get("temperature") == 0 for call in answers)
 
 

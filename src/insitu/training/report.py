@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,24 +63,27 @@ class Report:
         self._run = self._progress.add_task("run", total=epochs, completed=completed)
 
     def end_run(self) -> None:
-        self.end()
         if self._run is not None:
             self._progress.remove_task(self._run)
             self._progress.stop()
             self._run = None
 
-    def begin(self, what: str, total: int | None) -> None:
-        """Replaces the bar of the phase in progress; `total` is its number of episodes."""
-        self.end()
+    @contextmanager
+    def phase(self, what: str, total: int | None = None) -> Iterator[None]:
+        """Shows a bar or lines while the body runs; `total` is its number of episodes."""
         self._progress.start()
         self._task = self._progress.add_task(what, total=total)
         self._schedule_line()
+        try:
+            yield
+        finally:
+            self._end_phase()
 
     def advance(self) -> None:
         if self._task is not None:
             self._progress.advance(self._task)
 
-    def end(self) -> None:
+    def _end_phase(self) -> None:
         if self._line is not None:
             self._line.cancel()
             self._line = None

@@ -44,11 +44,8 @@ async def evaluation_main(
     async with Builder(config) as builder:
         run = EvaluationRun(run_config, builder, on_episode=lambda _: report.advance())
         async with nullcontext() if run_config.skip_workflow else serve_policy(config, builder, checkpoint, notes):
-            report.begin("evaluating", total)
-            try:
+            with report.phase("evaluating", total):
                 output = await run.run_and_evaluate()
-            finally:
-                report.end()
     console.print(evaluation_table(output))
     return output
 

@@ -81,18 +81,15 @@ class Validation:
         version = endpoint.version if endpoint is not None else None
         if self._rows is None:
             self._rows = await asyncio.to_thread(self._read_rows)
-        self._report.begin(f"epoch {epoch}: validating", self._rows.episodes)
         scores: dict[str, list[float]] = {}
-        try:
-            record = await validate(
-                self._run_config, epoch, self._builder, lambda _: self._report.advance(), scores.update
-            )
-        except (ConfigError, Stalled):
-            raise
-        except InsituError as error:
-            record = {"epoch": epoch, "error": f"{type(error).__name__}: {error}", "dropped": {}}
-        finally:
-            self._report.end()
+        with self._report.phase(f"epoch {epoch}: validating", self._rows.episodes):
+            try:
+                on_episode = lambda _: self._report.advance()  # noqa: E731
+                record = await validate(self._run_config, epoch, self._builder, on_episode, scores.update)
+            except (ConfigError, Stalled):
+                raise
+            except InsituError as error:
+                record = {"epoch": epoch, "error": f"{type(error).__name__}: {error}", "dropped": {}}
         record = {"epoch": epoch, "policy_version": version, **record, "seconds": time.perf_counter() - started}
         self.history.append(record)
         self._report.validation(record)

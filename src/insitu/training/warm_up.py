@@ -98,11 +98,8 @@ class WarmUp:
 
         Raises JobFailed, or TrajectoryError for dialogues that cannot be trained.
         """
-        report.begin(f"warm-up on {len(self._rows)} dialogues", None)
-        try:
+        with report.phase(f"warm-up on {len(self._rows)} dialogues"):
             result = await self._train(adapter, run_id, before)
-        finally:
-            report.end()
         report.note(f"warm-up: {result['rows']} dialogues  loss {result['loss']:.4g}  {result['seconds']:.1f} s")
         return result
 

@@ -100,7 +100,6 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
                 status = await self._status_of(await self.run_epoch(1, self.run_id))
         except BaseException as error:  # recorded, then re-raised
             self._write_final_metrics(seconds=time.perf_counter() - started, error=describe_error(error))
-            self.report.end()
             self.report.note(
                 f"the run did not complete; results so far are in {self.store.folder}/ (the same command with "
                 "--resume continues the run)"
@@ -128,11 +127,8 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
             sizes = {"collected": _size(collected), "trained": _size(collection)}
             self._write_final_metrics(pairs=sizes, dropped=collection.dropped)
             await self._durable.commit(phase="collected")
-        self.report.begin("submitting the job", None)
-        try:
+        with self.report.phase("submitting the job"):
             ref = await submit_once(self.trainer_adapter, collection, None, resumed)
-        finally:
-            self.report.end()
         self._write_final_metrics(job=ref.metadata)
         self._durable.enter("submitted")
         self.report.note(f"{job_label(ref)} trains on dataset {(ref.metadata or {}).get('dataset')}")
@@ -189,11 +185,8 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
         if not self.trainer_config.wait_for_completion:
             status = await self.trainer_adapter.status(ref)
         else:
-            self.report.begin(f"waiting for {job_label(ref)}", None)
-            try:
+            with self.report.phase(f"waiting for {job_label(ref)}"):
                 status = await wait_for_job(self.trainer_adapter, ref, self._full_config, self._note)
-            finally:
-                self.report.end()
         self._write_final_metrics(status=status.status.value, job=status.metadata, message=status.message)
         if status.status not in UNFINISHED:
             check_completed(job_label(ref), status)

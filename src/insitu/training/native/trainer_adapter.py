@@ -229,7 +229,9 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         An epoch whose job is pending, running or completed is not trained again. Groups without rows get the default
         advantages. Without an epoch, which plugins may leave unset, every call submits a new job.
         """
-        trajectories = recover_collection(trajectories)
+        has_tokens = [bool(t.rows or t.trained_calls) for group in trajectories.trajectories for t in group]
+        if not has_tokens or not all(has_tokens):  # a plugin's: their calls are those behind their messages
+            trajectories = recover_collection(trajectories)
         rows = training_rows(trajectories)
         self._submissions += 1
         if trajectories.epoch is None:
