@@ -18,7 +18,7 @@ from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, 
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import CurriculumLearningConfig, PolicyEndpoint, Trajectory, TrajectoryCollection
 from insitu.schemas.training_jobs import KeepConfig
-from insitu.training.traffic import Leftovers
+from insitu.training.checks import Leftovers
 
 STOPS, HARMS, NOTE = Severity.STOPS_LEARNING, Severity.HARMS, Severity.NOTE
 SERVED = PolicyEndpoint("http://127.0.0.1:8700/v1", "policy", max_length=100)

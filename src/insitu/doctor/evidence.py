@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from insitu.schemas.episodes import Episode, ModelCall
 from insitu.schemas.finetuning import PolicyEndpoint, Trajectory, TrajectoryCollection
+from insitu.training.checks import Leftovers
 from insitu.training.metrics import trained_calls
-from insitu.training.traffic import Leftovers
 
 
 class Rescored(NamedTuple):

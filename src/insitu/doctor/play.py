@@ -27,13 +27,12 @@ from insitu.runs.progress import new_run_id
 from insitu.schemas.episodes import Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import TrainingStatusEnum, TrajectoryCollection
-from insitu.training.checks import check_sampled
+from insitu.training.checks import PolicyTraffic, check_sampled
 from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import GroupTrainer, PairTrainer, SingleJobTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import wait_for_job
 from insitu.training.loop import LoopTrainer
 from insitu.training.runtime import ReadyRun
-from insitu.training.traffic import PolicyTraffic
 
 _ROWS = 8
 _EPISODES = 64

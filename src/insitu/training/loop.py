@@ -38,6 +38,8 @@ from insitu.schemas.finetuning import (
 from insitu.training.checks import (
     EPISODES,
     PAIRS,
+    Leftovers,
+    PolicyTraffic,
     check_collected,
     check_components,
     check_results,
@@ -56,7 +58,6 @@ from insitu.training.metrics import (
     without_variance,
 )
 from insitu.training.report import Report
-from insitu.training.traffic import Leftovers, PolicyTraffic
 from insitu.training.validation import Validation
 from insitu.training.warm_up import WarmUp
 
