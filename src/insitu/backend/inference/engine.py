@@ -9,6 +9,7 @@ ones that were requested recently.
 
 import asyncio
 import functools
+import itertools
 import logging
 import os
 from collections import OrderedDict, deque
@@ -77,6 +78,8 @@ class Engine:
         self._has_aborted = False
         """Whether the schedulers may hold waiting sequences that were aborted."""
         self._schedulers: dict[WeightVersion, list[Scheduler]] = {}
+        self._busy: dict[Scheduler, None] = {}
+        """Those with sequences."""
         self._schedulers_per_version = 1
         self._pool: ThreadPoolExecutor | None = None
         self._recent: OrderedDict[WeightVersion, None] = OrderedDict()
@@ -125,7 +128,7 @@ class Engine:
     def num_requests(self) -> tuple[int, int]:
         """Running and waiting completions; approximate, because the compute thread keeps working."""
         waiting = sum(len(sequences) for sequences, _ in tuple(self._inbox))
-        return sum(len(scheduler.sequences) for scheduler in self._all_schedulers()), waiting
+        return sum(len(scheduler.sequences) for scheduler in tuple(self._busy)), waiting
 
     async def publish(self, weights: WeightVersion, module: nn.Module | None = None) -> None:
         """Serves these weights from the next request on; in-flight requests keep theirs."""
@@ -141,7 +144,7 @@ class Engine:
 
     async def versions_in_use(self, policy: str) -> set[int]:
         def read() -> set[int]:
-            running = [w for w, group in self._schedulers.items() if any(scheduler.sequences for scheduler in group)]
+            running = [w for w, group in self._schedulers.items() if not self._busy.keys().isdisjoint(group)]
             waiting = [weights for _, weights in tuple(self._inbox)]
             return {w.version for w in (*running, *waiting) if w.policy == policy and w.version is not None}
 
@@ -239,16 +242,19 @@ class Engine:
         self._admit()
         if self._has_aborted:
             self._has_aborted = False
-            for scheduler in self._all_schedulers():
+            for scheduler in self._busy:
                 scheduler.drop_aborted()
-        busy = [scheduler for scheduler in self._all_schedulers() if scheduler.sequences]
-        if self._pool is None or len(busy) < 2:
-            results = [each for scheduler in busy for each in self._advance(scheduler)]
-        else:
-            results = [each for advanced in self._pool.map(self._advance, busy) for each in advanced]
-        self._deliver(results)
-        self._drop_idle()
-        return bool(self._inbox) or any(scheduler.sequences for scheduler in self._all_schedulers())
+        busy = list(self._busy)
+        advance = map if self._pool is None or len(busy) < 2 else self._pool.map
+        results = list(itertools.chain.from_iterable(advance(self._advance, busy)))
+        if results:
+            self._deliver(results)
+        for scheduler in busy:
+            if scheduler.idle:
+                del self._busy[scheduler]
+        if len(self._busy) < len(busy):
+            self._drop_idle()
+        return bool(self._inbox or self._busy)
 
     def _admit(self) -> None:
         while self._inbox:
@@ -263,6 +269,7 @@ class Engine:
                 if len(group) > 1:
                     scheduler = min(group, key=lambda scheduler: scheduler.load(sequence, PREFIX_AFFINITY))
                 scheduler.waiting.append(sequence)
+                self._busy[scheduler] = None
 
     def _schedulers_for(self, weights: WeightVersion) -> list[Scheduler]:
         version = self._latest.get(weights.policy, 0) if weights.version is None else weights.version
@@ -272,12 +279,10 @@ class Engine:
             self._recent.move_to_end(weights)
             while len(self._recent) > self.options.kept_versions:
                 self._recent.popitem(last=False)
+                self._drop_idle()
         if weights not in self._schedulers:
             self._open(self._load_version(weights), weights)
         return self._schedulers[weights]
-
-    def _all_schedulers(self) -> list[Scheduler]:
-        return [scheduler for group in tuple(self._schedulers.values()) for scheduler in group]
 
     def _is_latest(self, weights: WeightVersion) -> bool:
         return self._latest.get(weights.policy) == weights.version
@@ -303,7 +308,7 @@ class Engine:
 
     def _drop_idle(self) -> None:
         for weights, group in list(self._schedulers.items()):
-            idle = not any(scheduler.sequences for scheduler in group)
+            idle = self._busy.keys().isdisjoint(group)
             if idle and not self._is_latest(weights) and weights not in self._recent:
                 del self._schedulers[weights]
 

@@ -4,6 +4,7 @@ Shapes: S slots, R rows of a forward pass, C columns (tokens per row), H heads, 
 """
 
 import inspect
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ class Span(NamedTuple):
 def next_span(prompt_length: int, done: int) -> Span:
     """The span after the first `done` tokens; depends on the prompt length only, so equal prompts share spans."""
     end = min(prompt_length, done + MAX_COLUMNS)
-    return Span(done, end, next(c for c in COLUMNS if c >= end - done))
+    return Span(done, end, COLUMNS[bisect_left(COLUMNS, end - done)])
 
 
 def width_for(length: int) -> int:

@@ -123,6 +123,8 @@ class Scheduler:
         self._top_p_S = np.ones(size)
         self._seed_S = np.zeros(size, dtype=np.uint64)
         self._index_S = np.zeros(size, dtype=np.int64)
+        self._min_tokens_S = np.zeros(size, dtype=np.int64)
+        self._top_logprobs_S = np.zeros(size, dtype=np.int64)
 
     def drop_aborted(self) -> None:
         """Forgets waiting sequences that were aborted; those in slots are dropped by their next step."""
@@ -135,6 +137,10 @@ class Scheduler:
         first = sequence.prompt[: next_span(len(sequence.prompt), 0).end]
         shared = tuple(first) in self._prefixes or any(s.prompt[: len(first)] == first for s in self.waiting)
         return count - prefix_discount if shared else count
+
+    @property
+    def idle(self) -> bool:
+        return not (self.running or self.prefilling or self.waiting)
 
     @property
     def sequences(self) -> list[SequenceState]:
@@ -218,6 +224,8 @@ class Scheduler:
             self._top_p_S[slot] = params.top_p
             self._seed_S[slot] = params.seed
             self._index_S[slot] = 0
+            self._min_tokens_S[slot] = params.min_tokens
+            self._top_logprobs_S[slot] = params.top_logprobs
         sequences = [sequence for sequence, _ in ready]
         return self._sample(torch.stack([chunk.logits_V for _, chunk in ready]), sequences)
 
@@ -244,8 +252,8 @@ class Scheduler:
                 self._top_p_S[slots],
                 self._seed_S[slots],
                 self._index_S[slots],
-                self._banned(sequences),
-                any(sequence.params.top_logprobs for sequence in sequences),
+                self._banned(slots),
+                bool(self._top_logprobs_S[slots].any()),
             ),
         )
         self._token_S[slots] = sampled.tokens
@@ -253,11 +261,11 @@ class Scheduler:
         self._index_S[slots] += 1
         return [output for row, sequence in enumerate(sequences) if (output := self._append(sequence, sampled, row))]
 
-    def _banned(self, sequences: list[SequenceState]) -> tuple[list[int], list[int]]:
+    def _banned(self, slots: list[int]) -> tuple[list[int], list[int]]:
         """(rows, tokens): the end-of-turn tokens of sequences that have not reached their `min_tokens`."""
-        eos_token_ids = self._tokenizer.eos_token_ids
-        short = [row for row, sequence in enumerate(sequences) if len(sequence.tokens) < sequence.params.min_tokens]
-        return [row for row in short for _ in eos_token_ids], list(eos_token_ids) * len(short)
+        tokens = list(self._tokenizer.eos_token_ids)
+        short = np.flatnonzero(self._index_S[slots] < self._min_tokens_S[slots])
+        return np.repeat(short, len(tokens)).tolist(), tokens * len(short)
 
     def _append(self, sequence: SequenceState, sampled: SamplerOutput, row: int) -> Delivery | None:
         top = None

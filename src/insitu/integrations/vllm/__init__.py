@@ -2,7 +2,7 @@
 
 sampler   the implementation of `inference.sampler.Sampler`: completions, and what happens without an answer
 fleet     which servers have which weights, and which are used; routing: which of them gets a completion
-replica   one server: its weights, and the requests to it; requests: the bodies of those for completions
+replica   one server: its weights, and the requests to it
 probe     whether a server has the right model
 servers   the servers that the backend starts itself
 

@@ -48,7 +48,7 @@ class Fleet:
     """`servers` are those that this process starts, in the order of `replicas`; it has none at given addresses.
 
     `folder_of` gives the files of a version or raises RequestRefused. `scratch` gets files for the servers to read.
-    `probe` raises BackendError if the model of that name on a server is not the loaded one, and `check_weights` if it
+    `probe` raises BackendError if the model of that name on a server is not the loaded one, and `compare_weights` if it
     has other weights than those of a fingerprint.
     """
 
@@ -60,7 +60,7 @@ class Fleet:
         folder_of: Callable[[WeightVersion], Path],
         scratch: Path,
         probe: Callable[[Replica, str], Awaitable[None]],
-        check_weights: Callable[[Replica, str, list[float]], Awaitable[None]],
+        compare_weights: Callable[[Replica, str, list[float]], Awaitable[None]],
     ) -> None:
         self.replicas = list(replicas)
         self.latest: dict[str, int] = {"": 0}
@@ -69,7 +69,7 @@ class Fleet:
         self._folder_of = folder_of
         self._scratch = scratch
         self._probe = probe
-        self._check_weights = check_weights
+        self._compare_weights = compare_weights
         self._fingerprints: dict[str, list[float]] = {}
         """Of the latest versions, by policy."""
         self._base: WeightVersion | None = None
@@ -172,7 +172,7 @@ class Fleet:
 
         async def load_adapter(replica: Replica) -> None:
             await self._load_adapter(replica, weights)
-            await self._check_weights(replica, self.model_name(replica, weights), fingerprint)
+            await self._compare_weights(replica, self.model_name(replica, weights), fingerprint)
 
         async with self._publishing:
             place = self._place(weights)
@@ -268,7 +268,7 @@ class Fleet:
     async def _replace_base(self, replica: Replica) -> None:
         await self._load_base(replica)
         if self._base is not None:
-            await self._check_weights(replica, replica.model, self._fingerprints[self._base.policy])
+            await self._compare_weights(replica, replica.model, self._fingerprints[self._base.policy])
         replica.take_back()
 
     def _new_name(self, weights: WeightVersion) -> str:
@@ -294,7 +294,7 @@ class Fleet:
                     await self._load_adapter(replica, weights)
                 if weights.version and self._place(weights).base == self._base:
                     name = self.model_name(replica, weights)
-                    await self._check_weights(replica, name, self._fingerprints[policy])
+                    await self._compare_weights(replica, name, self._fingerprints[policy])
             if replica.base is None:
                 if self._place(WeightVersion(0)).is_adapter:
                     await self._load_adapter(replica, WeightVersion(0))

@@ -10,8 +10,7 @@ from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.sampler import Completion, SamplingParams
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
-from insitu.integrations.vllm.replica import LOAD_SECONDS, Replica
-from insitu.integrations.vllm.requests import request_body, sampled_tokens
+from insitu.integrations.vllm.replica import LOAD_SECONDS, Replica, request_body, sampled_tokens
 
 _TOKENS = 16
 _TEMPERATURE = 2.0
@@ -63,7 +62,7 @@ def fingerprint(loaded: LoadedModel, module: nn.Module) -> list[float]:
     return logprobs_TV.gather(-1, tokens[0, 1:, None])[:, 0].tolist()
 
 
-async def check_weights(replica: Replica, model: str, loaded: LoadedModel, expected: list[float]) -> None:
+async def compare_weights(replica: Replica, model: str, loaded: LoadedModel, expected: list[float]) -> None:
     """Compares the weights of a model with those of a fingerprint. Raises BackendError if they differ."""
     text = _text(loaded)
     params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}

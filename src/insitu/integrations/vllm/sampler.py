@@ -30,9 +30,16 @@ from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendUnavailable, RequestRefused
 from insitu.integrations.vllm.fleet import Fleet, cancelled
-from insitu.integrations.vllm.probe import check_answers, check_weights, fingerprint
-from insitu.integrations.vllm.replica import STARTED_WITH, Overloaded, Replica, WrongWeights
-from insitu.integrations.vllm.requests import request_body, sampled_tokens, weight_tags
+from insitu.integrations.vllm.probe import check_answers, compare_weights, fingerprint
+from insitu.integrations.vllm.replica import (
+    STARTED_WITH,
+    Overloaded,
+    Replica,
+    WrongWeights,
+    request_body,
+    sampled_tokens,
+    weight_tags,
+)
 from insitu.integrations.vllm.servers import started_servers
 from insitu.schemas.samplers import SamplerOptions
 from insitu.schemas.training_jobs import LoRASettings
@@ -93,7 +100,7 @@ class VllmSampler:
             await check_answers(replica, model, loaded, compute)
 
         async def check(replica: Replica, model: str, expected: list[float]) -> None:
-            await check_weights(replica, model, loaded, expected)
+            await compare_weights(replica, model, loaded, expected)
 
         self._loaded, self._compute, self._load_version = loaded, compute, load_version
         self._fleet = Fleet(replicas, servers, max_length, folder_of, folder / "vllm", probe, check)

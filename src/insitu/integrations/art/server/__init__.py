@@ -4,8 +4,7 @@ routes        the endpoints of `art run` and of `art.ServerlessBackend`
 jobs          a client's training request as a training job
 trajectories  parses what clients send; settings: their configuration as training settings; rows: training rows
 models        the models that clients train, their names, checkpoints and logged metrics
-documents     request bodies as the OpenAPI document describes them
-responses     request bodies, errors, and the streamed response of a training request
+responses     request bodies and their models, errors, and the streamed response of a training request
 """
 
 from insitu.backend.http import ApiRoute

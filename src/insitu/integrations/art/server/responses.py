@@ -1,4 +1,8 @@
-"""Request bodies, responses and errors as ART clients expect them, and the streamed response of a training request."""
+"""Request bodies, responses and errors as ART clients expect them, and the bodies as the OpenAPI document has them.
+
+The models of bodies do not validate: clients of different releases send different keys, which `trajectories` accepts or
+names.
+"""
 
 import asyncio
 import hashlib
@@ -9,6 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.errors import BackendError, BackendUnavailable, JobFailed, RequestRefused
 from insitu.integrations.art.server.jobs import ArtJob
@@ -109,3 +114,76 @@ async def stream_metrics(request: web.Request, job: ArtJob) -> web.StreamRespons
     # or: another response of the same job may have been delivered first
     job.end_was_delivered = job.end_was_delivered or request.transport is not None
     return response
+
+
+_MORE_KEYS = ConfigDict(extra="allow")
+
+
+class ArtModelBody(BaseModel):
+    """A model in training."""
+
+    model_config = _MORE_KEYS
+
+    name: str
+    project: str
+    entity: str | None = None
+    base_model: str | None = None
+    trainable: bool = True
+    config: dict[str, Any] | None = Field(default=None, alias="_internal_config")
+
+
+class ArtTrajectoryBody(BaseModel):
+    """A conversation with its reward: messages, and choices as they were sampled."""
+
+    model_config = _MORE_KEYS
+
+    messages_and_choices: list[dict[str, Any]]
+    reward: float = 0.0
+    metrics: dict[str, float] = {}
+    tools: list[dict[str, Any]] | None = None
+
+
+class ArtGroupBody(BaseModel):
+    """Trajectories that are compared with one another."""
+
+    model_config = _MORE_KEYS
+
+    trajectories: list[ArtTrajectoryBody]
+
+
+class ArtModelRequest(BaseModel):
+    model: ArtModelBody
+    config: dict[str, Any] | None = None
+
+
+class ArtTrainRequest(BaseModel):
+    model: ArtModelBody
+    trajectory_groups: list[ArtGroupBody]
+    config: dict[str, Any] = {}
+    dev_config: dict[str, Any] = {}
+
+
+class ArtLogRequest(BaseModel):
+    model: ArtModelBody
+    trajectory_groups: list[ArtGroupBody]
+    split: str = "val"
+
+
+class ArtKeepRequest(BaseModel):
+    model: ArtModelBody
+    steps_to_keep: list[int]
+
+
+class ServerlessStepsRequest(BaseModel):
+    steps: list[int]
+
+
+class ServerlessLogRequest(BaseModel):
+    trajectory_groups: list[ArtGroupBody]
+    split: str = "val"
+
+
+class ServerlessTrainRequest(BaseModel):
+    model_id: str
+    trajectory_groups: list[ArtGroupBody]
+    experimental_config: dict[str, Any] = {}

@@ -15,7 +15,10 @@ from pydantic import BaseModel
 from insitu.backend.http import ApiRoute
 from insitu.backend.protocols import Services
 from insitu.errors import RequestRefused
-from insitu.integrations.art.server.documents import (
+from insitu.integrations.art.server.jobs import ArtJob, ArtJobs, TrainRequest
+from insitu.integrations.art.server.models import ArtModels, RegisteredModel
+from insitu.integrations.art.server.responses import (
+    TRAJECTORIES,
     ArtKeepRequest,
     ArtLogRequest,
     ArtModelBody,
@@ -24,10 +27,11 @@ from insitu.integrations.art.server.documents import (
     ServerlessLogRequest,
     ServerlessStepsRequest,
     ServerlessTrainRequest,
+    Uploads,
+    json_endpoint,
+    read_json,
+    stream_metrics,
 )
-from insitu.integrations.art.server.jobs import ArtJob, ArtJobs, TrainRequest
-from insitu.integrations.art.server.models import ArtModels, RegisteredModel
-from insitu.integrations.art.server.responses import TRAJECTORIES, Uploads, json_endpoint, read_json, stream_metrics
 from insitu.integrations.art.server.trajectories import drop_nulls, optional, optional_dict, parse_groups, parse_model
 from insitu.wire.http_server import latin1_header
 
