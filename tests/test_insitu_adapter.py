@@ -38,6 +38,7 @@ OPTIONS: dict[str, Any] = {
     "loss_agg_mode": "constant",
     "loss_scale_factor": 17.0,
     "method": "grpo",
+    "optimizer": "adamw",
     "learning_rate": 3e-4,
     "schedule": "cosine",
     "warmup": 0.25,

@@ -20,11 +20,12 @@ from insitu.backend.learner.batches import Packer, Row, collate, optimizer_steps
 from insitu.backend.learner.learner import Learner
 from insitu.backend.learner.learners import Learners
 from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
-from insitu.backend.learner.optimizer_loop import learning_rate
 from insitu.backend.learner.policy import build_policy
+from insitu.backend.learner.schedules import learning_rate
 from insitu.backend.model import LoadedModel, load_model
 from insitu.disk.checkpoint_files import read_record, write_record
 from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused
+from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
 LORA = {"rank": 4, "alpha": 8}
@@ -430,9 +431,10 @@ def test_micro_batches_stay_within_their_budget():
 
 
 def test_the_learning_rate_over_a_run():
-    rates = lambda steps, **settings: [  # noqa: E731
-        learning_rate(TrainingSettings(learning_rate=1.0, **settings), step, steps) for step in range(steps)
-    ]
+    def rates(steps, *, schedule="constant", **settings):
+        given = TrainingSettings(learning_rate=1.0, **settings)
+        return [learning_rate(given, load_named("schedules", schedule), step, steps) for step in range(steps)]
+
     assert rates(4) == [1, 1, 1, 1]
     assert rates(4, schedule="linear") == [1, 0.75, 0.5, 0.25]
     assert rates(2, schedule="linear", schedule_range=(0.5, 1.0)) == [0.5, 0.25]
@@ -579,7 +581,7 @@ def test_training_does_not_continue_from_a_damaged_optimizer(llama, tmp_path, ca
         train(again, make_rows(llama.module))
     (checkpoint / "optimizer.safetensors").unlink(missing_ok=True)
     train(Learner(load_model(str(checkpoint), "cpu"), tmp_path / "b"), make_rows(llama.module))
-    assert "step_000001 has no optimizer state: AdamW starts with new moments" in caplog.text
+    assert "step_000001 has no optimizer state" in caplog.text
 
 
 def test_checkpoints_of_earlier_releases_have_no_digests(llama, tmp_path):

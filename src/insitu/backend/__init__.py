@@ -39,6 +39,7 @@ class BackendOptions:
     `sampler` is `embedded` or `vllm`; the options that begin with its name are the keys of `SamplerOptions`, with
     `sampler_args` as JSON.
     `keep_last` and `keep_every` say which checkpoints are kept after jobs that do not.
+    Jobs may choose functions of the Python files in `allow_code`; without it, none.
     """
 
     model: str
@@ -70,6 +71,7 @@ class BackendOptions:
     sampler_api_key: str | None = field(default=None, repr=False)
     keep_last: int = 3
     keep_every: int | None = None
+    allow_code: Path | None = None
 
     @property
     def keep(self) -> "Retention":

@@ -26,6 +26,7 @@ from insitu.backend.http import ApiRoute, openapi_document
 from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.sampler import ModelRegistry, PolicyModels, Sampler, WeightVersion
 from insitu.backend.inference.scheduler import EngineOptions
+from insitu.backend.learner.code import CodeFolder
 from insitu.backend.learner.jobs import TrainingQueue, apply_retention
 from insitu.backend.learner.learner import Learner
 from insitu.backend.learner.learners import Learners
@@ -89,7 +90,8 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     compute = ComputeThread()
     lora = LoRASettings(rank=options.lora_rank, alpha=2 * options.lora_rank) if options.lora_rank else None
     group = _rank_group(loaded, options, output_dir)
-    learners = Learners(loaded, output_dir, lora, group, served_here=options.sampler == "embedded")
+    code = CodeFolder(options.allow_code)
+    learners = Learners(loaded, output_dir, lora, group, served_here=options.sampler == "embedded", code=code)
     sampler = _sampler(loaded, options, compute, learners, output_dir)
     retention = functools.partial(apply_retention, sampler, compute)
     jobs = TrainingQueue(learners.default, compute, sampler.publish, output_dir, retention, sampler.check)
@@ -169,7 +171,7 @@ def _rank_group(loaded: LoadedModel, options: BackendOptions, output_dir: Path) 
         )
     except ValidationError as error:
         raise _option_error("learner", error) from None
-    return RankGroup(settings, loaded, output_dir)
+    return RankGroup(settings, loaded, output_dir, options.allow_code)
 
 
 async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:

@@ -87,6 +87,11 @@ def _object(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--log_samples", type=click.Path(path_type=Path), help="Append a JSON line per completion.")
 @click.option("--keep_last", type=click.IntRange(min=1), default=3, help="Checkpoints to keep, the latest ones.")
 @click.option("--keep_every", type=click.IntRange(min=1), help="Also keep every Nth checkpoint; 1 keeps all.")
+@click.option(
+    "--allow_code",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder whose Python files jobs may run as losses, optimizers and schedules (default: none).",
+)
 @click.option("--parent_pid", type=int, help="Exit when this process has exited.")
 def command(**values: Any) -> None:
     """Serve and train a model: inference and training jobs on one port."""

@@ -18,6 +18,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from insitu.schemas.parts import PYTHON, Objective, Optimizer, Part, Reference, Schedule
+
 _SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
@@ -66,6 +68,9 @@ class KLSettings(BaseModel):
     """Coefficient of the penalty; 0 disables it and saves the forward pass of the starting weights."""
     estimator: Literal["k1", "k3"] = "k3"
     """With d = ref - new: k1 = -d, k3 = exp(d) - d - 1 (Schulman, http://joschu.net/blog/kl-approx.html)."""
+    reference: Reference | None = None
+    """The reference weights: `initial` (those that training started from), `job_start`, or those that a
+    [function](../guides/extend.md#a-reference) returns; none: `initial`."""
 
 
 class LoRASettings(BaseModel):
@@ -130,8 +135,9 @@ class LossSettings(BaseModel):
 
     model_config = _SETTINGS
 
-    objective: Literal["clip", "cispo"] = "clip"
-    """`clip`: PPO's clipped surrogate (arXiv:1707.06347). `cispo`: clipped importance weights (arXiv:2506.13585)."""
+    objective: Objective = "clip"
+    """`clip`: PPO's clipped surrogate (arXiv:1707.06347). `cispo`: clipped importance weights (arXiv:2506.13585). Or a
+    [function](../guides/extend.md#a-loss) of yours."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """`token`: one ratio per token. `sequence`: the geometric mean over the row (GSPO, arXiv:2507.18071)."""
     old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
@@ -187,8 +193,9 @@ class DPOSettings(BaseModel):
     """Weight of the preference loss."""
     sft_loss_weight: float = Field(default=0.0, ge=0)
     """Weight of the chosen sides' mean negative log-likelihood per token."""
-    reference: Literal["initial", "job_start"] = "initial"
-    """The reference weights: those that training started from, or those at the start of the job."""
+    reference: Reference = "initial"
+    """The reference weights: those that training started from, those at the start of the job (`job_start`), or those
+    that a [function](../guides/extend.md#a-reference) returns."""
 
     @model_validator(mode="after")
     def _check_combination(self) -> "DPOSettings":
@@ -210,8 +217,9 @@ class KTOSettings(BaseModel):
     """Weight of desirable episodes (`preferred: true`)."""
     undesirable_weight: float = Field(default=1.0, ge=0)
     """Weight of undesirable episodes (`preferred: false`)."""
-    reference: Literal["initial", "job_start"] = "initial"
-    """The reference weights: those that training started from, or those at the start of the job."""
+    reference: Reference = "initial"
+    """The reference weights: those that training started from, those at the start of the job (`job_start`), or those
+    that a [function](../guides/extend.md#a-reference) returns."""
 
 
 class TrainingOptions(LossSettings):
@@ -225,10 +233,13 @@ class TrainingOptions(LossSettings):
     """`method: dpo` only."""
     kto: KTOSettings | None = None
     """`method: kto` only."""
+    optimizer: Optimizer | None = None
+    """`adamw`, or a [function](../guides/extend.md#an-optimizer) that makes another one; none: `adamw`."""
     learning_rate: float = Field(default=5e-5, ge=0)
-    """Peak learning rate of AdamW."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the learning rate over the run: none, linear to 0, or half a cosine to 0."""
+    """Peak learning rate."""
+    schedule: Schedule = "constant"
+    """Decay of the learning rate over the run: `constant`, `linear` to 0, `cosine` (half a cosine to 0), or a
+    [function](../guides/extend.md#a-schedule) of yours."""
     warmup: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the run during which the learning rate rises linearly from 0."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -272,10 +283,17 @@ class TrainingOptions(LossSettings):
         return self
 
     @property
-    def reference(self) -> Literal["initial", "job_start"] | None:
+    def code(self) -> dict[str, Part]:
+        """The parts that are Python code, by key."""
+        blocks = {"": self, "kl.": self.kl, "dpo.": self.dpo, "kto.": self.kto}
+        fields = {f"{prefix}{key}": value for prefix, block in blocks.items() for key, value in block or ()}
+        return {key: value for key, value in fields.items() if isinstance(value, Part) and value.type == PYTHON}
+
+    @property
+    def reference(self) -> str | Part | None:
         """The weights that the loss compares with; None if it needs none."""
         if self.method == "grpo":
-            return "initial" if self.kl.beta > 0 else None
+            return (self.kl.reference or "initial") if self.kl.beta > 0 else None
         block = self.dpo or self.kto
         return block.reference if block is not None else None
 

@@ -1,4 +1,4 @@
-"""Writes checkpoints: rank 0 the model, and every rank the parts of AdamW's state that it holds, into one file.
+"""Writes checkpoints: rank 0 the model, and every rank the parts of the optimizer's state that it holds, into one file.
 
 The format of that file is https://github.com/huggingface/safetensors: a length, a JSON header with the dtype, shape and
 offsets of each tensor, and the tensors row by row. So the number of ranks may change between jobs.
@@ -34,7 +34,9 @@ def write_checkpoint(
     ranks = state.ranks
     tensors: dict[str, Tensor] = {}
     for name, parameter in state.policy.trainable.items():
-        tensors |= {f"{key}.{name}": value for key, value in state.optimizer.state[parameter].items()}
+        entries = {key: value for key, value in state.optimizer.state[parameter].items() if value is not None}
+        numbers = {key: v if isinstance(v, Tensor) else torch.tensor(float(v)) for key, v in entries.items()}
+        tensors |= {f"{state.optimizer_prefix}{key}.{name}": value for key, value in numbers.items()}
         if state.policy.loaded.dtype != torch.float32:
             tensors[f"weights.{name}"] = parameter.detach()
 
@@ -69,6 +71,16 @@ class SavedOptimizer:
 
     def __bool__(self) -> bool:
         return bool(self._names)
+
+    def states(self, maker: str) -> dict[str, list[str]]:
+        """By parameter, the keys of its state in the optimizer of this name ("" for AdamW)."""
+        states: dict[str, list[str]] = {}
+        for name in self._names:
+            made_by, _, rest = name.rpartition("/")
+            key, _, parameter = rest.partition(".")
+            if made_by == maker and key != "weights":
+                states.setdefault(parameter, []).append(key)
+        return states
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(name)

@@ -14,16 +14,18 @@ from torch import nn
 from insitu.backend.compute import in_another_thread
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.checkpoints import check_optimizer, open_optimizer, write_checkpoint
+from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
-from insitu.backend.learner.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers
+from insitu.backend.learner.objectives import build_objective
+from insitu.backend.learner.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers, reference_module
 from insitu.backend.learner.policy import (
-    adamw,
     build_policy,
     check_finite,
     loaded_adapter,
     same_adapters,
 )
 from insitu.backend.learner.ranks import ALONE, Ranks, TrainsJobs
+from insitu.backend.learner.references import ReferenceWeights
 from insitu.backend.model import LoadedModel, load_model
 from insitu.disk.checkpoint_files import (
     OPTIMIZER_FILE,
@@ -39,8 +41,6 @@ from insitu.errors import BackendError, RequestRefused
 from insitu.schemas.training_jobs import LoRASettings, Retention, TrainingSettings
 
 logger = logging.getLogger(__name__)
-
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class TrainedVersion(NamedTuple):
@@ -62,7 +62,7 @@ class Learner:
     The latest checkpoint (before the first: the loaded model) is the authoritative state. A failed or canceled job
     drops the state in memory, and the next job restores it from there. The loaded module is never modified. `lora`
     applies to jobs without a `lora` block. With a `group`, other processes train; `ranks` are set in those. This
-    process samples if `served_here`.
+    process samples if `served_here`. `code` holds the functions that jobs may choose.
     """
 
     def __init__(
@@ -74,8 +74,10 @@ class Learner:
         ranks: Ranks = ALONE,
         group: TrainsJobs | None = None,
         served_here: bool = True,
+        code: CodeFolder = NO_CODE,
     ) -> None:
         self.version = 0
+        self._code = code
         self._served_here = served_here
         self._ranks = ranks
         self._group = group
@@ -167,7 +169,8 @@ class Learner:
         return expired(self._checkpoints.keys(), keep)
 
     def check(self, settings: TrainingSettings) -> None:
-        """Raises RequestRefused if the job's adapters differ from those being trained."""
+        """Raises RequestRefused if the job's adapters differ from those being trained, or its code is not allowed."""
+        self._code.check(settings)
         if self._lora_fixed and not same_adapters(settings.lora or self._default_lora, self._lora):
             allowed = self._lora.model_dump_json() if self._lora else "none (all weights)"
             raise RequestRefused(
@@ -191,8 +194,10 @@ class Learner:
         try:
             if (lora is not None and not self._lora_fixed) or settings.gradient_checkpointing:
                 build_policy(self.loaded, lora, settings.seed).checkpoint_activations(settings.gradient_checkpointing)
-            if settings.reference == "initial":
-                _ = self._reference
+            reference_module(self._code, settings, self._references)
+            build_objective(settings, [], [], self.loaded.max_length, self._code)
+            self._code.load("schedule", "schedules", settings.schedule)
+            self._code.load("optimizer", "optimizers", settings.optimizer or "adamw")
             if self._state is None:  # else the next job continues from memory
                 self._check_optimizer()
         except BackendError as error:
@@ -281,14 +286,17 @@ class Learner:
         self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
     ) -> Generator[Progress | None, None, tuple[TrainedVersion, LoRASettings | None]]:
         start = time.monotonic()
+        if self._state is not None and self._state.optimizer_part != settings.optimizer:
+            self._state = None
         if self._state is None:
             yield from in_another_thread(self._check_files, lambda _: None)
             self._state = self._restore(settings)
         state = self._state
         state.policy.checkpoint_activations(settings.gradient_checkpointing)
         for group in state.optimizer.param_groups:
-            group["betas"] = settings.betas
-            group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
+            if "decays" in group:  # AdamW
+                group["betas"] = settings.betas
+                group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
         metrics = (yield from OptimizerLoop(state, settings, rows).run()) if rows else {}
         served = state.policy.served_by_first(self._ranks)
         self._ranks.on_first(lambda: check_finite(served, settings, rows))
@@ -314,22 +322,25 @@ class Learner:
             policy.load(folder)
         with open_optimizer(folder or self._origin_folder) as saved:
             if not saved and self._origin.step + self.version:
-                logger.warning(
-                    "%s has no optimizer state: AdamW starts with new moments", folder or self._origin_folder
-                )
+                logger.warning("%s has no optimizer state: the optimizer starts anew", folder or self._origin_folder)
             masters = {name: f"weights.{name}" for name in policy.trainable}
             policy.overwrite((name, saved.read(key)) for name, key in masters.items() if key in saved)
             forward = PolicyForward(policy.module, self._compute_logprobs)
             self._ranks.shard(policy.module, forward)
-            optimizer = adamw(policy.trainable, self.loaded.device, fused=not self._ranks.shards_weights)
-            for name, parameter in policy.trainable.items():
-                if f"exp_avg.{name}" in saved:
-                    optimizer.state[parameter] = {key: saved.read_part(f"{key}.{name}", parameter) for key in MOMENTS}
-        return TrainState(
-            *(policy, forward, optimizer, self._compute_logprobs, self._workers),
-            reference=lambda: self._reference,
-            ranks=self._ranks,
-        )
+            make = self._code.load("optimizer", "optimizers", settings.optimizer or "adamw")
+            state = TrainState(
+                *(policy, forward, make(policy.trainable, settings), self._compute_logprobs, self._workers),
+                reference=lambda: self._references,
+                ranks=self._ranks,
+                code=self._code,
+                optimizer_part=settings.optimizer,
+            )
+            prefix, trainable = state.optimizer_prefix, policy.trainable
+            for name, keys in saved.states(prefix.removesuffix("/")).items():
+                if (parameter := trainable.get(name)) is not None:
+                    entries = {key: saved.read_part(f"{prefix}{key}.{name}", parameter) for key in keys}
+                    state.optimizer.state[parameter] = entries
+        return state
 
     def _check_files(self) -> None:
         """Raises BackendError if a file of the latest checkpoint is damaged; hashing takes seconds per GB."""
@@ -345,8 +356,12 @@ class Learner:
         latest = self._checkpoints.get(self.version)
         check_optimizer(latest or self._origin_folder, required=latest is not None)
 
+    @property
+    def _references(self) -> ReferenceWeights:
+        return ReferenceWeights(lambda: self._initial, self.version, self.load_version)
+
     @functools.cached_property
-    def _reference(self) -> nn.Module:
+    def _initial(self) -> nn.Module:
         """The weights that training started from, possibly in an earlier process."""
         if self._origin.step == 0:
             return self.loaded.module

@@ -1,10 +1,12 @@
 """The learners of a backend: one per policy, all of one loaded model."""
 
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from insitu.backend.inference.sampler import WeightVersion
+from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.learner import Learner
 from insitu.backend.learner.ranks import TrainsJobs
 from insitu.backend.model import LoadedModel
@@ -23,23 +25,20 @@ class Learners:
         group: TrainsJobs | None = None,
         *,
         served_here: bool = True,
+        code: CodeFolder = NO_CODE,
     ) -> None:
-        self.default = Learner(loaded, output_dir, lora=lora, group=group, served_here=served_here)
+        self._options: dict[str, Any] = {"lora": lora, "group": group, "served_here": served_here, "code": code}
+        self.default = Learner(loaded, output_dir, **self._options)
         self.default.resume()
         if lora is not None and self.default.lora is None:
             raise BackendError(f"lora_rank is {lora.rank}, but all weights of {loaded.source} were trained so far")
         self._loaded = loaded
-        self._lora = lora
-        self._group = group
-        self._served_here = served_here
         self._learners = {"": self.default}
 
     def open(self, policy_name: str, folder: Path) -> Learner:
         """The policy's learner, resumed from the checkpoints in `folder`. Runs in the compute thread."""
         if policy_name not in self._learners:
-            learner = Learner(
-                self._loaded, folder, policy_name, self._lora, group=self._group, served_here=self._served_here
-            )
+            learner = Learner(self._loaded, folder, policy_name, **self._options)
             learner.resume()
             self._learners[policy_name] = learner
         return self._learners[policy_name]

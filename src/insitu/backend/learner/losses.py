@@ -4,13 +4,19 @@ Shapes: B rows, T tokens per row. Values where the mask is not set are ignored a
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from insitu.errors import BackendError, InsituError, describe_error
+from insitu.schemas.objectives import TokenBatch, TokenLoss
+from insitu.schemas.parts import Part, load_named, with_arguments
 from insitu.schemas.training_jobs import KLSettings, LossSettings
+
+TokenObjective = Callable[[TokenBatch, LossSettings], Any]
+"""The loss of each trained token of some rows: `clip`, `cispo`, or a function of the user. See `TokenLoss`."""
 
 
 class PolicyBatch(NamedTuple):
@@ -33,12 +39,13 @@ class PolicyLoss(NamedTuple):
     """The differentiable loss, and detached sums over trained tokens for the metrics."""
 
     loss: Tensor
-    clipped: Tensor
     kl: Tensor
     gap: Tensor
     """Sum of |new - rollout|."""
     sampled_ratio: Tensor
     """Sum of exp(new - rollout)."""
+    metrics: dict[str, Tensor]
+    """Sums of the objective's own metrics, by name."""
 
 
 def row_weights(trained: Sequence[int], episodes: Sequence[str], settings: LossSettings) -> list[float]:
@@ -63,47 +70,109 @@ def row_weights(trained: Sequence[int], episodes: Sequence[str], settings: LossS
     return [weights[name] if count else 0.0 for name, count in zip(names, trained, strict=True)]
 
 
-def policy_loss(new_BT: Tensor, batch: PolicyBatch, settings: LossSettings) -> PolicyLoss:
-    """The loss of some rows of an optimizer step; over all its rows these sum to the loss of the step."""
+def clip(batch: TokenBatch, settings: LossSettings) -> TokenLoss:
+    """PPO's clipped surrogate, with an upper bound where the advantage is negative if `dual_clip` is set."""
+    ratio_BT, advantage_BT = batch.ratio_BT, batch.advantage_BT
+    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    loss_BT = torch.maximum(-advantage_BT * ratio_BT, -advantage_BT * ratio_BT.clamp(low, high))
+    if settings.dual_clip is not None:
+        bounded_BT = torch.minimum(loss_BT, -advantage_BT * settings.dual_clip)
+        loss_BT = torch.where(advantage_BT < 0, bounded_BT, loss_BT)
+    return TokenLoss(loss_BT, {"clip_fraction": (ratio_BT < low) | (ratio_BT > high)})
+
+
+def cispo(batch: TokenBatch, settings: LossSettings) -> TokenLoss:
+    """Clipped importance weights, which carry no gradient."""
+    low, high = settings.cispo_floor, settings.cispo_cap
+    loss_BT = -batch.ratio_BT.detach().clamp(low, high) * batch.advantage_BT * batch.new_BT
+    return TokenLoss(loss_BT, {"clip_fraction": (batch.ratio_BT < low) | (batch.ratio_BT > high)})
+
+
+def policy_loss(
+    new_BT: Tensor, batch: PolicyBatch, settings: LossSettings, objective: TokenObjective | None = None
+) -> PolicyLoss:
+    """The loss of some rows of an optimizer step; over all its rows these sum to the loss of the step.
+
+    Without `objective`, it is the one that the settings name.
+    """
     mask_BT = batch.mask_BT
     # First, so that a masked NaN reaches neither sums nor (times 0) gradients.
     new_BT = _masked(new_BT, mask_BT)
     old_BT, rollout_BT = _masked(batch.old_logprobs_BT, mask_BT), _masked(batch.rollout_logprobs_BT, mask_BT)
-    advantage_BT = _masked(batch.advantage_BT, mask_BT)
+    ref_BT = None if batch.ref_logprobs_BT is None else _masked(batch.ref_logprobs_BT, mask_BT)
 
     difference_BT = new_BT - old_BT
     if settings.importance_sampling_level == "sequence":
         mean_B1 = difference_BT.sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
         difference_BT = mean_B1.expand_as(difference_BT)
-    ratio_BT = difference_BT.exp()
-    low, high = 1 - settings.clip_low, 1 + settings.clip_high
-    if settings.objective == "cispo":
-        low, high = settings.cispo_floor, settings.cispo_cap
-        token_loss_BT = -ratio_BT.detach().clamp(low, high) * advantage_BT * new_BT
-    else:
-        token_loss_BT = torch.maximum(-advantage_BT * ratio_BT, -advantage_BT * ratio_BT.clamp(low, high))
-        if settings.dual_clip is not None:
-            bounded_BT = torch.minimum(token_loss_BT, -advantage_BT * settings.dual_clip)
-            token_loss_BT = torch.where(advantage_BT < 0, bounded_BT, token_loss_BT)
+    advantage_BT = _masked(batch.advantage_BT, mask_BT)
+    inputs = TokenBatch(new_BT, old_BT, rollout_BT, ref_BT, difference_BT.exp(), advantage_BT, mask_BT, batch.weight_B)
+    token_loss, metrics = checked_loss((objective or named_objective(settings))(inputs, settings), inputs, settings)
     if settings.truncated_importance is not None:
         correction_BT = (old_BT - rollout_BT).exp().clamp(max=settings.truncated_importance)
-        token_loss_BT = token_loss_BT * correction_BT.detach()
+        token_loss = token_loss * correction_BT.detach()
     kl_BT = torch.zeros_like(new_BT)
-    if batch.ref_logprobs_BT is not None:
-        kl_BT = kl_estimate(new_BT, _masked(batch.ref_logprobs_BT, mask_BT), settings.kl)
-        if settings.kl.beta > 0:
-            token_loss_BT = token_loss_BT + settings.kl.beta * kl_BT
+    if ref_BT is not None:
+        kl_BT = kl_estimate(new_BT, ref_BT, settings.kl)
+    penalty_BT = settings.kl.beta * kl_BT if ref_BT is not None and settings.kl.beta > 0 else None
 
-    loss = (_masked(token_loss_BT, mask_BT).sum(1) * batch.weight_B).sum()
+    def total(values_BT: Tensor) -> Tensor:
+        return (_masked(values_BT, mask_BT).sum(1) * batch.weight_B).sum()
+
+    if token_loss.ndim == 0:
+        loss = token_loss if penalty_BT is None else token_loss + total(penalty_BT)
+    else:
+        loss = total(token_loss if penalty_BT is None else token_loss + penalty_BT)
     with torch.no_grad():
         off_policy_BT = new_BT - rollout_BT
         return PolicyLoss(
             loss=loss,
-            clipped=(((ratio_BT < low) | (ratio_BT > high)) & mask_BT).sum(),
             kl=_masked(kl_BT, mask_BT).double().sum(),
             gap=off_policy_BT.double().abs().sum(),
             sampled_ratio=_masked(off_policy_BT.double().exp(), mask_BT).sum(),
+            metrics={name: _masked(values.double(), mask_BT).sum() for name, values in metrics.items()},
         )
+
+
+def named_objective(settings: LossSettings) -> TokenObjective:
+    """Raises PluginError if it cannot be imported."""
+    part = settings.objective
+    return with_arguments(load_named("objectives", part.type if isinstance(part, Part) else part), part)
+
+
+def checked_loss(result: Any, batch: TokenBatch, settings: LossSettings) -> TokenLoss:
+    """What an objective has returned, as a `TokenLoss`. Raises BackendError if it cannot be one."""
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    shape = tuple(batch.new_BT.shape)
+    if not isinstance(loss, Tensor) or tuple(loss.shape) not in ((), shape):
+        returned = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise BackendError(f"objective: it returned {returned}; allowed: a tensor of shape {shape} or a scalar")
+    if loss.ndim == 0 and settings.truncated_importance is not None:
+        raise BackendError("objective: it returned a scalar, but truncated_importance needs a loss per token")
+    for name, values in metrics.items():
+        if not isinstance(values, Tensor) or tuple(values.shape) != shape:
+            raise BackendError(f"objective: the metric {name!r} must be a tensor of shape {shape}")
+    return TokenLoss(loss, metrics)
+
+
+def probe(objective: TokenObjective, settings: LossSettings) -> tuple[str, ...]:
+    """The names of an objective's metrics, by a call with a single token, which also shows whether it can be trained.
+
+    Raises BackendError.
+    """
+    one = torch.zeros(1, 1)
+    new_BT = one.clone().requires_grad_()
+    batch = TokenBatch(new_BT, one, one, one, new_BT.exp(), one + 1, one == 0, one[0] + 1)
+    with torch.random.fork_rng(devices=()):
+        try:
+            loss, metrics = checked_loss(objective(batch, settings), batch, settings)
+        except InsituError:
+            raise
+        except Exception as error:  # code of the user may raise anything
+            raise BackendError(f"objective: {describe_error(error)}") from error
+    if not loss.requires_grad:
+        raise BackendError("objective: the loss does not depend on new_BT or ratio_BT, so it has no gradient")
+    return tuple(metrics)
 
 
 def kl_estimate(new_BT: Tensor, ref_BT: Tensor, settings: KLSettings) -> Tensor:

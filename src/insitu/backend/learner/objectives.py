@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from insitu.backend.learner.batches import Row, group_rows, pad
-from insitu.backend.learner.losses import PolicyBatch, policy_loss, row_weights
+from insitu.backend.learner.code import NO_CODE, CodeFolder
+from insitu.backend.learner.losses import PolicyBatch, policy_loss, probe, row_weights
 from insitu.backend.learner.preference_losses import dpo_loss, kto_loss
+from insitu.errors import BackendError
+from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import TrainingSettings
 
 
@@ -75,20 +78,26 @@ class Objective(ABC):
     """A training method, for the rows of a job and the `plan` of its optimizer steps.
 
     `rows` are those of the job, and after them any that the method adds. `uses_start` says whether it needs
-    log-probabilities under the weights at the start of the job.
+    log-probabilities under the weights at the start of the job, other than as its reference.
     """
 
-    sums: ClassVar[tuple[str, ...]]
+    sums: Sequence[str]
     shares_prompts: ClassVar[bool] = True
     measures_kl: ClassVar[bool] = False
+    uses_start = False
 
     def __init__(
-        self, settings: TrainingSettings, rows: Sequence[Row], plan: Sequence[Sequence[int]], max_length: int
+        self,
+        settings: TrainingSettings,
+        rows: Sequence[Row],
+        plan: Sequence[Sequence[int]],
+        max_length: int,
+        code: CodeFolder = NO_CODE,
     ) -> None:
         self.settings = settings
         self.rows = rows
         self.plan = plan
-        self.uses_start = settings.reference == "job_start"
+        self.code = code
 
     def units(self, step: int) -> list[list[int]]:
         """The rows of a step; those that the loss compares are together, to be kept in one micro-batch if they fit."""
@@ -113,13 +122,15 @@ class Objective(ABC):
 class PolicyGradient(Objective):
     """GRPO and its relatives: `losses.policy_loss`."""
 
-    sums = ("loss", "clipped", "kl", "gap", "sampled_ratio")
     shares_prompts = False
     measures_kl = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.uses_start = self.settings.old_logprobs == "recomputed"
+        self._objective = self.code.load("objective", "objectives", self.settings.objective)
+        self._names = probe(self._objective, self.settings)
+        self.sums = ("loss", "kl", "gap", "sampled_ratio", *self._names)
 
     def step_loss(self, step: int, known: Mapping[int, KnownSums]) -> LossOfRows:
         indices = self.plan[step]
@@ -132,15 +143,17 @@ class PolicyGradient(Objective):
             rows, device = [self.rows[index] for index in indices], new_BK.device
             rollout_BK = pad([row.rollout_logprobs for row in rows]).to(device)
             inputs = PolicyBatch(
-                old_logprobs_BT=rollout_BK if start_BK is None else start_BK,
+                old_logprobs_BT=start_BK if start_BK is not None and self.uses_start else rollout_BK,
                 rollout_logprobs_BT=rollout_BK,
                 ref_logprobs_BT=ref_BK,
                 advantage_BT=pad([row.advantages for row in rows]).to(device),
                 mask_BT=mask_BK,
                 weight_B=torch.tensor([row_weight[index] for index in indices], device=device),
             )
-            result = policy_loss(new_BK, inputs, self.settings)
-            return PartialLoss(result.loss, [value.detach() for value in result])
+            loss, kl, gap, sampled_ratio, metrics = policy_loss(new_BK, inputs, self.settings, self._objective)
+            if metrics.keys() != {*self._names}:
+                raise BackendError(f"objective: its metrics are {[*metrics]}, but were {[*self._names]} before")
+            return PartialLoss(loss, [loss.detach(), kl, gap, sampled_ratio, *(metrics[n] for n in self._names)])
 
         return loss_of
 
@@ -149,7 +162,7 @@ class PolicyGradient(Objective):
         tokens = sum(step.tokens for step in steps)
         return {
             "kl": _total(steps, "kl") / tokens if self.settings.kl.beta > 0 else None,
-            "clip_fraction": _total(steps, "clipped") / tokens,
+            **{name: _total(steps, name) / tokens for name in self._names},
             "logprob_gap": steps[0].sums["gap"] / steps[0].tokens,
             "ratio_mean": steps[0].sums["sampled_ratio"] / steps[0].tokens,
         }
@@ -249,9 +262,14 @@ class KahnemanTversky(Objective):
     )
 
     def __init__(
-        self, settings: TrainingSettings, rows: Sequence[Row], plan: Sequence[Sequence[int]], max_length: int
+        self,
+        settings: TrainingSettings,
+        rows: Sequence[Row],
+        plan: Sequence[Sequence[int]],
+        max_length: int,
+        code: CodeFolder = NO_CODE,
     ) -> None:
-        super().__init__(settings, rows, plan, max_length)
+        super().__init__(settings, rows, plan, max_length, code)
         extended = list(rows)
         self._baselines: list[range] = []  # by step
         for step in range(len(plan)):
@@ -326,16 +344,15 @@ def mismatched_rows(rows: Sequence[Row], max_length: int) -> list[Row]:
 
 
 def build_objective(
-    settings: TrainingSettings, rows: Sequence[Row], plan: Sequence[Sequence[int]], max_length: int
+    settings: TrainingSettings,
+    rows: Sequence[Row],
+    plan: Sequence[Sequence[int]],
+    max_length: int,
+    code: CodeFolder = NO_CODE,
 ) -> Objective:
     """The objective of `settings.method`."""
-    kinds: dict[str, type[Objective]] = {
-        "grpo": PolicyGradient,
-        "dpo": DirectPreference,
-        "kto": KahnemanTversky,
-        "sft": SupervisedFinetuning,
-    }
-    return kinds[settings.method](settings, rows, plan, max_length)
+    objective: Objective = load_named("methods", settings.method)(settings, rows, plan, max_length, code)
+    return objective
 
 
 def _completion_sums(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from insitu.backend.learner.batches import MicroBatch, Packer, Row, optimizer_steps, pad
+from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.logprobs import LogprobComputer, TokenLogprobs
 from insitu.backend.learner.losses import kl_estimate
 from insitu.backend.learner.objectives import (
@@ -34,8 +35,11 @@ from insitu.backend.learner.objectives import (
 )
 from insitu.backend.learner.policy import TrainablePolicy
 from insitu.backend.learner.ranks import ALONE, Ranks, whole
+from insitu.backend.learner.references import ReferenceWeights
+from insitu.backend.learner.schedules import learning_rate
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendError, JobFailed
+from insitu.schemas.parts import Part
 from insitu.schemas.training_jobs import TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -56,17 +60,6 @@ class Progress(NamedTuple):
 
     percent: float
     metrics: dict[str, Any] | None = None
-
-
-def learning_rate(settings: TrainingSettings, step: int, steps: int) -> float:
-    """Learning rate of step `step` (from 0) of `steps`, each an equal part of the job's `schedule_range`."""
-    first, last = settings.schedule_range
-    start, end = (first + (last - first) * number / steps for number in (step, step + 1))
-    if start < settings.warmup:  # by the end of the step, so that the first step is not wasted
-        return settings.learning_rate * min(1.0, end / settings.warmup)
-    decay = (start - settings.warmup) / (1 - settings.warmup)
-    factor = {"constant": 1.0, "linear": 1 - decay, "cosine": (1 + math.cos(math.pi * decay)) / 2}
-    return settings.learning_rate * factor[settings.schedule]
 
 
 class Workers:
@@ -104,9 +97,10 @@ class Workers:
 
 @dataclass
 class TrainState:
-    """State kept from job to job; `reference` returns the starting weights, loading them if necessary.
+    """State kept from job to job; `reference` loads the weights that a job can be compared with.
 
     `forward` computes the log-probabilities of a micro-batch under the policy, `compute_logprobs` under any module.
+    `optimizer` was made by `optimizer_part`.
     """
 
     policy: TrainablePolicy
@@ -114,8 +108,17 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     compute_logprobs: LogprobComputer
     workers: Workers
-    reference: Callable[[], nn.Module]
+    reference: Callable[[], ReferenceWeights]
     ranks: Ranks = ALONE
+    code: CodeFolder = NO_CODE
+    optimizer_part: str | Part | None = None
+
+    @property
+    def optimizer_prefix(self) -> str:
+        """Before the names of the optimizer's state in a checkpoint; "" for AdamW."""
+        part = self.optimizer_part
+        name = part if part is None or isinstance(part, str) else part.function or part.type
+        return "" if name in (None, "adamw") else f"{name}/".replace(".", "_")
 
 
 class FixedLogprobs:
@@ -138,6 +141,19 @@ class FixedLogprobs:
         self._rows = ranks.merge(self._rows)
 
 
+def reference_module(code: CodeFolder, settings: TrainingSettings, weights: ReferenceWeights) -> nn.Module | None:
+    """The model that the loss compares with; None for the weights at the start of the job, or if it compares with none.
+
+    Raises BackendError if it cannot be loaded.
+    """
+    if settings.reference is None:
+        return None
+    module = code.load("reference", "references", settings.reference)(weights)
+    if module is not None and not isinstance(module, nn.Module):
+        raise BackendError(f"reference: it returned {type(module).__name__}; allowed: a torch module, or None")
+    return module
+
+
 class OptimizerLoop:
     """Runs all optimizer steps of one job on the policy of `state`."""
 
@@ -149,11 +165,14 @@ class OptimizerLoop:
         self._compute_logprobs = state.compute_logprobs
         self._workers = state.workers
         self._ranks = state.ranks
-        self._initial = state.reference() if settings.reference == "initial" else None
-        self._load_initial = state.reference
+        self._reference = reference_module(state.code, settings, state.reference())
+        self._weights = state.reference
         self._settings = settings
+        self._schedule = state.code.load("schedule", "schedules", settings.schedule)
         self._plan = optimizer_steps(rows, settings)
-        self._objective = build_objective(settings, rows, self._plan, state.policy.loaded.max_length)
+        self._objective = build_objective(settings, rows, self._plan, state.policy.loaded.max_length, state.code)
+        self._compares_with_start = settings.reference is not None and self._reference is None
+        self._uses_start = self._objective.uses_start or self._compares_with_start
         self._rows = self._objective.rows
         # A shared prompt is a forward pass more, and sharded ranks must run equally many; recomputing a layer would add
         # to the keys and values of the prompt again.
@@ -163,14 +182,14 @@ class OptimizerLoop:
         self._dropout = random.Random(f"{settings.seed}|{settings.schedule_range}")
         self._device = state.policy.loaded.device
         self._at_start = FixedLogprobs()
-        self._at_initial = FixedLogprobs()
+        self._at_reference = FixedLogprobs()
         self._max_tokens = settings.micro_batch_tokens
         if self._device.type == "cpu":
             self._max_tokens = min(self._max_tokens, CPU_MICRO_BATCH)
 
     def run(self) -> Generator[Progress, None, dict[str, Any]]:
         """Yields after each micro-batch; returns the job's metrics. Raises JobFailed if a loss is not finite."""
-        if self._objective.uses_start:
+        if self._uses_start:
             # Without dropout the first step computes the log-probabilities of its rows at the start itself.
             first = set() if self._policy.has_dropout else {*self._plan[0], *self._objective.baseline_rows(0)}
             for batches in self._rounds([[index] for index in range(len(self._rows)) if index not in first]):
@@ -179,14 +198,14 @@ class OptimizerLoop:
             self._at_start.merge(self._ranks)
         steps: list[StepResult] = []
         for number, indices in enumerate(self._plan):
-            rate = learning_rate(self._settings, number, len(self._plan))
+            rate = learning_rate(self._settings, self._schedule, number, len(self._plan))
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             sums = yield from self._compute(number)
             steps.append(self._optimizer_step(sums, self._count_tokens(indices)))
             yield Progress(100 * (number + 1) / len(self._plan), self._metrics(steps[-1:]))
         metrics = self._metrics(steps)
-        if self._objective.measures_kl and self._initial is None:
+        if self._objective.measures_kl and self._settings.reference is None:
             metrics["kl"] = self._measure_kl(self._plan[-1][:KL_ROWS])
         return metrics
 
@@ -251,7 +270,7 @@ class OptimizerLoop:
             done += sum(map(len, batches))
             yield Progress(100 * (step + done / len(self._plan[step])) / len(self._plan))
         self._ranks.sum_gradients(self._parameters)
-        if self._objective.uses_start and self._settings.num_iterations > 1:
+        if self._uses_start and self._settings.num_iterations > 1:
             self._at_start.merge(self._ranks)  # another rank may get the rows in the next iteration
         return dict(zip(names, self._ranks.sum(totals).tolist(), strict=True))
 
@@ -296,20 +315,20 @@ class OptimizerLoop:
 
     def _row_logprobs(self, micro_batch: list[int], batch: MicroBatch, new_BK: Tensor) -> RowLogprobs:
         start_BK = ref_BK = None
-        if self._objective.uses_start:
+        if self._uses_start:
             start_BK = self._at_start.get(micro_batch, self._device)
             if start_BK is None:  # the first step
                 start_BK = new_BK.detach()
                 if self._settings.num_iterations > 1:  # needed again in the next iteration
                     self._at_start.keep(micro_batch, start_BK, batch.mask_BK)
-        if self._settings.reference == "job_start":
+        if self._compares_with_start:
             ref_BK = start_BK
-        elif self._initial is not None:
-            ref_BK = self._at_initial.get(micro_batch, self._device)
+        elif self._reference is not None:
+            ref_BK = self._at_reference.get(micro_batch, self._device)
             if ref_BK is None:
                 with torch.no_grad():
-                    ref_BK = batch.to_rows(self._compute_logprobs(self._initial, batch).logprobs_N)
-                self._at_initial.keep(micro_batch, ref_BK, batch.mask_BK)
+                    ref_BK = batch.to_rows(self._compute_logprobs(self._reference, batch).logprobs_N)
+                self._at_reference.keep(micro_batch, ref_BK, batch.mask_BK)
         return RowLogprobs(new_BK, start_BK, ref_BK, batch.mask_BK)
 
     def _optimizer_step(self, sums: dict[str, float], tokens: int) -> StepResult:
@@ -326,7 +345,7 @@ class OptimizerLoop:
     def _measure_kl(self, indices: list[int]) -> float | None:
         total = 0.0
         try:
-            initial = self._load_initial()
+            initial = self._weights().initial()
         except BackendError as error:  # the model that training started from is missing: the job is valid without kl
             logger.warning("kl is not measured: %s", error)
             return None

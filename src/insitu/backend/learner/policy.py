@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from insitu.backend.learner.batches import Row
-from insitu.backend.learner.ranks import Ranks, whole
+from insitu.backend.learner.ranks import Ranks, is_sharded, whole
 from insitu.backend.model import LoadedModel, complete_model, quiet_peft, wrap_errors
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
@@ -207,14 +207,13 @@ def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Mod
             raise BackendError(f"lora.target_modules is {lora.target_modules!r}: {error}") from error
 
 
-def adamw(parameters: dict[str, nn.Parameter], device: torch.device, *, fused: bool) -> torch.optim.AdamW:
+def adamw(parameters: dict[str, nn.Parameter], settings: TrainingSettings) -> torch.optim.AdamW:
     """AdamW with weight decay for matrices only, not for norms and biases."""
     matrices = [p for p in parameters.values() if p.ndim > 1]
     vectors = [p for p in parameters.values() if p.ndim <= 1]
     groups = [{"params": matrices, "decays": True}, {"params": vectors, "decays": False}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], fused=fused and device.type in ("cpu", "cuda")
-    )
+    fused = all(p.device.type in ("cpu", "cuda") and not is_sharded(p) for p in parameters.values())
+    return torch.optim.AdamW([group for group in groups if group["params"]], fused=fused)
 
 
 def check_finite(module: Any, settings: TrainingSettings, rows: Sequence[Row]) -> None:

@@ -41,7 +41,9 @@ RESTORED = "the weights from before the job were restored"
 class RankGroup:
     """The ranks of `options`. `train` runs in the compute thread, `close` also after that ended."""
 
-    def __init__(self, options: LearnerOptions, loaded: LoadedModel, output_dir: Path) -> None:
+    def __init__(
+        self, options: LearnerOptions, loaded: LoadedModel, output_dir: Path, allow_code: Path | None = None
+    ) -> None:
         """Raises BackendError if there are not enough GPUs."""
         devices, gpus = torch.cuda.device_count(), options.gpus or range(options.processes)
         if loaded.device.type == "cuda" and max(gpus) >= devices:
@@ -50,6 +52,7 @@ class RankGroup:
         self._options = options
         self._loaded = loaded
         self._folder = (output_dir / "learner").resolve()
+        self._code = str(allow_code.resolve()) if allow_code is not None else None
         self._process: ChildProcess | None = None
         self._connection: socket.socket | None = None
         self._received = b""
@@ -118,6 +121,7 @@ class RankGroup:
                 "model": str(source.resolve()) if (source := Path(self._loaded.source)).exists() else str(source),
                 "dtype": str(self._loaded.dtype).removeprefix("torch."),
                 "strategy": self._strategy(lora),
+                "allow_code": self._code,
                 "gpus": self._gpus(),
                 "address": listener.getsockname(),
             }

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from insitu.backend.learner.code import CodeFolder
 from insitu.backend.learner.learner import Learner, TrainedVersion
 from insitu.backend.learner.ranks import TOKEN_VARIABLE, ProcessGroup, read_rows
 from insitu.backend.model import load_model
@@ -59,11 +60,12 @@ def main(order_file: Path) -> None:
     try:
         loaded = load_model(order["model"], str(device), order["dtype"])
         server = _Server(order["address"], ranks)
+        code = CodeFolder(Path(order["allow_code"]) if order["allow_code"] else None)
         learners: dict[str, Learner] = {}
         server.send({"ready": True})
         while (job := server.receive()) is not None:
             if job["folder"] not in learners:
-                learners[job["folder"]] = Learner(loaded, Path(job["folder"]), job["policy"], ranks=ranks)
+                learners[job["folder"]] = Learner(loaded, Path(job["folder"]), job["policy"], ranks=ranks, code=code)
                 learners[job["folder"]].resume()
             try:
                 server.send(_trained(learners[job["folder"]], job, server))

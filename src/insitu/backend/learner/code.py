@@ -1,0 +1,105 @@
+"""Functions that the settings of a job choose: by name, or Python code from the folder that the backend was given.
+
+A client must not choose what this process runs: without `insitu backend --allow_code FOLDER` there is no such folder.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from insitu.errors import BackendError, RequestRefused, describe_error
+from insitu.schemas.parts import PYTHON, Part, load_named, with_arguments
+from insitu.schemas.training_jobs import TrainingOptions
+
+
+class CodeFolder:
+    """The Python files of a folder; none if it is None."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder.resolve() if folder is not None else None
+        self._modules: dict[Path, tuple[str, ModuleType]] = {}  # with the digest of the file that was loaded
+
+    def check(self, settings: TrainingOptions) -> None:
+        """Adds the digests of the files with the Python code of a job, and loads nothing.
+
+        Raises RequestRefused if there is code that is not allowed, missing, or not that of a digest in the settings.
+        """
+        for key, part in settings.code.items():
+            path = self._path(key, part)
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            if part.sha256 not in (None, digest):
+                raise _refused(key, f"{path} has changed: its sha256 is {digest}, not {part.sha256}", status=409)
+            part.sha256 = digest
+
+    def load(self, key: str, kind: str, part: str | Part) -> Callable[..., Any]:
+        """The function of a part, with its arguments. Raises RequestRefused or PluginError."""
+        if isinstance(part, str) or part.type != PYTHON:
+            return with_arguments(load_named(kind, part if isinstance(part, str) else part.type), part)
+        path, name = self._path(key, part), (part.function or "").rpartition(":")[2]
+        module = self._import(key, path, part.sha256)
+        try:
+            function = attrgetter(name)(module)
+        except AttributeError:
+            raise _refused(key, f"{path} has no {name!r}") from None
+        if not callable(function):
+            raise _refused(key, f"{part.function} is a {type(function).__name__}; it must be a function")
+        return with_arguments(function, part)
+
+    def _path(self, key: str, part: Part) -> Path:
+        if self.folder is None:
+            problem = f"{part.function} is Python code, which this backend does not load for its clients"
+            raise _refused(key, f"{problem}; start it with --allow_code FOLDER", status=403, code="code_not_allowed")
+        place, _, name = (part.function or "").rpartition(":")
+        if not place or not name:
+            raise _refused(key, f"{part.function!r} must be MODULE:NAME or FILE.py:NAME, such as mine:loss")
+        file = Path(place) if place.endswith(".py") else Path(*place.split("."))
+        choices = [file] if place.endswith(".py") else [file.with_suffix(".py"), file / "__init__.py"]
+        for path in ((self.folder / choice).resolve() for choice in choices):
+            if path.is_file():
+                if not path.is_relative_to(self.folder):
+                    break
+                return path
+        raise _refused(key, f"there is no {place} in {self.folder}, the folder of --allow_code")
+
+    def _import(self, key: str, path: Path, digest: str | None) -> ModuleType:
+        """Loads a file again if it has changed."""
+        assert self.folder is not None
+        source = path.read_bytes()
+        found = hashlib.sha256(source).hexdigest()
+        if digest not in (None, found):
+            raise _refused(key, f"{path} has changed: its sha256 is {found}, not {digest}", status=409)
+        if self._modules.get(path, ("",))[0] == found:
+            return self._modules[path][1]
+        relative = path.relative_to(self.folder).with_suffix("")
+        name = ".".join(relative.parts).removesuffix(".__init__")
+        other = getattr(sys.modules.get(name), "__file__", None) if name in sys.modules else str(path)
+        if other is None or Path(other).resolve() != path:
+            raise _refused(key, f"{path} has the name of another module, {name}; rename the file")
+        if str(self.folder) not in sys.path:
+            sys.path.append(str(self.folder))
+        try:
+            if "." in name:
+                importlib.import_module(name.rpartition(".")[0])
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            exec(compile(source, str(path), "exec"), vars(module))
+        except (Exception, SystemExit) as error:  # code of the user may raise anything
+            sys.modules.pop(name, None)
+            raise BackendError(f"{key}: {path} could not be imported: {describe_error(error)}") from error
+        self._modules[path] = (found, module)
+        return module
+
+
+def _refused(key: str, problem: str, *, status: int = 400, code: str = "invalid_code") -> RequestRefused:
+    return RequestRefused(f"settings.{key}: {problem}", status=status, param=f"settings.{key}", code=code)
+
+
+NO_CODE = CodeFolder()

@@ -1,0 +1,118 @@
+"""Functions that a file chooses: built-in and installed ones by name, others as Python code.
+
+    objective: cispo                                          # built in, or of an installed package
+    objective: {_type: python, function: "mine:loss"}         # `loss` of mine.py beside the file
+    objective: {_type: asymmetric, arguments: {floor: 0.1}}   # of an installed package, with arguments
+
+An installed package declares its functions as entry points of the group `insitu.<kind>`, as insitu does.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from importlib.metadata import entry_points
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from insitu.errors import PluginError, describe_error
+from insitu.schemas.components import CodeRef
+
+PYTHON = "python"
+
+
+class Part(BaseModel):
+    """A function of an installed package, by name, or Python code."""
+
+    model_config = ConfigDict(
+        extra="forbid", populate_by_name=True, serialize_by_alias=True, use_attribute_docstrings=True
+    )
+    kind: ClassVar[str] = ""
+    """The kind of part: its entry points are in the group `insitu.<kind>`. "" if its field says so."""
+
+    type: str = Field(alias="_type")
+    """`python`, or the name of an entry point."""
+    function: str | None = None
+    """With `_type: python`, the function as MODULE:NAME or FILE.py:NAME."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Values of further parameters of the function."""
+    sha256: str | None = None
+    """Digest of the file with the function. A function whose file has another one is refused; none: any."""
+
+    @model_validator(mode="after")
+    def _code_has_a_function(self) -> Self:
+        if (self.type == PYTHON) != (self.function is not None):
+            raise ValueError("function: required with _type: python, and allowed with it only")
+        if self.kind:
+            check_part(self.kind, self)
+        return self
+
+
+def check_part(kind: str, part: str | Part) -> str | Part:
+    """Raises ValueError for a name that no installed package has declared."""
+    name = part if isinstance(part, str) else part.type
+    if name not in (existing := names(kind)) and (name != PYTHON or isinstance(part, str)):
+        raise ValueError(f"{name!r} does not exist; available: {', '.join(existing)}, or {{_type: python}}")
+    return part
+
+
+@cache
+def names(kind: str) -> list[str]:
+    return sorted(entry_points(group=f"insitu.{kind}").names)
+
+
+@cache
+def load_named(kind: str, name: str) -> Callable[..., Any]:
+    """The function that insitu or an installed package has declared. Raises PluginError if it cannot be imported."""
+    try:
+        function: Callable[..., Any] = entry_points(group=f"insitu.{kind}")[name].load()
+    except Exception as error:  # a package's code may raise anything
+        raise PluginError(f"insitu.{kind}: {name!r} could not be imported: {describe_error(error)}") from error
+    return function
+
+
+def with_arguments(function: Callable[..., Any], part: str | Part) -> Callable[..., Any]:
+    return partial(function, **part.arguments) if isinstance(part, Part) and part.arguments else function
+
+
+def code_digests(settings: Any, where: str = "") -> dict[str, str]:
+    """The digests of the parts in nested settings that are Python code, by the key of the part."""
+    if isinstance(settings, Mapping):
+        own = {where: str(settings["sha256"])} if settings.get("_type") == PYTHON and settings.get("sha256") else {}
+        inner = [code_digests(value, f"{where}.{key}".lstrip(".")) for key, value in settings.items()]
+    else:
+        own = {}
+        items = settings if isinstance(settings, list) else []
+        inner = [code_digests(value, f"{where}.{index}") for index, value in enumerate(items)]
+    return {key: digest for each in (own, *inner) for key, digest in each.items()}
+
+
+class LocalPart(Part):
+    """A part that runs in the process of the command, whose code is checked with the file."""
+
+    function: CodeRef | None = None
+    """With `_type: python`, the function as MODULE:NAME or FILE.py:NAME. Files are relative to the folder of the YAML
+    file, modules in which can be imported."""
+
+
+class AdvantagesPart(LocalPart):
+    """A function that computes the advantages of a group."""
+
+    kind = "advantages"
+
+
+class SelectionPart(LocalPart):
+    """A function that leaves out groups or episodes."""
+
+    kind = "selections"
+
+
+class ShapePart(LocalPart):
+    """A function that turns a score into a reward."""
+
+    kind = "reward_shapes"
+
+
+Objective = Annotated[str | Part, AfterValidator(partial(check_part, "objectives"))]
+Optimizer = Annotated[str | Part, AfterValidator(partial(check_part, "optimizers"))]
+Schedule = Annotated[str | Part, AfterValidator(partial(check_part, "schedules"))]
+Reference = Annotated[str | Part, AfterValidator(partial(check_part, "references"))]
