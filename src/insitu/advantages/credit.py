@@ -20,6 +20,7 @@ class AdvantageConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
+    type: Literal["group_relative"] = Field(default="group_relative", alias="_type", exclude=True, repr=False)
     baseline: Literal["mean", "leave_one_out", "leave_one_function_out"] = "mean"
     """Subtracted from each reward. `mean`: the mean of the group. `leave_one_out`: the mean of the other members (RLOO,
     arXiv:2402.14740). `leave_one_function_out`, with `credit: function`: the mean of the other members in which the
@@ -76,8 +77,9 @@ def _deviation(returns: Sequence[Sequence[float]], mean: float, config: Advantag
     return math.sqrt(math.fsum(squares) / freedom)
 
 
-CallAdvantages = Mapping[int, float | None]
-"""The advantage of each trained call by its index in `Trajectory.calls`; None if the backend computes it."""
+CallAdvantages = Mapping[int, float | list[float] | None]
+"""The advantage of each trained call by its index in `Trajectory.calls`, or of each of its tokens; None if the backend
+computes it."""
 
 
 class Credit(NamedTuple):
@@ -109,6 +111,14 @@ def call_advantages(
     returns = [step_returns(_step_rewards(t), credit.discount) for t in group]
     flat = iter(group_advantages([g for member in returns for g in member], config))
     return [{index: next(flat) for index in t.trained_calls} for t in group]
+
+
+def group_relative(
+    rewards: Sequence[float], episodes: Sequence[Trajectory], config: AdvantageConfig, credit: Credit
+) -> list[list[float]]:
+    """The advantage of each trained call of the episodes of a group."""
+    estimated = call_advantages(episodes, config, credit)
+    return [[of_calls[k] for k in t.trained_calls] for t, of_calls in zip(episodes, estimated, strict=True)]
 
 
 def step_returns(rewards: Sequence[float], discount: float) -> list[float]:
@@ -192,8 +202,12 @@ class CreditedCall(NamedTuple):
 def credited_calls(
     estimated: Iterable[tuple[Trajectory, CallAdvantages]], targets: Collection[str]
 ) -> list[CreditedCall]:
-    """The trained calls whose advantages are known."""
-    calls = [(t.calls[index], advantage) for t, of_calls in estimated for index, advantage in of_calls.items()]
+    """The trained calls whose advantages are known; of a call with one per token, the mean magnitude."""
+    calls = [
+        (t.calls[index], fmean(map(abs, a)) if isinstance(a, list) else a)
+        for t, of_calls in estimated
+        for index, a in of_calls.items()
+    ]
     return [
         CreditedCall(credited_function(call.functions, targets), len(call.token_ids or ()), advantage)
         for call, advantage in calls

@@ -1,12 +1,21 @@
 """The advantages and training rows of an epoch: sampled tokens are the trained tokens."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
-from insitu.advantages.credit import AdvantageConfig, CallAdvantages, Credit, call_advantages, has_step_rewards
+from insitu.advantages.credit import (
+    AdvantageConfig,
+    CallAdvantages,
+    Credit,
+    call_advantages,
+    group_relative,
+    has_step_rewards,
+)
 from insitu.algorithms.dropping import drop_groups, drop_trajectories
-from insitu.errors import TrajectoryError
+from insitu.errors import InsituError, TrajectoryError, describe_error
 from insitu.schemas.episodes import DropReason, ModelCall, TrainingRow
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 
@@ -31,30 +40,82 @@ class AdvantageEstimator(Protocol):
         """The advantages of each trajectory's calls; None for a group without variance."""
 
 
-@dataclass(frozen=True)
-class GroupRelativeEstimator:
-    """Compares the episodes of a group with one another, as the trainer's configuration says."""
+AdvantageFunction = Callable[[Sequence[float], Sequence[Trajectory]], Iterable[Any]]
+"""Takes the rewards and episodes of a group. Returns for each episode the advantage of all its trained calls, or a
+sequence with one entry per trained call: a number, or one number per sampled token."""
 
-    advantages: AdvantageConfig
-    credit: Credit
+
+class FunctionEstimator:
+    """Calls a function for each group; `described` is what the run records of it."""
+
+    def __init__(self, function: AdvantageFunction, described: dict[str, Any]) -> None:
+        self._function = function
+        self._described = described
 
     def settings(self) -> dict[str, Any]:
-        credit = self.credit
-        return {"advantages": self.advantages.model_dump(), "credit": credit.unit, "discount": credit.discount}
+        return self._described
 
     def drop_reason(self, trajectory: Trajectory) -> DropReason | None:
-        """Trajectories judged by step rewards need one for each trained call."""
-        required = {"episode": False, "step": True, "function": trajectory.shaped_rewards is not None}
-        missing = required[self.credit.unit] and not has_step_rewards(trajectory)
-        return DropReason.NO_STEP_REWARDS if missing else None
+        return None
 
     def estimate(self, group: Sequence[Trajectory]) -> list[CallAdvantages] | None:
         if not any(t.trained_calls for t in group):  # a plugin's text-only trajectories
             return estimated_by_backend(group)
-        estimated = call_advantages(group, self.advantages, self.credit)
-        if not any(advantage for of_episode in estimated for advantage in of_episode.values()):
-            return None
-        return [*estimated]
+        where = f"advantages of row {(group[0].metadata or {}).get('row_id', group[0].id)!r}"
+        try:
+            returned = [*self._function([t.reward for t in group], group)]
+            _check_count(where, len(returned), len(group), "episodes")
+            estimated = [_of_calls(a, t, f"{where}, episode {t.id}") for a, t in zip(returned, group, strict=True)]
+        except InsituError:
+            raise
+        except Exception as error:  # code of the user may raise anything
+            raise TrajectoryError(f"{where}: {describe_error(error)}") from error
+        values = (v for of_calls in estimated for a in of_calls.values() for v in (a if isinstance(a, list) else [a]))
+        return [*estimated] if any(values) else None
+
+
+class GroupRelativeEstimator(FunctionEstimator):
+    """Compares the episodes of a group with one another, as the trainer's configuration says."""
+
+    def __init__(self, advantages: AdvantageConfig, credit: Credit) -> None:
+        described = {"advantages": advantages.model_dump(), "credit": credit.unit, "discount": credit.discount}
+        super().__init__(partial(group_relative, config=advantages, credit=credit), described)
+        self._unit = credit.unit
+
+    def drop_reason(self, trajectory: Trajectory) -> DropReason | None:
+        """Trajectories judged by step rewards need one for each trained call."""
+        required = {"episode": False, "step": True, "function": trajectory.shaped_rewards is not None}
+        missing = required[self._unit] and not has_step_rewards(trajectory)
+        return DropReason.NO_STEP_REWARDS if missing else None
+
+
+def _of_calls(value: Any, trajectory: Trajectory, where: str) -> dict[int, float | list[float]]:
+    """The advantages of an episode's trained calls. Raises TrajectoryError unless all are finite numbers."""
+    trained = trajectory.trained_calls
+    if isinstance(value, Real):
+        return dict.fromkeys(trained, _number(value, where))
+    of_calls = [*value]
+    _check_count(where, len(of_calls), len(trained), "trained calls")
+    result: dict[int, float | list[float]] = {}
+    for index, of_call in zip(trained, of_calls, strict=True):
+        if isinstance(of_call, Real):
+            result[index] = _number(of_call, where)
+            continue
+        tokens = [_number(each, where) for each in of_call]
+        _check_count(f"{where}, call {index}", len(tokens), len(trajectory.calls[index].token_ids or ()), "tokens")
+        result[index] = tokens
+    return result
+
+
+def _number(value: Any, where: str) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise TrajectoryError(f"{where}: an advantage is {value!r:.80}; allowed: finite numbers")
+    return float(value)
+
+
+def _check_count(where: str, count: int, expected: int, what: str) -> None:
+    if count != expected:
+        raise TrajectoryError(f"{where}: the function returned {count} values for {expected} {what}")
 
 
 def estimated_by_backend(group: Sequence[Trajectory]) -> list[CallAdvantages] | None:
@@ -100,8 +161,10 @@ def training_rows(collection: TrajectoryCollection) -> list[TrainingRow]:
     return rows
 
 
-def rows_of(calls: Sequence[ModelCall], advantages: Mapping[int, float], episode: str = "") -> list[TrainingRow]:
-    """The training rows of one episode; `advantages` maps the index of each trained call to its advantage.
+def rows_of(
+    calls: Sequence[ModelCall], advantages: Mapping[int, float | list[float]], episode: str = ""
+) -> list[TrainingRow]:
+    """The training rows of one episode; `advantages` has those of each trained call, or of each of its tokens.
 
     A call extends the longest row that is an exact token prefix of its prompt, or else starts a new row. So every
     sampled token is trained in exactly one row and is context elsewhere. Calls without an advantage are context; rows
@@ -142,11 +205,11 @@ def _append(
     tokens: Sequence[int],
     trained: bool,
     logprobs: Sequence[float] | None = None,
-    advantage: float = 0.0,
+    advantage: float | list[float] = 0.0,
 ) -> None:
     n = len(tokens)
     row.token_ids.extend(tokens)
     row.loss_mask.extend([int(trained)] * n)
     row.logprobs.extend(logprobs if trained and logprobs is not None else [0.0] * n)
     assert isinstance(row.advantages, list)
-    row.advantages.extend([advantage if trained else 0.0] * n)
+    row.advantages.extend(advantage if isinstance(advantage, list) else [advantage if trained else 0.0] * n)

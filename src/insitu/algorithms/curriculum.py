@@ -4,10 +4,8 @@ It starts with the easiest (or hardest) fraction of the examples and expands it 
 with too small a range of rewards, and subsamples the rest if configured.
 """
 
-import hashlib
 import logging
 import math
-import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -15,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 from insitu.algorithms.dropping import drop_groups
+from insitu.algorithms.selection import has_small_range, subsample
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.finetuning import CurriculumLearningConfig, Trajectory, TrajectoryCollection
@@ -132,10 +131,8 @@ def drop_reasons(
     state.epoch = epoch
     _expand_if_due(config, state)
     dropped = {e: DropReason.CURRICULUM for e in rewards if e not in state.included_groups}
-    # rounded because of float error: 0.3 - 0.2 is not below 0.1
-    ranges = {e: round(max(g) - min(g), 9) for e, g in rewards.items()}
-    low_range = [e for e in rewards if e not in dropped and ranges[e] < config.min_reward_diff]
-    dropped |= dict.fromkeys(low_range, DropReason.NO_VARIANCE)
+    small = [e for e, of in rewards.items() if e not in dropped and has_small_range(of, config.min_reward_diff)]
+    dropped |= dict.fromkeys(small, DropReason.NO_VARIANCE)
     if config.random_subsample is not None:
         rest = [e for e in rewards if e not in dropped]
         kept = set(subsample(rest, config.random_subsample, epoch, seed))
@@ -159,12 +156,3 @@ def _expand_if_due(config: CurriculumLearningConfig, state: CurriculumState) -> 
 
     remaining = sorted((e for e in state.reward_sums if e not in state.included_groups), key=rank)
     state.included_groups |= set(remaining[: max(0, size - len(state.included_groups))])
-
-
-def subsample(examples: Sequence[str], fraction: float, epoch: int, seed: int) -> list[str]:
-    """A random fraction of the examples (at least one, unless empty), deterministic given seed and epoch."""
-    if not examples:
-        return []
-    digest = hashlib.blake2b(f"{seed}|subsample|{epoch}".encode(), digest_size=8).digest()
-    size = max(1, round(fraction * len(examples)))
-    return random.Random(int.from_bytes(digest, "big")).sample(sorted(examples), size)

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from insitu.schemas.episodes import DropReason
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 
 
@@ -18,7 +17,7 @@ def drop_groups(collection: TrajectoryCollection, reasons: Mapping[int, str]) ->
 
 
 def drop_trajectories(
-    collection: TrajectoryCollection, drop_reason: Callable[[Trajectory], DropReason | None]
+    collection: TrajectoryCollection, drop_reason: Callable[[Trajectory], str | None]
 ) -> TrajectoryCollection:
     """Returns a copy without the trajectories that have a reason, and without the groups that are then empty."""
     dropped, by_id = Counter(collection.dropped), dict(collection.drop_reasons)

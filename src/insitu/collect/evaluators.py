@@ -152,13 +152,15 @@ def scores_by_row(output: EvalOutput) -> dict[str, list[float]]:
 class Scoring:
     """How the episodes of training are scored: by `evaluators`, of which the first is that of `reward`, if any.
 
-    `limit` is in seconds per evaluator. `compute_reward` turns a scored item into the reward; None: its score.
+    `limit` is in seconds per evaluator. `compute_reward` turns a scored item into the reward; None: its score. `shape`
+    changes the reward of an episode.
     """
 
     evaluators: Sequence[str] = ()
     reward: RewardFunctionConfig | None = None
     limit: float | None = None
     compute_reward: Callable[[EvalOutputItem], Awaitable[float]] | None = None
+    shape: Callable[[float, Episode, EvalInputItem], Awaitable[float]] | None = None
 
 
 async def score_episode(
@@ -209,6 +211,13 @@ async def _score(
         episode.error = message
         return
     reward = value if scoring.compute_reward is None else await scoring.compute_reward(rewarding)
+    if scoring.shape is not None:
+        try:
+            reward = await scoring.shape(reward, episode, item)
+        except Exception as error:  # code of the user may raise anything
+            problem = f"reward_function.shape: {describe_error(error)}"
+            episode.reason, episode.error = DropReason.EVALUATOR_ERROR, problem
+            return
     if not is_reward(reward):
         episode.reason, episode.error = DropReason.NAN_SCORE, f"the reward is {reward}; {ALLOWED_REWARDS}"
         return

@@ -8,6 +8,7 @@ def score(answer: str, row: dict) -> float:
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic import Field
@@ -16,10 +17,11 @@ from insitu.agents.objects import called
 from insitu.agents.python import parameters
 from insitu.builder import Builder, name_being_built
 from insitu.collect.evaluators import BaseEvaluator
-from insitu.config.code import load_code
+from insitu.config.code import call_with, load_code
 from insitu.errors import ConfigError, WorkflowError
 from insitu.registry import register_evaluator
 from insitu.schemas.components import CodeRef
+from insitu.schemas.episodes import Episode
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluatorBaseConfig, EvaluatorInfo
 from insitu.workflow.conversion import convert, is_model, type_hints
 
@@ -67,6 +69,15 @@ class FunctionEvaluator(BaseEvaluator):
         given = Score(*result) if isinstance(result, tuple) and len(result) in (2, 3) else Score(result)
         steps = None if given.steps is None else [_number(step) for step in given.steps]
         return EvalOutputItem(id=item.id, score=_number(given.score), reasoning=given.reasoning, step_scores=steps)
+
+
+async def shaped(function: Callable[..., Any], reward: float, episode: Episode, item: EvalInputItem) -> float:
+    """The reward that a function makes of a score, with those of the following values for which it has a parameter:
+    `row`, `expected`, `question`, `answer`, `scores` (of all evaluators) and `calls`.
+    """
+    offered = {name: of(item) for name, of in _FROM_ITEM.items()}
+    offered |= {"answer": episode.output, "scores": episode.scores, "calls": episode.calls}
+    return _number(await called(partial(call_with, function), reward, **offered))
 
 
 def _number(score: Any) -> float:

@@ -23,6 +23,7 @@ from insitu.errors import ConfigError
 from insitu.registry import Kind, not_found, registry
 from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, TypedBaseModel
 from insitu.schemas.finetuning import FinetuneConfig, TrainerAdapterConfig
+from insitu.schemas.parts import key_of
 from insitu.wire.redaction import hide_url_secrets, remember_environment, remember_secret, remember_settings
 
 logger = logging.getLogger(__name__)
@@ -351,7 +352,7 @@ class _Validator:
             return None
 
     def _sentence(self, where: str, error: Any, secret: bool) -> str:
-        key = ".".join([where, *(str(p) for p in error["loc"])])
+        key = key_of([where, *error["loc"]])
         message = error["msg"].removeprefix("Value error, ")
         if error["type"] == "missing":
             return f"{key} is missing"
@@ -363,8 +364,8 @@ class _Validator:
         return f"{key}: {message} (got {hide_url_secrets(repr(error['input'])):.200})"
 
     def _references(self, config: Config) -> None:
-        for (section, name), block in config.blocks.items():
-            where = "workflow" if name == WORKFLOW else f"{section}.{name}"
+        blocks = {"workflow" if n == WORKFLOW else f"{section}.{n}": b for (section, n), b in config.blocks.items()}
+        for where, block in {**blocks, "finetuning": config.finetuning}.items():
             for key, ref in references(block, where):
                 if isinstance(ref, CodeRef):
                     self._importable(key, ref, config.folder)

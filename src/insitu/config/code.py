@@ -1,18 +1,21 @@
 """Python code that a file names: `my_agent:answer`, or `agents/my_agent.py:answer`."""
 
+import hashlib
 import importlib
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from insitu.errors import ConfigError, PluginError, describe_error
 from insitu.registry import not_found
 from insitu.schemas.components import CodeRef
+from insitu.schemas.parts import LocalPart, load_named, with_arguments
 
 _importing: ContextVar[bool] = ContextVar("insitu_importing", default=False)
 
@@ -111,6 +114,36 @@ def load_code(ref: str, key: str, folder: Path) -> Any:
     if not callable(code) and type(code).__module__ == "builtins":
         raise ConfigError(f"{key}: {ref} is a {type(code).__name__}; it must be a function")
     return code
+
+
+class LoadedPart(NamedTuple):
+    """The function of a part, with its arguments, and the part as the run records it."""
+
+    function: Callable[..., Any]
+    settings: dict[str, Any]
+
+
+def load_part(part: LocalPart, key: str, folder: Path) -> LoadedPart:
+    """Loads a function, and records the digest of its file if it is Python code.
+
+    Raises ConfigError if `part` has another digest, and like `load_code`.
+    """
+    if part.function is None:
+        function = load_named(part.kind, part.type)
+    else:
+        function = load_code(part.function, f"{key}.function", folder)
+        file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
+        digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file is not None else None
+        if part.sha256 not in (None, digest):
+            raise ConfigError(f"{key}.sha256 is {part.sha256}, but that of {file} is {digest}")
+        part = part.model_copy(update={"sha256": digest})
+    return LoadedPart(with_arguments(function, part), part.model_dump(mode="json", exclude_defaults=True))
+
+
+def call_with(function: Callable[..., Any], *args: Any, **offered: Any) -> Any:
+    """Calls a function with those of the `offered` values for which it has a parameter."""
+    parameters = inspect.signature(function).parameters
+    return function(*args, **{name: value for name, value in offered.items() if name in parameters})
 
 
 def _import_file(file: Path, key: str) -> ModuleType:

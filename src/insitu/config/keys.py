@@ -59,10 +59,12 @@ def _unknown_in(annotation: Any, value: Any, where: str) -> list[str]:
 
 def _accepts(annotation: Any, value: Any) -> bool:
     """Whether a member of a union can be a mapping or list like `value`."""
+    if get_origin(annotation) is Annotated:
+        return _accepts(get_args(annotation)[0], value)
     kind = get_origin(annotation) or annotation
     if isinstance(value, list):
-        return kind in (Any, Annotated, list, tuple, set, Sequence)
-    return kind in (Any, Annotated, dict, Mapping) or (isinstance(kind, type) and issubclass(kind, BaseModel))
+        return kind in (Any, list, tuple, set, Sequence)
+    return kind in (Any, dict, Mapping) or (isinstance(kind, type) and issubclass(kind, BaseModel))
 
 
 def holds_secret(model: type[BaseModel], path: Sequence[int | str]) -> bool:

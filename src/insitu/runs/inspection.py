@@ -102,7 +102,8 @@ class RecordedEpisode:
         """The training rows, or for an untrained episode the rows of all its calls."""
         calls = [c for c in self.calls if c.token_ids and c.prompt_token_ids is not None and c.logprobs is not None]
         with_tokens = {call.index for call in calls}
-        advantages = self.advantages or dict.fromkeys(with_tokens)
+        by_token = {int(index): values for index, values in (self.training or {}).get("token_advantages", {}).items()}
+        advantages = {**(self.advantages or dict.fromkeys(with_tokens)), **by_token}
         weights = {
             position: advantages[call.index] or 0.0
             for position, call in enumerate(self.calls)
@@ -118,6 +119,8 @@ class RecordedEpisode:
             credit, advantages = self.settings.get("credit"), self.settings.get("advantages")
             if not isinstance(advantages, dict):
                 return counts
+            if "baseline" not in advantages:
+                return f"{counts}; advantages by {advantages.get('function', advantages.get('_type'))}"
             discount = "" if credit == "episode" else f"discount {self.settings['discount']:g}, "
             baseline, scale = advantages["baseline"], advantages["scale"]
             return f"{counts}; credit {credit}, {discount}baseline {baseline}, scale {scale}"

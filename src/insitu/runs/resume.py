@@ -17,6 +17,7 @@ from insitu.runs.files import BACKEND_FOLDER, EPISODES, JOURNAL, PROGRESS, PROGR
 from insitu.runs.progress import EpochState, Phase, RunProgress, RunStatus, read_journal, read_progress
 from insitu.runs.store import RunStore, open_store
 from insitu.schemas.episodes import Episode
+from insitu.schemas.parts import code_digests
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class ResumableRun:
         self.continues = False
         """Whether an earlier process started this run."""
         self._store: RunStore | None = None
+        self._forced = False
         self._finished: list[Episode] = []
         """The episodes that an earlier process has run since that point."""
 
@@ -110,6 +112,7 @@ class ResumableRun:
             if asked is not None and isinstance(asked.resume, Path):
                 raise ConfigError(f"--resume: {folder} holds no run that can continue")
             return self.open_new(folder, config)
+        self._forced = asked.force
         changes = check_same_run(folder, config, dataset, force=asked.force)
         self._store = RunStore(folder)
         progress = read_progress(folder) or progress  # again, as an earlier process may have ended before the lock
@@ -122,6 +125,22 @@ class ResumableRun:
         more = f" and {len(self._finished)} episodes of epoch {self.next_epoch}" if self._finished else ""
         notes = [f"run {progress.run_id} continues after epoch {progress.epoch}{more}"]
         return notes + [f"changed since the run was started: {change}" for change in changes]
+
+    def check_code(self, settings: Mapping[str, Any]) -> list[str]:
+        """Compares the digests of the Python code in `settings` with those recorded; returns a sentence per change.
+
+        Raises ConfigError for changes without `--force`.
+        """
+        if not self.continues:
+            return []
+        recorded = code_digests(read_object(self.store.folder / RUN))
+        changed = [key for key, digest in code_digests(settings).items() if recorded.get(key, digest) != digest]
+        if changed and not self._forced:
+            raise ConfigError(
+                f"--resume: the run in {self.store.folder} was started with other code: that of {', '.join(changed)} "
+                "has changed. Restore it, or give --force to continue with this"
+            )
+        return [f"changed since the run was started: the code of {key}" for key in changed]
 
     def open_new(self, folder: Path, config: Config) -> list[str]:
         """Opens the store of a new run; returns what to report."""

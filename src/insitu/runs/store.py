@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import orjson
@@ -186,13 +187,19 @@ class RunStore:
         drop_reasons: Mapping[str, str],
         advantages: Iterable[tuple[Trajectory, CallAdvantages]],
     ) -> None:
-        """Writes each trajectory's drop reason and advantages by call; None: computed by the backend, unknown here."""
+        """Writes each trajectory's drop reason and advantages by call; None: computed by the backend, unknown here.
+
+        Of a call with an advantage for each token, `advantages` has the mean and `token_advantages` all.
+        """
         known = {t.id: {str(t.calls[k].index): a for k, a in sorted(of_calls.items())} for t, of_calls in advantages}
         records = []
         for t in collected:
             dropped = drop_reasons.get(str(t.id)) or (t.metadata or {}).get("dropped")
-            record = {"epoch": epoch, "episode": t.id, "dropped": dropped, "advantages": known.get(t.id, {})}
-            records.append(record)
+            of_calls = known.get(t.id, {})
+            by_token = {index: a for index, a in of_calls.items() if isinstance(a, list)}
+            means = of_calls | {index: fmean(values) for index, values in by_token.items()}
+            record = {"epoch": epoch, "episode": t.id, "dropped": dropped, "advantages": means}
+            records.append(record | ({"token_advantages": by_token} if by_token else {}))
         self.append(ADVANTAGES, records)
 
 

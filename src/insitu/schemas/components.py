@@ -10,7 +10,7 @@ The `name` of a configuration class is the `_type` of its YAML block:
 
 from collections.abc import Callable, Generator
 from enum import StrEnum
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic.fields import FieldInfo
@@ -30,7 +30,10 @@ def default_empty_blocks(model: type[BaseModel], values: Any) -> Any:
 
 def _is_block(field: FieldInfo | None) -> bool:
     kind = None if field is None or field.is_required() else field.annotation
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+    members = [
+        get_args(member)[0] if get_origin(member) is Annotated else member for member in get_args(kind) or [kind]
+    ]
+    return all(isinstance(member, type) and issubclass(member, BaseModel) for member in members)
 
 
 class TypedBaseModel(BaseModel):

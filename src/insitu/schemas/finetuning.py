@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from insitu.schemas.components import BaseModelRegistryTag, TypedBaseModel, default_empty_blocks
 from insitu.schemas.episodes import ModelCall, TrainingRow
+from insitu.schemas.parts import ShapePart
 
 _BOOL = TypeAdapter(bool)
 _DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True)
@@ -26,6 +27,9 @@ class RewardFunctionConfig(BaseModel):
     """A key under `eval.evaluators`."""
     on_failure: float | str = "exclude"
     """`exclude` leaves failed episodes out of their group; a number is used as their reward."""
+    shape: ShapePart | None = None
+    """A [function](../guides/extend.md#a-reward-shape) that turns the score into the reward; none: the score is the
+    reward."""
 
     @field_validator("on_failure")
     @classmethod

@@ -7,12 +7,12 @@
 An installed package declares its functions as entry points of the group `insitu.<kind>`, as insitu does.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from insitu.errors import PluginError, describe_error
 from insitu.schemas.components import CodeRef
@@ -51,7 +51,8 @@ def check_part(kind: str, part: str | Part) -> str | Part:
     """Raises ValueError for a name that no installed package has declared."""
     name = part if isinstance(part, str) else part.type
     if name not in (existing := names(kind)) and (name != PYTHON or isinstance(part, str)):
-        raise ValueError(f"{name!r} does not exist; available: {', '.join(existing)}, or {{_type: python}}")
+        available = ", ".join([*existing, "{_type: python, function: MODULE:NAME}"])
+        raise ValueError(f"{name!r} does not exist; available: {available}")
     return part
 
 
@@ -112,7 +113,17 @@ class ShapePart(LocalPart):
     kind = "reward_shapes"
 
 
-Objective = Annotated[str | Part, AfterValidator(partial(check_part, "objectives"))]
-Optimizer = Annotated[str | Part, AfterValidator(partial(check_part, "optimizers"))]
-Schedule = Annotated[str | Part, AfterValidator(partial(check_part, "schedules"))]
-Reference = Annotated[str | Part, AfterValidator(partial(check_part, "references"))]
+def key_of(location: Iterable[int | str]) -> str:
+    """The key that a pydantic error is about, without the members of unions (the tags of parts begin with "<")."""
+    return ".".join(str(part) for part in location if not str(part).startswith(("<", "list[", "function-")))
+
+
+def _tag(value: Any) -> str:
+    return "<name>" if isinstance(value, str) else "<part>"
+
+
+_Any = Annotated[Annotated[str, Tag("<name>")] | Annotated[Part, Tag("<part>")], Discriminator(_tag)]
+Objective = Annotated[_Any, AfterValidator(partial(check_part, "objectives"))]
+Optimizer = Annotated[_Any, AfterValidator(partial(check_part, "optimizers"))]
+Schedule = Annotated[_Any, AfterValidator(partial(check_part, "schedules"))]
+Reference = Annotated[_Any, AfterValidator(partial(check_part, "references"))]

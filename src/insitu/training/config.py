@@ -1,13 +1,14 @@
 """The configuration blocks of the built-in trainers and of the trajectory builders that run episodes."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from insitu.advantages.credit import AdvantageConfig
 from insitu.runs.stored import StoredEpisodesConfig
 from insitu.schemas.finetuning import TrainerConfig, TrajectoryBuilderConfig
+from insitu.schemas.parts import AdvantagesPart, SelectionPart
 
 
 class WarmUpConfig(BaseModel):
@@ -32,11 +33,22 @@ class WarmUpConfig(BaseModel):
         return {"method": "sft", "num_iterations": self.epochs, "schedule": "linear", "warmup": 0.0, **given}
 
 
+def _tag_of_advantages(value: Any) -> str:
+    kind = value.get("_type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<group>" if kind in (None, "group_relative") else "<part>"
+
+
 class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
     """Collects, trains and validates, one epoch at a time."""
 
-    advantages: AdvantageConfig = Field(default_factory=AdvantageConfig)
-    """How rewards of a group become advantages."""
+    advantages: Annotated[AdvantageConfig, Tag("<group>")] | Annotated[AdvantagesPart, Tag("<part>")] = Field(
+        default_factory=AdvantageConfig, discriminator=Discriminator(_tag_of_advantages)
+    )
+    """How rewards of a group become advantages: `group_relative` (the default), or a
+    [function](../guides/extend.md#advantages)."""
+    selection: list[SelectionPart] | None = None
+    """[Functions](../guides/extend.md#a-selection) that leave out groups or episodes, one after the other, after the
+    curriculum: `no_variance`, `random_subsample`, or yours."""
     credit: Literal["episode", "step", "function"] = "episode"
     """`episode`: every call gets its episode's advantage. `step`: the return of each call is compared with those of all
     calls in the group. `function`: with those of the same function in the group's other episodes."""
@@ -51,7 +63,10 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
 
     @model_validator(mode="after")
     def _baseline_matches_credit(self) -> "InsituTrainerConfig":
-        if self.advantages.baseline == "leave_one_function_out" and self.credit != "function":
+        if isinstance(self.advantages, AdvantagesPart):
+            if self.credit != "episode" or self.discount != 1.0:
+                raise ValueError("credit and discount have no effect if a function computes the advantages")
+        elif self.advantages.baseline == "leave_one_function_out" and self.credit != "function":
             raise ValueError(f"advantages.baseline leave_one_function_out needs credit: function, not {self.credit}")
         return self
 

@@ -19,7 +19,9 @@ from insitu.collect.datasets import load_dataset, rows_of_epoch
 from insitu.collect.episodes import EpisodeOptions, ResultPath
 from insitu.collect.evaluators import Scoring
 from insitu.collect.groups import GroupRecord, collection_of
+from insitu.collect.python_scores import shaped
 from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run_of
+from insitu.config.code import LoadedPart, load_part
 from insitu.errors import ConfigError, PluginError, TrajectoryError
 from insitu.registry import EVALUATOR, LLM, register_trajectory_builder
 from insitu.runs.stored import StoredRun, open_stored
@@ -71,6 +73,8 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         self._rows: list[EvalInputItem] = []
         self._started: dict[str, _Started] = {}
         self._last_epoch = 0
+        self.shape: LoadedPart | None = None
+        """Turns scores into rewards."""
         self.stored: StoredRun | None = None
         """The run whose episodes are used instead of running the workflow."""
         if self._given_builder is not None:
@@ -81,8 +85,11 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         if self.config.episodes_from is not None:
             self.stored = open_stored(self._full_config, self.block, self.config.episodes_from)
             return
-        if self.needs_reward and self._full_config.finetuning.reward_function is None:
+        reward = self._full_config.finetuning.reward_function
+        if self.needs_reward and reward is None:
             raise ConfigError("finetuning.reward_function is missing: training needs the name of an evaluator")
+        if reward is not None and reward.shape is not None:
+            self.shape = load_part(reward.shape, "finetuning.reward_function.shape", self._full_config.folder)
         for llm in sorted(self._full_config.trained_llms()):
             if getattr(self._full_config.block(LLM, llm), "seed", None) is not None:
                 raise ConfigError(
@@ -154,6 +161,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
                 reward=reward,
                 limit=config.eval.scoring_limit(1),
                 compute_reward=self.compute_reward if computes_reward else None,
+                shape=partial(shaped, self.shape.function) if self.shape is not None else None,
             ),
             rewarded=self.needs_reward,
             pairs=self.pairs if self.makes_pairs else None,

@@ -50,7 +50,6 @@ from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import PairTrainer, ResumableTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
 from insitu.training.metrics import (
-    JOB_METRICS,
     EpochResult,
     collected_metrics,
     likely_causes,
@@ -100,6 +99,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
+        for note in self._durable.check_code(self._run_settings(run_config.num_epochs)):
+            self.report.note(note)
         fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
         self._curriculum_state = dict(self._durable.progress.curriculum or self._earlier_curriculum or fresh)
         if run_config.validation is not None:
@@ -221,7 +222,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         )
         check_sampled(self, collection, endpoint)
         everything = collection
-        collection, advantages = self.select(self.apply_curriculum_learning(collection, epoch))
+        collection, reported = self.filter(self.apply_curriculum_learning(collection, epoch), epoch)
+        collection, advantages = self.select(collection)
         self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
         trained = {
@@ -232,7 +234,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             "credit_by_function": credit_by_function(credited_calls(advantages, self.run_config.target_functions)),
         }
         await asyncio.to_thread(self.store.sync)
-        result = replace(result, trained=trained, dropped=collection.dropped)
+        result = replace(result, trained=trained, dropped=collection.dropped, reported={"selection": reported})
         self.results[epoch] = result.with_seconds("collect", time.perf_counter() - started)
         if not any(collection.trajectories):
             alike = without_variance(everything, collection.drop_reasons)
@@ -301,9 +303,12 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         with self.report.phase(f"epoch {epoch}: training"):
             status = await wait_for_job(self.trainer_adapter, ref, self._full_config)
         metadata = status.metadata or {}
-        job_metrics = {name: value for name, value in metadata.items() if name in JOB_METRICS}
-        result = replace(self.results[epoch], job=status.status, backend=job_metrics)
-        result = self.results[epoch] = result.with_seconds("train", time.perf_counter() - started)
+        job_numbers = {name: n for name, n in metadata.items() if name not in ("policy_version", "checkpoint")}
+        result = self.results[epoch].with_seconds("train", time.perf_counter() - started)
+        result = replace(result, job=status.status, reported={**result.reported, "job": job_numbers})
+        self.results[epoch] = result
+        if result.not_finite:
+            self.report.note(f"epoch {epoch}: these metrics are not finite: {', '.join(result.not_finite)}")
         check_completed(f"epoch {epoch}: training {job_label(ref)}", status)
         version = new_version(epoch, result.policy_version, await self.trainer_adapter.policy_endpoint())
         self.results[epoch] = replace(result, policy_version=version)
@@ -366,9 +371,15 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             **self._selection_settings(),
             "on_failure": self.run_config.reward_function.on_failure if self.run_config.reward_function else None,
         }
+        if isinstance(self.trajectory_builder, EpisodesBuilder) and self.trajectory_builder.shape is not None:
+            settings["reward_shape"] = self.trajectory_builder.shape.settings
         if training := self.trainer_adapter.training_settings():
             settings["training"] = without_secrets(training)
         return settings
+
+    def filter(self, collection: TrajectoryCollection, epoch: int) -> tuple[TrajectoryCollection, dict[str, Any]]:
+        """Leaves groups and episodes out; returns the rest, and metrics of its own."""
+        return collection, {}
 
     def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
         """What the epoch trains on, with its rows."""

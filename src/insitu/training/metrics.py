@@ -1,7 +1,9 @@
 """The numbers of one epoch: a line of `training_metrics.jsonl`, and the likely causes if it trains nothing."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -9,15 +11,6 @@ from insitu.schemas.episodes import DropReason, ModelCall
 from insitu.schemas.finetuning import TrainingStatusEnum, Trajectory, TrajectoryCollection
 
 Group = Sequence[Trajectory]
-
-JOB_METRICS = frozenset(
-    (
-        *("loss", "kl", "entropy", "grad_norm", "clip_fraction", "tokens", "rows", "steps", "learning_rate"),
-        *("logprob_gap", "ratio_mean", "pairs", "sft_loss", "rewards/chosen", "rewards/rejected", "rewards/margins"),
-        *("rewards/accuracies", "logps/chosen", "logps/rejected"),
-    )
-)
-"""Metrics of a training job that the line of its epoch has, if its backend reports them."""
 
 _MOSTLY = 0.5
 """Share of the answers from which their length counts as a cause."""
@@ -82,10 +75,10 @@ _NO_PAIRS = {
 class EpochResult:
     """Results of one epoch; `metrics()` returns its line of `training_metrics.jsonl`.
 
-    `collected` holds the statistics of all collected trajectories, `trained` those of what was submitted, `backend` the
-    metrics of the training job. `policy_version` is the version sampled from and, once the job has completed, the
-    version it produced. `job` is its final status; None until it ends, or if nothing was submitted. `seconds` has the
-    keys collect, train and validate.
+    `collected` holds the statistics of all collected trajectories, `trained` those of what was submitted.
+    `policy_version` is the version sampled from and, once the job has completed, the version it produced. `job` is its
+    final status; None until it ends, or if nothing was submitted. `seconds` has the keys collect, train and validate.
+    `reported` holds what others report: the selection, then the job.
     """
 
     collected: Mapping[str, Any]
@@ -94,21 +87,49 @@ class EpochResult:
     policy_version: int | None
     seconds: Mapping[str, float]
     job: TrainingStatusEnum | None = None
-    backend: Mapping[str, Any] | None = None
+    reported: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def with_seconds(self, phase: str, seconds: float) -> "EpochResult":
         return replace(self, seconds={**self.seconds, phase: seconds})
 
     def metrics(self) -> dict[str, Any]:
-        return {
+        """Reported numbers have their own names; those with the name of another one begin with who reported them."""
+        line: dict[str, Any] = {
             **self.collected,
             **self.trained,
             "dropped": dict(sorted(self.dropped.items())),
             "policy_version": self.policy_version,
             "job": self.job and self.job.value,
             "seconds": dict(self.seconds),
-            **(self.backend or {}),
         }
+        for source, values in self.reported.items():
+            numbers = reported_numbers(values)
+            taken = {name for name in numbers if name in line and line[name] != numbers[name]}
+            line |= {f"{source}/{name}" if name in taken else name: n for name, n in numbers.items()}
+        if not_finite := self.not_finite:
+            line["non_finite_metrics"] = len(not_finite)
+        return line
+
+    @property
+    def not_finite(self) -> list[str]:
+        """The names of reported numbers that are NaN or infinite, and therefore left out."""
+        given = ((name, n) for values in self.reported.values() for name, n in _flat_numbers(values))
+        return [name for name, number in given if number is not None and not math.isfinite(number)]
+
+
+def reported_numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
+    """The finite numbers, those in nested mappings with their path as name; None stays, as "not measured"."""
+    return {name: n for name, n in _flat_numbers(values) if n is None or math.isfinite(n)}
+
+
+def _flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float | None]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat_numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | None) and not isinstance(value, bool):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Real) and not isinstance(value, bool):
+            yield f"{prefix}{name}", float(value)
 
 
 def collected_metrics(groups: Sequence[Group]) -> dict[str, Any]:

@@ -1,16 +1,20 @@
 """The built-in trainers: one loop; what an epoch trains on differs."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
-from insitu.advantages.credit import Credit
-from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, GroupRelativeEstimator
-from insitu.builder import Builder
+from insitu.advantages.credit import AdvantageConfig, Credit
+from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, FunctionEstimator, GroupRelativeEstimator
+from insitu.algorithms.selection import apply_selection
+from insitu.builder import Builder, name_being_built
+from insitu.config.code import LoadedPart, call_with, load_part
 from insitu.errors import ConfigError
 from insitu.preferences.selection import best_episodes, distinct_pairs, labeled_episodes, sampled_pairs
 from insitu.registry import register_trainer
 from insitu.runs.store import read_curriculum
 from insitu.schemas.finetuning import FinetuneConfig, TrajectoryCollection
+from insitu.schemas.parts import AdvantagesPart
 from insitu.training.checks import check_takes_advantages
 from insitu.training.config import DPOTrainerConfig, InsituTrainerConfig, KTOTrainerConfig, SFTTrainerConfig
 from insitu.training.interfaces import GroupTrainer, PairTrainer, TrainerAdapter, TrajectoryBuilder
@@ -32,6 +36,12 @@ class InsituTrainer(RowTrainer, GroupTrainer):
     def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
         super().__init__(trainer_config, builder, **kwargs)
         self.config = trainer_config
+        key, folder = f"trainers.{name_being_built()}", self._full_config.folder
+        parts = {f"{key}.selection.{number}": part for number, part in enumerate(trainer_config.selection or ())}
+        self._selections = {where: load_part(part, where, folder) for where, part in parts.items()}
+        self._advantages: LoadedPart | None = None
+        if isinstance(trainer_config.advantages, AdvantagesPart):
+            self._advantages = load_part(trainer_config.advantages, f"{key}.advantages", folder)
         # read now: `initialize` may move the folder with the files
         if trainer_config.curriculum_state is not None:
             self._earlier_curriculum = read_curriculum(self._full_config, trainer_config.curriculum_state)
@@ -44,8 +54,24 @@ class InsituTrainer(RowTrainer, GroupTrainer):
             last_epoch, path = self._earlier_curriculum["epoch"], self.config.curriculum_state
             self.report.note(f"the curriculum continues after epoch {last_epoch} of {path}")
 
+    def filter(self, collection: TrajectoryCollection, epoch: int) -> tuple[TrajectoryCollection, dict[str, Any]]:
+        metrics: dict[str, Any] = {}
+        seed = self._full_config.general.seed
+        for key, (function, _) in self._selections.items():
+            select = partial(call_with, function, epoch=epoch, seed=seed)
+            collection, own = apply_selection(collection, select, key)
+            metrics |= own
+        return collection, metrics
+
+    def _selection_settings(self) -> dict[str, Any]:
+        selections = [settings for _, settings in self._selections.values()]
+        return super()._selection_settings() | ({"selection": selections} if selections else {})
+
     def _estimator(self) -> AdvantageEstimator:
         config, targets = self.config, self.run_config.target_functions
+        if self._advantages is not None:
+            return FunctionEstimator(self._advantages.function, {"advantages": self._advantages.settings})
+        assert isinstance(config.advantages, AdvantageConfig)
         return GroupRelativeEstimator(config.advantages, Credit(config.credit, config.discount, targets))
 
 

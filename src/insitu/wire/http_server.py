@@ -31,6 +31,7 @@ from aiohttp.typedefs import Middleware
 from pydantic import ValidationError
 
 from insitu.errors import BackendUnavailable, ConfigError, InsituError, RequestRefused
+from insitu.schemas.parts import key_of
 from insitu.wire.http_access import AccessPolicy
 from insitu.wire.http_format import error_body, gc_paused
 from insitu.wire.redaction import redact
@@ -262,7 +263,7 @@ def _reported(request: web.Request, error: Exception) -> web.Response:
 def validation_refusal(error: ValidationError) -> RequestRefused:
     """pydantic's first error, with field and value."""
     first = error.errors(include_url=False, include_context=False)[0]
-    field = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-")))
+    field = key_of(first["loc"])
     value = "" if first["type"] == "missing" else f" (it is {str(first['input'])[:80]!r})"
     return RequestRefused(f"{field or 'the body'}: {first['msg']}{value}", param=field or None, code=first["type"])
 

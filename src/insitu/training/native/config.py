@@ -1,6 +1,7 @@
 """The configuration block of the adapter."""
 
 import json
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
@@ -83,6 +84,10 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         if lora is not None:
             options["lora_rank"] = str(lora.rank)
         return options | {"sampler_tensor_parallel": str(sampler.tensor_parallel)}
+
+    def code_options(self, folder: Path) -> dict[str, str]:
+        """The options of `insitu backend` for jobs with Python code, which lies in the folder of the file."""
+        return {"allow_code": str(folder.resolve())} if self.training.code else {}
 
     def starting_from(self, checkpoint: str) -> Self | None:
         return self.model_copy(update={"model": checkpoint}) if self.model is not None else None

@@ -54,6 +54,8 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         super().__init__(adapter_config)
         self.config = adapter_config
         self._full_config = (builder or builder_at_work() or Builder()).config
+        self._training = adapter_config.training.model_copy(deep=True)
+        """With the digests of its Python code, once the backend has checked it."""
         self._process: BackendProcess | None = None
         self._connection: Connection | None = None
         self._submissions = 0
@@ -75,6 +77,7 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
             options = {key: str(getattr(self.config, key)) for key in ("name", "device", "dtype")}
             options |= {"model": model, "output_dir": str(folder)}
             options |= self.config.learner_options() | self.config.sampler_options()
+            options |= self.config.code_options(self._full_config.folder)
             arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
             key = self.config.sampler.api_key
             secrets = {SAMPLER_KEY_VARIABLE: key.get_secret_value()} if key is not None else {}
@@ -191,13 +194,16 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
                 await asyncio.gather(check, return_exceptions=True)
 
     def training_settings(self) -> dict[str, Any]:
-        return self.config.training.effective()
+        return self._training.effective()
 
     async def check_settings(self) -> None:
         try:
             settings = orjson.dumps(self._job_settings(1).effective())
             headers = {"Content-Type": "application/json"}
-            await self._request("POST", "/v1/train/check", orjson.loads, settings, headers)
+            parse = TrainingSettings.model_validate_json if self._training.code else orjson.loads
+            checked = await self._request("POST", "/v1/train/check", parse, settings, headers)
+            for key, part in self._training.code.items():
+                part.sha256 = checked.code[key].sha256
         except RequestRefused as error:
             if error.status not in (404, 405):  # earlier releases refuse only the job itself
                 raise ConfigError(f"the trainer adapter's settings are refused by the backend: {error}") from error
@@ -205,7 +211,7 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
     def _job_settings(self, epoch: int) -> TrainingSettings:
         epochs = max(self.run_config.num_epochs, epoch)
         return TrainingSettings(
-            **self.config.training.model_dump(),
+            **self._training.model_dump(),
             seed=self._full_config.general.seed,
             schedule_range=((epoch - 1) / epochs, epoch / epochs),
         )
@@ -243,7 +249,7 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
     async def submit_rows(
         self, rows: Sequence[TrainingRow], run_id: str, name: str, overrides: dict[str, Any]
     ) -> TrainingJobRef:
-        options = {key: value for key, value in self.config.training if key not in LossSettings.model_fields}
+        options = {key: value for key, value in self._training if key not in LossSettings.model_fields}
         given = {key: value for key, value in options.items() if key not in ("dpo", "kto")} | overrides
         settings = TrainingSettings(**given, seed=self._full_config.general.seed)
         return await self._submit(rows, settings, run_id, f"{run_id}/{name}", None)

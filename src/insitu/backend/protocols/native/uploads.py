@@ -19,6 +19,7 @@ from insitu.backend.learner.batches import Row
 from insitu.backend.protocols.openai.chat import Message, Objects, template_messages
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import ModelCall, TrainingRow
+from insitu.schemas.parts import key_of
 from insitu.schemas.training_jobs import Retention, TrainingSettings
 
 MAX_BYTES = 1 << 30
@@ -132,7 +133,7 @@ def _parse_line(model: type[M], line: bytes, where: str) -> M:
         return model.model_validate_json(line)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-    key = ".".join(map(str, first["loc"]))
+    key = key_of(first["loc"])
     problem = first["msg"]
     if first["type"] == "extra_forbidden":
         is_setting = len(first["loc"]) == 2 and first["loc"][0] == "settings"
