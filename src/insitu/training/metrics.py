@@ -93,7 +93,7 @@ class EpochResult:
         return replace(self, seconds={**self.seconds, phase: seconds})
 
     def metrics(self) -> dict[str, Any]:
-        """Reported numbers have their own names; those with the name of another one begin with who reported them."""
+        """Reported numbers keep their names; those that are taken begin with who reported them, or go into the block."""
         line: dict[str, Any] = {
             **self.collected,
             **self.trained,
@@ -103,9 +103,12 @@ class EpochResult:
             "seconds": dict(self.seconds),
         }
         for source, values in self.reported.items():
-            numbers = reported_numbers(values)
-            taken = {name for name in numbers if name in line and line[name] != numbers[name]}
-            line |= {f"{source}/{name}" if name in taken else name: n for name, n in numbers.items()}
+            for name, number in reported_numbers(values).items():
+                taken = line.get(name)
+                if isinstance(taken, dict):  # `seconds` of the job
+                    line[name] = {**taken, source: number}
+                else:
+                    line[name if taken is None else f"{source}/{name}"] = number
         if not_finite := self.not_finite:
             line["non_finite_metrics"] = len(not_finite)
         return line
