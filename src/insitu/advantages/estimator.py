@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from insitu.advantages.credit import (
@@ -21,10 +22,11 @@ from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 
 
 class EstimatedEpoch(NamedTuple):
-    """What an epoch trains on, and the advantages of each of its trajectories' calls."""
+    """What an epoch trains on, the advantages of each of its trajectories' calls, and metrics of the selection."""
 
     collection: TrajectoryCollection
     advantages: list[tuple[Trajectory, CallAdvantages]]
+    metrics: Mapping[str, Any] = MappingProxyType({})
 
 
 class AdvantageEstimator(Protocol):

@@ -71,8 +71,15 @@ def load_named(kind: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def with_arguments(function: Callable[..., Any], part: str | Part) -> Callable[..., Any]:
-    return partial(function, **part.arguments) if isinstance(part, Part) and part.arguments else function
+def function_of(kind: str, part: str | Part, load_code: Callable[[Part], Callable[..., Any]]) -> Callable[..., Any]:
+    """The function of a part, with its arguments; `load_code` loads one that is Python code."""
+    if isinstance(part, str):
+        return load_named(kind, part)
+    return with_arguments(load_code(part) if part.type == PYTHON else load_named(kind, part.type), part)
+
+
+def with_arguments(function: Callable[..., Any], part: Part) -> Callable[..., Any]:
+    return partial(function, **part.arguments) if part.arguments else function
 
 
 def code_digests(settings: Any, where: str = "") -> dict[str, str]:

@@ -91,16 +91,14 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
-        for note in await asyncio.to_thread(self._open_run, folder):
-            self.report.note(note)
+        self.report.notes(await asyncio.to_thread(self._open_run, folder))
         if self._durable.continues:
             self.run_id, self.reward_history = self._durable.progress.run_id, [*self._durable.progress.rewards]
         self._plot = RewardPlot(folder / files.PLOT)
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
-        for note in self._durable.check_code(self._run_settings(run_config.num_epochs)):
-            self.report.note(note)
+        self.report.notes(self._durable.check_code(self._run_settings(run_config.num_epochs)))
         fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
         self._curriculum_state = dict(self._durable.progress.curriculum or self._earlier_curriculum or fresh)
         if run_config.validation is not None:
@@ -222,8 +220,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         )
         check_sampled(self, collection, endpoint)
         everything = collection
-        collection, reported = self.filter(self.apply_curriculum_learning(collection, epoch), epoch)
-        collection, advantages = self.select(collection)
+        collection, advantages, reported = self.select(self.apply_curriculum_learning(collection, epoch))
         self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
         trained = {
@@ -303,9 +300,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         with self.report.phase(f"epoch {epoch}: training"):
             status = await wait_for_job(self.trainer_adapter, ref, self._full_config)
         metadata = status.metadata or {}
-        job_numbers = {name: n for name, n in metadata.items() if name not in ("policy_version", "checkpoint")}
-        result = self.results[epoch].with_seconds("train", time.perf_counter() - started)
-        result = replace(result, job=status.status, reported={**result.reported, "job": job_numbers})
+        result = self.results[epoch].with_job(status).with_seconds("train", time.perf_counter() - started)
         self.results[epoch] = result
         if result.not_finite:
             self.report.note(f"epoch {epoch}: these metrics are not finite: {', '.join(result.not_finite)}")
@@ -371,15 +366,11 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             **self._selection_settings(),
             "on_failure": self.run_config.reward_function.on_failure if self.run_config.reward_function else None,
         }
-        if isinstance(self.trajectory_builder, EpisodesBuilder) and self.trajectory_builder.shape is not None:
-            settings["reward_shape"] = self.trajectory_builder.shape.settings
+        if (shape := getattr(self.trajectory_builder, "shape", None)) is not None:
+            settings["reward_shape"] = shape.settings
         if training := self.trainer_adapter.training_settings():
             settings["training"] = without_secrets(training)
         return settings
-
-    def filter(self, collection: TrajectoryCollection, epoch: int) -> tuple[TrajectoryCollection, dict[str, Any]]:
-        """Leaves groups and episodes out; returns the rest, and metrics of its own."""
-        return collection, {}
 
     def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
         """What the epoch trains on, with its rows."""

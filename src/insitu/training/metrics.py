@@ -8,9 +8,12 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from insitu.schemas.episodes import DropReason, ModelCall
-from insitu.schemas.finetuning import TrainingStatusEnum, Trajectory, TrajectoryCollection
+from insitu.schemas.finetuning import TrainingJobStatus, TrainingStatusEnum, Trajectory, TrajectoryCollection
 
 Group = Sequence[Trajectory]
+
+STATED = frozenset(("policy_version", "checkpoint", "seconds"))
+"""What a job reports and the line of its epoch states in its own way."""
 
 _MOSTLY = 0.5
 """Share of the answers from which their length counts as a cause."""
@@ -92,8 +95,12 @@ class EpochResult:
     def with_seconds(self, phase: str, seconds: float) -> "EpochResult":
         return replace(self, seconds={**self.seconds, phase: seconds})
 
+    def with_job(self, status: TrainingJobStatus) -> "EpochResult":
+        reported = {name: number for name, number in (status.metadata or {}).items() if name not in STATED}
+        return replace(self, job=status.status, reported={**self.reported, "job": reported})
+
     def metrics(self) -> dict[str, Any]:
-        """Reported numbers keep their names; those that are taken begin with who reported them, or go into the block."""
+        """Reported numbers keep their names; a name that is taken gets who reported it in front."""
         line: dict[str, Any] = {
             **self.collected,
             **self.trained,
@@ -104,11 +111,7 @@ class EpochResult:
         }
         for source, values in self.reported.items():
             for name, number in reported_numbers(values).items():
-                taken = line.get(name)
-                if isinstance(taken, dict):  # `seconds` of the job
-                    line[name] = {**taken, source: number}
-                else:
-                    line[name if taken is None else f"{source}/{name}"] = number
+                line[f"{source}/{name}" if name in line else name] = number
         if not_finite := self.not_finite:
             line["non_finite_metrics"] = len(not_finite)
         return line

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,10 @@ class Report:
 
     def note(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
+
+    def notes(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self.note(text)
 
     def begin_run(self, epochs: int, completed: int = 0) -> None:
         """Starts the bar and the clock of a run, of which `completed` epochs are complete already."""

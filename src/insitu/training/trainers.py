@@ -54,14 +54,13 @@ class InsituTrainer(RowTrainer, GroupTrainer):
             last_epoch, path = self._earlier_curriculum["epoch"], self.config.curriculum_state
             self.report.note(f"the curriculum continues after epoch {last_epoch} of {path}")
 
-    def filter(self, collection: TrajectoryCollection, epoch: int) -> tuple[TrajectoryCollection, dict[str, Any]]:
+    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
         metrics: dict[str, Any] = {}
-        seed = self._full_config.general.seed
+        offered = {"epoch": collection.epoch or 1, "seed": self._full_config.general.seed}
         for key, (function, _) in self._selections.items():
-            select = partial(call_with, function, epoch=epoch, seed=seed)
-            collection, own = apply_selection(collection, select, key)
+            collection, own = apply_selection(collection, partial(call_with, function, **offered), key)
             metrics |= own
-        return collection, metrics
+        return super().select(collection)._replace(metrics=metrics)
 
     def _selection_settings(self) -> dict[str, Any]:
         selections = [settings for _, settings in self._selections.values()]

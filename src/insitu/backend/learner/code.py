@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from insitu.errors import BackendError, RequestRefused, describe_error
-from insitu.schemas.parts import PYTHON, Part, load_named, with_arguments
+from insitu.schemas.parts import Part
 from insitu.schemas.training_jobs import TrainingOptions
 
 
@@ -37,10 +37,8 @@ class CodeFolder:
                 raise _refused(key, f"{path} has changed: its sha256 is {digest}, not {part.sha256}", status=409)
             part.sha256 = digest
 
-    def load(self, key: str, kind: str, part: str | Part) -> Callable[..., Any]:
-        """The function of a part, with its arguments. Raises RequestRefused or PluginError."""
-        if isinstance(part, str) or part.type != PYTHON:
-            return with_arguments(load_named(kind, part if isinstance(part, str) else part.type), part)
+    def load(self, key: str, part: Part) -> Callable[..., Any]:
+        """The function of a part. Raises RequestRefused or BackendError."""
         path, name = self._path(key, part), (part.function or "").rpartition(":")[2]
         module = self._import(key, path, part.sha256)
         try:
@@ -49,7 +47,8 @@ class CodeFolder:
             raise _refused(key, f"{path} has no {name!r}") from None
         if not callable(function):
             raise _refused(key, f"{part.function} is a {type(function).__name__}; it must be a function")
-        return with_arguments(function, part)
+        loaded: Callable[..., Any] = function
+        return loaded
 
     def _path(self, key: str, part: Part) -> Path:
         if self.folder is None:

@@ -5,10 +5,11 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from insitu.backend.compute import in_another_thread
@@ -19,13 +20,13 @@ from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
 from insitu.backend.learner.objectives import build_objective
 from insitu.backend.learner.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers, reference_module
 from insitu.backend.learner.policy import (
+    ReferenceWeights,
     build_policy,
     check_finite,
     loaded_adapter,
     same_adapters,
 )
 from insitu.backend.learner.ranks import ALONE, Ranks, TrainsJobs
-from insitu.backend.learner.references import ReferenceWeights
 from insitu.backend.model import LoadedModel, load_model
 from insitu.disk.checkpoint_files import (
     OPTIMIZER_FILE,
@@ -38,6 +39,7 @@ from insitu.disk.checkpoint_files import (
 )
 from insitu.disk.files import delete_drafts, delete_folder
 from insitu.errors import BackendError, RequestRefused
+from insitu.schemas.parts import function_of
 from insitu.schemas.training_jobs import LoRASettings, Retention, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -170,7 +172,8 @@ class Learner:
 
     def check(self, settings: TrainingSettings) -> None:
         """Raises RequestRefused if the job's adapters differ from those being trained, or its code is not allowed."""
-        self._code.check(settings)
+        if settings.code:
+            self._code.check(settings)
         if self._lora_fixed and not same_adapters(settings.lora or self._default_lora, self._lora):
             allowed = self._lora.model_dump_json() if self._lora else "none (all weights)"
             raise RequestRefused(
@@ -196,8 +199,8 @@ class Learner:
                 build_policy(self.loaded, lora, settings.seed).checkpoint_activations(settings.gradient_checkpointing)
             reference_module(self._code, settings, self._references)
             build_objective(settings, [], [], self.loaded.max_length, self._code)
-            self._code.load("schedule", "schedules", settings.schedule)
-            self._code.load("optimizer", "optimizers", settings.optimizer or "adamw")
+            function_of("schedules", settings.schedule, functools.partial(self._code.load, "schedule"))
+            self._make_optimizer(settings)
             if self._state is None:  # else the next job continues from memory
                 self._check_optimizer()
         except BackendError as error:
@@ -327,7 +330,9 @@ class Learner:
             policy.overwrite((name, saved.read(key)) for name, key in masters.items() if key in saved)
             forward = PolicyForward(policy.module, self._compute_logprobs)
             self._ranks.shard(policy.module, forward)
-            make = self._code.load("optimizer", "optimizers", settings.optimizer or "adamw")
+            make = function_of(
+                "optimizers", settings.optimizer or "adamw", functools.partial(self._code.load, "optimizer")
+            )
             state = TrainState(
                 *(policy, forward, make(policy.trainable, settings), self._compute_logprobs, self._workers),
                 reference=lambda: self._references,
@@ -355,6 +360,10 @@ class Learner:
         """
         latest = self._checkpoints.get(self.version)
         check_optimizer(latest or self._origin_folder, required=latest is not None)
+
+    def _make_optimizer(self, settings: TrainingSettings) -> Callable[..., torch.optim.Optimizer]:
+        load = functools.partial(self._code.load, "optimizer")
+        return function_of("optimizers", settings.optimizer or "adamw", load)
 
     @property
     def _references(self) -> ReferenceWeights:

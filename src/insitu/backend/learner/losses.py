@@ -12,7 +12,7 @@ from torch import Tensor
 
 from insitu.errors import BackendError, InsituError, describe_error
 from insitu.schemas.objectives import TokenBatch, TokenLoss
-from insitu.schemas.parts import Part, load_named, with_arguments
+from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import KLSettings, LossSettings
 
 TokenObjective = Callable[[TokenBatch, LossSettings], Any]
@@ -107,7 +107,8 @@ def policy_loss(
         difference_BT = mean_B1.expand_as(difference_BT)
     advantage_BT = _masked(batch.advantage_BT, mask_BT)
     inputs = TokenBatch(new_BT, old_BT, rollout_BT, ref_BT, difference_BT.exp(), advantage_BT, mask_BT, batch.weight_B)
-    token_loss, metrics = checked_loss((objective or named_objective(settings))(inputs, settings), inputs, settings)
+    objective = objective or load_named("objectives", str(settings.objective))
+    token_loss, metrics = checked_loss(objective(inputs, settings), inputs, settings)
     if settings.truncated_importance is not None:
         correction_BT = (old_BT - rollout_BT).exp().clamp(max=settings.truncated_importance)
         token_loss = token_loss * correction_BT.detach()
@@ -132,12 +133,6 @@ def policy_loss(
             sampled_ratio=_masked(off_policy_BT.double().exp(), mask_BT).sum(),
             metrics={name: _masked(values.double(), mask_BT).sum() for name, values in metrics.items()},
         )
-
-
-def named_objective(settings: LossSettings) -> TokenObjective:
-    """Raises PluginError if it cannot be imported."""
-    part = settings.objective
-    return with_arguments(load_named("objectives", part.type if isinstance(part, Part) else part), part)
 
 
 def checked_loss(result: Any, batch: TokenBatch, settings: LossSettings) -> TokenLoss:

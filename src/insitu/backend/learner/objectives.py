@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.losses import PolicyBatch, policy_loss, probe, row_weights
 from insitu.backend.learner.preference_losses import dpo_loss, kto_loss
 from insitu.errors import BackendError
-from insitu.schemas.parts import load_named
+from insitu.schemas.parts import function_of, load_named
 from insitu.schemas.training_jobs import TrainingSettings
 
 
@@ -128,7 +129,7 @@ class PolicyGradient(Objective):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.uses_start = self.settings.old_logprobs == "recomputed"
-        self._objective = self.code.load("objective", "objectives", self.settings.objective)
+        self._objective = function_of("objectives", self.settings.objective, partial(self.code.load, "objective"))
         self._names = probe(self._objective, self.settings)
         self.sums = ("loss", "kl", "gap", "sampled_ratio", *self._names)
 

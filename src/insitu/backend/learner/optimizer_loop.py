@@ -33,13 +33,11 @@ from insitu.backend.learner.objectives import (
     StepResult,
     build_objective,
 )
-from insitu.backend.learner.policy import TrainablePolicy
+from insitu.backend.learner.policy import ReferenceWeights, TrainablePolicy
 from insitu.backend.learner.ranks import ALONE, Ranks, whole
-from insitu.backend.learner.references import ReferenceWeights
-from insitu.backend.learner.schedules import learning_rate
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendError, JobFailed
-from insitu.schemas.parts import Part
+from insitu.schemas.parts import Part, function_of
 from insitu.schemas.training_jobs import TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -60,6 +58,32 @@ class Progress(NamedTuple):
 
     percent: float
     metrics: dict[str, Any] | None = None
+
+
+def constant(part: float) -> float:
+    """The factor of the peak learning rate when a `part` of the run, from 0 to 1, is over; the warmup not counted."""
+    return 1.0
+
+
+def linear(part: float) -> float:
+    return 1 - part
+
+
+def cosine(part: float) -> float:
+    return (1 + math.cos(math.pi * part)) / 2
+
+
+def learning_rate(settings: TrainingSettings, schedule: Callable[[float], float], step: int, steps: int) -> float:
+    """Learning rate of step `step` (from 0) of `steps`, each an equal part of the job's `schedule_range`."""
+    first, last = settings.schedule_range
+    start, end = (first + (last - first) * number / steps for number in (step, step + 1))
+    if start < settings.warmup:  # by the end of the step, so that the first step is not wasted
+        return settings.learning_rate * min(1.0, end / settings.warmup)
+    part = (start - settings.warmup) / (1 - settings.warmup)
+    factor = schedule(part)
+    if not (math.isfinite(factor) and factor >= 0):
+        raise BackendError(f"schedule: it returned {factor!r} for {part:g}; allowed: finite numbers from 0")
+    return settings.learning_rate * factor
 
 
 class Workers:
@@ -148,7 +172,7 @@ def reference_module(code: CodeFolder, settings: TrainingSettings, weights: Refe
     """
     if settings.reference is None:
         return None
-    module = code.load("reference", "references", settings.reference)(weights)
+    module = function_of("references", settings.reference, functools.partial(code.load, "reference"))(weights)
     if module is not None and not isinstance(module, nn.Module):
         raise BackendError(f"reference: it returned {type(module).__name__}; allowed: a torch module, or None")
     return module
@@ -168,7 +192,7 @@ class OptimizerLoop:
         self._reference = reference_module(state.code, settings, state.reference())
         self._weights = state.reference
         self._settings = settings
-        self._schedule = state.code.load("schedule", "schedules", settings.schedule)
+        self._schedule = function_of("schedules", settings.schedule, functools.partial(state.code.load, "schedule"))
         self._plan = optimizer_steps(rows, settings)
         self._objective = build_objective(settings, rows, self._plan, state.policy.loaded.max_length, state.code)
         self._compares_with_start = settings.reference is not None and self._reference is None

@@ -7,10 +7,10 @@ A checkpoint folder is a model that `insitu backend --model` loads, plus the sta
 import contextlib
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -241,3 +241,23 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
 def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """The name of the first tensor that has NaN or infinite values."""
     return next((name for name, tensor in tensors if not tensor.isfinite().all()), None)
+
+
+class ReferenceWeights(NamedTuple):
+    """The weights that a reference can choose from; each function returns a frozen model.
+
+    `initial`: those that training started from. `load_version`: those of a version whose checkpoint is kept; `version`
+    is that at the start of the job.
+    """
+
+    initial: Callable[[], nn.Module]
+    version: int
+    load_version: Callable[[int], nn.Module]
+
+
+def initial(weights: ReferenceWeights) -> nn.Module:
+    return weights.initial()
+
+
+def job_start(weights: ReferenceWeights) -> None:
+    """Returns None: the weights at the start of the job, whose log-probabilities need no second model."""
