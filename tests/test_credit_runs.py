@@ -18,7 +18,8 @@ import yaml
 from factories import read_lines
 from tiny_backend import Served
 
-from insitu.runs.inspection import RunFiles, TrainingStatus
+from insitu.runs.inspection import TrainingStatus
+from insitu.runs.recorded import Selection
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training.runtime import finetuning_main
 
@@ -236,8 +237,8 @@ async def test_advantages_are_those_of_the_reference(write: Any, served: Served,
     assert found == pytest.approx({k: a for row in expected.keys() - flat for k, a in expected[row].items()}, abs=1e-9)
     assert any(abs(a) > 0.01 for a in found.values())
 
-    files = RunFiles(run)
-    shown = {read.record["episode"]: read for read in map(files.load, files.find())}
+    selection = Selection(run)
+    shown = {read.record["episode"]: read for read in map(selection.read, selection.find())}
     assert {(n, texts[n, k]): a for n, read in shown.items() for k, a in read.advantages.items()} == found
     for name, read in shown.items():
         assert (read.status is TrainingStatus.TRAINED) == any(name == episode for episode, _ in found)

@@ -465,7 +465,7 @@ OPTIONAL = {
 def check_files(folder: Path) -> None:
     """The files that a page's commands have left behind have the documented keys."""
     run, evaluation = folder / "runs" / "desk", folder / ".tmp" / "insitu" / "eval"
-    present = {path.name for path in run.iterdir()} - {"backend"}
+    present = {path.name for path in run.iterdir()} - {"backend", ".index.sqlite"}
     for name in present - {"reward_plot.png"}:
         assert keys_in(run / name) | OPTIONAL.get(name, set()) == documented_keys(name), name
     assert "reward_plot.png" in present

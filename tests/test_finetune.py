@@ -15,7 +15,9 @@ import pytest
 from factories import MODEL, digits_project, read_lines, write_rows
 from processes import HANGS, Process, forked_python, run_project, serving, start_project
 
-from insitu.runs.inspection import RunFiles, TrainingStatus
+from insitu.runs.files import INDEX
+from insitu.runs.inspection import TrainingStatus
+from insitu.runs.recorded import Selection
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def test_a_second_run_in_the_directory_of_a_living_one_is_refused(project: Path)
         code, out, err = run_project(project, *one_epoch)
         assert code == 0, err
     assert [p.name for p in (project / "run/backend/checkpoints").iterdir()] == ["step_000001"]
-    assert not list((project / "run").rglob(".*"))
+    assert [p.name for p in (project / "run").rglob(".*")] == [INDEX]
 
 
 def test_training_continues_from_a_run_in_its_own_directory(project: Path) -> None:
@@ -278,8 +280,7 @@ def test_a_job_that_fails_ends_the_run_and_is_told_with_its_epoch_and_reason(pro
     (metrics,) = read_lines(project / "run/training_metrics.jsonl")  # what was gathered is recorded all the same
     assert (metrics["num_groups"], metrics["policy_version"], metrics["job"]) == (6, 0, "failed")
     assert (project / "run/reward_plot.png").read_bytes().startswith(b"\x89PNG")
-    files = RunFiles(project / "run")
-    assert {read.status for read in files.summaries(files.find())} <= {
+    assert {row["status"] for row in Selection(project / "run").find()} <= {
         TrainingStatus.JOB_FAILED,
         TrainingStatus.DROPPED,
     }
@@ -328,8 +329,8 @@ def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signal
         assert process.wait() == code
     backend.wait(HANGS)
     assert plotted
-    files = RunFiles(project / "run")  # what has been cut off anywhere is read
-    statuses = Counter(files.load(record).status for record in files.find())
+    selection = Selection(project / "run")  # what has been cut off anywhere is read
+    statuses = Counter(selection.read(row).status for row in selection.find())
     assert statuses.keys() <= {TrainingStatus.TRAINED, TrainingStatus.DROPPED, TrainingStatus.PENDING}
     assert statuses[TrainingStatus.TRAINED] >= 4
 

@@ -22,7 +22,7 @@ from insitu.capture.recorder import Recorder
 from insitu.collect.conversations import conversations
 from insitu.errors import CaptureError
 from insitu.integrations.nat.base_parser import parse_to_openai_messages
-from insitu.runs.inspection import RunFiles
+from insitu.runs.recorded import Selection
 from insitu.runs.records import call_records, restore_calls
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
@@ -237,10 +237,9 @@ def test_text_completions_are_trained(tmp_path: Path, way: str) -> None:
     assert all(m["logprob_gap"] < 1e-3 for m in metrics)
     calls = read_lines(tmp_path / "run/calls.jsonl.gz")[1:]
     assert len(calls) == 2 * 2 * 4 * 2
-    files = RunFiles(tmp_path / "run")
+    selection = Selection(tmp_path / "run")
     recorded = []
-    for record in files.find():
-        read = files.load(record)
+    for read in map(selection.read, selection.find()):
         (row,) = read.rows
         assert row.calls == [0, 1]
         assert sum(row.loss_mask) == sum(len(call.token_ids or ()) for call in read.calls) >= 7

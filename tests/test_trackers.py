@@ -12,7 +12,7 @@ from factories import digits_project, read_lines, write_rows
 from processes import HANGS, run, start
 
 from insitu.integrations.trackers.processes import reported
-from insitu.integrations.trackers.stream import RunFiles, training_metrics, validation_metrics
+from insitu.integrations.trackers.stream import TrackedFiles, training_metrics, validation_metrics
 
 PLUGIN = """
 import json, os, time
@@ -207,7 +207,7 @@ async def test_a_run_that_cannot_be_followed_is_a_warning(
 
 def test_epochs_that_may_be_run_again_are_not_logged(tmp_path: Path) -> None:
     """The line of an epoch is written before the run can continue from it."""
-    files = RunFiles(made_up(tmp_path, 2))
+    files = TrackedFiles(made_up(tmp_path, 2))
     assert [(step.epoch, step.metrics) for step in files.steps(-1)] == [
         (1, {"train/reward": 0.1}),
         (2, {"train/reward": 0.2}),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from insitu.integrations.trackers.stream import RunFiles
+from insitu.integrations.trackers.stream import TrackedFiles
 
 EPOCHS = 3
 SCORES = {0: 0.25, 2: 0.5, 3: 0.75}
@@ -184,7 +184,7 @@ def test_trackio(tracked: Callable[..., Path], tmp_path: Path, monkeypatch: pyte
 
 def test_a_made_up_run_is_read_as_a_real_one(tmp_path: Path) -> None:
     run_until(tmp_path / "run", EPOCHS, "completed")
-    steps = [*RunFiles(tmp_path / "run").steps(-1)]
+    steps = [*TrackedFiles(tmp_path / "run").steps(-1)]
     assert [step.epoch for step in steps] == [0, 1, 2, 3]
     for name, values in expected().items():
         assert {step.epoch: step.metrics[name] for step in steps if name in step.metrics} == values

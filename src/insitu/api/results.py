@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from insitu.algorithms.statistics import Estimate, mean_ci95
 from insitu.collect.evaluators import parse_score, scores_by_row
-from insitu.disk.files import numbered_records, read_object
 from insitu.errors import ConfigError, InsituError
-from insitu.runs.files import BEST, METRICS, RUN, RUN_FILES
-from insitu.runs.held_out import read_validations
+from insitu.runs.files import BEST, METRICS
+from insitu.runs.reader import RunReader
 from insitu.runs.summary import RunSummary, read_summary
 from insitu.schemas.episodes import Episode
 from insitu.schemas.evaluation import EvaluationRunOutput
@@ -66,7 +65,8 @@ class Run:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
-        if not any((self.folder / name).exists() for name in RUN_FILES):
+        self._files = RunReader(self.folder)
+        if not self._files.holds_run:
             raise ConfigError(f"{folder} holds no run of insitu finetune")
 
     @property
@@ -77,24 +77,22 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """The content of `run.json`."""
-        return read_object(self.folder / RUN)
+        return self._files.settings(required=True)
 
     @property
     def best(self) -> dict[str, Any] | None:
         """The validation with the highest score and its checkpoint; None if there was no validation."""
-        path = self.folder / BEST
-        return read_object(path) if path.is_file() else None
+        return self._files.object(BEST)
 
     @property
     def metrics(self) -> Table:
         """A row per epoch: reward, loss, KL and so on, as in `training_metrics.jsonl`."""
-        path = self.folder / METRICS
-        return Table(record for _, record in numbered_records(path))
+        return Table(self._files.records(METRICS))
 
     @property
     def validations(self) -> Table:
         """A row per validation, as in `validation_history.json`."""
-        return Table(read_validations(self.folder))
+        return Table(self._files.validations())
 
     def episodes(self, epoch: int | None = None, row: Any = None) -> Iterator[Episode]:
         """The recorded episodes with their model calls, group by group; of one epoch or dataset row, if it is given."""

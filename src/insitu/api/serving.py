@@ -12,10 +12,10 @@ from insitu.agents.blocking_model import BlockingModel
 from insitu.builder import Builder
 from insitu.collect.event_loop import run_async
 from insitu.config import check_config
-from insitu.disk.files import read_object
 from insitu.errors import ConfigError
 from insitu.runs.checkpoints import checkpoint_of_run
 from insitu.runs.files import RUN
+from insitu.runs.reader import RunReader
 from insitu.training.serving import serve_policy
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class TrainedModel:
     """
 
     def __init__(self, run: Path, checkpoint: str | None = None, device: str | None = None) -> None:
-        settings = read_object(run / RUN)["config"]
+        settings = RunReader(run).settings(required=True)["config"]
         adapter = settings["finetuning"]["trainer_adapter"]
         block = dict(settings["trainer_adapters"][adapter])
         if block.get("model") is None:

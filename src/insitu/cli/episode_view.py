@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 if TYPE_CHECKING:
+    from sqlite3 import Row
+
     from insitu.runs.inspection import RecordedEpisode
     from insitu.schemas.episodes import ModelCall, TrainingRow
 
@@ -24,13 +26,14 @@ class View(NamedTuple):
     """Token ids to text; None: unknown."""
 
 
-def print_list(episodes: list["RecordedEpisode"], matching: int) -> None:
+def print_list(episodes: "list[Row]", matching: int) -> None:
+    """Prints rows of a run's index."""
     from insitu.runs.inspection import TrainingStatus
 
-    width = max(len(_escape(episode.record["episode"])) for episode in episodes)
-    for episode in episodes:
-        record, status, reason = episode.record, str(episode.status), episode.reason
-        if episode.status is TrainingStatus.DROPPED:
+    width = max(len(_escape(record["episode"])) for record in episodes)
+    for record in episodes:
+        status, reason = record["status"], record["dropped"] or record["reason"]
+        if status == TrainingStatus.DROPPED:
             status = f"dropped: {reason}"
         elif reason:
             status = f"{status}  {record['outcome']}: {reason}"

@@ -67,25 +67,26 @@ def show(
 ) -> None:
     """Print an episode: calls, conversations and training rows. Lists the episodes if several match."""
     from insitu.errors import ConfigError
-    from insitu.runs.inspection import SORT_KEYS, RunFiles, load_decoder, select
+    from insitu.runs.inspection import load_decoder
+    from insitu.runs.recorded import SORT_KEYS, Selection, select
 
-    files = RunFiles(run_dir)
-    records = files.find(episode=episode, epoch=epoch, row_id=row, generation=generation)
-    found = select(list(files.summaries(records)), outcome, min_reward)
+    selection = Selection(run_dir)
+    rows = selection.find(episode=episode, epoch=epoch, row_id=row, generation=generation)
+    found = select(rows, outcome, min_reward)
     if sort is not None:
-        found.sort(key=lambda one: SORT_KEYS[sort](one.record), reverse=True)
+        found.sort(key=SORT_KEYS[sort], reverse=True)
     if reverse:
         found.reverse()
     if len(found[:limit]) > 1:
         print_list(found[:limit], len(found))
         return
-    recorded = files.load(found[0].record)
+    recorded = selection.read(found[0])
     indices = [call.index for call in recorded.calls]
     if calls is not None and not any(index in calls for index in indices):
         raise ConfigError(
             f"--calls: the episode has {f'calls {indices[0]} to {indices[-1]}' if indices else 'no calls'}"
         )
-    folder = tokenizer or files.tokenizer()
+    folder = tokenizer or selection.files.tokenizer()
     decode = load_decoder(folder) if tokens and folder is not None else None
     view = View(range(sys.maxsize) if calls is None else calls, tokens, full, decode)
     print_episode(recorded, view)

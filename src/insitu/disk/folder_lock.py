@@ -150,6 +150,12 @@ def locked_by(folder: Path) -> str | None:
     return None
 
 
+def locked_elsewhere(folder: Path) -> bool:
+    """Whether a process of another machine has locked a folder."""
+    owner = _parse_owner(folder.resolve() / LOCK_FILE)
+    return owner is not None and not owner.here and locked_by(folder) is not None
+
+
 def _parse_owner(path: Path) -> _Owner | None:
     try:
         return _Owner(**json.loads(path.read_bytes()))

@@ -9,9 +9,7 @@ import yaml
 
 from insitu import __version__
 from insitu.disk.checkpoint_files import TrainingRecord
-from insitu.disk.files import read_object
-from insitu.runs.files import RUN
-from insitu.runs.held_out import read_validations
+from insitu.runs.reader import RunReader
 
 _METHODS = {
     "grpo": "GRPO (group-relative policy optimization, arXiv:2402.03300)",
@@ -31,7 +29,7 @@ class CardSubject(NamedTuple):
 
 def model_card(run: Path, subject: CardSubject) -> str:
     """Markdown with YAML metadata. Names files, but no folders of this machine."""
-    settings = read_object(run / RUN)
+    settings = RunReader(run).settings(required=True)
     lines = ["---", yaml.safe_dump(_metadata(subject, settings), sort_keys=False).rstrip(), "---", ""]
     lines += [f"# {subject.name}", "", *_summary(subject), "", "## Training", ""]
     lines += _table(("", ""), _training(subject, settings))
@@ -85,7 +83,7 @@ def _training(subject: CardSubject, settings: dict[str, Any]) -> Iterator[tuple[
 
 
 def _evaluation(run: Path, subject: CardSubject) -> list[str]:
-    validations = [each for each in read_validations(run) if "error" not in each]
+    validations = [each for each in RunReader(run).validations() if "error" not in each]
     before = next((each for each in validations if each["epoch"] == 0), None)
     scored = [each for each in validations if each["policy_version"] == subject.record.version]
     if before is None or not scored:

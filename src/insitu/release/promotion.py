@@ -17,8 +17,8 @@ from insitu.disk.json_files import dump_json
 from insitu.errors import ConfigError, InsituError
 from insitu.release.model_export import Source, export_model, open_source
 from insitu.runs.checkpoints import checkpoint_of_run
-from insitu.runs.files import BEST, RUN
-from insitu.runs.held_out import RowScores, read_scores
+from insitu.runs.files import BEST
+from insitu.runs.reader import RowScores, RunReader
 
 logger = logging.getLogger(__name__)
 
@@ -125,13 +125,13 @@ def roll_back(path: Path) -> Path:
 
 def _candidate(run: Path, name: str | None) -> tuple[Source, RowScores, list[RowScores]]:
     """The version to promote with its scores, and all validations of the run, the first of them before training."""
-    best = run / BEST
-    if name in (None, "best") and best.exists() and (record := read_object(best)).get("checkpoint") is None:
+    best = RunReader(run).object(BEST)
+    if name in (None, "best") and best is not None and best.get("checkpoint") is None:
         raise InsituError(
-            f"nothing was promoted: the best weights of {run} are those it started from, {record.get('avg_reward')}"
+            f"nothing was promoted: the best weights of {run} are those it started from, {best.get('avg_reward')}"
         )
     source = open_source(run, checkpoint_of_run(run, name or "best", "--checkpoint"))
-    scored = read_scores(run)
+    scored = RunReader(run).scores()
     if not scored or scored[0].epoch != 0:
         raise ConfigError(f"RUN_DIR: {run} has no scores by row of a validation before training; promote needs them")
     found = [each for each in scored if each.policy_version == source.record.version]
@@ -180,7 +180,7 @@ def _compare(
 def _record(source: Source, candidate: RowScores, promotion: Promotion) -> dict[str, Any]:
     """`promotion.json`: the scores by row, with which the next version is compared."""
     return {
-        "run_id": read_object(source.run / RUN).get("run_id"),
+        "run_id": RunReader(source.run).settings(required=True).get("run_id"),
         "checkpoint": source.folder.name,
         "timestamp": datetime.now(UTC).isoformat(),
         "confidence": promotion.confidence,

@@ -139,7 +139,7 @@ class Exporter:
         self.options = options
         self.summary = ExportSummary()
         self._seen = Duplicates()
-        settings = run.settings()
+        settings = run.files.settings()
         self._run_id = settings.get("run_id")
         self._targets = settings.get("targets") or {"functions": [WORKFLOW], "model": None, "llms": []}
 
@@ -150,7 +150,7 @@ class Exporter:
         between = self.options.pairs
         if between is None:
             groups = (group for epoch in self.run.epochs for group in self.run.groups(epoch))
-            recorded = any("candidates" in record for record in self.run.episode_records(groups))
+            recorded = any("candidates" in record for record in self.run.files.episode_records(groups))
             between = "candidates" if recorded else "episodes"
         return self._candidate_pairs if between == "candidates" else self._episode_pairs
 

@@ -17,13 +17,11 @@ from insitu.disk.checkpoint_files import (
     check_model,
     check_optimizer_file,
     read_record,
-    saved_checkpoints,
     write_record,
 )
 from insitu.disk.files import (
     cannot_write,
     new_folder,
-    numbered_records,
     read_object,
     shorter_than_written,
     writable_folder,
@@ -44,8 +42,8 @@ from insitu.runs.files import (
     VALIDATIONS,
     WARM_UP,
 )
-from insitu.runs.held_out import read_validations
-from insitu.runs.progress import EpochState, RunProgress, new_run_id, read_history
+from insitu.runs.progress import EpochState, RunProgress, new_run_id
+from insitu.runs.reader import RunReader
 from insitu.runs.resume import find_run
 from insitu.runs.store import RunStore
 from insitu.runs.summary import read_summary
@@ -65,11 +63,15 @@ class Fork(NamedTuple):
 class _Origin(NamedTuple):
     """The run to fork: its folder, and the epochs, versions and checkpoints from which it can continue."""
 
-    folder: Path
+    files: RunReader
     progress: RunProgress
     states: dict[int, EpochState]
     checkpoints: dict[int, Path]
     """The folders that still exist, by policy version."""
+
+    @property
+    def folder(self) -> Path:
+        return self.files.folder
 
     def epochs(self, *, exact: bool) -> list[int]:
         """The epochs with a checkpoint, or with the initial weights; `exact`: whose optimizer state exists too."""
@@ -90,7 +92,7 @@ def fork_run(run: Path, target: Path, epoch: int, *, new_optimizer: bool = False
         raise ConfigError(f"{KEY}: {target} exists already; choose another name")
     origin = _open_origin(run)
     state = _state_after(origin, epoch, new_optimizer)
-    settings = read_object(run / RUN)
+    settings = origin.files.settings(required=True)
     progress = _progress_of(origin, state, target)
     target = writable_folder(target.absolute().parent, KEY) / target.name
     try:
@@ -108,14 +110,14 @@ def _open_origin(run: Path) -> _Origin:
     progress = find_run(run, "RUN_DIR")
     if progress is None:
         raise ConfigError(f"RUN_DIR: {run} holds no run that can continue")
-    backend = run / BACKEND_FOLDER
-    if not (backend / STARTED_FILE).is_file():
+    files = RunReader(run)
+    if not files.own_backend:
         raise ConfigError(
             f"RUN_DIR: the backend of {run} was not started by the run and keeps the checkpoints elsewhere: such a run "
             "cannot be forked"
         )
-    saved = saved_checkpoints(backend / "checkpoints")
-    return _Origin(run, progress, read_history(run, progress), {record.version: folder for folder, record in saved})
+    checkpoints = {record.version: folder for folder, record in files.checkpoints()}
+    return _Origin(files, progress, files.history(progress), checkpoints)
 
 
 def _state_after(origin: _Origin, epoch: int, new_optimizer: bool) -> EpochState:
@@ -225,8 +227,8 @@ def _copy_lines_of_epochs(run: Path, state: EpochState, target: Path) -> None:
 def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settings: Mapping[str, Any]) -> None:
     """What is not copied as it is, `progress.json` last."""
     run, epoch = origin.folder, progress.epoch
-    _append_lines(run / VALIDATION_SCORES, store, lambda line: line.get("epoch", 0) <= epoch)
-    _append_lines(run / RESCORES, store, lambda line: _epoch_of(line) <= epoch)
+    _append_lines(origin.files, VALIDATION_SCORES, store, lambda line: line.get("epoch", 0) <= epoch)
+    _append_lines(origin.files, RESCORES, store, lambda line: _epoch_of(line) <= epoch)
     store.cut_to(progress.sizes)  # opens the files
     states = [state for number, state in sorted(origin.states.items()) if number <= epoch]
     store.append(PROGRESS_HISTORY, [state.model_dump(mode="json") for state in states])
@@ -238,8 +240,8 @@ def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settin
     if epoch and progress.curriculum is not None:
         store.write(CURRICULUM, progress.curriculum.model_dump(mode="json"))
     if progress.warmed_up:
-        store.write(WARM_UP, read_object(run / WARM_UP))
-    validations = [record for record in read_validations(run) if record["epoch"] <= epoch]
+        store.write(WARM_UP, origin.files.object(WARM_UP))
+    validations = [record for record in origin.files.validations() if record["epoch"] <= epoch]
     if validations:
         store.write(VALIDATIONS, validations)
     scored = [record for record in validations if "error" not in record]
@@ -249,9 +251,9 @@ def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settin
     store.write(PROGRESS, progress.model_copy(update={"sizes": store.sizes()}).model_dump(mode="json"))
 
 
-def _append_lines(path: Path, store: RunStore, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-    if kept := [record for _, record in numbered_records(path) if wanted(record)]:
-        store.append(path.name, kept)
+def _append_lines(files: RunReader, name: str, store: RunStore, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+    if kept := [record for record in files.records(name) if wanted(record)]:
+        store.append(name, kept)
 
 
 def _epoch_of(rescore: Mapping[str, Any]) -> int:

@@ -1,23 +1,19 @@
-"""What a run needs to continue after its process has ended.
+"""The records from which a run continues after its process has ended.
 
-progress.json             the state after the last complete epoch, replaced after each: where a run continues
-progress_history.jsonl    a line per epoch with what is known of the earlier ones only then: where a fork can begin
-journal.jsonl             the finished episodes of the epoch in progress, which are not run again
-
-Lines of the other files that were written after that point are removed when the run continues, and written again.
+`RunProgress` is the state after the last complete epoch: where a run continues. `EpochState` is what is known of the
+earlier epochs only after them: where a fork can begin. The journal has the finished episodes of the epoch in progress,
+which are not run again. Lines of the other files that were written after that point are removed when the run
+continues, and written again.
 """
 
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
 from insitu.algorithms.curriculum import CurriculumState
-from insitu.disk.files import numbered_records, read_line, whole_lines
-from insitu.errors import ConfigError, InsituError
-from insitu.runs.files import JOURNAL, PROGRESS, PROGRESS_HISTORY
+from insitu.runs.files import PROGRESS_HISTORY
 from insitu.runs.records import call_records, episode_record, restore_calls, restore_episode
 from insitu.schemas.episodes import FORMAT_VERSION, Episode, StepLog
 from insitu.schemas.finetuning import TrainingJobStatus
@@ -88,42 +84,6 @@ class EpochState(BaseModel):
         )
 
 
-def read_history(folder: Path, progress: RunProgress) -> dict[int, EpochState]:
-    """The state after each complete epoch, from 0, as far as it was recorded; that after the last one always is.
-
-    Raises InsituError if the file is damaged.
-    """
-    path, end = folder / PROGRESS_HISTORY, progress.sizes.get(PROGRESS_HISTORY, 0)
-    states: dict[int, EpochState] = {}
-    position = 0
-    for number, line in whole_lines(path) if path.is_file() else ():
-        if (position := position + len(line)) > end:  # of an epoch that is being completed
-            break
-        record = read_line(path, number, line)
-        if "format" in record:
-            continue
-        try:
-            state = EpochState.model_validate(record)
-        except ValidationError as error:
-            raise InsituError(f"{path}, line {number} is not the state of an epoch: {_first_problem(error)}") from None
-        states[state.epoch] = state  # a warm-up comes after the first line of epoch 0
-    return states | {progress.epoch: EpochState.of(progress)}
-
-
-def read_progress(folder: Path) -> RunProgress | None:
-    """None if no run in the folder has begun. Raises ConfigError if the file cannot be used."""
-    path = folder / PROGRESS
-    if not path.is_file():
-        return None
-    try:
-        progress = RunProgress.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise ConfigError(f"{path} is not the progress of a run: {_first_problem(error)}") from None
-    if progress.format != FORMAT_VERSION:
-        raise ConfigError(f"{path} has format {progress.format}; supported: {FORMAT_VERSION}")
-    return progress
-
-
 def journal_record(episode: Episode) -> dict[str, Any]:
     """A finished episode whose group may be incomplete: with the steps that its group may need."""
     steps = [step for step in episode.steps.reported() if step.event_type is IntermediateStepType.TTC_END]
@@ -135,38 +95,15 @@ def journal_record(episode: Episode) -> dict[str, Any]:
     }
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
+    """The first of what is wrong with a record, in words."""
     first = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(map(str, first["loc"]))
     return f"{field and field + ': '}{first['msg']}"
 
 
-class JournalSize(NamedTuple):
-    """The epoch that the episodes of a journal belong to, and their number."""
-
-    epoch: int
-    episodes: int
-
-
-def journal_size(folder: Path) -> JournalSize | None:
-    """Reads only the first episode, which belongs to the same epoch as the others; None if there is no episode."""
-    path = folder / JOURNAL
-    first: dict[str, Any] | None = None
-    count = 0
-    for number, line in whole_lines(path) if path.is_file() else ():
-        if number == 2:
-            first = read_line(path, number, line)
-        count += number > 1
-    return JournalSize(first.get("episode", {}).get("epoch"), count) if first is not None else None
-
-
-def read_journal(folder: Path, epoch: int) -> list[Episode]:
-    """The finished episodes of an epoch."""
-    records = (record for _, record in numbered_records(folder / JOURNAL))
-    return [_restore(record) for record in records if record.get("episode", {}).get("epoch") == epoch]
-
-
-def _restore(record: Mapping[str, Any]) -> Episode:
+def restore_journaled(record: Mapping[str, Any]) -> Episode:
+    """The inverse of `journal_record`."""
     episode = restore_episode(record["episode"], restore_calls(record["calls"]))
     episode.steps = StepLog(IntermediateStep.model_validate(step) for step in record["steps"])
     episode.abandoned_attempts = record["abandoned_attempts"]

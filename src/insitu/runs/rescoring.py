@@ -72,7 +72,7 @@ def open_rescoring(
     Raises ConfigError if one of them is missing or has changed.
     """
     run = StoredRun(folder, _KEY)
-    settings = run.settings()
+    settings = run.files.settings()
     if config_file is None:
         config_file = Path(str(settings.get("source", "")))
         if not config_file.is_file():

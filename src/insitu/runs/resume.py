@@ -11,10 +11,10 @@ from typing import Any
 from insitu.collect.shared_run import current_run
 from insitu.config import Config
 from insitu.config.resolved import differences, resolved_config
-from insitu.disk.files import read_object
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
-from insitu.runs.files import BACKEND_FOLDER, EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY, RUN, STARTED_FILE
-from insitu.runs.progress import EpochState, Phase, RunProgress, RunStatus, read_journal, read_progress
+from insitu.runs.files import EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY
+from insitu.runs.progress import EpochState, Phase, RunProgress, RunStatus
+from insitu.runs.reader import RunReader
 from insitu.runs.store import RunStore, open_store
 from insitu.schemas.episodes import Episode
 from insitu.schemas.parts import code_digests
@@ -46,7 +46,7 @@ def find_run(folder: Path, key: str) -> RunProgress | None:
 
     Raises ConfigError naming `key` if there is a run that cannot continue.
     """
-    progress = read_progress(folder)
+    progress = RunReader(folder).progress()
     if progress is None and any((folder / name).exists() for name in (EPISODES, "episodes.jsonl")):
         raise ConfigError(
             f"{key}: the run in {folder} has no {PROGRESS}: an earlier release recorded it, or a trainer without "
@@ -61,7 +61,7 @@ def check_same_run(folder: Path, config: Config, dataset: Mapping[str, Any] | No
     Raises ConfigError for changes after which the run's earlier epochs would say nothing about its later ones, unless
     `force` is given.
     """
-    recorded = read_object(folder / RUN)
+    recorded = RunReader(folder).settings(required=True)
     harmless: list[str] = []
     serious: list[str] = []
     for key, (before, now) in differences(recorded.get("config") or {}, resolved_config(config)).items():
@@ -115,13 +115,15 @@ class ResumableRun:
         self._forced = asked.force
         changes = check_same_run(folder, config, dataset, force=asked.force)
         self._store = RunStore(folder)
-        progress = read_progress(folder) or progress  # again, as an earlier process may have ended before the lock
+        progress = (
+            RunReader(folder).progress() or progress
+        )  # again, as an earlier process may have ended before the lock
         self._store.cut_to(progress.sizes)
         epochs = config.finetuning.num_epochs
         self._store.record_event("resumed", epoch=progress.epoch, epochs=epochs, changes=changes)
         self.progress = progress.model_copy(update={"status": "running", "error": None})
         self.continues = True
-        self._finished = read_journal(folder, self.next_epoch)
+        self._finished = RunReader(folder).journal(self.next_epoch)
         more = f" and {len(self._finished)} episodes of epoch {self.next_epoch}" if self._finished else ""
         notes = [f"run {progress.run_id} continues after epoch {progress.epoch}{more}"]
         return notes + [f"changed since the run was started: {change}" for change in changes]
@@ -162,7 +164,7 @@ class ResumableRun:
         That job is the warm-up, or that of the next epoch if it may have been submitted.
         """
         expected, epoch = self.progress.policy_version, self.next_epoch
-        own_backend = (self.store.folder / BACKEND_FOLDER / STARTED_FILE).is_file()
+        own_backend = RunReader(self.store.folder).own_backend
         job_is_lost = own_backend and version == expected  # it ended with the process
         if self._submitted and not self._finished and not job_is_lost:
             fork = f"; `insitu runs fork --epoch {epoch - 1}` makes a run that repeats the epoch" if own_backend else ""
@@ -199,6 +201,7 @@ class ResumableRun:
         self.progress = reached.model_copy(update={"sizes": store.sizes()})
         await asyncio.to_thread(store.write, PROGRESS, self.progress.model_dump(mode="json"))
         store.clear(JOURNAL)
+        await asyncio.to_thread(store.update_index)
         self._finished = []
 
     def enter(self, phase: Phase) -> None:

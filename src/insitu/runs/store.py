@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -30,9 +30,11 @@ from insitu.runs.files import (
     EPISODES,
     EVENTS,
     GROUPS,
+    INDEX,
     PLAIN_LINES,
     RUN_FILES,
 )
+from insitu.runs.index import RunIndex
 from insitu.runs.records import call_records, episode_record
 from insitu.runs.stored import StoredRun
 from insitu.schemas.episodes import FORMAT_VERSION
@@ -96,6 +98,8 @@ class RunStore:
         self._path = writable_folder(folder, key)  # the workflow may change the working directory
         self._lock = FolderLock(folder, key)
         self._files: dict[str, LineFile] = {}
+        self._index: RunIndex | None = None
+        self._indexes = True
 
     def close(self) -> None:
         while self._files:
@@ -104,7 +108,24 @@ class RunStore:
                 file.close()
             except InsituError as error:  # closes the others, and does not mask what ended the run
                 logger.error("%s", error)
+        if self._index is not None:
+            self._index.close()
         self._lock.release()
+
+    def update_index(self) -> None:
+        """Brings the index up to date with the groups that are written. A run does without it if that fails."""
+        if GROUPS in self._files:
+            self._use_index(RunIndex.refresh)
+
+    def _use_index(self, use: Callable[[RunIndex], None]) -> None:
+        if not self._indexes:
+            return
+        try:
+            self._index = self._index or RunIndex(self._path, temporary=False)
+            use(self._index)
+        except Exception as error:  # what is derived from the other files must not end a run
+            logger.warning("%s is not kept up to date: %s; a reader makes it", self._path / INDEX, error)
+            self._indexes = False
 
     def append(self, name: str, records: Iterable[Any]) -> None:
         """Appends whole lines to a file, after a first line with the format's version."""
@@ -134,9 +155,12 @@ class RunStore:
 
     def cut_to(self, sizes: Mapping[str, int]) -> None:
         """Removes the lines that were written after the files had these sizes. Raises InsituError if one is shorter."""
+        before = {name: (self._path / name).stat().st_size for name in BY_EPOCH if (self._path / name).exists()}
         for name in BY_EPOCH:
-            if name in sizes or (self._path / name).exists():
+            if name in sizes or name in before:
                 self._open(name, sizes.get(name, 0)).truncate(sizes.get(name, 0))
+        if before != self.sizes() and (self._path / INDEX).exists():
+            self._use_index(RunIndex.reset)
 
     def clear(self, name: str) -> None:
         """Removes all lines of a file."""
@@ -220,7 +244,7 @@ def provenance(config: Config, stored: StoredRun | None) -> dict[str, Any]:
     """What later uses of the episodes of a run need to know: its rows, which calls it trains, and where from."""
     finetuning = config.finetuning
     if stored is not None:
-        dataset = stored.settings().get("dataset")
+        dataset = stored.files.settings().get("dataset")
     else:
         asked = finetuning.run_configuration.dataset if finetuning.run_configuration is not None else None
         known = asked is not None or config.eval.dataset is not None  # a plugin's builder may need none

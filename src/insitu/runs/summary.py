@@ -2,21 +2,19 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from insitu.disk.checkpoint_files import OPTIMIZER_FILE, saved_checkpoints
-from insitu.disk.files import read_line, read_object, shorter_than_written
+from insitu.disk.checkpoint_files import OPTIMIZER_FILE
+from insitu.disk.files import shorter_than_written
 from insitu.disk.folder_lock import locked_by
-from insitu.errors import ConfigError, InsituError
-from insitu.runs.files import BACKEND_FOLDER, BEST, EVENTS, METRICS, PROGRESS, RUN, RUN_FILES, STARTED_FILE
-from insitu.runs.held_out import read_validations
-from insitu.runs.progress import RunProgress, journal_size, read_progress
-
-T = TypeVar("T")
+from insitu.errors import ConfigError
+from insitu.runs.files import BEST, CHECKPOINTS, EVENTS, INDEX, METRICS, PROGRESS, RUN_FILES
+from insitu.runs.progress import RunProgress
+from insitu.runs.reader import Problems, RunReader
 
 DEFAULT_FOLDERS = ("runs", ".tmp")
 """Where to look for runs, in the working directory: that of the examples, and that of the default `output_dir`."""
@@ -44,33 +42,7 @@ class RunSummary:
     best_score: float | None = None
     best_epoch: int | None = None
     written: str | None = None
-    problems: list[str] = field(default_factory=list)
-
-    def attempt(self, read: Callable[[], T], default: T) -> T:
-        """What a function reads; the default if it fails, which is noted as a problem."""
-        try:
-            return read()
-        except (InsituError, OSError) as error:
-            problem = str(error)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:  # JSON of another form
-            problem = f"a file has another form than insitu writes: {type(error).__name__}: {error}"
-        if problem not in self.problems:
-            self.problems.append(problem)
-        return default
-
-    def read_lines(self, path: Path) -> list[dict[str, Any]]:
-        """The records of a small file of lines, without those that are damaged, which are noted as one problem."""
-        *lines, _torn = self.attempt(lambda: path.read_bytes() if path.is_file() else b"", b"").split(b"\n")
-        records, damaged = [], []
-        for number, line in enumerate(lines, 1):
-            try:
-                records.append(read_line(path, number, line))
-            except InsituError as error:
-                damaged.append(str(error))
-        if damaged:
-            more = f" (and {len(damaged) - 1} more damaged lines)" * (len(damaged) > 1)
-            self.problems += [problem for problem in [damaged[0] + more] if problem not in self.problems]
-        return [record for record in records if record.keys() != {"format"}]
+    problems: Problems = field(default_factory=Problems)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -128,24 +100,25 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def read_summary(run: Path) -> RunSummary:
     """Never raises for what is in the folder."""
     summary = RunSummary(str(run))
+    files, attempt = RunReader(run), summary.problems.attempt
     locked = locked_by(run)  # before and after the status is read: a process may end or begin in between
-    settings: dict[str, Any] = summary.attempt(lambda: read_object(run / RUN), {})
-    progress = summary.attempt(lambda: read_progress(run), None)
+    settings: dict[str, Any] = attempt(lambda: files.settings(required=True), {})
+    progress = attempt(files.progress, None)
     summary.run_id = settings.get("run_id") or (progress.run_id if progress is not None else None)
-    summary.attempt(lambda: _describe_settings(summary, settings), None)
+    attempt(lambda: _describe_settings(summary, settings), None)
     locked = locked or locked_by(run)
     if progress is not None:
         summary.epoch, summary.error = progress.epoch, progress.error
         summary.status = "killed" if progress.status == "running" else progress.status
-        summary.problems += summary.attempt(lambda: [*_damaged_sizes(run, progress)], [])
+        summary.problems += attempt(lambda: [*_damaged_sizes(files, progress)], [])
     if locked is not None:
         summary.status, summary.error = "running", None
     elif progress is None and not (run / PROGRESS).exists():
-        summary.problems.append(f"{run / PROGRESS} is missing: the run cannot continue")
-    for event in summary.read_lines(run / EVENTS):
+        summary.problems.note(f"{run / PROGRESS} is missing: the run cannot continue")
+    for event in files.readable(EVENTS, summary.problems):
         summary.epochs = event.get("epochs", summary.epochs)
-    summary.attempt(lambda: _describe_validations(summary, read_validations(run)), None)
-    summary.written = summary.attempt(lambda: _last_written(run), None)
+    attempt(lambda: _describe_validations(summary, files.validations()), None)
+    summary.written = attempt(lambda: _last_written(run), None)
     return summary
 
 
@@ -166,67 +139,66 @@ def _describe_validations(summary: RunSummary, validations: list[dict[str, Any]]
         summary.best_score, summary.best_epoch = max(scored, key=lambda each: each[0])
 
 
-def _damaged_sizes(run: Path, progress: RunProgress) -> Iterator[str]:
+def _damaged_sizes(files: RunReader, progress: RunProgress) -> Iterator[str]:
     for name, size in progress.sizes.items():
-        path = run / name
-        found = path.stat().st_size if path.is_file() else 0
-        if found < size:
-            yield shorter_than_written(path, found, size)
+        if (found := files.size(name)) < size:
+            yield shorter_than_written(files.folder / name, found, size)
 
 
 def _last_written(run: Path) -> str:
-    times = [entry.stat().st_mtime for entry in os.scandir(run) if entry.is_file()]
+    times = [entry.stat().st_mtime for entry in os.scandir(run) if entry.is_file() and not entry.name.startswith(INDEX)]
     return datetime.fromtimestamp(max(times), UTC).isoformat(timespec="seconds")
 
 
 def read_details(run: Path) -> RunDetails:
     """Reads no file of episodes. Raises ConfigError if the folder holds no run."""
-    if not any((run / name).exists() for name in (*RUN_FILES, PROGRESS)):
+    files = RunReader(run)
+    if not files.holds_run and not (run / PROGRESS).exists():
         raise ConfigError(f"RUN_DIR: {run} holds no run of insitu finetune")
     summary = read_summary(run)
-    best = run / BEST
+    attempt, problems = summary.problems.attempt, summary.problems
     return RunDetails(
         summary=summary,
-        resume=summary.attempt(lambda: _what_resume_does(run, summary), "cannot continue"),
-        settings=summary.attempt(lambda: _changed_settings(run), {}),
-        events=summary.read_lines(run / EVENTS),
-        epochs=summary.read_lines(run / METRICS),
-        validations=summary.attempt(lambda: read_validations(run), []),
-        best=summary.attempt(lambda: read_object(best) if best.is_file() else None, None),
-        files=summary.attempt(lambda: _sizes(run), {}),
+        resume=attempt(lambda: _what_resume_does(files, summary), "cannot continue"),
+        settings=attempt(lambda: _changed_settings(files), {}),
+        events=files.readable(EVENTS, problems),
+        epochs=files.readable(METRICS, problems),
+        validations=attempt(files.validations, []),
+        best=attempt(lambda: files.object(BEST), None),
+        files=attempt(lambda: _sizes(run), {}),
     )
 
 
-def _changed_settings(run: Path) -> dict[str, Any]:
+def _changed_settings(files: RunReader) -> dict[str, Any]:
     from insitu.config.defaults import changed_settings  # imports the components
 
-    return changed_settings(read_object(run / RUN).get("config") or {})
+    return changed_settings(files.settings(required=True).get("config") or {})
 
 
-def _what_resume_does(run: Path, summary: RunSummary) -> str:
+def _what_resume_does(files: RunReader, summary: RunSummary) -> str:
     """What `insitu finetune --resume` would do, in a sentence."""
-    if (owner := locked_by(run)) is not None:
+    if (owner := locked_by(files.folder)) is not None:
         return f"cannot continue now: {owner} is running it"
-    progress = read_progress(run)
+    progress = files.progress()
     if progress is None:
         return f"cannot continue: it has no {PROGRESS}"
-    if damaged := [*_damaged_sizes(run, progress)]:
+    if damaged := [*_damaged_sizes(files, progress)]:
         return f"cannot continue: {damaged[0]}"
     if progress.phase is not None:
         return "has trained its pairs" if progress.jobs else f"continues with its pairs, which are {progress.phase}"
-    size = journal_size(run)
+    size = files.journal_size()
     finished = f" with {size.episodes} finished episodes of epoch {size.epoch}" if size is not None else ""
     if size is None or size.epoch != progress.epoch + 1:
         finished = ""
     after = f"continues after epoch {progress.epoch}{finished}"
     if summary.epochs is not None and progress.epoch >= summary.epochs:
         after = f"has completed all {summary.epochs} epochs; continues after epoch {progress.epoch} if given more"
-    version, backend = progress.policy_version, run / BACKEND_FOLDER
-    if not (backend / STARTED_FILE).is_file():
+    version = progress.policy_version
+    if not files.own_backend:
         return f"{after}, if its backend continues runs and still serves version {version}"
-    saved = {record.version: folder for folder, record in saved_checkpoints(backend / "checkpoints")}
+    saved = {record.version: folder for folder, record in files.checkpoints()}
     if version and version not in saved:
-        return f"cannot continue: the checkpoint of version {version} is missing in {backend / 'checkpoints'}"
+        return f"cannot continue: the checkpoint of version {version} is missing in {files.folder / CHECKPOINTS}"
     if version and not (saved[version] / OPTIMIZER_FILE).exists():
         return f"{after}, with a new optimizer state"
     return after

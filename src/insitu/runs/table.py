@@ -92,11 +92,11 @@ def _type(polars: Any, kind: str) -> Any:
 
 
 def _records(run: StoredRun) -> Iterator[dict[str, Any]]:
-    training = {line["episode"]: line for line in run.records(ADVANTAGES)}
+    training = {line["episode"]: line for line in run.files.records(ADVANTAGES)}
     rescores: dict[str, list[Any]] = {}
-    for (name, _), record in run.rescores().items():
+    for (name, _), record in run.files.rescores().items():
         rescores.setdefault(name, []).append({k: v for k, v in record.items() if k != "episode"})
-    run_id = run.settings().get("run_id")
+    run_id = run.files.settings().get("run_id")
     for epoch in run.epochs:
         for group in run.groups(epoch):
             for episode in run.load(group):

@@ -10,8 +10,8 @@ from insitu.collect.datasets import dataset_file, load_dataset
 from insitu.collect.validation import held_out_config, validate
 from insitu.errors import ConfigError, InsituError, Stalled
 from insitu.runs.files import BEST, VALIDATION_SCORES, VALIDATIONS
-from insitu.runs.held_out import RowScores, read_validations
 from insitu.runs.progress import RunProgress
+from insitu.runs.reader import RowScores, RunReader
 from insitu.runs.store import RunStore, dataset_record
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
@@ -60,7 +60,7 @@ class Validation:
         """Reads what an earlier process has recorded."""
         for metadata in (job.metadata or {} for job in progress.jobs):
             self.checkpoints[metadata.get("policy_version")] = metadata.get("checkpoint")
-        for record in read_validations(self._store.folder):
+        for record in RunReader(self._store.folder).validations():
             if record["epoch"] > progress.epoch + ("error" not in record):  # a failure is repeated
                 continue
             if "error" not in record:

@@ -1,6 +1,7 @@
-"""Shows runs in a browser: reads the files of a run directory, never writes them.
+"""Shows runs in a browser.
 
-`server` answers requests: the page in `static/`, and JSON below `/api/`. `opened` finds the runs, `overview` reads the
-small files of a run, `index` holds where the groups and episodes of a run are, `lists` and `pages` answer from it.
-`watcher` reports the files that change. Read `server` first.
+In: run directories, read by `runs/reader` and `runs/index`. Out: the page in `static/`, and JSON below `/api/`.
+`server` answers requests, `opened` finds the runs, `overview` has their small files, `indexes` keeps the indexes of
+the runs that are looked at, `lists` and `pages` answer from them, `watcher` reports the files that change. Read
+`server` first.
 """

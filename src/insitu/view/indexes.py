@@ -5,7 +5,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from insitu.view.index import RunIndex
+from insitu.runs.index import RunIndex
 from insitu.view.lists import Lists
 from insitu.view.pages import EpisodePages
 
@@ -48,7 +48,7 @@ class IndexedRun:
             try:
                 self.index.refresh()
             except Exception:  # a page shows what is indexed, and the next request tries again
-                logger.exception("%s cannot be indexed", self.index.run)
+                logger.exception("%s cannot be indexed", self.index.files.folder)
             with self._lock:
                 if not self._again:
                     self._refresh = None

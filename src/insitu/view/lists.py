@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 
 from insitu.errors import RequestRefused
+from insitu.runs.index import QUERY, RunIndex
 from insitu.runs.inspection import TrainingStatus
-from insitu.view.index import QUERY, RunIndex
 
 _MOST = 1000
 """Lines of a page."""
@@ -107,7 +107,7 @@ class Lists:
     """The lists of a run."""
 
     index: RunIndex
-    _orders: dict[tuple[Any, ...], tuple[int, Sequence[int]]] = field(default_factory=dict)
+    _orders: dict[tuple[Any, ...], tuple[tuple[int, ...], Sequence[int]]] = field(default_factory=dict)
 
     def groups(self, query: ListQuery) -> dict[str, Any]:
         """The answer of `/api/groups`."""

@@ -6,11 +6,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from insitu.disk.files import read_object
 from insitu.disk.folder_lock import LOCK_FILE, locked_by
 from insitu.errors import ConfigError, RequestRefused
-from insitu.runs.files import COLLECTIONS, EVENTS, FINAL_METRICS, METRICS, RUN
-from insitu.runs.held_out import read_validations
+from insitu.runs.files import COLLECTIONS, EVENTS, FINAL_METRICS, METRICS
+from insitu.runs.reader import Problems, RunReader
 from insitu.runs.summary import RunSummary, read_details, read_summary
 from insitu.view.opened import OpenedFolder
 
@@ -56,11 +55,12 @@ class Overview:
 
 
 def _run_line(name: str, path: Path) -> dict[str, Any]:
-    summary = read_summary(path)
-    epochs = summary.read_lines(path / METRICS)
-    validations: list[dict[str, Any]] = summary.attempt(lambda: read_validations(path), [])
-    events = summary.read_lines(path / EVENTS)
-    totals: dict[str, Any] = summary.attempt(lambda: _totals(epochs, validations, events), {})
+    summary, files = read_summary(path), RunReader(path)
+    problems = summary.problems
+    epochs = files.readable(METRICS, problems)
+    validations: list[dict[str, Any]] = problems.attempt(files.validations, [])
+    events = files.readable(EVENTS, problems)
+    totals: dict[str, Any] = problems.attempt(lambda: _totals(epochs, validations, events), {})
     return {"run": name, "name": path.name, **summary.as_json(), **totals}
 
 
@@ -89,9 +89,11 @@ def one_run(name: str, path: Path) -> dict[str, Any]:
     except ConfigError as error:
         raise RequestRefused(str(error), status=404, param="run", code="unknown_run") from None
     summary = details.summary
-    recorded: dict[str, Any] = RunSummary(str(path)).attempt(lambda: read_object(path / RUN), {})
-    totals: dict[str, Any] = summary.attempt(lambda: _totals(details.epochs, details.validations, details.events), {})
-    dropped: dict[str, int] = summary.attempt(lambda: _count_dropped(details.epochs), {})
+    recorded: dict[str, Any] = Problems().attempt(RunReader(path).settings, {})
+    totals: dict[str, Any] = summary.problems.attempt(
+        lambda: _totals(details.epochs, details.validations, details.events), {}
+    )
+    dropped: dict[str, int] = summary.problems.attempt(lambda: _count_dropped(details.epochs), {})
     content = details.as_json()
     content["summary"] = {"run": name, "name": path.name, **summary.as_json(), **totals}
     return {
@@ -109,9 +111,9 @@ def one_run(name: str, path: Path) -> dict[str, Any]:
 
 def _customizer(path: Path, summary: RunSummary) -> dict[str, Any]:
     """What a run on NeMo Customizer has instead of epochs."""
-    final = path / FINAL_METRICS
-    found: dict[str, Any] | None = summary.attempt(lambda: read_object(final) if final.is_file() else None, None)
-    return {"collections": summary.read_lines(path / COLLECTIONS), "final_metrics": found}
+    files = RunReader(path)
+    final: dict[str, Any] | None = summary.problems.attempt(lambda: files.object(FINAL_METRICS), None)
+    return {"collections": files.readable(COLLECTIONS, summary.problems), "final_metrics": final}
 
 
 def _count_dropped(epochs: Iterable[Mapping[str, Any]]) -> dict[str, int]:

@@ -9,10 +9,10 @@ import orjson
 
 from insitu.collect.conversations import Turn, conversations
 from insitu.errors import ConfigError
-from insitu.runs.inspection import RecordedEpisode, find_tokenizer, load_decoder, token_texts
+from insitu.runs.index import RunIndex
+from insitu.runs.inspection import RecordedEpisode, load_decoder, token_texts
+from insitu.runs.recorded import RecordedGroups
 from insitu.schemas.episodes import ModelCall
-from insitu.view.index import RunIndex
-from insitu.view.recorded import RecordedGroups
 
 Decode = Callable[[Sequence[int]], str]
 Dialogue = list[dict[str, Any]]
@@ -29,7 +29,7 @@ class EpisodePages:
     def group(self, epoch: int, row_id: str) -> dict[str, Any]:
         """The answer of `/api/group`. Raises RequestRefused (404)."""
         group = self._groups.read(self._groups.find(epoch, row_id))
-        attempt = group.notes.attempt
+        attempt = group.problems.attempt
         dialogues: list[Dialogue] = [attempt(partial(_dialogue, each), []) for each in group.episodes]
         same_row = self._groups.same_row(row_id)
         neighbours = [self._groups.neighbour(group.row, step) for step in (-1, 1)]
@@ -54,7 +54,7 @@ class EpisodePages:
             ],
             "previous": previous,
             "next": following,
-            "problems": group.notes.problems,
+            "problems": group.problems,
         }
 
     def episode(self, name: str) -> tuple[dict[str, Any], list[ModelCall]]:
@@ -62,10 +62,10 @@ class EpisodePages:
         group = self._groups.read(self._groups.find_by_episode(name))
         names = [each.record["episode"] for each in group.episodes]
         if name not in names:
-            raise self._groups.unknown_episode(name, names, group.notes.problems)
+            raise self._groups.unknown_episode(name, names, group.problems)
         place = names.index(name)
         episode = group.episodes[place]
-        attempt, decode = group.notes.attempt, self._decode()
+        attempt, decode = group.problems.attempt, self._decode()
         policies: set[str] = attempt(lambda: {*((group.settings.get("targets") or {}).get("llms") or ())}, set())
         found: list[Dialogue] = attempt(lambda: [[*_messages(turns)] for turns in conversations(episode.calls)], [])
         calls: list[dict[str, Any]] = attempt(lambda: [*_calls(episode, policies, decode)], [])
@@ -92,7 +92,7 @@ class EpisodePages:
             "calls": calls,
             "has_tokenizer": decode is not None,
             **self._links(group.row, names, place, episode.record.get("generation")),
-            "problems": group.notes.problems,
+            "problems": group.problems,
         }
         return answer, sampled
 
@@ -119,7 +119,7 @@ class EpisodePages:
 
     def _decode(self) -> Decode | None:
         """The decoder of the run's tokenizer; None if there is none that can be used."""
-        folder = find_tokenizer(self._groups.run)
+        folder = self._groups.files.tokenizer()
         if folder is None:
             return None
         if self._decoder is None or self._decoder[0] != folder:

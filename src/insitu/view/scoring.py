@@ -15,9 +15,9 @@ import orjson
 
 from insitu.builder import Builder
 from insitu.config import Config, check_config
-from insitu.disk.checkpoint_files import OPTIMIZER_FILE, saved_checkpoints
+from insitu.disk.checkpoint_files import OPTIMIZER_FILE
 from insitu.errors import BackendUnavailable, InsituError, describe_error
-from insitu.runs.files import CHECKPOINTS
+from insitu.runs.reader import RunReader
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.wire.connection import Connection
@@ -61,7 +61,7 @@ class Scorer:
 
     async def score(self, run: Path, calls: Sequence[ModelCall]) -> tuple[Newest, dict[int, list[float | None]]]:
         """The log-probabilities of the sampled tokens of calls, by the calls' index. Raises InsituError."""
-        checkpoints = await asyncio.to_thread(saved_checkpoints, run / CHECKPOINTS)
+        checkpoints = await asyncio.to_thread(RunReader(run).checkpoints)
         if not checkpoints:
             raise InsituError(f"{run} has no checkpoint: its backend was not a part of it, or has not trained yet")
         folder, record = checkpoints[-1]

@@ -117,7 +117,7 @@ class ViewServer:
             return await self._from_index(request, lambda run: run.pages.episode(name)[0])
         async with self._indexed(request) as run:
             answer, calls = await asyncio.to_thread(run.pages.episode, name)
-        await self._add_newest(run.index.run, answer, calls)
+        await self._add_newest(run.index.files.folder, answer, calls)
         return await _json(lambda: answer)
 
     async def _add_newest(self, run: Path, answer: dict[str, Any], calls: list[ModelCall]) -> None:

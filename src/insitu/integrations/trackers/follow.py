@@ -15,7 +15,7 @@ import orjson
 
 from insitu.disk.files import read_object, write_file
 from insitu.errors import InsituError
-from insitu.integrations.trackers.stream import RunFiles, status_of
+from insitu.integrations.trackers.stream import TrackedFiles
 from insitu.runs.files import PROGRESS, TRACKERS
 from insitu.training.trackers import Tracker, tracker_class
 from insitu.wire.redaction import redact_stream, remember_environment
@@ -29,7 +29,7 @@ _NICENESS = 19
 class Follower:
     """What a tracker has of a run is in `trackers/NAME.json`, so that a resumed run continues it."""
 
-    def __init__(self, name: str, files: RunFiles) -> None:
+    def __init__(self, name: str, files: TrackedFiles) -> None:
         self._name = name
         self._files = files
         self._tracker: Tracker | None = None
@@ -47,7 +47,7 @@ class Follower:
 
     def finish(self) -> None:
         if self._tracker is not None:
-            self._tracker.finish(status_of(self._files))
+            self._tracker.finish(self._files.status)
 
     @property
     def _state_file(self) -> Path:
@@ -69,7 +69,7 @@ class Follower:
 
 def follow(name: str, folder: Path) -> None:
     """Returns when the run has ended. Raises InsituError if it has no file that says which epochs are complete."""
-    files = RunFiles(folder)
+    files = TrackedFiles(folder)
     follower = Follower(name, files)
     has_ended = False
     while not has_ended:

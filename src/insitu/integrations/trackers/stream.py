@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from insitu.config.resolved import leaves
-from insitu.disk.files import load_json, numbered_records, read_object
 from insitu.errors import InsituError
-from insitu.runs.files import EPISODES, METRICS, PROGRESS, RUN, TRACKERS, VALIDATION_SCORES, VALIDATIONS
-from insitu.runs.stored import RunFolder
+from insitu.runs.files import METRICS, PROGRESS, RUN, TRACKERS, VALIDATION_SCORES
+from insitu.runs.reader import RunReader
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import message_text
 from insitu.training.trackers import Step, Table, TrackedRun
@@ -76,11 +75,12 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
     return {}
 
 
-class RunFiles:
-    """The files of a run, which may be in progress."""
+class TrackedFiles:
+    """What trackers are given of the files of a run, which may be in progress."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._files = RunReader(folder)
 
     @property
     def has_begun(self) -> bool:
@@ -88,23 +88,30 @@ class RunFiles:
 
     @cached_property
     def run(self) -> TrackedRun:
-        about = read_object(self.folder / RUN)
+        about = self._files.settings()
         settings = {key: _scalar(value) for key, value in leaves(about.get("config") or {})}
         return TrackedRun(self.folder.name, about["run_id"], self.folder / TRACKERS, settings)
 
     @property
     def progress(self) -> dict[str, Any]:
         """The point from which the run can continue: its epochs up to there do not change any more."""
-        path = self.folder / PROGRESS
-        return read_object(path) if path.is_file() else {}
+        return self._files.object(PROGRESS) or {}
+
+    @property
+    def status(self) -> str:
+        """How the run has ended."""
+        try:
+            return str(self.progress.get("status", "running"))
+        except InsituError:
+            return "running"
 
     def steps(self, after: int) -> Iterator[Step]:
         """The epochs after this one that do not change any more."""
         last = self.progress.get("epoch", -1)
         if last <= after and after >= 0:
             return
-        lines = {record["epoch"]: record for _, record in self._records(METRICS)}
-        validations = {record["epoch"]: record for record in self._validations()}
+        lines = {record["epoch"]: record for record in self._files.records(METRICS)}
+        validations = {record["epoch"]: record for record in self._files.validations()}
         for epoch in range(after + 1, last + 1):
             if last == 0 and epoch not in validations:
                 return
@@ -112,30 +119,21 @@ class RunFiles:
             if metrics:
                 yield Step(epoch, metrics, dict(self._tables(epoch)))
 
-    def _validations(self) -> list[dict[str, Any]]:
-        path = self.folder / VALIDATIONS
-        return list(load_json(path.read_bytes())) if path.is_file() else []
-
-    def _records(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        path = self.folder / name
-        return numbered_records(path) if path.is_file() else iter(())
-
     def _tables(self, epoch: int) -> Iterator[tuple[str, Table]]:
-        for _, record in self._records(VALIDATION_SCORES):
+        for record in self._files.records(VALIDATION_SCORES):
             if record.get("epoch") == epoch:
                 rows = [(row, sum(scores) / len(scores)) for row, scores in record["scores"].items() if scores]
                 yield "validation/scores", Table(("row", "score"), rows[:MAX_ROWS])
-        if epoch > 0 and (self.folder / EPISODES).is_file() and (rows := [*self._episodes(epoch)]):
+        if epoch > 0 and (rows := [*self._episodes(epoch)]):
             columns = ("row", "generation", "outcome", "reward", "prompt", "answer", "output")
             yield "train/episodes", Table(columns, rows)
 
     def _episodes(self, epoch: int) -> Iterator[tuple[Any, ...]]:
         """The first episodes of the first groups of an epoch."""
-        run = RunFolder(self.folder)
-        groups = [group for group, _ in run.group_records() if group.epoch == epoch][:SAMPLED_GROUPS]
+        groups = [group for group in self._files.groups() if group.epoch == epoch][:SAMPLED_GROUPS]
         for group in groups:
-            calls = run.calls(group)
-            for record in [*run.episode_records([group])][:SAMPLED_EPISODES]:
+            calls = self._files.calls(group)
+            for record in [*self._files.episode_records([group])][:SAMPLED_EPISODES]:
                 prompt, answer = _texts(calls.get(record["episode"], []))
                 known = (record["row_id"], record["generation"], record["outcome"], record["reward"])
                 yield *known, prompt, answer, _short(str(record["output"]))
@@ -156,11 +154,3 @@ def _short(text: str) -> str:
 
 def _scalar(value: Any) -> str | float | bool | None:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
-def status_of(files: RunFiles) -> str:
-    """How a run has ended."""
-    try:
-        return str(files.progress.get("status", "running"))
-    except InsituError:
-        return "running"

@@ -1,8 +1,7 @@
-"""An index of the groups and episodes of a run, which follows its files as they grow.
+"""The index of the groups and episodes of a run, which follows its files as they grow.
 
-It holds what lists show and sort by, and where the rest is in the files, in a temporary database of SQLite that
-vanishes with the process. `refresh` reads what was appended since the last time; a run whose files were cut or
-replaced, as by `--resume`, is indexed anew.
+It holds what lists show and sort by, and where the rest is in the files. `refresh` reads what was appended since the
+last time, by this process or another; a run whose files were cut or replaced, as by `--resume`, is indexed anew.
 """
 
 import math
@@ -11,6 +10,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +18,12 @@ import orjson
 
 from insitu.disk.files import Block, read_block, read_line, shorter_than_written
 from insitu.errors import InsituError
+from insitu.runs.appended import AppendedLines, FileReplaced, Line
 from insitu.runs.files import ADVANTAGES, BLOCKS, CALLS, EPISODES, GROUPS, METRICS
+from insitu.runs.index_database import IndexDatabase, Outdated, Values
 from insitu.runs.inspection import TrainingStatus
-from insitu.runs.stored import StoredGroup
+from insitu.runs.reader import RunReader, StoredGroup
 from insitu.schemas.episodes import FORMAT_VERSION
-from insitu.view.appended import AppendedLines, FileReplaced, Line
 
 _BATCH = 100
 """Groups or lines that are indexed before others may read the index."""
@@ -31,28 +32,6 @@ _PAUSE = 0.05
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 _NOT_STORABLE = (sqlite3.Error, OverflowError, UnicodeEncodeError)
 
-Values = tuple[Any, ...]
-"""What a statement is executed with."""
-
-_TABLES = """
-CREATE TABLE groups (
-    id INTEGER PRIMARY KEY, epoch INTEGER, row_id TEXT, row_key TEXT, num_episodes INTEGER, rewards TEXT, mean REAL,
-    std REAL, dropped TEXT, num_dropped INTEGER, line_offset INTEGER, line_size INTEGER, number INTEGER,
-    episodes_offset INTEGER, episodes_size INTEGER, calls_offset INTEGER, calls_size INTEGER, state INTEGER DEFAULT 0
-);
-CREATE INDEX groups_of_epoch ON groups (epoch, row_key);
-CREATE INDEX groups_of_row ON groups (row_id, epoch);
-CREATE INDEX groups_to_read ON groups (id) WHERE state = 0;
-CREATE TABLE episodes (
-    id INTEGER PRIMARY KEY, group_id INTEGER, episode TEXT, epoch INTEGER, row_id TEXT, row_key TEXT,
-    generation INTEGER, attempt INTEGER, outcome TEXT, reason TEXT, reward REAL, seconds REAL, calls INTEGER,
-    prompt_tokens INTEGER, sampled_tokens INTEGER, in_group INTEGER, dropped TEXT, trained INTEGER, sent INTEGER,
-    line_offset INTEGER, line_size INTEGER, number INTEGER
-);
-CREATE INDEX episodes_of_group ON episodes (group_id);
-CREATE INDEX episodes_by_name ON episodes (episode);
-CREATE TABLE epochs (epoch INTEGER PRIMARY KEY, job TEXT);
-"""
 _STATUS = """status(e.reward IS NULL OR NOT e.in_group OR e.dropped IS NOT NULL, epochs.epoch IS NOT NULL, epochs.job,
     e.trained, e.sent)"""
 QUERY = f"SELECT e.*, {_STATUS} AS status FROM episodes e LEFT JOIN epochs ON epochs.epoch = e.epoch"
@@ -72,40 +51,36 @@ class Indexed(NamedTuple):
 
 
 class RunIndex:
-    """The index of a run. Any thread may call it; one `refresh` runs at a time."""
+    """The index of a run. Any thread may call it; one `refresh` runs at a time.
 
-    def __init__(self, run: Path) -> None:
-        self.run = run
-        self.version = 0
-        """Changes whenever the content does."""
+    With `temporary` false, raises sqlite3.Error or OSError if there can be none in the run's directory.
+    """
+
+    def __init__(self, run: Path, *, temporary: bool = True) -> None:
+        self.files = RunReader(run)
         self.groups_known = threading.Event()
         """Set when all groups have been read once; their episodes are read after them."""
         self._requests = 0
         self._no_requests = threading.Event()
         self._no_requests.set()
         self._refreshing = threading.Lock()
-        self._lock = threading.Lock()
         self._closed = False
-        self._begin()
-
-    def _begin(self) -> None:
-        """Starts with nothing indexed."""
-        self._database = sqlite3.connect("", check_same_thread=False, isolation_level=None)
-        self._database.row_factory = sqlite3.Row
-        self._database.create_function("status", 5, self._status)
-        self._database.executescript(f"PRAGMA journal_mode = MEMORY; {_TABLES}")
-        self._files = {name: AppendedLines(self.run / name) for name in (GROUPS, ADVANTAGES, METRICS)}
-        self._problems: dict[str, tuple[str, int]] = {}
-        self._unknown_format: set[str] = set()
         self._complete = False
-        self.version += 1
+        self._notes: list[tuple[str, str]] = []
+        """Problems that are not in the database yet."""
+        self._database = IndexDatabase(run, self._status, temporary=temporary)
 
     def close(self) -> None:
-        """Ends a refresh that is running, and forgets the index."""
+        """Ends a refresh that is running."""
         self._closed = True
         self.groups_known.set()
-        with self._refreshing, self._lock:
+        with self._refreshing:
             self._database.close()
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Changes whenever the content does."""
+        return self._database.version
 
     @property
     def indexed(self) -> Indexed:
@@ -122,8 +97,8 @@ class RunIndex:
     def problems(self) -> list[str]:
         """What is damaged, a sentence per file."""
         return [
-            problem + f" (and {count - 1} more in this file)" * (count > 1)
-            for problem, count in [*self._problems.values()]
+            row["problem"] + f" (and {row['count'] - 1} more in this file)" * (row["count"] > 1)
+            for row in self.select("SELECT * FROM problems ORDER BY rowid")
         ]
 
     @contextmanager
@@ -139,35 +114,49 @@ class RunIndex:
                 self._no_requests.set()
 
     def select(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
-        with self._lock:
-            return self._database.execute(query, values).fetchall()
+        return self._database.select(query, values)
 
     def refresh(self) -> None:
         """Indexes what the files hold by now."""
         with self._refreshing:
-            if self._closed:
-                return
-            try:
-                self._read_files()
-            except FileReplaced:
-                with self._lock:
-                    self._database.close()
-                    self._begin()
-                self._read_files()
+            replaced = False
+            while not self._closed:
+                self._notes.clear()
+                try:
+                    if replaced:
+                        self.reset()
+                    if not self._database.check():
+                        self._complete = False
+                    replaced = False
+                    self._read_files()
+                except Outdated:  # by a process that does the same
+                    continue
+                except FileReplaced:
+                    replaced = True
+                except sqlite3.DatabaseError as error:
+                    self._database.replace(error)
+                else:
+                    return
+
+    def reset(self) -> None:
+        """Forgets what the files held, as they were cut or replaced."""
+        self._database.reset()
 
     def _read_files(self) -> None:
         """Reads the files in the reverse order of their writing, so that what a line refers to is read as well."""
         try:
             self._insert(METRICS, _epoch, _ADD_EPOCH)
-            advantages = _size(self.run / ADVANTAGES)  # those after it may be of groups that are not read this time
+            advantages = self.files.size(ADVANTAGES)  # those after it may be of groups that are not read this time
             self._insert(GROUPS, _group, _ADD_GROUP)
             self.groups_known.set()
             self._retry_short_groups()
             self._read_episodes()
             self._insert(ADVANTAGES, _advantages, _ADD_ADVANTAGES, advantages)
-            self._problems.pop(_UNREADABLE, None)
+            self._forget(_UNREADABLE)
         except OSError as error:
-            self._problems[_UNREADABLE] = f"{error.filename} cannot be read: {error.strerror}", 1
+            self._forget(_UNREADABLE)
+            self._note(_UNREADABLE, f"{error.filename} cannot be read: {error.strerror}")
+            self._write_notes()
             self.groups_known.set()
         self._complete = not self._closed
 
@@ -175,42 +164,44 @@ class RunIndex:
         self, name: str, read: Callable[[dict[str, Any], Line], Values], statement: str, end: int | None = None
     ) -> None:
         """Executes a statement with what `read` takes from each new record of a file; damaged ones are noted."""
-        path = self.run / name
-        for lines in _batches(self._files[name].read(end)):
-            if self._closed:
+        while not self._closed:
+            before = self._database.position(name)
+            lines = AppendedLines(self.files.folder / name, before)
+            batch = [*islice(lines.read(end), _BATCH)]
+            if not batch:
                 return
             self._no_requests.wait(_PAUSE)
-            values = [found for line in lines if (found := self._read_line(path, line, read)) is not None]
-            with self._changing():
+            if batch[0].number == 1 and name != METRICS and not self._has_format(name, batch.pop(0)):
+                return
+            values = [found for line in batch if (found := self._read_line(name, line, read)) is not None]
+            with self._database.changing():
+                self._database.move(name, before, lines.position)
                 self._execute(name, statement, values)
+                self._write_notes()
 
-    def _read_line(self, path: Path, line: Line, read: Callable[[dict[str, Any], Line], Values]) -> Values | None:
-        name = path.name
-        if name in self._unknown_format:
-            return None
+    def _has_format(self, name: str, first: Line) -> bool:
+        """Whether the file of this first line can be read; a damaged line is noted."""
+        path = self.files.folder / name
         try:
-            record = read_line(path, line.number, line.content)
-            if line.number > 1 or name == METRICS:
-                return read(record, line)
-            if record != {"format": FORMAT_VERSION}:
-                self._unknown_format.add(name)
-                self._note(name, f"{path} has format {record.get('format', 'unknown')}; supported: {FORMAT_VERSION}")
+            header = read_line(path, first.number, first.content)
+        except InsituError as error:
+            self._note(name, str(error))
+            return True
+        if header != {"format": FORMAT_VERSION}:
+            problem = f"{path} has format {header.get('format', 'unknown')}; supported: {FORMAT_VERSION}"
+            self._database.execute("INSERT OR IGNORE INTO problems VALUES (?, ?, 1)", (name, problem))
+            return False
+        return True
+
+    def _read_line(self, name: str, line: Line, read: Callable[[dict[str, Any], Line], Values]) -> Values | None:
+        path = self.files.folder / name
+        try:
+            return read(read_line(path, line.number, line.content), line)
         except InsituError as error:
             self._note(name, str(error))
         except _MALFORMED as error:
             self._note(name, f"{path}, line {line.number} has another form: {error!r}")
         return None
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """One transaction, during which nobody else reads."""
-        with self._lock:
-            self.version += 1
-            self._database.execute("BEGIN")
-            try:
-                yield
-            finally:
-                self._database.execute("COMMIT")
 
     def _execute(self, name: str, statement: str, values: list[Values]) -> None:
         """Values that a database cannot hold are noted and left out."""
@@ -219,7 +210,7 @@ class RunIndex:
             self._database.executemany(statement, values)
         except _NOT_STORABLE as error:
             if len(values) == 1:
-                self._note(name, f"{self.run / name} has a record of another form: {error}")
+                self._note(name, f"{self.files.folder / name} has a record of another form: {error}")
                 return
             self._database.execute("ROLLBACK TO all_values")
             for each in values:
@@ -227,17 +218,16 @@ class RunIndex:
 
     def _retry_short_groups(self) -> None:
         """Groups whose lines were not all in the file, which may have been copied meanwhile."""
-        size = _size(self.run / EPISODES)
         if not self.select("SELECT 1 FROM groups WHERE state = ? LIMIT 1", (_SHORT,)):
-            self._problems.pop(_MISSING, None)
+            self._forget(_MISSING)
             return
-        with self._lock:
-            found = self._database.execute(
-                "UPDATE groups SET state = ? WHERE state = ? AND episodes_offset + episodes_size <= ?",
-                (_TO_READ, _SHORT, size),
-            )
-        if found.rowcount:  # the advantages of their episodes have been read already
-            self._files[ADVANTAGES] = AppendedLines(self.run / ADVANTAGES)
+        enough = "state = ? AND episodes_offset + episodes_size <= ?"
+        size = self.files.size(EPISODES)
+        if self.select(f"SELECT 1 FROM groups WHERE {enough} LIMIT 1", (_SHORT, size)):
+            with self._database.changing():
+                self._database.execute(f"UPDATE groups SET state = ? WHERE {enough}", (_TO_READ, _SHORT, size))
+                # the advantages of their episodes have been read already
+                self._database.execute("DELETE FROM files WHERE name = ?", (ADVANTAGES,))
 
     def _read_episodes(self) -> None:
         while not self._closed:
@@ -245,21 +235,24 @@ class RunIndex:
             if not groups:
                 return
             read = [(group, *self._read_group(group)) for group in groups]
-            with self._changing():
+            with self._database.changing():
                 states = [(state, group["id"]) for group, state, _ in read]
-                self._execute(GROUPS, "UPDATE groups SET state = ? WHERE id = ?", states)
+                changed = self._database.executemany("UPDATE groups SET state = ? WHERE id = ? AND state = 0", states)
+                if changed.rowcount != len(states):
+                    raise Outdated
                 episodes = [values for _, _, found in read for values in found]
                 self._execute(EPISODES, _ADD_EPISODE, episodes)
+                self._write_notes()
 
     def _read_group(self, group: sqlite3.Row) -> tuple[int, list[Values]]:
         """The state of a group, and what the index holds of its episodes."""
         self._no_requests.wait(_PAUSE)
-        path, block = self.run / EPISODES, stored_group(group).episodes
-        if (size := _size(path)) < block.end:
+        path, block = self.files.folder / EPISODES, stored_group(group).episodes
+        if (size := self.files.size(EPISODES)) < block.end:
             self._note(_MISSING, shorter_than_written(path, size, block.end))
             return _SHORT, []
         try:
-            members = set(read_at(self.run / GROUPS, group)["episodes"])
+            members = set(self.line(GROUPS, group)["episodes"])
             records = read_block(path, block)
             return _INDEXED, [(group["id"], group["row_key"], *_episode(record, members)) for record in records]
         except InsituError as error:
@@ -268,9 +261,21 @@ class RunIndex:
             self._note(EPISODES, f"{path}, {block} has another form: {error!r}")
         return _DAMAGED, []
 
+    def line(self, name: str, row: sqlite3.Row) -> dict[str, Any]:
+        """The record of the line that a row of the index names. Raises InsituError if it is no longer there."""
+        return self.files.line_at(name, row["line_offset"], row["line_size"], row["number"])
+
     def _note(self, name: str, problem: str) -> None:
-        first, count = self._problems.get(name, (problem, 0))
-        self._problems[name] = first, count + 1
+        self._notes.append((name, problem))
+
+    def _write_notes(self) -> None:
+        statement = "INSERT INTO problems VALUES (?, ?, 1) ON CONFLICT (name) DO UPDATE SET count = count + 1"
+        self._database.executemany(statement, self._notes)
+        self._notes.clear()
+
+    def _forget(self, name: str) -> None:
+        if self.select("SELECT 1 FROM problems WHERE name = ?", (name,)):
+            self._database.execute("DELETE FROM problems WHERE name = ?", (name,))
 
     def _status(self, dropped: int, epoch_is_over: int, job: str | None, trained: int | None, sent: int) -> str | None:
         if trained is None and not self._complete and not dropped and epoch_is_over and job == "completed":
@@ -353,31 +358,3 @@ def stored_group(group: sqlite3.Row) -> StoredGroup:
     episodes = Block(group["episodes_offset"], group["episodes_size"])
     calls = Block(group["calls_offset"], group["calls_size"])
     return StoredGroup(group["epoch"], group["row_id"], group["num_episodes"], episodes, calls)
-
-
-def read_at(path: Path, row: sqlite3.Row) -> dict[str, Any]:
-    """The record of the line that a row of the index names. Raises InsituError if it is no longer there."""
-    try:
-        with path.open("rb") as file:
-            file.seek(row["line_offset"])
-            return read_line(path, row["number"], file.read(row["line_size"]))
-    except OSError as error:
-        raise InsituError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _batches(lines: Iterator[Line]) -> Iterator[list[Line]]:
-    batch: list[Line] = []
-    for line in lines:
-        batch.append(line)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

@@ -21,15 +21,24 @@ class FileReplaced(Exception):
     """What was read is not what the file holds now."""
 
 
+class Position(NamedTuple):
+    """A place in a file: its inode, the bytes and lines before it, and the last of these bytes."""
+
+    inode: int = 0
+    offset: int = 0
+    number: int = 0
+    last: bytes = b""
+
+
+_START = Position()
+
+
 class AppendedLines:
     """The lines of a file that were not read yet. A file that does not exist has none."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, position: Position = _START) -> None:
         self._path = path
-        self._inode = 0
-        self._offset = 0
-        self._number = 0
-        self._last = b""
+        self.position = position
 
     def read(self, end: int | None = None) -> Iterator[Line]:
         """Whole lines, up to the byte `end`; an incomplete last one is left for later.
@@ -39,24 +48,26 @@ class AppendedLines:
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
-            if self._inode:
+            if self.position.inode:
                 raise FileReplaced(self._path) from None
             return
         with file:
-            self._seek(file)
+            inode = self._seek(file)
             for content in file:
-                if not content.endswith(b"\n") or (end is not None and self._offset + len(content) > end):
+                _, offset, number, _ = self.position
+                if not content.endswith(b"\n") or (end is not None and offset + len(content) > end):
                     return
-                line = Line(self._number + 1, self._offset, content)
-                self._number, self._offset = line.number, self._offset + len(content)
-                self._last = content[-_REMEMBERED:]
+                line = Line(number + 1, offset, content)
+                self.position = Position(inode, offset + len(content), line.number, content[-_REMEMBERED:])
                 yield line
 
-    def _seek(self, file: BinaryIO) -> None:
+    def _seek(self, file: BinaryIO) -> int:
+        inode, offset, _, last = self.position
         status = os.fstat(file.fileno())
-        if self._inode not in (0, status.st_ino) or status.st_size < self._offset:
+        if inode not in (0, status.st_ino) or status.st_size < offset:
             raise FileReplaced(self._path)
-        self._inode = status.st_ino
-        file.seek(self._offset - len(self._last))
-        if file.read(len(self._last)) != self._last:
+        file.seek(offset - len(last))
+        if file.read(len(last)) != last:
             raise FileReplaced(self._path)
+        self.position = self.position._replace(inode=status.st_ino)
+        return status.st_ino

@@ -1,0 +1,342 @@
+"""The only reader of the files in a run's directory, whether the run is in progress, has ended, or is damaged."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
+
+import orjson
+from pydantic import ValidationError
+
+from insitu.collect.datasets import WORKFLOW_OUTPUT
+from insitu.disk.checkpoint_files import TrainingRecord, saved_checkpoints
+from insitu.disk.files import (
+    Block,
+    load_json,
+    read_block,
+    read_line,
+    read_object,
+    shorter_than_written,
+    whole_lines,
+)
+from insitu.errors import ConfigError, InsituError
+from insitu.runs.appended import AppendedLines, Line
+from insitu.runs.files import (
+    BACKEND_FOLDER,
+    BLOCKS,
+    CALLS,
+    CHECKPOINTS,
+    EPISODES,
+    GROUPS,
+    JOURNAL,
+    PLAIN_LINES,
+    PROGRESS,
+    PROGRESS_HISTORY,
+    RESCORES,
+    RUN,
+    RUN_FILES,
+    STARTED_FILE,
+    VALIDATION_SCORES,
+    VALIDATIONS,
+)
+from insitu.runs.progress import EpochState, RunProgress, first_problem, restore_journaled
+from insitu.runs.records import restore_calls
+from insitu.schemas.episodes import FORMAT_VERSION, Episode, ModelCall
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_CHUNK = 1 << 20
+
+
+class Problems(list[str]):
+    """What is missing or damaged in a run, a sentence each."""
+
+    def attempt(self, read: Callable[[], T], default: T) -> T:
+        """What a function reads; the default if it fails, which is noted as a problem."""
+        try:
+            return read()
+        except (InsituError, OSError) as error:
+            self.note(str(error))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # JSON of another form
+            self.note(f"a file has another form than insitu writes: {type(error).__name__}: {error}")
+        return default
+
+    def note(self, problem: str) -> None:
+        if problem not in self:
+            self.append(problem)
+
+
+class StoredGroup(NamedTuple):
+    """A group of a run, and where its lines are."""
+
+    epoch: int
+    row_id: str
+    size: int
+    """The number of its episodes, with those that were dropped."""
+    episodes: Block
+    calls: Block
+
+
+class RowScores(NamedTuple):
+    """A line of `validation_scores.jsonl`: the scores of one version by row id, one per repetition.
+
+    `dataset` is the SHA-256 of the file with the rows.
+    """
+
+    epoch: int
+    policy_version: int | None
+    evaluator: str
+    dataset: str
+    scores: dict[str, list[float]]
+
+    def means(self) -> dict[str, float]:
+        """The mean score of each row."""
+        return {row: fmean(scores) for row, scores in self.scores.items()}
+
+
+class JournalSize(NamedTuple):
+    """The epoch that the episodes of a journal belong to, and their number."""
+
+    epoch: int
+    episodes: int
+
+
+class RunReader:
+    """The files of a run; `key` is the option or key that names the directory.
+
+    A file that does not exist has no records. Raises InsituError for one that is damaged, and ConfigError for one of
+    another format; an incomplete last line is reported and left out.
+    """
+
+    def __init__(self, folder: Path, key: str = "") -> None:
+        self.folder = folder
+        self.where = f"{key}: {folder}" if key else str(folder)
+
+    @property
+    def holds_run(self) -> bool:
+        return any((self.folder / name).exists() for name in RUN_FILES)
+
+    def object(self, name: str) -> dict[str, Any] | None:
+        """The JSON object in a file; None if there is no such file."""
+        path = self.folder / name
+        return read_object(path) if path.is_file() else None
+
+    def settings(self, *, required: bool = False) -> dict[str, Any]:
+        """The content of `run.json`. Raises InsituError if it is `required` and missing."""
+        return read_object(self.folder / RUN) if required else self.object(RUN) or {}
+
+    def validations(self) -> list[dict[str, Any]]:
+        """The records of `validation_history.json`; none if the run was never validated."""
+        path = self.folder / VALIDATIONS
+        try:
+            return list(load_json(path.read_bytes())) if path.exists() else []
+        except (ValueError, TypeError) as error:
+            raise InsituError(f"{path} is not a list of validations: {error}") from None
+
+    def scores(self) -> list[RowScores]:
+        """The validations whose row scores were recorded, in the order they were made."""
+        scores = []
+        for number, record in self._numbered(VALIDATION_SCORES):
+            try:
+                scores.append(RowScores(**record))
+            except TypeError:
+                keys, path = ", ".join(RowScores._fields), self.folder / VALIDATION_SCORES
+                raise InsituError(f"{path}, line {number} does not have the keys {keys}") from None
+        return scores
+
+    def progress(self) -> RunProgress | None:
+        """None if no run in the folder has begun. Raises ConfigError if the file cannot be used."""
+        path = self.folder / PROGRESS
+        if not path.is_file():
+            return None
+        try:
+            progress = RunProgress.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise ConfigError(f"{path} is not the progress of a run: {first_problem(error)}") from None
+        if progress.format != FORMAT_VERSION:
+            raise ConfigError(f"{path} has format {progress.format}; supported: {FORMAT_VERSION}")
+        return progress
+
+    def history(self, progress: RunProgress) -> dict[int, EpochState]:
+        """The state after each complete epoch, from 0, as far as it was recorded; that after the last one always is."""
+        path, end = self.folder / PROGRESS_HISTORY, progress.sizes.get(PROGRESS_HISTORY, 0)
+        states: dict[int, EpochState] = {}
+        for line in self.follow(PROGRESS_HISTORY).read(end):  # those after it are of an epoch that is being completed
+            record = read_line(path, line.number, line.content)
+            if "format" in record:
+                continue
+            try:
+                state = EpochState.model_validate(record)
+            except ValidationError as error:
+                problem = f"{path}, line {line.number} is not the state of an epoch: {first_problem(error)}"
+                raise InsituError(problem) from None
+            states[state.epoch] = state  # a warm-up comes after the first line of epoch 0
+        return states | {progress.epoch: EpochState.of(progress)}
+
+    def journal(self, epoch: int) -> list[Episode]:
+        """The finished episodes of an epoch whose groups may be incomplete."""
+        records = (record for _, record in self._numbered(JOURNAL))
+        return [restore_journaled(record) for record in records if record.get("episode", {}).get("epoch") == epoch]
+
+    def journal_size(self) -> JournalSize | None:
+        """Reads only the first episode, which belongs to the same epoch as the others; None if there is no episode."""
+        first: dict[str, Any] | None = None
+        count = 0
+        for number, line in self._lines(JOURNAL):
+            if number == 2:
+                first = read_line(self.folder / JOURNAL, number, line)
+            count += number > 1
+        return JournalSize(first.get("episode", {}).get("epoch"), count) if first is not None else None
+
+    def records(self, name: str, containing: str = "") -> Iterator[dict[str, Any]]:
+        """The records of a file of lines, or only those with this text in one of their texts."""
+        if containing:
+            yield from self._search(name, orjson.dumps(containing)[1:-1])
+            return
+        yield from (record for _, record in self._numbered(name))
+
+    def readable(self, name: str, problems: Problems) -> list[dict[str, Any]]:
+        """The records of a small file of lines, without those that are damaged, which are noted as one problem."""
+        path = self.folder / name
+        records, damaged = [], []
+        lines: list[Line] = problems.attempt(lambda: [*self.follow(name).read()], [])
+        for line in lines:
+            try:
+                records.append(read_line(path, line.number, line.content))
+            except InsituError as error:
+                damaged.append(str(error))
+        if damaged:
+            problems.note(damaged[0] + f" (and {len(damaged) - 1} more damaged lines)" * (len(damaged) > 1))
+        return [record for record in records if record.keys() != {"format"}]
+
+    def follow(self, name: str) -> AppendedLines:
+        """The lines of a file that were not read yet, each time it is asked."""
+        return AppendedLines(self.folder / name)
+
+    def line_at(self, name: str, offset: int, size: int, number: int) -> dict[str, Any]:
+        """The record of the line with this number, which was at this place."""
+        path = self.folder / name
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                return read_line(path, number, file.read(size))
+        except OSError as error:
+            raise InsituError(f"{path} cannot be read: {error.strerror}") from error
+
+    def size(self, name: str) -> int:
+        try:
+            return (self.folder / name).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def check_episodes(self) -> "RunReader":
+        """Returns itself. Raises ConfigError unless the run has recorded episodes."""
+        if (self.folder / EPISODES).is_file():
+            return self
+        if (self.folder / WORKFLOW_OUTPUT).is_file():
+            raise ConfigError(
+                f"{self.where} is the directory of an evaluation, which records answers but no model calls; "
+                "give the directory of a finetuning run"
+            )
+        if (self.folder / EPISODES).with_suffix("").is_file():
+            raise ConfigError(
+                f"{self.where} was recorded by an earlier release in format 1; supported: {FORMAT_VERSION}"
+            )
+        raise ConfigError(
+            f"{self.where} is not a run directory: {EPISODES} is missing (it is written to "
+            "finetuning.output_dir when the first group completes)"
+        )
+
+    def groups(self) -> Iterator[StoredGroup]:
+        """The groups in the order they were written.
+
+        Those at the end whose other lines were lost in a crash are left out and reported.
+        """
+        sizes = {name: self.size(name) for name in BLOCKS}
+        for record in self.records(GROUPS):
+            blocks = {name: Block(*record["blocks"][name]) for name in BLOCKS}
+            for name, block in blocks.items():
+                if block.end > sizes[name]:
+                    missing = shorter_than_written(self.folder / name, sizes[name], block.end)
+                    row_id, epoch = record["row_id"], record["epoch"]
+                    logger.warning("%s; skipped the groups from row %r of epoch %d on", missing, row_id, epoch)
+                    return
+            yield StoredGroup(record["epoch"], record["row_id"], record["num_episodes"], *blocks.values())
+
+    def episode_records(self, groups: Iterable[StoredGroup]) -> Iterator[dict[str, Any]]:
+        """The lines of `episodes.jsonl.gz` of groups."""
+        for group in groups:
+            yield from read_block(self.folder / EPISODES, group.episodes)
+
+    def calls(self, group: StoredGroup) -> dict[str, list[ModelCall]]:
+        """The calls of a group's episodes that have any, by episode."""
+        records = read_block(self.folder / CALLS, group.calls)
+        of_episode = groupby(records, lambda record: str(record["episode"]))
+        return {episode: restore_calls(lines) for episode, lines in of_episode}
+
+    def rescores(self, evaluator: str | None = None, containing: str = "") -> dict[tuple[str, str], Any]:
+        """The latest scores of `insitu trajectories rescore`, by episode and evaluator."""
+        records = self.records(RESCORES, containing)
+        return {(r["episode"], r["evaluator"]): r for r in records if evaluator in (None, r["evaluator"])}
+
+    @property
+    def own_backend(self) -> bool:
+        """Whether the run has started its backend, which keeps the checkpoints in the run's directory."""
+        return (self.folder / BACKEND_FOLDER / STARTED_FILE).is_file()
+
+    def checkpoints(self) -> list[tuple[Path, TrainingRecord]]:
+        """The folders of the checkpoints that are complete, oldest first, and their records."""
+        return saved_checkpoints(self.folder / CHECKPOINTS)
+
+    def tokenizer(self) -> Path | None:
+        """The folder of a tokenizer: one that the run's backend has written, or that of the model it started from.
+
+        None if the backend was not a child process of the run, or started from a model of the Hub.
+        """
+        written = next((self.folder / CHECKPOINTS).glob("*/tokenizer.json"), None)
+        if written is not None:
+            return written.parent
+        try:
+            model = Path(str(read_object(self.folder / BACKEND_FOLDER / STARTED_FILE)["model"]))
+        except (InsituError, KeyError):
+            return None
+        return model if (model / "tokenizer.json").is_file() else None
+
+    def _lines(self, name: str) -> Iterator[tuple[int, bytes]]:
+        path = self.folder / name
+        return whole_lines(path) if path.is_file() else iter(())
+
+    def _numbered(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        path = self.folder / name
+        for number, line in self._lines(name):
+            record = read_line(path, number, line)
+            if number > 1 or name in PLAIN_LINES:
+                yield number, record
+            else:
+                self._check_format(name, record)
+
+    def _check_format(self, name: str, header: Mapping[str, Any]) -> None:
+        if header != {"format": FORMAT_VERSION}:
+            version = header.get("format", "unknown")
+            raise ConfigError(f"{self.where}/{name} has format {version}; supported: {FORMAT_VERSION}")
+
+    def _search(self, name: str, part: bytes) -> Iterator[dict[str, Any]]:
+        """The records of the whole lines that contain a text, found without looking at each line."""
+        path = self.folder / name
+        if not path.is_file():
+            return
+        numbers = 0
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                chunk += file.readline()
+                position = chunk.find(part)
+                while position >= 0:
+                    start, end = chunk.rfind(b"\n", 0, position) + 1, chunk.find(b"\n", position) + 1
+                    if not end:
+                        return
+                    yield read_line(path, numbers + chunk.count(b"\n", 0, start) + 1, chunk[start:end])
+                    position = chunk.find(part, end)
+                numbers += chunk.count(b"\n")

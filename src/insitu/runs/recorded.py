@@ -1,0 +1,239 @@
+"""Finds groups and episodes of a run by its index, and reads them as far as they can be read."""
+
+import difflib
+import math
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from insitu.disk.files import read_block
+from insitu.errors import ConfigError, InsituError, RequestRefused
+from insitu.runs.files import ADVANTAGES, EPISODES, GROUPS
+from insitu.runs.index import QUERY, RunIndex, stored_group
+from insitu.runs.inspection import RecordedEpisode
+from insitu.runs.reader import Problems, RunReader
+from insitu.schemas.episodes import ModelCall
+
+_NAMED = 500
+"""Names among which similar ones are looked for."""
+_SUGGESTIONS = 5
+_OPTIONS = {"episode": "--episode", "epoch": "--epoch", "row_id": "--row", "generation": "--generation"}
+"""Columns of the index -> options that filter by them, the most specific first."""
+
+
+class RecordedGroup(NamedTuple):
+    """A group with its row of the index."""
+
+    row: sqlite3.Row
+    episodes: list[RecordedEpisode]
+    settings: dict[str, Any]
+    """The content of `run.json`."""
+    problems: Problems
+
+
+class RecordedGroups:
+    """The groups of a run. They are found as soon as their lines of `groups.jsonl` are indexed."""
+
+    def __init__(self, index: RunIndex) -> None:
+        self.index = index
+        self.files = index.files
+        self.run = index.files.folder
+
+    def find(self, epoch: int, row_id: str) -> sqlite3.Row:
+        """Raises RequestRefused (404) with rows and epochs that exist."""
+        if (found := self._find(epoch, row_id)) is not None:
+            return found
+        rows = [row["row_id"] for row in self._select_names("row_id", "epoch = ?", epoch)]
+        if rows:
+            problem = f"epoch {epoch} of {self.run} has no row {row_id!r:.200}; {suggest(row_id, rows)}"
+        else:
+            epochs = [str(row["epoch"]) for row in self._select_names("epoch", "TRUE")]
+            existing = f"available: {', '.join(epochs[:20])}{' ...' * (len(epochs) > 20)}" if epochs else "none yet"
+            problem = f"{self.run} has no group of epoch {epoch}; {existing}"
+        raise RequestRefused(problem, status=404, param="row" if rows else "epoch", code="unknown_group")
+
+    def find_by_episode(self, name: str) -> sqlite3.Row:
+        """The group of an episode. Raises RequestRefused (404)."""
+        for row in self.index.select("SELECT group_id FROM episodes WHERE episode = ?", (name,)):
+            return self.index.select("SELECT * FROM groups WHERE id = ?", (row["group_id"],))[0]
+        for epoch, row_id in _parts(name):
+            if (found := self._find(epoch, row_id)) is not None:
+                return found
+        raise self.unknown_episode(name, [row["episode"] for row in self._names(name)])
+
+    def unknown_episode(self, name: str, existing: list[str], damage: Sequence[str] = ()) -> RequestRefused:
+        """`damage` is why there may be none."""
+        similar = "; ".join(damage) or (suggest(name, existing) if existing else "it has none yet")
+        problem = f"{self.run} has no episode {name!r:.200}; {similar}"
+        return RequestRefused(problem, status=404, param="episode", code="unknown_episode")
+
+    def read(self, row: sqlite3.Row) -> RecordedGroup:
+        """Never raises for what is in the files."""
+        problems, stored, files = Problems(), stored_group(row), self.files
+        attempt, part = problems.attempt, f"/{row['epoch']}/{row['row_id']}/"
+        line: dict[str, Any] | None = attempt(lambda: self.index.line(GROUPS, row), None)
+        records: list[dict[str, Any]] = attempt(lambda: [*files.episode_records([stored])], [])
+        calls: dict[str, list[ModelCall]] = attempt(lambda: files.calls(stored), {})
+        settings: dict[str, Any] = attempt(files.settings, {})
+        rescores: dict[tuple[str, str], Any] = attempt(lambda: files.rescores(containing=part), {})
+        training: dict[str, dict[str, Any]] = attempt(lambda: self._training(row, part), {})
+        epochs = self.index.select("SELECT epoch, job FROM epochs WHERE epoch = ?", (stored.epoch,))
+        episodes = [
+            RecordedEpisode(
+                record,
+                calls=calls.get(record["episode"], []),
+                training=training.get(record["episode"]),
+                group=line,
+                epoch=dict(epochs[0]) if epochs else None,
+                settings=settings,
+                rescores=[found for (episode, _), found in rescores.items() if episode == record["episode"]],
+            )
+            for record in records
+            if isinstance(record.get("episode"), str)
+        ]
+        return RecordedGroup(row, episodes, settings, problems)
+
+    def members(self, row: sqlite3.Row) -> list[sqlite3.Row | dict[str, Any]]:
+        """`episode` and `generation` of the episodes of a group, in the order they were recorded."""
+        if row["state"]:
+            return [*self.index.select("SELECT * FROM episodes WHERE group_id = ? ORDER BY id", (row["id"],))]
+        return Problems().attempt(lambda: [*self.files.episode_records([stored_group(row)])], [])
+
+    def neighbour(self, row: sqlite3.Row, step: int) -> sqlite3.Row | None:
+        """The next (1) or previous (-1) group of the epoch, in the order of the row ids."""
+        sign, order = (">", "ASC") if step > 0 else ("<", "DESC")
+        found = self.index.select(
+            f"SELECT * FROM groups WHERE epoch = ? AND (row_key, id) {sign} (?, ?) "
+            f"ORDER BY row_key {order}, id {order} LIMIT 1",
+            (row["epoch"], row["row_key"], row["id"]),
+        )
+        return found[0] if found else None
+
+    def same_row(self, row_id: str) -> list[sqlite3.Row]:
+        """The groups of a row in all epochs."""
+        return self.index.select("SELECT * FROM groups WHERE row_id = ? ORDER BY epoch, id", (row_id,))
+
+    def _find(self, epoch: int, row_id: str) -> sqlite3.Row | None:
+        """The last one, as a run has at most one group of a row in an epoch."""
+        query = "SELECT * FROM groups WHERE row_id = ? AND epoch = ? ORDER BY id DESC LIMIT 1"
+        return next(iter(self.index.select(query, (row_id, epoch))), None)
+
+    def _select_names(self, column: str, condition: str, *values: Any) -> list[sqlite3.Row]:
+        query = f"SELECT DISTINCT {column} FROM groups WHERE {condition} ORDER BY id LIMIT {_NAMED}"
+        return self.index.select(query, values)
+
+    def _names(self, name: str) -> list[sqlite3.Row]:
+        epochs = [epoch for epoch, _ in _parts(name)]
+        of_epoch = self.index.select(f"SELECT episode FROM episodes WHERE epoch = ? LIMIT {_NAMED}", epochs[:1] or [0])
+        return of_epoch or self.index.select(f"SELECT episode FROM episodes LIMIT {_NAMED}")
+
+    def _training(self, row: sqlite3.Row, part: str) -> dict[str, dict[str, Any]]:
+        """The lines of `advantages.jsonl` of a group, by episode."""
+        if self.index.complete:
+            found = self.index.select(f"{QUERY} WHERE group_id = ? AND number IS NOT NULL", (row["id"],))
+            return {each["episode"]: self.index.line(ADVANTAGES, each) for each in found}
+        return {line["episode"]: line for line in self.files.records(ADVANTAGES, part)}
+
+
+class Selection:
+    """The episodes that `insitu trajectories show` selects. Raises ConfigError if the folder has no episodes."""
+
+    def __init__(self, run: Path) -> None:
+        self.files = RunReader(run).check_episodes()
+        self._groups = [*self.files.groups()]
+        self._index = RunIndex(run)
+
+    def find(self, **filters: str | int | None) -> list[sqlite3.Row]:
+        """Episodes of the index with these values. Raises ConfigError with similar values if there are none."""
+        given = {key: value for key, value in filters.items() if value is not None}
+        self._index.refresh()
+        self._check(given)
+        complete = "WHERE group_id <= ?"  # groups after them are not complete
+        conditions = [complete, *(f"e.{key} = ?" for key in given)]
+        query = f"{QUERY} {' AND '.join(conditions)} ORDER BY e.id"
+        if found := self._index.select(query, (len(self._groups), *given.values())):
+            return found
+        raise self._none_found(self._index.select(f"{QUERY} {complete}", (len(self._groups),)), given)
+
+    def read(self, row: sqlite3.Row) -> RecordedEpisode:
+        """The complete episode. Raises InsituError if a part of it cannot be read."""
+        groups = RecordedGroups(self._index)
+        group = groups.read(groups.find_by_episode(row["episode"]))
+        if group.problems:
+            raise InsituError(group.problems[0])
+        return next(episode for episode in group.episodes if episode.record["episode"] == row["episode"])
+
+    def _check(self, given: Mapping[str, str | int]) -> None:
+        """Raises InsituError if an episode with these values may be in a damaged group."""
+        damaged = "SELECT epoch, row_id, episodes_offset FROM groups g WHERE id <= ? AND NOT EXISTS "
+        unread = f"{damaged} (SELECT 1 FROM episodes e WHERE e.group_id = g.id)"
+        for row in self._index.select(unread, (len(self._groups),)):
+            if all(given.get(key, row[key]) == row[key] for key in ("epoch", "row_id")):
+                group = next(each for each in self._groups if each.episodes.offset == row["episodes_offset"])
+                read_block(self.files.folder / EPISODES, group.episodes)
+
+    def _none_found(self, rows: list[sqlite3.Row], given: Mapping[str, str | int]) -> ConfigError:
+        folder = self.files.folder
+        if not rows:
+            return ConfigError(f"{folder} has no episode yet")
+        applied: list[str] = []
+        for key, option in _OPTIONS.items():
+            if (value := given.get(key)) is None:
+                continue
+            existing = list(dict.fromkeys(str(row[key]) for row in rows))
+            rows = [row for row in rows if row[key] == value]
+            if not rows:
+                subject = f"no episode with {' and '.join(applied)}" if applied else "no episode"
+                return ConfigError(f"{folder}: {subject} has {option} {value!r}; {suggest(str(value), existing)}")
+            applied.append(f"{option} {value!r}")
+        raise AssertionError(f"{folder} has an episode with {given}")
+
+
+SORT_KEYS: dict[str, Callable[[sqlite3.Row], float]] = {
+    "reward": lambda row: -math.inf if row["reward"] is None else row["reward"],
+    "seconds": lambda row: row["seconds"],
+    "tokens": lambda row: row["sampled_tokens"],
+    "calls": lambda row: row["calls"],
+}
+"""By what episodes can be sorted, the largest first."""
+
+
+def outcomes(row: sqlite3.Row) -> set[str]:
+    """What `--outcome` selects an episode by: `ok` or `failed`, its training status, and its reason code."""
+    reason = row["dropped"] or row["reason"]
+    return {row["outcome"], row["status"], *([reason] if reason else [])}
+
+
+def select(rows: Sequence[sqlite3.Row], outcome: str | None, min_reward: float | None) -> list[sqlite3.Row]:
+    """The episodes with this outcome and at least this reward; raises ConfigError if there are none."""
+    selected = [row for row in rows if outcome is None or outcome in outcomes(row)]
+    if not selected:
+        counts = Counter(label for row in rows for label in sorted(outcomes(row)))
+        existing = ", ".join(f"{label} ({n})" for label, n in counts.most_common())
+        raise ConfigError(f"no episode has --outcome {outcome!r}; available: {existing}")
+    if min_reward is None:
+        return selected
+    rewards = [row["reward"] for row in selected if row["reward"] is not None]
+    if not any(reward >= min_reward for reward in rewards):
+        highest = f"the highest is {max(rewards):g}" if rewards else "none has a reward"
+        raise ConfigError(f"no episode has --min_reward {min_reward:g}; {highest}")
+    return [row for row in selected if row["reward"] is not None and row["reward"] >= min_reward]
+
+
+def suggest(value: str, existing: list[str]) -> str:
+    """Similar values, or else the first ones."""
+    similar = [name for name in existing if value in name] or difflib.get_close_matches(value, existing, _SUGGESTIONS)
+    if similar:
+        return f"similar: {', '.join(similar[:_SUGGESTIONS])}{' ...' * (len(similar) > _SUGGESTIONS)}"
+    more = f" ... ({len(existing)} in total)" if len(existing) > _SUGGESTIONS else ""
+    return f"available: {', '.join(existing[:_SUGGESTIONS])}{more}"
+
+
+def _parts(name: str) -> Iterator[tuple[int, str]]:
+    """What may be the epoch and the row in the name of an episode, run/epoch/row/generation/attempt."""
+    body = re.sub(r"/\d+/\d+$", "", name)
+    for found in re.finditer(r"/(?=(\d+)/)", body):
+        yield int(found[1]), body[found.end(1) + 1 :]
