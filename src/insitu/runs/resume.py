@@ -135,7 +135,7 @@ class ResumableRun:
         """
         if not self.continues:
             return []
-        recorded = code_digests(read_object(self.store.folder / RUN))
+        recorded = code_digests(RunReader(self.store.folder).settings(required=True))
         changed = [key for key, digest in code_digests(settings).items() if recorded.get(key, digest) != digest]
         if changed and not self._forced:
             raise ConfigError(
