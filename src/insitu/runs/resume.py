@@ -115,15 +115,14 @@ class ResumableRun:
         self._forced = asked.force
         changes = check_same_run(folder, config, dataset, force=asked.force)
         self._store = RunStore(folder)
-        progress = (
-            RunReader(folder).progress() or progress
-        )  # again, as an earlier process may have ended before the lock
+        files = RunReader(folder)
+        progress = files.progress() or progress  # again, as an earlier process may have ended before the lock
         self._store.cut_to(progress.sizes)
         epochs = config.finetuning.num_epochs
         self._store.record_event("resumed", epoch=progress.epoch, epochs=epochs, changes=changes)
         self.progress = progress.model_copy(update={"status": "running", "error": None})
         self.continues = True
-        self._finished = RunReader(folder).journal(self.next_epoch)
+        self._finished = files.journal(self.next_epoch)
         more = f" and {len(self._finished)} episodes of epoch {self.next_epoch}" if self._finished else ""
         notes = [f"run {progress.run_id} continues after epoch {progress.epoch}{more}"]
         return notes + [f"changed since the run was started: {change}" for change in changes]

@@ -205,10 +205,10 @@ def _what_resume_does(files: RunReader, summary: RunSummary) -> str:
 
 
 def _sizes(run: Path) -> dict[str, int]:
-    """Bytes of the files, those of each folder of checkpoints or jobs together."""
+    """Bytes of the files but the index, those of each folder of checkpoints or jobs together."""
     sizes: dict[str, int] = {}
     for parent, _, names in os.walk(run):
-        for name in names:
+        for name in (name for name in names if not name.startswith(INDEX)):
             path = Path(parent) / name
             inside = path.relative_to(run)
             entry = f"{inside.parent}/" if len(inside.parts) > 2 else str(inside)
