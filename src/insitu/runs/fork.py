@@ -27,21 +27,7 @@ from insitu.disk.files import (
     writable_folder,
 )
 from insitu.errors import ConfigError, InsituError
-from insitu.runs.files import (
-    BACKEND_FOLDER,
-    BEST,
-    CHECKPOINTS,
-    CURRICULUM,
-    PROGRESS,
-    PROGRESS_HISTORY,
-    RESCORES,
-    REWARDS,
-    RUN,
-    STARTED_FILE,
-    VALIDATION_SCORES,
-    VALIDATIONS,
-    WARM_UP,
-)
+from insitu.runs import files
 from insitu.runs.progress import EpochState, RunProgress, new_run_id
 from insitu.runs.reader import RunReader
 from insitu.runs.resume import find_run
@@ -63,7 +49,7 @@ class Fork(NamedTuple):
 class _Origin(NamedTuple):
     """The run to fork: its folder, and the epochs, versions and checkpoints from which it can continue."""
 
-    files: RunReader
+    reader: RunReader
     progress: RunProgress
     states: dict[int, EpochState]
     checkpoints: dict[int, Path]
@@ -71,7 +57,7 @@ class _Origin(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        return self.files.folder
+        return self.reader.folder
 
     def epochs(self, *, exact: bool) -> list[int]:
         """The epochs with a checkpoint, or with the initial weights; `exact`: whose optimizer state exists too."""
@@ -92,12 +78,12 @@ def fork_run(run: Path, target: Path, epoch: int, *, new_optimizer: bool = False
         raise ConfigError(f"{KEY}: {target} exists already; choose another name")
     origin = _open_origin(run)
     state = _state_after(origin, epoch, new_optimizer)
-    settings = origin.files.settings(required=True)
+    settings = origin.reader.settings(required=True)
     progress = _progress_of(origin, state, target)
     target = writable_folder(target.absolute().parent, KEY) / target.name
     try:
         with new_folder(target) as draft:
-            _copy_backend(origin, state.policy_version or 0, draft / BACKEND_FOLDER, new_optimizer)
+            _copy_backend(origin, state.policy_version or 0, draft / files.BACKEND_FOLDER, new_optimizer)
             _copy_lines_of_epochs(run, state, draft)
             with closing(RunStore(draft, KEY)) as store:
                 _write_files(origin, store, progress, settings)
@@ -110,14 +96,14 @@ def _open_origin(run: Path) -> _Origin:
     progress = find_run(run, "RUN_DIR")
     if progress is None:
         raise ConfigError(f"RUN_DIR: {run} holds no run that can continue")
-    files = RunReader(run)
-    if not files.own_backend:
+    reader = RunReader(run)
+    if not reader.own_backend:
         raise ConfigError(
             f"RUN_DIR: the backend of {run} was not started by the run and keeps the checkpoints elsewhere: such a run "
             "cannot be forked"
         )
-    checkpoints = {record.version: folder for folder, record in files.checkpoints()}
-    return _Origin(files, progress, files.history(progress), checkpoints)
+    checkpoints = {record.version: folder for folder, record in reader.checkpoints()}
+    return _Origin(reader, progress, reader.history(progress), checkpoints)
 
 
 def _state_after(origin: _Origin, epoch: int, new_optimizer: bool) -> EpochState:
@@ -141,7 +127,7 @@ def _state_after(origin: _Origin, epoch: int, new_optimizer: bool) -> EpochState
 
 def _progress_of(origin: _Origin, state: EpochState, target: Path) -> RunProgress:
     """The progress of the new run. Its jobs name their checkpoints in the new run's folder."""
-    checkpoints = target.absolute() / CHECKPOINTS
+    checkpoints = target.absolute() / files.CHECKPOINTS
     jobs = []
     for job in state.restore(origin.progress).jobs:
         metadata = dict(job.metadata or {})
@@ -154,9 +140,9 @@ def _progress_of(origin: _Origin, state: EpochState, target: Path) -> RunProgres
 
 def _copy_backend(origin: _Origin, version: int, target: Path, new_optimizer: bool) -> None:
     """The checkpoints and jobs up to a version. Raises InsituError if the latest of these is damaged."""
-    source = origin.folder / BACKEND_FOLDER
+    source = origin.folder / files.BACKEND_FOLDER
     target.mkdir()
-    shutil.copyfile(source / STARTED_FILE, target / STARTED_FILE)
+    shutil.copyfile(source / files.STARTED_FILE, target / files.STARTED_FILE)
     if version:
         check_model(origin.checkpoints[version])
         check_optimizer_file(origin.checkpoints[version], required=not new_optimizer)
@@ -227,32 +213,32 @@ def _copy_lines_of_epochs(run: Path, state: EpochState, target: Path) -> None:
 def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settings: Mapping[str, Any]) -> None:
     """What is not copied as it is, `progress.json` last."""
     run, epoch = origin.folder, progress.epoch
-    _append_lines(origin.files, VALIDATION_SCORES, store, lambda line: line.get("epoch", 0) <= epoch)
-    _append_lines(origin.files, RESCORES, store, lambda line: _epoch_of(line) <= epoch)
+    _append_lines(origin.reader, files.VALIDATION_SCORES, store, lambda line: line.get("epoch", 0) <= epoch)
+    _append_lines(origin.reader, files.RESCORES, store, lambda line: _epoch_of(line) <= epoch)
     store.cut_to(progress.sizes)  # opens the files
     states = [state for number, state in sorted(origin.states.items()) if number <= epoch]
-    store.append(PROGRESS_HISTORY, [state.model_dump(mode="json") for state in states])
+    store.append(files.PROGRESS_HISTORY, [state.model_dump(mode="json") for state in states])
     original = {"run": str(run.absolute()), "run_id": origin.progress.run_id, "epochs": read_summary(run).epochs}
     store.record_event("forked", epoch=epoch, **original)
-    store.write(RUN, {**settings, "run_id": progress.run_id})
+    store.write(files.RUN, {**settings, "run_id": progress.run_id})
     if epoch:
-        store.write(REWARDS, progress.rewards)
+        store.write(files.REWARDS, progress.rewards)
     if epoch and progress.curriculum is not None:
-        store.write(CURRICULUM, progress.curriculum.model_dump(mode="json"))
+        store.write(files.CURRICULUM, progress.curriculum.model_dump(mode="json"))
     if progress.warmed_up:
-        store.write(WARM_UP, origin.files.object(WARM_UP))
-    validations = [record for record in origin.files.validations() if record["epoch"] <= epoch]
+        store.write(files.WARM_UP, origin.reader.object(files.WARM_UP))
+    validations = [record for record in origin.reader.validations() if record["epoch"] <= epoch]
     if validations:
-        store.write(VALIDATIONS, validations)
+        store.write(files.VALIDATIONS, validations)
     scored = [record for record in validations if "error" not in record]
     if scored:
         best = max(scored, key=lambda record: record["avg_reward"])
-        store.write(BEST, {**best, "checkpoint": _checkpoint_of(progress, best["policy_version"])})
-    store.write(PROGRESS, progress.model_copy(update={"sizes": store.sizes()}).model_dump(mode="json"))
+        store.write(files.BEST, {**best, "checkpoint": _checkpoint_of(progress, best["policy_version"])})
+    store.write(files.PROGRESS, progress.model_copy(update={"sizes": store.sizes()}).model_dump(mode="json"))
 
 
-def _append_lines(files: RunReader, name: str, store: RunStore, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-    if kept := [record for record in files.records(name) if wanted(record)]:
+def _append_lines(run: RunReader, name: str, store: RunStore, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+    if kept := [record for record in run.records(name) if wanted(record)]:
         store.append(name, kept)
 
 
@@ -266,5 +252,5 @@ def _checkpoint_of(progress: RunProgress, version: int | None) -> str | None:
     for job in progress.jobs:
         metadata = job.metadata or {}
         if metadata.get("policy_version") == version and metadata.get("checkpoint") is not None:
-            return f"{CHECKPOINTS}/{Path(metadata['checkpoint']).name}"
+            return f"{files.CHECKPOINTS}/{Path(metadata['checkpoint']).name}"
     return None

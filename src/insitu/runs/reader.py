@@ -22,25 +22,8 @@ from insitu.disk.files import (
     whole_lines,
 )
 from insitu.errors import ConfigError, InsituError
+from insitu.runs import files
 from insitu.runs.appended import AppendedLines, Line
-from insitu.runs.files import (
-    BACKEND_FOLDER,
-    BLOCKS,
-    CALLS,
-    CHECKPOINTS,
-    EPISODES,
-    GROUPS,
-    JOURNAL,
-    PLAIN_LINES,
-    PROGRESS,
-    PROGRESS_HISTORY,
-    RESCORES,
-    RUN,
-    RUN_FILES,
-    STARTED_FILE,
-    VALIDATION_SCORES,
-    VALIDATIONS,
-)
 from insitu.runs.progress import EpochState, RunProgress, first_problem, restore_journaled
 from insitu.runs.records import restore_calls
 from insitu.schemas.episodes import FORMAT_VERSION, Episode, ModelCall
@@ -117,7 +100,7 @@ class RunReader:
 
     @property
     def holds_run(self) -> bool:
-        return any((self.folder / name).exists() for name in RUN_FILES)
+        return any((self.folder / name).exists() for name in files.RUN_FILES)
 
     def object(self, name: str) -> dict[str, Any] | None:
         """The JSON object in a file; None if there is no such file."""
@@ -126,11 +109,11 @@ class RunReader:
 
     def settings(self, *, required: bool = False) -> dict[str, Any]:
         """The content of `run.json`. Raises InsituError if it is `required` and missing."""
-        return read_object(self.folder / RUN) if required else self.object(RUN) or {}
+        return read_object(self.folder / files.RUN) if required else self.object(files.RUN) or {}
 
     def validations(self) -> list[dict[str, Any]]:
         """The records of `validation_history.json`; none if the run was never validated."""
-        path = self.folder / VALIDATIONS
+        path = self.folder / files.VALIDATIONS
         try:
             return list(load_json(path.read_bytes())) if path.exists() else []
         except (ValueError, TypeError) as error:
@@ -139,17 +122,17 @@ class RunReader:
     def scores(self) -> list[RowScores]:
         """The validations whose row scores were recorded, in the order they were made."""
         scores = []
-        for number, record in self._numbered(VALIDATION_SCORES):
+        for number, record in self._numbered(files.VALIDATION_SCORES):
             try:
                 scores.append(RowScores(**record))
             except TypeError:
-                keys, path = ", ".join(RowScores._fields), self.folder / VALIDATION_SCORES
+                keys, path = ", ".join(RowScores._fields), self.folder / files.VALIDATION_SCORES
                 raise InsituError(f"{path}, line {number} does not have the keys {keys}") from None
         return scores
 
     def progress(self) -> RunProgress | None:
         """None if no run in the folder has begun. Raises ConfigError if the file cannot be used."""
-        path = self.folder / PROGRESS
+        path = self.folder / files.PROGRESS
         if not path.is_file():
             return None
         try:
@@ -162,9 +145,10 @@ class RunReader:
 
     def history(self, progress: RunProgress) -> dict[int, EpochState]:
         """The state after each complete epoch, from 0, as far as it was recorded; that after the last one always is."""
-        path, end = self.folder / PROGRESS_HISTORY, progress.sizes.get(PROGRESS_HISTORY, 0)
+        path, end = self.folder / files.PROGRESS_HISTORY, progress.sizes.get(files.PROGRESS_HISTORY, 0)
         states: dict[int, EpochState] = {}
-        for line in self.follow(PROGRESS_HISTORY).read(end):  # those after it are of an epoch that is being completed
+        lines = self.follow(files.PROGRESS_HISTORY).read(end)  # those after it are of an epoch that is not complete
+        for line in lines:
             record = read_line(path, line.number, line.content)
             if "format" in record:
                 continue
@@ -178,16 +162,16 @@ class RunReader:
 
     def journal(self, epoch: int) -> list[Episode]:
         """The finished episodes of an epoch whose groups may be incomplete."""
-        records = (record for _, record in self._numbered(JOURNAL))
+        records = (record for _, record in self._numbered(files.JOURNAL))
         return [restore_journaled(record) for record in records if record.get("episode", {}).get("epoch") == epoch]
 
     def journal_size(self) -> JournalSize | None:
         """Reads only the first episode, which belongs to the same epoch as the others; None if there is no episode."""
         first: dict[str, Any] | None = None
         count = 0
-        for number, line in self._lines(JOURNAL):
+        for number, line in self._lines(files.JOURNAL):
             if number == 2:
-                first = read_line(self.folder / JOURNAL, number, line)
+                first = read_line(self.folder / files.JOURNAL, number, line)
             count += number > 1
         return JournalSize(first.get("episode", {}).get("epoch"), count) if first is not None else None
 
@@ -234,19 +218,19 @@ class RunReader:
 
     def check_episodes(self) -> "RunReader":
         """Returns itself. Raises ConfigError unless the run has recorded episodes."""
-        if (self.folder / EPISODES).is_file():
+        if (self.folder / files.EPISODES).is_file():
             return self
         if (self.folder / WORKFLOW_OUTPUT).is_file():
             raise ConfigError(
                 f"{self.where} is the directory of an evaluation, which records answers but no model calls; "
                 "give the directory of a finetuning run"
             )
-        if (self.folder / EPISODES).with_suffix("").is_file():
+        if (self.folder / files.EPISODES).with_suffix("").is_file():
             raise ConfigError(
                 f"{self.where} was recorded by an earlier release in format 1; supported: {FORMAT_VERSION}"
             )
         raise ConfigError(
-            f"{self.where} is not a run directory: {EPISODES} is missing (it is written to "
+            f"{self.where} is not a run directory: {files.EPISODES} is missing (it is written to "
             "finetuning.output_dir when the first group completes)"
         )
 
@@ -255,9 +239,9 @@ class RunReader:
 
         Those at the end whose other lines were lost in a crash are left out and reported.
         """
-        sizes = {name: self.size(name) for name in BLOCKS}
-        for record in self.records(GROUPS):
-            blocks = {name: Block(*record["blocks"][name]) for name in BLOCKS}
+        sizes = {name: self.size(name) for name in files.BLOCKS}
+        for record in self.records(files.GROUPS):
+            blocks = {name: Block(*record["blocks"][name]) for name in files.BLOCKS}
             for name, block in blocks.items():
                 if block.end > sizes[name]:
                     missing = shorter_than_written(self.folder / name, sizes[name], block.end)
@@ -269,38 +253,38 @@ class RunReader:
     def episode_records(self, groups: Iterable[StoredGroup]) -> Iterator[dict[str, Any]]:
         """The lines of `episodes.jsonl.gz` of groups."""
         for group in groups:
-            yield from read_block(self.folder / EPISODES, group.episodes)
+            yield from read_block(self.folder / files.EPISODES, group.episodes)
 
     def calls(self, group: StoredGroup) -> dict[str, list[ModelCall]]:
         """The calls of a group's episodes that have any, by episode."""
-        records = read_block(self.folder / CALLS, group.calls)
+        records = read_block(self.folder / files.CALLS, group.calls)
         of_episode = groupby(records, lambda record: str(record["episode"]))
         return {episode: restore_calls(lines) for episode, lines in of_episode}
 
     def rescores(self, evaluator: str | None = None, containing: str = "") -> dict[tuple[str, str], Any]:
         """The latest scores of `insitu trajectories rescore`, by episode and evaluator."""
-        records = self.records(RESCORES, containing)
+        records = self.records(files.RESCORES, containing)
         return {(r["episode"], r["evaluator"]): r for r in records if evaluator in (None, r["evaluator"])}
 
     @property
     def own_backend(self) -> bool:
         """Whether the run has started its backend, which keeps the checkpoints in the run's directory."""
-        return (self.folder / BACKEND_FOLDER / STARTED_FILE).is_file()
+        return (self.folder / files.BACKEND_FOLDER / files.STARTED_FILE).is_file()
 
     def checkpoints(self) -> list[tuple[Path, TrainingRecord]]:
         """The folders of the checkpoints that are complete, oldest first, and their records."""
-        return saved_checkpoints(self.folder / CHECKPOINTS)
+        return saved_checkpoints(self.folder / files.CHECKPOINTS)
 
     def tokenizer(self) -> Path | None:
         """The folder of a tokenizer: one that the run's backend has written, or that of the model it started from.
 
         None if the backend was not a child process of the run, or started from a model of the Hub.
         """
-        written = next((self.folder / CHECKPOINTS).glob("*/tokenizer.json"), None)
+        written = next((self.folder / files.CHECKPOINTS).glob("*/tokenizer.json"), None)
         if written is not None:
             return written.parent
         try:
-            model = Path(str(read_object(self.folder / BACKEND_FOLDER / STARTED_FILE)["model"]))
+            model = Path(str(read_object(self.folder / files.BACKEND_FOLDER / files.STARTED_FILE)["model"]))
         except (InsituError, KeyError):
             return None
         return model if (model / "tokenizer.json").is_file() else None
@@ -313,7 +297,7 @@ class RunReader:
         path = self.folder / name
         for number, line in self._lines(name):
             record = read_line(path, number, line)
-            if number > 1 or name in PLAIN_LINES:
+            if number > 1 or name in files.PLAIN_LINES:
                 yield number, record
             else:
                 self._check_format(name, record)

@@ -21,19 +21,7 @@ from insitu.disk.files import Block, LineFile, writable_folder
 from insitu.disk.folder_lock import LOCK_FILE, FolderLock
 from insitu.disk.json_files import dump_json, write_json
 from insitu.errors import ConfigError, InsituError
-from insitu.runs.files import (
-    ADVANTAGES,
-    BACKEND_FOLDER,
-    BLOCKS,
-    BY_EPOCH,
-    CALLS,
-    EPISODES,
-    EVENTS,
-    GROUPS,
-    INDEX,
-    PLAIN_LINES,
-    RUN_FILES,
-)
+from insitu.runs import files
 from insitu.runs.index import RunIndex
 from insitu.runs.records import call_records, episode_record
 from insitu.runs.stored import StoredRun
@@ -56,9 +44,9 @@ def set_aside(folder: Path) -> Path | None:
     if not folder.is_dir():
         return None
     with FolderLock(folder, OUTPUT_DIR):
-        if (folder / BACKEND_FOLDER / LOCK_FILE).exists():
-            FolderLock(folder / BACKEND_FOLDER, OUTPUT_DIR, wait=ORPHAN_SECONDS).release()
-        if not any((folder / name).exists() for name in RUN_FILES):
+        if (folder / files.BACKEND_FOLDER / LOCK_FILE).exists():
+            FolderLock(folder / files.BACKEND_FOLDER, OUTPUT_DIR, wait=ORPHAN_SECONDS).release()
+        if not any((folder / name).exists() for name in files.RUN_FILES):
             return None
         if Path.cwd().is_relative_to(folder):
             raise ConfigError(f"{OUTPUT_DIR}: {folder} holds an earlier run and the working directory: cannot move it")
@@ -114,7 +102,7 @@ class RunStore:
 
     def update_index(self) -> None:
         """Brings the index up to date with the groups that are written. A run does without it if that fails."""
-        if GROUPS in self._files:
+        if files.GROUPS in self._files:
             self._use_index(RunIndex.refresh)
 
     def _use_index(self, use: Callable[[RunIndex], None]) -> None:
@@ -124,13 +112,13 @@ class RunStore:
             self._index = self._index or RunIndex(self._path, temporary=False)
             use(self._index)
         except Exception as error:  # what is derived from the other files must not end a run
-            logger.warning("%s is not kept up to date: %s; a reader makes it", self._path / INDEX, error)
+            logger.warning("%s is not kept up to date: %s; a reader makes it", self._path / files.INDEX, error)
             self._indexes = False
 
     def append(self, name: str, records: Iterable[Any]) -> None:
         """Appends whole lines to a file, after a first line with the format's version."""
         file = self._open(name)
-        if file.size == 0 and name not in PLAIN_LINES:
+        if file.size == 0 and name not in files.PLAIN_LINES:
             file.append(_FORMAT)
         file.append(b"".join(map(_line, records)))
 
@@ -144,22 +132,22 @@ class RunStore:
         """Blocks are appended to a new file, or to one of known `size`."""
         if name not in self._files:
             path = self._path / name
-            if name in BLOCKS and size is None and path.exists():
+            if name in files.BLOCKS and size is None and path.exists():
                 raise InsituError(f"{path} exists already; it is not overwritten")
-            self._files[name] = LineFile(path, size if name in BLOCKS else None)
+            self._files[name] = LineFile(path, size if name in files.BLOCKS else None)
         return self._files[name]
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the files with lines of each epoch."""
-        return {name: self._files[name].size for name in BY_EPOCH if name in self._files}
+        return {name: self._files[name].size for name in files.BY_EPOCH if name in self._files}
 
     def cut_to(self, sizes: Mapping[str, int]) -> None:
         """Removes the lines that were written after the files had these sizes. Raises InsituError if one is shorter."""
-        before = {name: (self._path / name).stat().st_size for name in BY_EPOCH if (self._path / name).exists()}
-        for name in BY_EPOCH:
+        before = {name: (self._path / name).stat().st_size for name in files.BY_EPOCH if (self._path / name).exists()}
+        for name in files.BY_EPOCH:
             if name in sizes or name in before:
                 self._open(name, sizes.get(name, 0)).truncate(sizes.get(name, 0))
-        if before != self.sizes() and (self._path / INDEX).exists():
+        if before != self.sizes() and (self._path / files.INDEX).exists():
             self._use_index(RunIndex.reset)
 
     def clear(self, name: str) -> None:
@@ -168,7 +156,7 @@ class RunStore:
             self._open(name).truncate(0)
 
     def record_event(self, event: str, **details: Any) -> None:
-        self.append(EVENTS, [{"time": datetime.now(UTC).isoformat(), "event": event, **details}])
+        self.append(files.EVENTS, [{"time": datetime.now(UTC).isoformat(), "event": event, **details}])
 
     def sync(self) -> None:
         """Makes all lines appended so far survive a power failure."""
@@ -190,8 +178,8 @@ class RunStore:
     def append_group(self, record: GroupRecord, epoch: int) -> None:
         calls = (line for e in record.episodes for line in call_records(e.key.text(), e.calls))
         blocks = {
-            CALLS: self._append_block(CALLS, calls),
-            EPISODES: self._append_block(EPISODES, map(episode_record, record.episodes)),
+            files.CALLS: self._append_block(files.CALLS, calls),
+            files.EPISODES: self._append_block(files.EPISODES, map(episode_record, record.episodes)),
         }
         group = {
             "epoch": epoch,
@@ -202,7 +190,7 @@ class RunStore:
             "dropped": dict(record.dropped),
             "blocks": blocks,
         }
-        self.append(GROUPS, [group])
+        self.append(files.GROUPS, [group])
 
     def append_advantages(
         self,
@@ -224,7 +212,7 @@ class RunStore:
             means = of_calls | {index: fmean(values) for index, values in by_token.items()}
             record = {"epoch": epoch, "episode": t.id, "dropped": dropped, "advantages": means}
             records.append(record | ({"token_advantages": by_token} if by_token else {}))
-        self.append(ADVANTAGES, records)
+        self.append(files.ADVANTAGES, records)
 
 
 def _line(record: Any) -> bytes:

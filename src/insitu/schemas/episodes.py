@@ -213,6 +213,11 @@ class StepLog(Sequence[IntermediateStep]):
         """The steps that exist, without those that are yet to be made of calls and functions."""
         return [entry for entry in self.entries if isinstance(entry, IntermediateStep)]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StepLog) and self.tolist() == other.tolist()
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __len__(self) -> int:
         return len(self.entries)
 
