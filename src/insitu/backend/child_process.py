@@ -12,8 +12,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_STOP_SECONDS = 10.0
-
 
 class ChildProcess:
     """A command and its descendants, which write to `log`.
