@@ -3,7 +3,6 @@
 import codecs
 import csv
 import json
-import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -155,16 +154,6 @@ def load_dataset(config: Config, path: str | Path | None = None, answered: bool 
     if not items:
         raise ConfigError(f"dataset {file} has no rows")
     return items
-
-
-def rows_of_epoch(rows: list[EvalInputItem], size: int, epoch: int, seed: int) -> list[EvalInputItem]:
-    """At most `size` rows of an epoch in the order they are run: shuffled passes over the dataset."""
-    total = len(rows)
-    positions = range((epoch - 1) * size, epoch * size)
-    passes = {p // total for p in (positions[0], positions[-1])}
-    orders = {p: random.Random(f"{seed}|dataset|{p}").sample(rows, total) for p in passes}
-    chosen = (orders[p // total][p % total] for p in positions)
-    return list({str(row.id): row for row in chosen}.values())  # the last row of a pass may be the first of the next
 
 
 def dataset_config(config: Config) -> FileDatasetConfig:

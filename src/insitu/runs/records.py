@@ -29,8 +29,8 @@ def episode_record(episode: Episode) -> dict[str, Any]:
         "policy_versions": sorted(versions),
         "calls": len(calls),
         "failed_requests": episode.failed_requests,
-        "prompt_tokens": sum(len(call.prompt_token_ids or ()) for call in calls),
-        "sampled_tokens": sum(len(call.token_ids or ()) for call in calls),
+        "prompt_tokens": sum([len(call.prompt_token_ids or ()) for call in calls]),
+        "sampled_tokens": sum([len(call.token_ids or ()) for call in calls]),
         "seconds": round(episode.seconds, 4),
         **({"candidates": [*map(_candidate_record, episode.candidates)]} if episode.candidates else {}),
         **({"source": episode.source} if episode.source else {}),
@@ -91,7 +91,7 @@ def call_records(episode: str, calls: Sequence[ModelCall]) -> list[dict[str, Any
         record = {"episode": episode, **{name: getattr(call, name) for name in _CALL_FIELDS}}
         for earlier in range(index - 1, -1, -1):
             before = calls[earlier]
-            if _tokens_continue(before, call) and (rest := _rest_of_messages(before, call)) is not None:
+            if (rest := _rest_of_messages(before, call)) is not None and _tokens_continue(before, call):
                 key, record["messages"] = rest
                 record[key] = earlier
                 if call.prompt_token_ids is not None:

@@ -6,6 +6,7 @@ of plugins, as the documents describe.
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Self
 from insitu.advantages.targeting import TrainedCalls
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
-from insitu.collect.datasets import load_dataset, rows_of_epoch
+from insitu.collect.datasets import load_dataset
 from insitu.collect.episodes import EpisodeOptions, ResultPath
 from insitu.collect.evaluators import Scoring
 from insitu.collect.groups import GroupRecord, collection_of
@@ -123,8 +124,14 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         return self.config.num_generations * min(self.config.rows_per_epoch or len(self._rows), len(self._rows))
 
     def rows_of_epoch(self, epoch: int) -> list[EvalInputItem]:
-        size = min(self.config.rows_per_epoch or len(self._rows), len(self._rows))
-        return rows_of_epoch(self._rows, size, epoch, self._full_config.general.seed)
+        """At most `rows_per_epoch` rows in the order they are run: shuffled passes over the dataset."""
+        total, seed = len(self._rows), self._every_epoch.options.seed
+        size = min(self.config.rows_per_epoch or total, total)
+        positions = range((epoch - 1) * size, epoch * size)
+        passes = {p // total for p in (positions[0], positions[-1])}
+        orders = {p: random.Random(f"{seed}|dataset|{p}").sample(self._rows, total) for p in passes}
+        rows = [orders[p // total][p % total] for p in positions]
+        return list({str(row.id): row for row in rows}.values())  # the last row of a pass may be the first of the next
 
     def plan(self, run_id: str, epoch: int, vocab_size: int | None = None, finished: Sequence[Episode] = ()) -> Plan:
         """What an epoch collects. `vocab_size` is that of the served model, `finished` what need not be run again."""

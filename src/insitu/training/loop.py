@@ -329,6 +329,9 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         self.store.write(files.REWARDS, self.reward_history)
         self.store.write(files.CURRICULUM, self.get_curriculum_state())
 
+    def get_curriculum_state(self) -> dict[str, Any]:
+        return CurriculumState(**self._curriculum_state).model_dump(mode="json")
+
     @property
     def _validations(self) -> list[dict[str, Any]]:
         return self.validation.history if self.validation else []
