@@ -44,15 +44,16 @@ from insitu.plugin_api import Builder, FunctionBaseConfig, register_function
 from insitu.remote.attempt_records import ServedPolicy
 from insitu.remote.service import WorkflowService
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.training import consoles
 from insitu.wire.http_access import AccessPolicy
 from insitu.wire.redaction import (
     is_secret_variable,
+    notes_console,
     redact,
     redact_bytes,
     remember_environment,
     remember_secret,
     remember_settings,
+    results_console,
 )
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, OpenAIConfig
@@ -607,7 +608,7 @@ def test_a_secret_is_recognised_before_a_table_wraps_it(
     table = Table()
     table.add_column("with sk-0123456789-of-two-lines")
     table.add_row("in sk-0123456789-of-two-lines")
-    for console in (consoles.results(), consoles.notes()):
+    for console in (results_console(), notes_console()):
         console.print(table)
         console.print("also sk-0123456789-of-two-lines")
     out, err = capsys.readouterr()

@@ -26,10 +26,9 @@ from insitu.errors import ConfigError
 from insitu.runs.store import set_aside
 from insitu.schemas.evaluation import EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
-from insitu.training import consoles
 from insitu.training.runtime import check_run, finetuning_main
 from insitu.training.serving import evaluation_main
-from insitu.wire.redaction import remember_environment
+from insitu.wire.redaction import remember_environment, results_console
 
 Rows = Any
 """A path (.json .jsonl .csv .parquet .xlsx), a list of mappings, or a table of pandas or polars."""
@@ -92,7 +91,7 @@ def finetune(
     if not resume:
         set_aside(output)
     request = FinetuneRunConfig(config_file=checked(output), resume=resume)
-    run_anywhere(lambda: finetuning_main(request, console or consoles.results()))
+    run_anywhere(lambda: finetuning_main(request, console or results_console()))
     return Run(output)
 
 
@@ -126,7 +125,7 @@ def evaluate(
     project.set_keywords(temperature=temperature, max_tokens=max_tokens, max_concurrency=max_concurrency)
     request = EvaluationRunConfig(config_file=_checked(project, rows, None, sections, output), reps=repetitions)
     weights = None if checkpoint is None else Path(checkpoint)
-    printed = console or consoles.results()
+    printed = console or results_console()
     return Evaluation(output, run_anywhere(lambda: evaluation_main(request, weights, printed, printed)))
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from insitu.cli import options
-from insitu.training import consoles
+from insitu.wire.redaction import results_console
 
 if TYPE_CHECKING:
     from insitu.doctor.diagnosis import Diagnosis
@@ -40,7 +40,7 @@ def command(ctx: click.Context, episodes: int | None, seconds: float, as_json: b
 
 def _print(diagnosis: "Diagnosis") -> None:
     """The findings, the worst first, and the estimate."""
-    console = consoles.results()
+    console = results_console()
     for finding in diagnosis.findings:
         for line in (
             f"{finding.severity.replace('_', ' ')}: {finding.what}  [{finding.code}]",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from insitu.cli import options
-from insitu.training import consoles
+from insitu.wire.redaction import notes_console, results_console
 
 if TYPE_CHECKING:
     from insitu.schemas.evaluation import EvaluationRunConfig
@@ -35,7 +35,7 @@ async def _evaluate(run_config: "EvaluationRunConfig", checkpoint: Path | None) 
     from insitu.training.report import evaluation_problems
     from insitu.training.serving import evaluation_main
 
-    output = await evaluation_main(run_config, checkpoint, consoles.results(), consoles.notes())
+    output = await evaluation_main(run_config, checkpoint, results_console(), notes_console())
     for path in (output.workflow_output_file, *output.evaluator_output_files):
         print(path)
     for problem in evaluation_problems(output):

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from insitu.cli import options
-from insitu.training import consoles
+from insitu.wire.redaction import results_console
 
 
 @click.command("finetune")
@@ -34,7 +34,7 @@ def command(override: tuple[tuple[str, str], ...], resume: Path | None, **run_op
     set_options = {name: value for name, value in run_options.items() if value is not None}
     if resume is not None:
         set_options["resume"] = True if resume == Path() else resume
-    statuses = run_finetuning_sync(FinetuneRunConfig(override=override, **set_options), consoles.results())
+    statuses = run_finetuning_sync(FinetuneRunConfig(override=override, **set_options), results_console())
     completed = [status.status for status in statuses].count(TrainingStatusEnum.COMPLETED)
     going_on = len(statuses) - completed
     print(

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from insitu.cli import options
-from insitu.training import consoles
+from insitu.wire.redaction import notes_console
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ async def _run(config_file: Path, text: str, checkpoint: Path | None, override: 
     from insitu.workflow.context import EpisodeScope
 
     config = load_config(config_file, override)
-    async with Builder(config) as builder, serve_policy(config, builder, checkpoint, consoles.notes()):
+    async with Builder(config) as builder, serve_policy(config, builder, checkpoint, notes_console()):
         workflow = await builder.get_workflow()
         seed = EpisodeKey("run", 0, "input", 0).seed(config.general.seed)
         with EpisodeScope(seed=seed, input_message=text).activate():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from insitu.training import consoles
+from insitu.wire.redaction import results_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,7 +66,7 @@ def _print_list(found: "list[RunSummary]") -> None:
     for run in found:
         for problem in run.problems:
             where = "" if problem.startswith(run.run_dir) else f"{run.run_dir}: "
-            consoles.results().print(f"{where}{problem}", markup=False, soft_wrap=True)
+            results_console().print(f"{where}{problem}", markup=False, soft_wrap=True)
 
 
 def _table(*columns: str) -> "Table":
@@ -86,7 +86,7 @@ def _add_row(table: "Table", *cells: Any) -> None:
 
 def _print_table(table: "Table") -> None:
     """Lines are folded on a terminal only."""
-    console = consoles.results()
+    console = results_console()
     if not console.is_terminal:
         console.width = _WIDE
     console.print(table)
@@ -115,7 +115,7 @@ def show(run_dir: Path, as_json: bool) -> None:
 
 
 def _print_details(details: "RunDetails") -> None:
-    console, run = consoles.results(), details.summary
+    console, run = results_console(), details.summary
 
     def say(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from insitu.cli import options
-from insitu.training import consoles
+from insitu.wire.redaction import notes_console
 
 
 @click.command("serve")
@@ -52,7 +52,7 @@ async def _serve(
     access = AccessPolicy.of(
         host, token, variable=TOKEN_VARIABLE, allow_anyone=insecure_no_auth, allowed_hosts=allowed_host
     )
-    served = partial(serve_policy, config, checkpoint=checkpoint, notes=consoles.notes())
+    served = partial(serve_policy, config, checkpoint=checkpoint, notes=notes_console())
     service = WorkflowService(config, served, access, policy_url)
     try:
         async with service.listening(host, port) as url:

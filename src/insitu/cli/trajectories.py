@@ -9,7 +9,7 @@ import click
 
 from insitu.cli import options
 from insitu.cli.episode_view import MAX_CHARACTERS, View, print_episode, print_list
-from insitu.training import consoles
+from insitu.wire.redaction import results_console
 
 if TYPE_CHECKING:
     from insitu.release.trajectories import ExportSummary
@@ -160,7 +160,7 @@ async def _rescore(rescoring: "Rescoring") -> None:
     from insitu.runs.rescoring import rescore
     from insitu.training.report import Report, counts
 
-    report = Report(consoles.results())
+    report = Report(results_console())
     async with Builder(rescoring.config) as builder:
         with report.phase(f"scoring with {rescoring.evaluator}", rescoring.episodes_in_total):
             summary = await rescore(rescoring, builder, report.advance)

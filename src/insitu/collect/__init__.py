@@ -1,6 +1,6 @@
 """Runs the workflow on dataset rows and scores the episodes: rows x generations to scored groups.
 
-In: a configuration and its builder. Out: finished episodes (`collector`, read it first), the conversations in them,
-and evaluations with their files (`evaluation`). `executors` says what runs the attempts; the modules `comparisons`,
-`judgements` and `python_scores` are the built-in evaluators.
+In: a plan and the builder of its file. Out: each group as it completes (`collector`, read it first), or an evaluation
+with its files (`evaluation`). `episodes` runs one episode, `executors` says where; `evaluators` scores it, `groups`
+makes trajectories of it. `comparisons`, `judgements` and `python_scores` are the built-in evaluators.
 """

@@ -11,8 +11,12 @@ import json
 import re
 from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Iterator, Mapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import quote, quote_plus, unquote
+
+if TYPE_CHECKING:  # importing rich would slow `--help` down
+    from rich.console import Console
+    from rich.text import Text
 
 MIN_LENGTH = 8
 """Shorter values are not recognised: they may be part of ordinary words and numbers."""
@@ -171,3 +175,25 @@ def redact_stream(stream: TextIO) -> None:
     """Redacts whatever is written to a stream: by `print`, rich, logging and tracebacks."""
     write = stream.write
     stream.write = lambda text: write(redact(text))  # type: ignore[method-assign]
+
+
+def results_console() -> "Console":
+    """Standard output: progress and tables."""
+    return _console(stderr=False)
+
+
+def notes_console() -> "Console":
+    """Standard error, for commands whose standard output is their answer."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> "Console":
+    from rich.console import Console
+
+    class RedactedConsole(Console):
+        """Removes secrets before lines are wrapped, as a secret of two lines is not recognised."""
+
+        def render_str(self, text: str, **options: Any) -> "Text":
+            return super().render_str(redact(text), **options)
+
+    return RedactedConsole(stderr=stderr, highlight=False)
