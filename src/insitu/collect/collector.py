@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from insitu.advantages.targeting import TrainedCalls
 from insitu.builder import Builder
 from insitu.collect.episodes import Attempt, EpisodeOptions, fail, run_episode
-from insitu.collect.evaluators import Scoring, score_episode
+from insitu.collect.evaluators import Scorer, Scoring
 from insitu.collect.executors import Executor, LocalExecutor, LocalExecutorConfig
 from insitu.collect.groups import GroupRecord, scored_group
 from insitu.collect.shared_run import RunState
@@ -121,6 +121,7 @@ async def collect(
 async def _run_episodes(plan: Plan, builder: Builder, run: RunState) -> AsyncGenerator[Episode, None]:
     """The finished episodes of a plan and then the others, scored, in the order of completion."""
     evaluators = {name: await builder.get_evaluator(name) for name in plan.scoring.evaluators}
+    scorer = Scorer(plan.scoring, evaluators, plan.trained, run.unscored)
     for episode in plan.finished:
         yield episode
 
@@ -135,7 +136,7 @@ async def _run_episodes(plan: Plan, builder: Builder, run: RunState) -> AsyncGen
                     episode = await run_episode(attempt, row, key, plan.options)
             _check_vocabulary(episode, plan)
             if evaluators:
-                await score_episode(episode, row, plan.scoring, evaluators, plan.trained, run.unscored)
+                await scorer.score(episode, row)
         return episode
 
     llms = plan.options.training if isinstance(plan.options.training, frozenset) else ()

@@ -163,71 +163,68 @@ class Scoring:
     shape: Callable[[float, Episode, EvalInputItem], Awaitable[float]] | None = None
 
 
-async def score_episode(
-    episode: Episode,
-    row: EvalInputItem,
-    scoring: Scoring,
-    evaluators: Mapping[str, EvaluatorInfo],
-    trained: TrainedCalls,
-    unscored: set[str],
-) -> None:
-    """Sets the scores of an episode and its reward, or the reason and error if there is none.
+@dataclass(frozen=True)
+class Scorer:
+    """Scores the episodes of a plan. Adds the names of evaluators that give one no score to `unscored`."""
 
-    A failed one gets the reward of `on_failure`, if that is a number. Adds evaluators without a score to `unscored`.
-    """
-    if episode.outcome is Outcome.OK:
-        await _score(episode, row, scoring, evaluators, trained, unscored)
-    if episode.reason in _PENALIZED and scoring.reward is not None and isinstance(scoring.reward.on_failure, float):
-        penalty = scoring.reward.on_failure
-        episode.reward = penalty
-        if positions := trained.of(episode):  # charged to the last trained call, on top of the step rewards
-            episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
-            episode.step_rewards[positions[-1]] += penalty
+    scoring: Scoring
+    evaluators: Mapping[str, EvaluatorInfo]
+    trained: TrainedCalls
+    unscored: set[str]
 
+    async def score(self, episode: Episode, row: EvalInputItem) -> None:
+        """Sets the scores of an episode and its reward, or the reason and error if there is none.
 
-async def _score(
-    episode: Episode,
-    row: EvalInputItem,
-    scoring: Scoring,
-    evaluators: Mapping[str, EvaluatorInfo],
-    trained: TrainedCalls,
-    unscored: set[str],
-) -> None:
-    item = row.model_copy(update={"output_obj": episode.output})
-    item.set_steps(episode.steps)
-    outputs = await asyncio.gather(*(score(info, key, [item], scoring.limit) for key, info in evaluators.items()))
-    items = {key: output.eval_output_items[0] for key, output in zip(evaluators, outputs, strict=True)}
-    rewarding = items.pop(scoring.reward.name) if scoring.reward is not None else None
-    for key, other in items.items():
-        episode.scores[key], _, message = parse_score(other)
-        if message is not None and key not in unscored:
-            unscored.add(key)
-            logger.warning("the evaluator %s gave an episode of training no score: %s", key, message)
-    if scoring.reward is None or rewarding is None:
-        return
-    value, episode.reason, message = parse_score(rewarding)
-    episode.scores = {scoring.reward.name: value, **episode.scores}
-    if value is None:
-        episode.error = message
-        return
-    reward = value if scoring.compute_reward is None else await scoring.compute_reward(rewarding)
-    if scoring.shape is not None:
-        try:
-            reward = await scoring.shape(reward, episode, item)
-        except Exception as error:  # code of the user may raise anything
-            problem = f"reward_function.shape: {describe_error(error)}"
-            episode.reason, episode.error = DropReason.EVALUATOR_ERROR, problem
+        A failed one gets the reward of `on_failure`, if that is a number.
+        """
+        if episode.outcome is Outcome.OK:
+            await self._score(episode, row)
+        reward = self.scoring.reward
+        if episode.reason in _PENALIZED and reward is not None and isinstance(reward.on_failure, float):
+            episode.reward = reward.on_failure
+            if positions := self.trained.of(episode):  # charged to the last trained call, on top of the step rewards
+                episode.step_rewards = episode.step_rewards or [0.0] * len(episode.calls)
+                episode.step_rewards[positions[-1]] += reward.on_failure
+
+    async def _score(self, episode: Episode, row: EvalInputItem) -> None:
+        scoring = self.scoring
+        item = row.model_copy(update={"output_obj": episode.output})
+        item.set_steps(episode.steps)
+        outputs = await asyncio.gather(
+            *(score(info, key, [item], scoring.limit) for key, info in self.evaluators.items())
+        )
+        items = {key: output.eval_output_items[0] for key, output in zip(self.evaluators, outputs, strict=True)}
+        rewarding = items.pop(scoring.reward.name) if scoring.reward is not None else None
+        for key, other in items.items():
+            episode.scores[key], _, message = parse_score(other)
+            if message is not None and key not in self.unscored:
+                self.unscored.add(key)
+                logger.warning("the evaluator %s gave an episode of training no score: %s", key, message)
+        if scoring.reward is None or rewarding is None:
             return
-    if not is_reward(reward):
-        episode.reason, episode.error = DropReason.NAN_SCORE, f"the reward is {reward}; {ALLOWED_REWARDS}"
-        return
-    steps = rewarding.step_scores if rewarding.step_scores is not None else episode.step_rewards
-    if not all(map(is_reward, steps or ())):
-        episode.reason, episode.error = DropReason.NAN_SCORE, f"the step rewards are {steps}; {ALLOWED_REWARDS}"
-        episode.step_rewards = None
-        return
-    episode.reward, episode.reasoning = reward, rewarding.reasoning
-    if rewarding.step_scores is not None:
-        episode.step_rewards = rewarding.step_scores
-        functions = {credited_function(call.functions, trained.functions) for call in episode.calls}
-        episode.rewarded_functions = sorted(functions)
+        value, episode.reason, message = parse_score(rewarding)
+        episode.scores = {scoring.reward.name: value, **episode.scores}
+        if value is None:
+            episode.error = message
+            return
+        reward = value if scoring.compute_reward is None else await scoring.compute_reward(rewarding)
+        if scoring.shape is not None:
+            try:
+                reward = await scoring.shape(reward, episode, item)
+            except Exception as error:  # code of the user may raise anything
+                problem = f"reward_function.shape: {describe_error(error)}"
+                episode.reason, episode.error = DropReason.EVALUATOR_ERROR, problem
+                return
+        if not is_reward(reward):
+            episode.reason, episode.error = DropReason.NAN_SCORE, f"the reward is {reward}; {ALLOWED_REWARDS}"
+            return
+        steps = rewarding.step_scores if rewarding.step_scores is not None else episode.step_rewards
+        if not all(map(is_reward, steps or ())):
+            episode.reason, episode.error = DropReason.NAN_SCORE, f"the step rewards are {steps}; {ALLOWED_REWARDS}"
+            episode.step_rewards = None
+            return
+        episode.reward, episode.reasoning = reward, rewarding.reasoning
+        if rewarding.step_scores is not None:
+            episode.step_rewards = rewarding.step_scores
+            functions = {credited_function(call.functions, self.trained.functions) for call in episode.calls}
+            episode.rewarded_functions = sorted(functions)
