@@ -139,7 +139,7 @@ def _rest_of_messages(before: ModelCall, call: ModelCall) -> tuple[str, list[dic
     if len(call.messages) > n and call.messages[:n] == before.messages:
         return "continues", call.messages[n:]
     if n == len(call.messages) == 1:
-        old, new = (message.get("content") for message in (before.messages[0], call.messages[0]))
+        old, new = before.messages[0].get("content"), call.messages[0].get("content")
         if isinstance(old, str) and isinstance(new, str) and len(new) > len(old) > 0 and new.startswith(old):
             return "continues_prompt", [{**call.messages[0], "content": new[len(old) :]}]
     return None
