@@ -32,6 +32,9 @@ from insitu.training.interfaces import (
     TrainerAdapter as TrainerAdapter,
     TrajectoryBuilder as TrajectoryBuilder,
 )
+from insitu.training.jobs import (
+    JobAdapter as JobAdapter,
+)
 from insitu.registry import (
     register_dataset_loader as register_dataset_loader,
     register_evaluator as register_evaluator,

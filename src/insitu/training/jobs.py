@@ -7,7 +7,6 @@ A `JobAdapter` gives `submit`, `find` and `status`, the rest happens here. An ad
 import asyncio
 import logging
 import time
-from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -41,9 +40,9 @@ class JobAdapter(ResumableAdapter):
     submits_again_for = 0.0
     """Seconds after its first loss for which a job is submitted again, however often."""
 
-    @abstractmethod
     async def submit_again(self, ref: TrainingJobRef, error: JobLost) -> TrainingJobRef:
-        """Submits a job again under its key; raises `error` if what it trains is no longer known."""
+        """Submits a job again under its key; raises `error` if that is not possible."""
+        raise error
 
     async def events(self, ref: TrainingJobRef, interval: float) -> AsyncGenerator[TrainingJobStatus, None]:
         """The statuses of a job as they change. May end before the job: it is opened again. Polls by default."""
@@ -60,6 +59,9 @@ class JobAdapter(ResumableAdapter):
     async def interrupted(self, ref: TrainingJobRef) -> TrainingJobStatus | None:
         """Called if the wait for a job is interrupted; returns its status if that changes. It continues by default."""
         return None
+
+    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        logger.info("%s: %s", job_label(ref), metrics)
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float | None = None) -> TrainingJobStatus:
         return await follow(self, ref, self.poll_interval if poll_interval is None else poll_interval)

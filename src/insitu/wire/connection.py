@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -229,6 +230,33 @@ class Connection:
                 yield line
         except ValueError as error:  # longer than aiohttp's buffer
             raise self._unavailable(f"a line is too long: {error}") from error
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        parse: Callable[[bytes], T],
+        error_of: Callable[[aiohttp.ClientResponse, bytes], BackendError],
+        data: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        read_timeout: float | None = None,
+        *,
+        retried: bool = True,
+    ) -> T:
+        """The parsed response of an idempotent request, repeated after transient errors if `retried`.
+
+        `error_of` makes the error of a response whose status is 400 or higher.
+        """
+        where = f"{method} {urlsplit(url).path}"
+
+        async def attempt() -> T:
+            async with self.open(method, url, data, headers, read_timeout) as response:
+                body = await response.read()
+                if response.status >= 400:
+                    raise error_of(response, body)
+            return self.parsed(where, body, parse)
+
+        return await (self.retry(where, attempt) if retried else attempt())
 
     def parsed(self, where: str, body: bytes, parse: Callable[[bytes], T]) -> T:
         """`parse(body)`. A body that cannot be parsed is a transient error if the server is verified."""

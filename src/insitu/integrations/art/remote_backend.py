@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
@@ -232,14 +233,8 @@ class _RemoteBackend:
         headers: Mapping[str, str] | None = None,
         read_timeout: float | None = None,
     ) -> T:
-        async def attempt() -> T:
-            async with self._connection.open(method, url, data, headers, read_timeout) as response:
-                content = await response.read()
-                if response.status >= 400:
-                    raise _error_from_response(response, content, retried_500=read_timeout is None)
-            return self._connection.parsed(url, content, parse)
-
-        return await self._connection.retry(f"{method} {urlsplit(url).path}", attempt)
+        error_of = partial(_error_from_response, retried_500=read_timeout is None)
+        return await self._connection.request(method, url, parse, error_of, data, headers, read_timeout)
 
 
 def _parse_any(content: bytes) -> Any:

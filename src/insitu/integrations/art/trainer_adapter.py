@@ -3,16 +3,15 @@
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from openai.types.chat.chat_completion import Choice
 from pydantic import ValidationError
 
-from insitu.errors import BackendError, BackendUnavailable, InsituError, JobFailed, TrajectoryError
+from insitu.errors import BackendError, BackendUnavailable, InsituError, JobFailed, JobLost, TrajectoryError
 from insitu.integrations.art.config import (
     ARTTrainerAdapterConfig,
     internal_config,
@@ -21,6 +20,7 @@ from insitu.integrations.art.config import (
     train_config,
 )
 from insitu.integrations.art.conversion import art_trajectory, check_order, episode_label
+from insitu.integrations.art.jobs import Job, Loss, drop_reasons, mean_reward, sampled_tokens
 from insitu.integrations.art.remote_backend import known_metrics, mean_metrics, remote_backend, serialize_group
 from insitu.schemas.finetuning import (
     FinetuneConfig,
@@ -31,7 +31,8 @@ from insitu.schemas.finetuning import (
     Trajectory,
     TrajectoryCollection,
 )
-from insitu.training.interfaces import ResumableAdapter, RewardAdapter
+from insitu.training.interfaces import RewardAdapter
+from insitu.training.jobs import UNFINISHED, JobAdapter
 from insitu.wire.http_format import gc_paused, http_url
 
 if TYPE_CHECKING:
@@ -44,32 +45,9 @@ _POLL_INTERVAL = 3.0
 """Seconds between polls of the model's step after a lost reply."""
 _WATCH_SECONDS = 5.0
 """Interval of the health checks while the server is in use."""
-_SUBMISSIONS = 3
-"""A job whose reply is lost that many times has failed, unless `retry_timeout` has not passed."""
 
 
-@dataclass
-class _Job:
-    """A training job, from model step `step` to `final_step`."""
-
-    step: int
-    key: str
-    sampled_tokens: int
-    resumed: bool = False
-    """Whether an earlier process of the run may have submitted it."""
-    task: "asyncio.Task[None] | None" = None
-    step_metrics: list[dict[str, float]] = field(default_factory=list)
-    final_step: int | None = None
-    lost_reply: str | None = None
-    """Why the metrics are missing although the model was trained."""
-
-    @property
-    def idempotency_key(self) -> str:
-        """Includes the step, to distinguish an earlier run with the same id."""
-        return f"{self.key}/{self.step}"
-
-
-class ARTTrainerAdapter(RewardAdapter, ResumableAdapter):
+class ARTTrainerAdapter(RewardAdapter, JobAdapter):
     """Submits trajectories to an ART server, which trains and serves the model.
 
     Needs the package `openpipe-art` (the extra `art`). Raises ConfigError for configuration keys that the
@@ -96,9 +74,10 @@ class ARTTrainerAdapter(RewardAdapter, ResumableAdapter):
             _internal_config=self._model_internal_config or None,
         )
         self._training_jobs: dict[str, asyncio.Task[None]] = {}
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._mean_rewards: dict[int, float] = {}  # by the model step that sampled the episodes
         self._submit_lock = asyncio.Lock()
+        self.submits_again_for = backend.retry_timeout
 
     @property
     def training_jobs(self) -> dict[str, asyncio.Task[None]]:
@@ -199,21 +178,57 @@ class ARTTrainerAdapter(RewardAdapter, ResumableAdapter):
         key = f"{trajectories.run_id}/{number}"
         async with self._submit_lock:
             job = self._jobs.get(key)
-            if job is None or job.task is None or (job.task.done() and job.final_step is None):
+            if job is None or job.can_start:
                 groups = await self._serialized_groups(trajectories.trajectories)
                 step = job.step if job is not None else await self._remote._get_step(self.model)
-                resumed = job is not None and job.task is None
-                self._mean_rewards[step] = _mean_reward(trajectories)
-                job = self._jobs[key] = _Job(step, key, _sampled_tokens(trajectories), resumed)
-                job.task = asyncio.create_task(self._train(job, groups), name=f"train {key}")
-                self._training_jobs[trajectories.run_id] = job.task
-        return TrainingJobRef(run_id=trajectories.run_id, backend=BACKEND, metadata={"job": key, "step": job.step})
+                resumed = job is not None and job.resumed
+                self._mean_rewards[step] = mean_reward(trajectories)
+                if self.config.backend.delete_old_checkpoints and not resumed:
+                    await self._delete_old_checkpoints(step)
+                job = self._jobs[key] = Job(step, key, groups, sampled_tokens(trajectories), resumed)
+                self._start(job)
+        return self._ref(job)
+
+    def _ref(self, job: Job) -> TrainingJobRef:
+        run_id = job.key.rpartition("/")[0]
+        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job": job.key, "step": job.step})
 
     async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
-        """Always None: `submit` finds out whether the server has trained the job."""
-        if version is not None:
-            self._jobs[f"{run_id}/{epoch}"] = _Job(version, f"{run_id}/{epoch}", 0)
-        return None
+        """The job if it was trained from step `version`; its metrics are unknown.
+
+        None if the server lists the job: it returns the metrics to a second submission. One that lists no jobs may be
+        training it: waits for the model's next step.
+        """
+        if version is None:
+            return None
+        key, now = f"{run_id}/{epoch}", time.monotonic()
+        job = self._jobs[key] = Job(version, key, resumed=True)
+        try:
+            if await self._remote.find_job(job.idempotency_key) is not None:
+                return None
+        except BackendError:  # asked again
+            pass
+        problem = "an earlier process of the run submitted the job: its metrics are unknown"
+        job.loss = Loss(problem, now, self._remote.refused_connections)
+        try:
+            async for status in self.events(self._ref(job), _POLL_INTERVAL):
+                if status.status not in UNFINISHED:
+                    break
+        except JobLost:
+            return None
+        return self._ref(job)
+
+    async def submit_again(self, ref: TrainingJobRef, error: JobLost) -> TrainingJobRef:
+        job = self._job(ref)
+        if not job.groups:
+            raise error
+        self._start(job)
+        return ref
+
+    def _start(self, job: Job) -> None:
+        job.step_metrics, job.loss, job.failure = [], None, None
+        job.task = asyncio.create_task(self._train(job), name=f"train {job.key}")
+        self._training_jobs[job.key.rpartition("/")[0]] = job.task
 
     async def _serialized_groups(self, trajectory_lists: list[list[Trajectory]]) -> list[orjson.Fragment]:
         """Converts one group at a time: ART's objects take many times the memory of their JSON."""
@@ -223,62 +238,27 @@ class ARTTrainerAdapter(RewardAdapter, ResumableAdapter):
             for group in await self._construct_trajectory_groups([trajectories])
         ]
 
-    async def _train(self, job: _Job, groups: list[orjson.Fragment]) -> None:
-        if job.resumed and await self._was_trained(job):
-            job.lost_reply = "an earlier process of the run submitted the job: its metrics are unknown"
-            logger.warning("job %s was trained, but %s", job.key, job.lost_reply)
-        else:
-            await self._request_training(job, groups)
+    async def _train(self, job: Job) -> None:
+        """One training request, and the check that it has trained."""
+        try:
+            async for metrics in self._remote._train_model(
+                self.model, job.groups, self._train_config, self._dev_config, idempotency_key=job.idempotency_key
+            ):
+                job.step_metrics.append(metrics)
+        except BackendUnavailable as error:
+            timeout = self.config.backend.lost_reply_timeout
+            logger.warning("%s; waiting for up to %g s for the model's next step", error, timeout)
+            pause = max(_POLL_INTERVAL, error.retry_after)
+            job.loss = Loss(str(error), time.monotonic(), self._remote.refused_connections, pause)
+            return
         step = await self._current_step(job)
         if step == job.step:
             raise JobFailed(f"the ART server finished the job, but the model is still at step {job.step}")
-        if job.lost_reply is None and not any(known_metrics(metrics).get("steps", 1) for metrics in job.step_metrics):
-            raise JobFailed(f"the model is at step {step}, but without any gradient step: {_drop_reasons(job)}")
-        job.final_step = step
+        if not any(known_metrics(metrics).get("steps", 1) for metrics in job.step_metrics):
+            raise JobFailed(f"the model is at step {step}, but without any gradient step: {drop_reasons(job)}")
+        job.end(step)
 
-    async def _was_trained(self, job: _Job) -> bool:
-        """Whether a job that an earlier process may have submitted was trained, and need not be submitted again.
-
-        A server that lists the job returns its metrics to a second request. One that lists no jobs may be training it:
-        then waits for the model's next step.
-        """
-        lists_jobs = True
-        try:
-            if await self._remote.find_job(job.idempotency_key) is not None:
-                return False
-        except BackendError:
-            lists_jobs = False
-        step = await self._current_step(job)
-        if step == job.step and not lists_jobs:
-            step = await self._next_step(job, f"an earlier process may have submitted the job {job.key}")
-        return step != job.step
-
-    async def _request_training(self, job: _Job, groups: list[orjson.Fragment]) -> None:
-        """Submits the job until the server has trained it."""
-        if self.config.backend.delete_old_checkpoints and not job.resumed:
-            await self._delete_old_checkpoints(job.step)
-        first_loss: float | None = None
-        for submission in count(1):
-            job.step_metrics = []
-            try:
-                async for metrics in self._remote._train_model(
-                    self.model, groups, self._train_config, self._dev_config, idempotency_key=job.idempotency_key
-                ):
-                    job.step_metrics.append(metrics)
-            except BackendUnavailable as error:
-                first_loss = first_loss or time.monotonic()
-                step = await self._next_step(job, str(error), error.retry_after)
-                lost_for = time.monotonic() - first_loss
-                if step == job.step and (submission < _SUBMISSIONS or lost_for < self.config.backend.retry_timeout):
-                    logger.warning("the model is still at step %d: submitting the job again", step)
-                    continue
-                if step == job.step:
-                    raise
-                job.lost_reply = str(error)
-                logger.warning("%s; but the model is at step %d: the job was trained", error, step)
-            return
-
-    async def _current_step(self, job: _Job) -> int:
+    async def _current_step(self, job: Job) -> int:
         """The model's step. Raises JobFailed if it is earlier than the job's first."""
         step = int(await self._remote._get_step(self.model))
         if step < job.step:
@@ -288,27 +268,25 @@ class ARTTrainerAdapter(RewardAdapter, ResumableAdapter):
             )
         return step
 
-    async def _next_step(self, job: _Job, problem: str, retry_after: float = 0.0) -> int:
-        """The model's step after a training request whose response was lost.
+    async def _resolve(self, job: Job, loss: Loss) -> None:
+        """Sets the job's `final_step` if the server has trained it although its reply was lost.
 
-        Polls the step until it changes, for at most `lost_reply_timeout`. Returns it earlier if the server is known not
-        to train: it lists its jobs without this one, or it refused connections and has therefore restarted.
+        Raises JobLost if it is known not to train: it lists its jobs without this one, or it refused connections and
+        has therefore restarted; or if the step has not changed within `lost_reply_timeout`.
         """
-        timeout = self.config.backend.lost_reply_timeout
-        logger.warning("%s; waiting for up to %g s for the model's next step", problem, timeout)
-        started, refused = time.monotonic(), self._remote.refused_connections
-        pause = max(_POLL_INTERVAL, retry_after)
-        while time.monotonic() - started < timeout:
-            await asyncio.sleep(pause)
-            pause = _POLL_INTERVAL
-            step = await self._current_step(job)
-            if step != job.step or self._remote.refused_connections > refused:
-                return step
-            if not await self._may_be_training(job):
-                break
-        return await self._current_step(job)
+        waited = time.monotonic() - loss.since
+        if waited < loss.pause:
+            return
+        step = await self._current_step(job)
+        if step != job.step:
+            job.end(step)
+            logger.warning("%s; but the model is at step %d: job %s was trained", loss.problem, step, job.key)
+            return
+        restarted = self._remote.refused_connections > loss.refused
+        if restarted or waited >= self.config.backend.lost_reply_timeout or not await self._may_be_training(job):
+            raise JobLost(f"{loss.problem}; the model is still at step {step}")
 
-    async def _may_be_training(self, job: _Job) -> bool:
+    async def _may_be_training(self, job: Job) -> bool:
         """Whether the server has the job, or cannot say. Raises JobFailed if the job has failed."""
         try:
             found = await self._remote.find_job(job.idempotency_key)
@@ -336,58 +314,38 @@ class ARTTrainerAdapter(RewardAdapter, ResumableAdapter):
             logger.warning("old checkpoints were not deleted: %s", error)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        """Raises JobLost if the job was submitted, and the server is known not to train it."""
         job = self._job(ref)
-        task = job.task
-        assert task is not None
-        progress = message = None
-        if not task.done():
-            status = TrainingStatusEnum.RUNNING
-            if total := mean_metrics(job.step_metrics[-1:]).get("num_gradient_steps"):
-                progress = 100.0 * len(job.step_metrics) / total
-        elif task.cancelled():
-            status, message = TrainingStatusEnum.CANCELED, "canceled"
-        elif (error := task.exception()) is not None:
-            status, message = TrainingStatusEnum.FAILED, f"{type(error).__name__}: {error}"
-        else:
-            status, progress = TrainingStatusEnum.COMPLETED, 100.0
-            message = job.lost_reply and f"trained, but {job.lost_reply}"
+        if job.loss is not None and job.final_step is None:
+            try:
+                await self._resolve(job, job.loss)
+            except JobFailed as error:
+                job.loss, job.failure = None, error
+                if isinstance(error, JobLost):
+                    raise
+        status, message = job.status()
+        progress = 100.0 if status is TrainingStatusEnum.COMPLETED else None
         metrics: dict[str, Any] = {"tokens": job.sampled_tokens, **known_metrics(mean_metrics(job.step_metrics))}
         if job.final_step is not None:
             metrics["step"] = job.final_step
+        elif total := mean_metrics(job.step_metrics[-1:]).get("num_gradient_steps"):
+            progress = 100.0 * len(job.step_metrics) / total
         return TrainingJobStatus(
             run_id=ref.run_id, backend=BACKEND, status=status, progress=progress, message=message, metadata=metrics
         )
 
-    def _job(self, ref: TrainingJobRef) -> _Job:
+    async def events(self, ref: TrainingJobRef, interval: float) -> AsyncGenerator[TrainingJobStatus, None]:
+        """Polls, and notices at once when the server's reply is complete."""
+        while True:
+            yield await self.status(ref)
+            if (task := self._job(ref).task) is not None and not task.done():
+                await asyncio.wait([task], timeout=interval)
+            else:
+                await asyncio.sleep(min(interval, _POLL_INTERVAL))
+
+    def _job(self, ref: TrainingJobRef) -> Job:
         run_keys = [key for key in self._jobs if key.rpartition("/")[0] == ref.run_id]
         key = (ref.metadata or {}).get("job", run_keys[-1] if run_keys else ref.run_id)
         if key not in self._jobs:
             raise JobFailed(f"no job {key!r} was submitted; submitted jobs: {', '.join(self._jobs) or 'none'}")
         return self._jobs[key]
-
-    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
-        task = self._job(ref).task
-        assert task is not None
-        while not task.done():
-            await asyncio.wait([task], timeout=poll_interval)
-        return await self.status(ref)
-
-    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        logger.info("job %s: %s", (ref.metadata or {}).get("job"), metrics)
-
-
-def _sampled_tokens(collection: TrajectoryCollection) -> int:
-    trajectories = (t for group in collection.trajectories for t in group)
-    return sum(len(t.calls[index].token_ids or ()) for t in trajectories for index in t.trained_calls)
-
-
-def _mean_reward(collection: TrajectoryCollection) -> float:
-    """Of all collected episodes if known: groups dropped for lack of variance may be the best ones."""
-    rewards = [t.reward for group in collection.trajectories for t in group]
-    return sum(rewards) / len(rewards) if collection.mean_reward is None else collection.mean_reward
-
-
-def _drop_reasons(job: _Job) -> str:
-    """Why the server trained nothing: `insitu backend` reports counts by reason."""
-    counts = {k.partition("dropped_")[2]: v for line in job.step_metrics for k, v in line.items() if "dropped_" in k}
-    return ", ".join(f"{v:g} x {k}" for k, v in counts.items()) or "the server found nothing to train on"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from insitu.builder import Builder
 from insitu.collect.shared_run import builder_at_work
 from insitu.disk.files import writable_folder, write_file
-from insitu.errors import BackendError, ConfigError, JobFailed, JobLost, RequestRefused
+from insitu.errors import BackendError, ConfigError, JobFailed, RequestRefused
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig
 from insitu.integrations.customizer.deployment import check_name_is_free, deploy
 from insitu.integrations.customizer.records import Split, json_lines, single_pairs, split_records
@@ -272,9 +272,6 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
             metadata=metadata,
         )
 
-    async def submit_again(self, ref: TrainingJobRef, error: JobLost) -> TrainingJobRef:
-        raise error
-
     async def completed(self, status: TrainingJobStatus) -> TrainingJobStatus:
         if not self.config.deploy_on_completion:
             return status
@@ -293,9 +290,6 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
             return None
         logger.warning("interrupted: %s is canceled", job_label(ref))
         return TrainingJobStatus(**ref.model_dump(), status=TrainingStatusEnum.CANCELED)
-
-    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        logger.info("job %s: %s", _job_id(ref), metrics)
 
 
 def _job_id(ref: TrainingJobRef) -> str:

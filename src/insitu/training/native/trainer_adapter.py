@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -320,9 +320,6 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
     async def cancel(self, ref: TrainingJobRef) -> None:
         await self._request("POST", f"{self._job_path(ref)}/cancel", JobState.model_validate_json)
 
-    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        logger.info("job %s: %s", (ref.metadata or {}).get("job_id"), metrics)
-
     def _job_path(self, ref: TrainingJobRef) -> str:
         return f"/v1/train/jobs/{(ref.metadata or {})['job_id']}"
 
@@ -331,27 +328,10 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
             raise BackendError("the adapter is not initialized, or is closed")
         return self._connection
 
-    async def _request(
-        self,
-        method: str,
-        path: str,
-        parse: Callable[[bytes], T],
-        data: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-        *,
-        retried: bool = True,
-    ) -> T:
-        """Returns the parsed response. All requests here are idempotent, so each can be retried."""
-        connection, where = self._connected(), f"{method} {path}"
-
-        async def attempt() -> T:
-            async with connection.open(method, self._base_url + path, data, headers) as response:
-                body = await response.read()
-                if response.status >= 400:
-                    raise error_from_response(response, body)
-            return connection.parsed(where, body, parse)
-
-        return await (connection.retry(where, attempt) if retried else attempt())
+    async def _request(self, method: str, path: str, parse: Callable[[bytes], T], *args: Any, **options: Any) -> T:
+        """Requests to the backend are idempotent, so each can be retried."""
+        url = self._base_url + path
+        return await self._connected().request(method, url, parse, error_from_response, *args, **options)
 
     def _job_status(self, ref: TrainingJobRef, state: JobState) -> TrainingJobStatus:
         self._version = max(self._version, state.policy_version or 0)

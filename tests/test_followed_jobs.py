@@ -1,0 +1,97 @@
+"""A plugin's adapter that gives `submit`, `find` and `status`: the rest of a job's life is the core's."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from insitu.errors import BackendUnavailable, JobFailed, JobLost
+from insitu.plugin_api import JobAdapter, TrainerAdapterConfig, TrainingJobRef, TrainingJobStatus, TrajectoryCollection
+from insitu.training.jobs import check_completed, follow, submit_once
+
+REF = TrainingJobRef(run_id="r", backend="scripted", metadata={"job_id": "j-1"})
+COLLECTION = TrajectoryCollection(trajectories=[], run_id="r", epoch=2)
+
+
+class Scripted(JobAdapter):
+    """Its job has the statuses of `script`, one per request: an error is raised, the last one stays."""
+
+    poll_interval = 0.001
+    max_status_failures = 3
+    address = "http://scripted"
+
+    def __init__(self, *script: str | Exception) -> None:
+        super().__init__(TrainerAdapterConfig())
+        self.script = [*script]
+        self.submitted = 0
+        self.searched: list[Any] = []
+        self.known = False
+
+    async def is_healthy(self) -> bool:
+        return True
+
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        self.submitted += 1
+        return REF
+
+    async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
+        self.searched.append((run_id, epoch, version))
+        return REF if self.known else None
+
+    async def submit_again(self, ref: TrainingJobRef, error: JobLost) -> TrainingJobRef:
+        return await self.submit(COLLECTION)
+
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        state = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        if isinstance(state, Exception):
+            raise state
+        return TrainingJobStatus(run_id=ref.run_id, backend=ref.backend, status=state, metadata=ref.metadata)
+
+    async def interrupted(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        return TrainingJobStatus(run_id=ref.run_id, backend=ref.backend, status="canceled")
+
+
+async def test_a_job_is_polled_until_it_has_ended() -> None:
+    adapter = Scripted("pending", "running", BackendUnavailable("503"), BackendUnavailable("503"), "running", "failed")
+    status = await adapter.wait_until_complete(REF)
+    with pytest.raises(JobFailed, match=r"^job j-1 ended as failed: no reason given$"):
+        check_completed("job j-1", status)
+
+
+async def test_it_gives_up_after_errors_in_a_row() -> None:
+    adapter = Scripted("running", BackendUnavailable("503"))
+    expected = r"job j-1: 3 status requests in a row failed .*; it continues at http://scripted; the last error: 503"
+    with pytest.raises(BackendUnavailable, match=expected):
+        await adapter.wait_until_complete(REF, 0.001)
+
+
+async def test_a_lost_job_is_submitted_again_but_not_forever() -> None:
+    adapter = Scripted("running", JobLost("gone"), "running", JobLost("gone"), "completed")
+    assert (await adapter.wait_until_complete(REF)).status == "completed"
+    assert adapter.submitted == 2
+    adapter = Scripted(JobLost("gone"))
+    with pytest.raises(JobLost, match="gone"):
+        await adapter.wait_until_complete(REF)
+    assert adapter.submitted == 2
+
+
+async def test_an_interruption_is_told_to_the_adapter_and_its_status_reported() -> None:
+    reported: list[TrainingJobStatus] = []
+    task = asyncio.create_task(follow(Scripted("running"), REF, 0.001, reported.append))
+    while not reported:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [reported[0].status, reported[-1].status] == ["running", "canceled"]
+
+
+async def test_what_an_earlier_process_has_submitted_is_searched_first() -> None:
+    adapter = Scripted("running")
+    await submit_once(adapter, COLLECTION, 1, resumed=False)
+    assert (adapter.submitted, adapter.searched) == (1, [])
+    await submit_once(adapter, COLLECTION, 1, resumed=True)
+    assert (adapter.submitted, adapter.searched) == (2, [("r", 2, 1)])
+    adapter.known = True
+    assert await submit_once(adapter, COLLECTION, 1, resumed=True) == REF
+    assert adapter.submitted == 2
