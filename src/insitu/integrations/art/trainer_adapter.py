@@ -32,7 +32,7 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.training.interfaces import RewardAdapter
-from insitu.training.jobs import UNFINISHED, JobAdapter
+from insitu.training.jobs import UNFINISHED, JobAdapter, check_completed
 from insitu.wire.http_format import gc_paused, http_url
 
 if TYPE_CHECKING:
@@ -187,6 +187,8 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
                     await self._delete_old_checkpoints(step)
                 job = self._jobs[key] = Job(step, key, groups, sampled_tokens(trajectories), resumed)
                 self._start(job)
+            elif job.resumed and job.task is None:
+                job.sampled_tokens = sampled_tokens(trajectories)
         return self._ref(job)
 
     def _ref(self, job: Job) -> TrainingJobRef:
@@ -194,10 +196,10 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job": job.key, "step": job.step})
 
     async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
-        """The job if it was trained from step `version`; its metrics are unknown.
+        """Always None, once it is known whether the server has trained the job: then `submit` returns that job.
 
-        None if the server lists the job: it returns the metrics to a second submission. One that lists no jobs may be
-        training it: waits for the model's next step.
+        A server that lists the job returns its metrics to a second submission. One that lists no jobs may be training
+        it: waits for the model's next step.
         """
         if version is None:
             return None
@@ -213,10 +215,11 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         try:
             async for status in self.events(self._ref(job), _POLL_INTERVAL):
                 if status.status not in UNFINISHED:
+                    check_completed(f"job {key}", status)
                     break
-        except JobLost:
-            return None
-        return self._ref(job)
+        except JobLost as error:
+            logger.info("%s", error)
+        return None
 
     async def submit_again(self, ref: TrainingJobRef, error: JobLost) -> TrainingJobRef:
         job = self._job(ref)
