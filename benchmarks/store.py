@@ -78,7 +78,7 @@ def child(arguments: list[str]) -> None:
 
     spent = [0.0]
     for owner, names in (
-        (RunStore, ("append", "append_group", "append_advantages", "sync", "write")),
+        (RunStore, ("append", "append_group", "append_advantages", "sync", "write", "update_index")),
         (loop, ("journal_record",)),
     ):
         for name in names:
@@ -145,8 +145,8 @@ def run_long(folder: Path, url: str) -> dict[str, float]:
 
 
 def bytes_per_episode(run: Path) -> dict[str, float]:
-    """As stored, and as the same lines would be without compression."""
-    sizes = {path: path.stat().st_size for path in run.iterdir() if path.is_file()}
+    """As stored, and as the same lines would be without compression; without the index."""
+    sizes = {path: path.stat().st_size for path in run.glob("[!.]*") if path.is_file()}
     plain = {path: len(gzip.decompress(path.read_bytes())) if path.suffix == ".gz" else n for path, n in sizes.items()}
     episodes = LONG * ROWS * GENERATIONS
     return {"stored": sum(sizes.values()) / episodes, "plain": sum(plain.values()) / episodes}

@@ -140,6 +140,7 @@ class Client:
 def measure(folder: Path) -> dict[str, Any]:
     """Seconds of each page of a fresh server, and its peak memory in bytes."""
     chance = random.Random(1)
+    (folder / ".index.sqlite").unlink(missing_ok=True)
     started = time.perf_counter()
     with view_server(folder) as (url, process):
         client = Client(url)
