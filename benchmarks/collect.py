@@ -108,9 +108,9 @@ async def insitu(url: str, through: str, folder: Path) -> dict[str, float]:
     rows = (json.dumps({"id": row, "question": question(row), "answer": ""}) for row in range(ROWS))
     (folder / "rows.jsonl").write_text("\n".join(rows))
     config = load_config(file)
-    config.finetuning.run_configuration = FinetuneRunConfig(config_file=file)
+    request = FinetuneRunConfig(config_file=file)
     store = RunStore(folder / "run")
-    async with Builder(config) as builder:
+    async with Builder(config, request=request) as builder:
         episodes = await builder.get_trajectory_builder("episodes")
         await episodes.initialize(config.finetuning)
         await builder.get_workflow()  # imports the client, as the bare loops have before they are measured

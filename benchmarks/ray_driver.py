@@ -37,9 +37,9 @@ async def measured(url: str, address: str, folder: Path) -> dict[str, float]:
     (folder / "rows.jsonl").write_text("\n".join(rows))
     executor = json.dumps({"_type": "ray", "address": address, "workers": WORKERS})
     config = load_config(file, [("general.executor", executor)])
-    config.finetuning.run_configuration = FinetuneRunConfig(config_file=file)
+    request = FinetuneRunConfig(config_file=file)
     store = RunStore(folder / "run")
-    async with Builder(config) as builder:
+    async with Builder(config, request=request) as builder:
         episodes = await builder.get_trajectory_builder("episodes")
         await episodes.initialize(config.finetuning)
         await episodes.rehearse("bench")

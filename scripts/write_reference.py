@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from insitu import registry as reg
 from insitu.config import EvalGeneralConfig, GeneralConfig
-from insitu.config.describing import bounds, default, description, models_of, shown_fields, type_name
+from insitu.config.describing import bounds, default, description, models_of, shown_fields, type_text
 from insitu.registry import Kind, registry
 from insitu.schemas.finetuning import FinetuneConfig
 
@@ -59,7 +59,7 @@ def table(model: type[BaseModel]) -> Iterator[str]:
     fields = shown_fields(model).items()
     for name, field in sorted(fields, key=lambda item: (not item[1].is_required(), item[0] not in own)):
         meaning = " ".join((field.description or "").split()).replace("|", "\\|")
-        yield f"| `{name}` | {type_name(field.annotation)}{bounds(field)} | {default(field)} | {meaning} |"
+        yield f"| `{name}` | {type_text(field.annotation)}{bounds(field)} | {default(field)} | {meaning} |"
 
 
 def section(title: str, model: type[BaseModel], path: str, level: int = 2) -> Iterator[str]:

@@ -44,10 +44,9 @@ async def agent_function(config: AgentConfig, builder: Builder) -> AsyncIterator
 
 async def collected(server: FakeOpenAI, agent: Agent, rows: list[str], limit: int = 8) -> list[Episode]:
     """The training episodes of an agent on these rows, in the order of the rows."""
-    config = Config()
-    config.blocks["functions", "<workflow>"] = AgentConfig(agent=agent)
-    config.blocks["llms", "player"] = OpenAIConfig(model_name="fake", base_url=server.base_url, max_retries=0)
-    async with Builder(config) as builder:
+    llm = OpenAIConfig(model_name="fake", base_url=server.base_url, max_retries=0)
+    blocks = {("functions", "<workflow>"): AgentConfig(agent=agent), ("llms", "player"): llm}
+    async with Builder(Config(blocks=blocks)) as builder:
         members = [(EvalInputItem(id=t, input_obj=t), 0) for t in rows]
         plan = Plan("run", 1, members, EpisodeOptions(training=frozenset({"player"})), limit)
         episodes = [e async for group in collect(plan, builder, RunState.of(builder)) for e in group.episodes]

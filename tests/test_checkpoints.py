@@ -79,11 +79,11 @@ def test_a_moved_run_names_its_own_weights(config: Config) -> None:
 def test_paths_of_the_file_follow_a_run_that_was_moved_aside(config: Config) -> None:
     Path("runs/agent").rename("runs/agent.1")
     make_run(Path("runs/agent"))  # the new run has checkpoints of the same names
-    config.moved[Path("runs/agent").resolve()] = Path("runs/agent.1").resolve()
+    moved = {Path("runs/agent").resolve(): Path("runs/agent.1").resolve()}
     for name in ("latest", "runs/agent/latest", "runs/agent/backend/checkpoints/step_000003"):
-        found = find_checkpoint(config, name, "the trainer adapter's model").folder
+        found = find_checkpoint(config, name, "the trainer adapter's model", moved).folder
         assert found == Path("runs/agent.1/backend/checkpoints/step_000003").resolve()
-    assert config.find_path("runs/agent/run.json", "key") == Path("runs/agent.1/run.json").resolve()
+    assert config.find_path("runs/agent/run.json", "key", moved) == Path("runs/agent.1/run.json").resolve()
 
 
 @pytest.mark.parametrize(

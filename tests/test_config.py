@@ -80,8 +80,8 @@ def test_merge_keys_work_and_may_be_overridden() -> None:
 
 def test_an_override_does_not_reach_what_an_alias_shares() -> None:
     data = parse_yaml("a: &x {deep: {n: 1}, list: [{n: 1}]}\nb: *x\n")
-    override(data, "a.deep.n", "2")
-    override(data, "a.list.0.n", "2")
+    override(data, "a.deep.n", 2)
+    override(data, "a.list.0.n", 2)
     assert data == {"a": {"deep": {"n": 2}, "list": [{"n": 2}]}, "b": {"deep": {"n": 1}, "list": [{"n": 1}]}}
 
 

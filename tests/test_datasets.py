@@ -10,11 +10,11 @@ import orjson
 import pytest
 
 from insitu.collect.datasets import load_dataset
-from insitu.config import Config, load_config
+from insitu.config import Config, load_config, requested_config
 from insitu.errors import ConfigError
 from insitu.plugin_api import Builder
-from insitu.schemas.finetuning import FinetuneRunConfig, RewardFunctionConfig, ValidationConfig
-from insitu.training.runtime import _check_inputs
+from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.training.runtime import check_inputs
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "question": "1 + 1", "answer": "2", "level": "easy"},
@@ -210,26 +210,25 @@ def test_a_finetune_run_takes_its_rows_from_a_file_of_any_format(write: Any, tmp
         "trajectory_builders": {"b": {"_type": "insitu_traj_builder"}},
         "eval": {"evaluators": {"e": {"_type": "judge"}}},
         "general": {"plugins": ["plain_parts"]},
+        "finetuning": {"reward_function": {"name": "e"}},
     }
-    config = load_config(write(sections))
-    config.finetuning.reward_function = RewardFunctionConfig(name="e")
+    file = write(sections)
     for form in ("json", "jsonl", "csv", "parquet", "xls"):
         path = as_file(tmp_path, form, suffix="xlsx" if form == "xls" else form)
-        asked = FinetuneRunConfig(config_file=config, dataset=path, validation_dataset=path)
-        config.finetuning.run_configuration = asked
-        config.finetuning.validation = ValidationConfig(dataset=path)
-        asyncio.run(_check_inputs(config, asked))
+        request = FinetuneRunConfig(config_file=file, dataset=path, validation_dataset=path)
+        config = requested_config(request)
+        asyncio.run(check_inputs(config, request))
 
-        async def rows() -> list[Any]:
-            async with Builder(config) as builder:
+        async def rows(config: Config, request: FinetuneRunConfig) -> list[Any]:
+            async with Builder(config, request=request) as builder:
                 gathering = await builder.get_trajectory_builder("b")
                 await gathering.initialize(config.finetuning)
                 return [row.id for row in gathering.rows_of_epoch(1)]
 
-        assert sorted(asyncio.run(rows())) == ["a", "b"]
+        assert sorted(asyncio.run(rows(config, request))) == ["a", "b"]
         path.unlink()
         with pytest.raises(ConfigError, match=f"{path.name}' does not exist"):
-            asyncio.run(_check_inputs(config, asked))
+            asyncio.run(check_inputs(config, request))
 
 
 @pytest.mark.parametrize("name", ["data.json", "data.jsonl"])

@@ -35,7 +35,6 @@ from insitu.plugin_api import (
     FinetuneRunConfig,
     FunctionBaseConfig,
     LLMRef,
-    RewardFunctionConfig,
     Trajectory,
     TrajectoryBuilder,
     TrajectoryBuilderConfig,
@@ -156,15 +155,14 @@ async def collection(
                 },
                 "evaluators": {"score": {"_type": "counted"}},
             },
+            "finetuning": {"reward_function": {"name": "score"}},
         }
     )
-    async with Builder(load_config(file)) as builder:
-        finetuning = builder.config.finetuning
-        finetuning.reward_function = RewardFunctionConfig(name="score")
-        finetuning.run_configuration = FinetuneRunConfig(config_file=file)
+    asked = FinetuneRunConfig(config_file=file)
+    async with Builder(load_config(file), request=asked) as builder:
         with share(builder):
             made = BUILDERS[request.param]()
-            await made.initialize(finetuning)
+            await made.initialize(builder.config.finetuning.model_copy(update={"run_configuration": asked}))
             await made.start_run(request.param)
             return await made.finalize(request.param)
 

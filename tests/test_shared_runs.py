@@ -365,17 +365,16 @@ async def test_a_thread_with_an_event_loop_of_its_own_has_no_part_in_the_run(ben
 
 async def test_outside_a_run_the_same_methods_build_for_themselves(bench: Bench) -> None:
     config = load_config(bench.file)
-    config.finetuning.run_configuration = FinetuneRunConfig(
-        config_file=bench.file, validation_dataset=bench.folder / "held_out.jsonl"
-    )
+    asked = FinetuneRunConfig(config_file=bench.file, validation_dataset=bench.folder / "held_out.jsonl")
+    finetuning = config.finetuning.model_copy(update={"run_configuration": asked})
     plain_parts.made.clear()
     builder = ScriptedBuilder(ScriptedBuilderConfig())
-    await builder.initialize(config.finetuning)
+    await builder.initialize(finetuning)
     first, second = await asyncio.gather(builder.run_eval(), builder.run_eval())
     assert set(seeds(first)).isdisjoint(seeds(second))
     assert len(plain_parts.made) == 2
     trainer = ScriptedTrainer(ScriptedTrainerConfig())
-    trainer.run_config = config.finetuning
+    trainer.run_config = finetuning
     assert (await trainer.run_validation_evaluation(1, "r1"))["num_examples"] == 3
 
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -30,7 +31,7 @@ from insitu.registry import (
 )
 from insitu.schemas.components import WORKFLOW, LLMFrameworkEnum, TTCStrategyBaseConfig, TypedBaseModel
 from insitu.schemas.evaluation import EvaluatorInfo
-from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.schemas.finetuning import FinetuneRunConfig, PolicyEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +90,18 @@ class Builder:
     """
 
     def __init__(
-        self, config: Config | None = None, parent: "Builder | None" = None, console: Console | None = None
+        self,
+        config: Config | None = None,
+        parent: "Builder | None" = None,
+        console: Console | None = None,
+        request: FinetuneRunConfig | None = None,
     ) -> None:
         self.config = config or Config()
         self.parent = parent
+        self.request = request
+        """What the command line, or the call from Python, asks of the run; None outside a run."""
+        self.moved: dict[Path, Path] = parent.moved if parent is not None else {}
+        """Folders that the run has moved aside, and where they are now."""
         self.console = console or Console(highlight=False)
         """Where a run prints its progress; standard output by default."""
         self._live: dict[tuple[str, str], asyncio.Future[Any]] = {}
@@ -167,7 +176,10 @@ class Builder:
 
     async def _build(self, kind: Kind, name: str) -> Any:
         where = "workflow" if name == WORKFLOW else f"{kind.section}.{name}"
-        return await self._make(kind, name, where, self.block(kind, name))
+        block = self.block(kind, name)
+        if block is self.config.blocks.get((kind.section, name)) and not block.model_config.get("frozen"):
+            block = block.model_copy()  # a plugin may write to its blocks, but not to the checked file
+        return await self._make(kind, name, where, block)
 
     async def _make(self, kind: Kind, name: str, where: str, config: TypedBaseModel) -> Any:
         registration = registry.find(kind, config.type)

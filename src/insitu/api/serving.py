@@ -61,7 +61,7 @@ class TrainedModel:
             self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
             async with AsyncExitStack() as stack:
                 builder = await stack.enter_async_context(Builder(self._config))
-                await stack.enter_async_context(serve_policy(self._config, builder))
+                await stack.enter_async_context(serve_policy(builder))
                 ready.set_result(BlockingModel(await builder.get_llm(_NAME)))
                 await self._ended.wait()
 

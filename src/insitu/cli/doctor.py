@@ -1,7 +1,7 @@
 """The command `doctor`."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,16 +11,21 @@ from insitu.wire.redaction import results_console
 if TYPE_CHECKING:
     from insitu.doctor.diagnosis import Diagnosis
     from insitu.doctor.estimate import Estimate
+    from insitu.schemas.finetuning import FinetuneRunConfig
+
+_EPISODES = click.option(
+    "--episodes", type=click.IntRange(min=2), help="Play at most so many; 8 rows and at most 64 by default."
+)
+_SECONDS = click.option("--seconds", type=click.FloatRange(min=1), default=120.0, help="Play at most for so long.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 
 
 @click.command("doctor")
-@options.config_file
-@click.option("--episodes", type=click.IntRange(min=2), help="Play at most so many; 8 rows and at most 64 by default.")
-@click.option("--seconds", type=click.FloatRange(min=1), default=120.0, help="Play at most for so long.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-@options.override
+@options.request("FinetuneRunConfig", _EPISODES, _SECONDS, _JSON)
 @click.pass_context
-def command(ctx: click.Context, episodes: int | None, seconds: float, as_json: bool, **run_options: Any) -> None:
+def command(
+    ctx: click.Context, request: "FinetuneRunConfig", episodes: int | None, seconds: float, as_json: bool
+) -> None:
     """Say whether a run will learn, and what it will cost: plays a few rows and trains on them once.
 
     Writes nothing into the run's folder. Exit code 1 if the run will not learn.
@@ -28,9 +33,8 @@ def command(ctx: click.Context, episodes: int | None, seconds: float, as_json: b
     from insitu.collect.event_loop import run_async
     from insitu.doctor.diagnosis import examine
     from insitu.doctor.play import Budget
-    from insitu.schemas.finetuning import FinetuneRunConfig
 
-    diagnosis = run_async(examine(FinetuneRunConfig(**run_options), Budget(episodes, seconds)))
+    diagnosis = run_async(examine(request, Budget(episodes, seconds)))
     if as_json:
         click.echo(json.dumps(diagnosis.as_json(), default=str))
     else:

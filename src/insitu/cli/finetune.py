@@ -1,40 +1,39 @@
 """The command `finetune`."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from insitu.cli import options
 from insitu.wire.redaction import results_console
 
+if TYPE_CHECKING:
+    from insitu.schemas.finetuning import FinetuneRunConfig
 
-@click.command("finetune")
-@options.config_file
-@options.dataset
-@options.endpoint
-@options.validation
-@options.override
-@click.option(
+
+_RESUME = click.option(
     "--resume",
     is_flag=False,
     flag_value=Path(),
     type=click.Path(path_type=Path),
+    callback=lambda context, parameter, value: True if value == Path() else value,
     metavar="[RUN_DIR]",
     help="Continue the run in finetuning.output_dir, or in RUN_DIR, where its process ended.",
 )
-@click.option("--force", is_flag=True, help="With --resume: although settings have changed that matter.")
-def command(override: tuple[tuple[str, str], ...], resume: Path | None, **run_options: Any) -> None:
+_FORCE = click.option("--force", is_flag=True, help="With --resume: although settings have changed that matter.")
+
+
+@click.command("finetune")
+@options.request("FinetuneRunConfig", options.dataset, options.endpoint, options.validation, _RESUME, _FORCE)
+def command(request: "FinetuneRunConfig") -> None:
     """Train the model behind a workflow, as configured in the `finetuning` section."""
-    from insitu.schemas.finetuning import FinetuneRunConfig, TrainingStatusEnum
+    from insitu.schemas.finetuning import TrainingStatusEnum
     from insitu.training.runtime import run_finetuning_sync
 
-    if run_options["force"] and resume is None:
+    if request.force and not request.resume:
         raise click.UsageError("--force is for --resume")
-    set_options = {name: value for name, value in run_options.items() if value is not None}
-    if resume is not None:
-        set_options["resume"] = True if resume == Path() else resume
-    statuses = run_finetuning_sync(FinetuneRunConfig(override=override, **set_options), results_console())
+    statuses = run_finetuning_sync(request, results_console())
     completed = [status.status for status in statuses].count(TrainingStatusEnum.COMPLETED)
     going_on = len(statuses) - completed
     print(

@@ -45,7 +45,7 @@ def components(names: tuple[str, ...]) -> None:
 
 def _keys(model: "type[BaseModel]", prefix: str, with_meaning: bool) -> Iterator[str]:
     """A line per key, those of nested blocks with dotted names."""
-    from insitu.config.describing import bounds, default, models_of, shown_fields, type_name
+    from insitu.config.describing import bounds, default, models_of, shown_fields, type_text
 
     for name, field in shown_fields(model).items():
         inner = models_of(field.annotation)
@@ -54,8 +54,8 @@ def _keys(model: "type[BaseModel]", prefix: str, with_meaning: bool) -> Iterator
         if inner:
             value = "" if value == "default see below" else value
         key = field.alias or name
-        type_text = type_name(field.annotation).replace("`", "") + bounds(field)
+        words = type_text(field.annotation).replace("`", "") + bounds(field)
         meaning = f"  {' '.join(field.description.split())}" if with_meaning and field.description else ""
-        yield f"{prefix}{key}: {', '.join(filter(None, (type_text, value)))}{meaning}"
+        yield f"{prefix}{key}: {', '.join(filter(None, (words, value)))}{meaning}"
         for nested in inner:
             yield from _keys(nested, f"{prefix}{key}.", with_meaning)

@@ -9,23 +9,36 @@ from typing import Any
 import click
 
 _PATH = click.Path(path_type=Path)
+_FILE = click.argument("file", required=False, type=_PATH)
+_CONFIG_FILE = click.option("--config_file", type=_PATH, help="The YAML file, instead of FILE.")
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def config_file(command: Callable[..., Any]) -> Callable[..., Any]:
-    """FILE or --config_file, which the command gets as `config_file`."""
+def request(kind: str, *options: Decorator) -> Decorator:
+    """FILE or --config_file, `options` and -o: the command gets them as `request`, a `kind` of RunRequest."""
 
-    @click.argument("file", required=False, type=_PATH)
-    @click.option("--config_file", type=_PATH, help="The YAML file, instead of FILE.")
-    @functools.wraps(command)
-    def with_file(file: Path | None, config_file: Path | None, **others: Any) -> Any:
-        name = click.get_current_context().command_path
-        if file is not None and config_file is not None:
-            raise click.UsageError(f"two files were given: {file}, and --config_file {config_file}")
-        if file is None and config_file is None:
-            raise click.UsageError(f"Missing the YAML file: {name} FILE, or {name} --config_file FILE")
-        return command(config_file=file or config_file, **others)
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def with_request(file: Path | None, config_file: Path | None, **others: Any) -> Any:
+            from insitu.schemas import evaluation, finetuning
 
-    return with_file
+            model = getattr(finetuning, kind, None) or getattr(evaluation, kind)
+            name = click.get_current_context().command_path
+            if file is not None and config_file is not None:
+                raise click.UsageError(f"two files were given: {file}, and --config_file {config_file}")
+            if file is None and config_file is None:
+                raise click.UsageError(f"Missing the YAML file: {name} FILE, or {name} --config_file FILE")
+            values = {key: others.pop(key) for key in model.model_fields.keys() & others.keys()}
+            values = {key: value for key, value in values.items() if value is not None}
+            return command(request=model(config_file=file or config_file, **values), **others)
+
+        decorated: Callable[..., Any] = with_request
+        every: tuple[Decorator, ...] = (_FILE, _CONFIG_FILE, *options, override)
+        for option in reversed(every):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
 
 
 dataset = click.option("--dataset", help="Replaces the dataset of the file: .json .jsonl .csv .parquet .xlsx")
@@ -57,7 +70,7 @@ def endpoint(command: Callable[..., Any]) -> Callable[..., Any]:
     return _endpoint(_timeout(_result_path(command)))
 
 
-def access(variable: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def access(variable: str) -> Decorator:
     """--token, --insecure_no_auth, --allowed_host of a server; `variable` is the environment variable of the token."""
 
     def empty_is_not_unset(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

@@ -1,38 +1,43 @@
 """The command `serve`."""
 
 import asyncio
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from insitu.cli import options
 from insitu.wire.redaction import notes_console
 
+if TYPE_CHECKING:
+    from insitu.schemas.evaluation import RunRequest
+
+
+_OPTIONS = (
+    click.option("--host", default="127.0.0.1", help="The address to bind."),
+    click.option("--port", default=8000, type=click.IntRange(0, 65535), help="0 picks a free port."),
+    options.access("INSITU_SERVE_TOKEN"),
+    click.option(
+        "--policy_url",
+        multiple=True,
+        metavar="URL",
+        help="A model server that trainers may name (default: those on this machine, for trainers on this machine).",
+    ),
+    options.checkpoint,
+)
+
 
 @click.command("serve")
-@options.config_file
-@click.option("--host", default="127.0.0.1", help="The address to bind.")
-@click.option("--port", default=8000, type=click.IntRange(0, 65535), help="0 picks a free port.")
-@options.access("INSITU_SERVE_TOKEN")
-@click.option(
-    "--policy_url",
-    multiple=True,
-    metavar="URL",
-    help="A model server that trainers may name (default: those on this machine, for trainers on this machine).",
-)
-@options.checkpoint
-@options.override
-def command(config_file: Path, override: tuple[tuple[str, str], ...], **serve_options: object) -> None:
+@options.request("RunRequest", *_OPTIONS)
+def command(request: "RunRequest", **serve_options: Any) -> None:
     """Serve a workflow for `finetune --endpoint`, `eval --endpoint` and POST /generate."""
     from insitu.collect.event_loop import run_async
 
-    run_async(_serve(config_file, override, **serve_options))  # type: ignore[arg-type]
+    run_async(_serve(request, **serve_options))
 
 
 async def _serve(
-    config_file: Path,
-    override: tuple[tuple[str, str], ...],
+    request: "RunRequest",
     host: str,
     port: int,
     token: str | None,
@@ -41,19 +46,19 @@ async def _serve(
     policy_url: tuple[str, ...],
     checkpoint: Path | None,
 ) -> None:
-    from insitu.config import load_config
+    from insitu.config import requested_config
     from insitu.registry import LLM
     from insitu.remote.client import TOKEN_VARIABLE
     from insitu.remote.service import WorkflowService
-    from insitu.training.serving import serve_policy
+    from insitu.training.serving import serve_policy, starting_from
     from insitu.wire.http_access import AccessPolicy
 
-    config = load_config(config_file, override)
+    config = requested_config(request)
     access = AccessPolicy.of(
         host, token, variable=TOKEN_VARIABLE, allow_anyone=insecure_no_auth, allowed_hosts=allowed_host
     )
-    served = partial(serve_policy, config, checkpoint=checkpoint, notes=notes_console())
-    service = WorkflowService(config, served, access, policy_url)
+    config = starting_from(config, checkpoint, notes_console())
+    service = WorkflowService(config, serve_policy, access, policy_url)
     try:
         async with service.listening(host, port) as url:
             needs_trainer = any(config.block(LLM, name).type == "policy" for name in config.names(LLM))

@@ -1,7 +1,7 @@
 """The command `validate`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -9,21 +9,16 @@ from insitu.cli import options
 
 if TYPE_CHECKING:
     from insitu.config import Config
+    from insitu.schemas.finetuning import FinetuneRunConfig
 
 
 @click.command("validate")
-@options.config_file
-@options.dataset
-@options.validation
-@options.override
-def command(**run_options: Any) -> None:
+@options.request("FinetuneRunConfig", options.dataset, options.validation)
+def command(request: "FinetuneRunConfig") -> None:
     """Check a file, its plugins and its datasets, as `finetune` does before it starts anything."""
     from insitu.collect.event_loop import run_async
-    from insitu.schemas.finetuning import FinetuneRunConfig
     from insitu.training.runtime import check_run
 
-    set_options = {name: value for name, value in run_options.items() if value is not None}
-    request = FinetuneRunConfig(**set_options)
     config = run_async(check_run(request))
     click.echo(f"{request.config_file} is valid")
     for line in _summary(config, request.dataset):

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from insitu.config import Config
+from insitu.config import Config, Moved
 from insitu.errors import ConfigError, install_command
 from insitu.registry import DATASET, not_found, register_dataset_loader, registry
 from insitu.schemas.components import DatasetBaseConfig
@@ -25,7 +25,7 @@ Rows = Iterator[dict[str, Any]]
 class StructureConfig(BaseModel):
     """The column names of a dataset."""
 
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
 
     question_key: str = "question"
     """The workflow's input."""
@@ -124,7 +124,7 @@ def file_format(file: Path) -> str:
     return _BY_SUFFIX[file.suffix.lower()]
 
 
-def dataset_file(config: Config, path: str | Path | None = None) -> tuple[Path, str]:
+def dataset_file(config: Config, path: str | Path | None = None, moved: Moved | None = None) -> tuple[Path, str]:
     """The file of the configured dataset, or of `path`, and the name of its format."""
     shape = config.eval.dataset
     if path is not None:
@@ -134,16 +134,18 @@ def dataset_file(config: Config, path: str | Path | None = None) -> tuple[Path, 
         file, kind, where = Path(shape.file_path), shape.type, "eval.general.dataset.file_path"
     else:
         raise ConfigError(f"{config.source}: eval.general.dataset is missing, and no dataset was given")
-    return config.find_path(file, where), kind
+    return config.find_path(file, where, moved), kind
 
 
-def load_dataset(config: Config, path: str | Path | None = None, answered: bool = False) -> list[EvalInputItem]:
+def load_dataset(
+    config: Config, path: str | Path | None = None, answered: bool = False, moved: Moved | None = None
+) -> list[EvalInputItem]:
     """The rows of the configured dataset, or of `path` in the format of its suffix, in file order.
 
     `answered`: also reads precomputed answers, steps and repetitions, as in `workflow_output.json`. Raises ConfigError
     naming the file and row for a missing key, a row that is not a mapping, invalid steps, or a duplicate id.
     """
-    file, kind = dataset_file(config, path)
+    file, kind = dataset_file(config, path, moved)
     registration = registry.find(DATASET, kind)
     if registration is None:
         raise ConfigError(registry.unknown(DATASET, "eval.general.dataset: _type", kind))

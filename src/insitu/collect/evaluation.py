@@ -12,7 +12,7 @@ from insitu.collect.collector import Plan, collect
 from insitu.collect.datasets import WORKFLOW_OUTPUT, FileDatasetConfig, dataset_config, load_dataset
 from insitu.collect.episodes import EpisodeOptions, ResultPath
 from insitu.collect.evaluators import score
-from insitu.collect.shared_run import GenerationCounter, RunState, components, current_run, is_held_out, run_of
+from insitu.collect.shared_run import GenerationCounter, RunState, config_and_builder, current_run, run_of
 from insitu.config import Config
 from insitu.disk.files import writable_folder
 from insitu.disk.json_files import to_json, write_json
@@ -61,15 +61,16 @@ class EvaluationRun:
     async def run_and_evaluate(self) -> EvaluationRunOutput:
         """Runs and scores every row; a row that fails becomes an item with `error`."""
         self._take_generations()
-        async with components(self.config, self._builder) as (loaded, builder):
-            rows, run = load_dataset(loaded, self.config.dataset, self._precomputed), run_of(builder)
+        async with config_and_builder(self.config, self._builder) as (loaded, builder):
+            rows = load_dataset(loaded, self.config.dataset, self._precomputed, builder.moved)
+            run = run_of(builder)
             return await run.watchdog.watch(lambda: self._run(loaded, rows, builder, run))
 
     def _take_generations(self) -> None:
         """Runs before the first await, so that evaluations are numbered in the order they are started."""
         run = current_run()
         if self._training is None:
-            self._training = run is not None and not is_held_out(self.config.dataset, run.builder.config)
+            self._training = run is not None and not run.is_held_out(self.config.dataset)
         if self._training:
             self._first_generation = (run.generations if run else _generations).take(self.config.reps)
         elif run is not None:

@@ -18,7 +18,6 @@ from insitu.collect.watchdog import Watchdog
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 from insitu.schemas.evaluation import EvaluationRunConfig
-from insitu.schemas.finetuning import FinetuneRunConfig
 
 
 class GenerationCounter:
@@ -67,6 +66,24 @@ class RunState:
         """The state of a new run, in the running event loop."""
         slots, watchdog = asyncio.Semaphore(builder.config.max_concurrency), Watchdog.of(builder.config.eval)
         return cls(builder, asyncio.get_running_loop(), slots, watchdog, is_checked=is_checked)
+
+    def evaluates(self, request: EvaluationRunConfig) -> bool:
+        """Whether an evaluation is of the run's own file, with the run's overrides or none."""
+        own = self.builder.request
+        return request.config_file is self.builder.config or (
+            own is not None
+            and _same_file(request.config_file, own.config_file)
+            and request.override in ((), own.override)
+        )
+
+    def is_held_out(self, dataset: str | Path | None) -> bool:
+        """Whether a dataset is the run's validation dataset."""
+        validation, request = self.builder.config.finetuning.validation, self.builder.request
+        if dataset is None or validation is None:
+            return False
+        return _same_file(dataset, validation.dataset) or (
+            request is not None and _same_file(dataset, request.validation_dataset)
+        )
 
 
 _current: ContextVar[RunState | None] = ContextVar("insitu_run", default=None)
@@ -130,14 +147,16 @@ def share(builder: Builder) -> Iterator[RunState]:
 
 
 @asynccontextmanager
-async def components(request: EvaluationRunConfig, builder: Builder | None) -> AsyncIterator[tuple[Config, Builder]]:
+async def config_and_builder(
+    request: EvaluationRunConfig, builder: Builder | None
+) -> AsyncIterator[tuple[Config, Builder]]:
     """The file of an evaluation and a builder for it: `builder`, else that of the run, a child of it, or a new one.
 
     A child evaluates another file with the run's `finetuning` section and trainer adapter, so that its policy is the
     model under training.
     """
     run = current_run()
-    if builder is None and run is not None and _is_for(request, run.builder.config):
+    if builder is None and run is not None and run.evaluates(request):
         yield run.builder.config, run.builder
         return
     loaded = load_config(request.config_file, request.override)
@@ -150,39 +169,13 @@ async def components(request: EvaluationRunConfig, builder: Builder | None) -> A
         yield loaded, own
 
 
-def _is_for(request: EvaluationRunConfig, config: Config) -> bool:
-    """Whether an evaluation is of the run's own file, with the run's overrides or none."""
-    run = config.finetuning.run_configuration
-    if request.config_file is config:
-        return True
-    return (
-        run is not None
-        and _same_file(request.config_file, run.config_file)
-        and tuple(request.override) in ((), tuple(run.override))
-    )
-
-
 def watchdog_of(config: Config) -> Watchdog:
-    """That of the current finetuning run, or a new one."""
+    """The watchdog of the current finetuning run, or a new one."""
     run = current_run()
     return run.watchdog if run is not None else Watchdog.of(config.eval)
-
-
-def is_held_out(dataset: str | Path | None, config: Config) -> bool:
-    """Whether a dataset is the run's validation dataset."""
-    validation, run = config.finetuning.validation, config.finetuning.run_configuration
-    if dataset is None or validation is None:
-        return False
-    return _same_file(dataset, validation.dataset) or (run is not None and _same_file(dataset, run.validation_dataset))
 
 
 def _same_file(one: Any, other: Any) -> bool:
     if isinstance(one, str | Path) and isinstance(other, str | Path):
         return Path(one).resolve() == Path(other).resolve()
     return one is other
-
-
-def evaluation_request(run: FinetuneRunConfig | None, **options: Any) -> EvaluationRunConfig:
-    """An evaluation inside a finetuning run: who answers, as the command line says, and `options`."""
-    shared = {"result_json_path", "endpoint", "endpoint_timeout"}
-    return EvaluationRunConfig(**(run.model_dump(include=shared) if run is not None else {}), **options)

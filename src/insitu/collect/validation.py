@@ -3,31 +3,31 @@
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from insitu.algorithms.statistics import mean_ci95
 from insitu.builder import Builder
 from insitu.collect import evaluation as evaluation_runs  # EvaluationRun may be patched: it is looked up when called
 from insitu.collect.evaluators import parse_score, scores_by_row
-from insitu.collect.shared_run import current_run, evaluation_request, share
-from insitu.config import Config, load_config
+from insitu.collect.shared_run import current_run, share
+from insitu.config import Config, Moved, load_config
 from insitu.errors import ConfigError
 from insitu.schemas.episodes import Episode
-from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
-from insitu.schemas.finetuning import FinetuneConfig
+from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput, RunRequest
+from insitu.schemas.finetuning import FinetuneConfig, FinetuneRunConfig
 
 
-def held_out_config(config: Config) -> Config:
+def held_out_config(config: Config, moved: Moved | None = None) -> Config:
     """The file that validation runs: `finetuning.validation.config_file`, or the run's own."""
     validation = config.finetuning.validation
     if validation is None or validation.config_file is None:
         return config
-    return load_config(config.find_path(validation.config_file, "finetuning.validation.config_file"))
+    return load_config(config.find_path(validation.config_file, "finetuning.validation.config_file", moved))
 
 
 async def validate(
     run_config: FinetuneConfig,
+    request: FinetuneRunConfig | None,
     epoch: int,
     builder: Builder | None = None,
     on_episode: Callable[[Episode], None] | None = None,
@@ -39,38 +39,32 @@ async def validate(
     gets the valid scores of each row.
     """
     with nullcontext() if builder is None else share(builder):
-        request = validation_request(run_config)
-        evaluation = evaluation_runs.EvaluationRun(request)
+        evaluation = evaluation_runs.EvaluationRun(validation_request(run_config, request))
         evaluation.on_episode = on_episode
         output = await evaluation.run_and_evaluate()
-    record = validation_metrics(output, run_config, epoch)
+    record = validation_record(output, run_config, epoch)
     if on_scores is not None and run_config.reward_function is not None:
         on_scores(scores_by_row(dict(output.evaluation_results)[run_config.reward_function.name]))
     return record
 
 
-def validation_request(run_config: FinetuneConfig) -> EvaluationRunConfig:
+def validation_request(run_config: FinetuneConfig, request: FinetuneRunConfig | None) -> EvaluationRunConfig:
     """The evaluation of the held-out dataset; raises ConfigError if none is configured."""
-    options, validation, run = run_config.run_configuration, run_config.validation, current_run()
-    dataset: str | Path | None = None
-    if validation is not None:
-        dataset = validation.dataset
-    elif options is not None:
-        dataset = options.validation_dataset
-    has_rows = dataset or validation or (options and options.validation_config_file)
-    if not has_rows or (run is None and options is None):
+    validation, run = run_config.validation, current_run()
+    options: dict[str, Any] = {"reps": 1 if validation is None else validation.reps}
+    options["dataset"] = validation.dataset if validation is not None else request and request.validation_dataset
+    has_rows = options["dataset"] or validation or (request and request.validation_config_file)
+    if not has_rows or (run is None and request is None):
         raise ConfigError("validation needs a dataset: finetuning.validation.dataset or --validation_dataset")
-    file: dict[str, Any] = {}
+    file: Any = request and request.validation_config_file
     if run is not None:
-        file["config_file"] = held_out_config(run.builder.config)
-    elif options is not None:
-        file["config_file"] = options.validation_config_file or options.config_file
-        file["override"] = () if options.validation_config_file else options.override
-    reps = validation.reps if validation is not None else 1
-    return evaluation_request(options, dataset=dataset, reps=reps, write_output=False, training=False, **file)
+        file = held_out_config(run.builder.config, run.builder.moved)
+    if file is not None:
+        options |= {"config_file": file, "override": ()}
+    return (request or RunRequest(config_file=file)).evaluation(write_output=False, training=False, **options)
 
 
-def validation_metrics(output: EvaluationRunOutput, run_config: FinetuneConfig, epoch: int) -> dict[str, Any]:
+def validation_record(output: EvaluationRunOutput, run_config: FinetuneConfig, epoch: int) -> dict[str, Any]:
     """A record of `validation_history.json` from an evaluation's output."""
     reward = run_config.reward_function
     results = dict(output.evaluation_results)

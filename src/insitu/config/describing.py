@@ -9,7 +9,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from insitu.config.keys import is_set_by_run
+from insitu.config.keys import fields_not_in_file
 from insitu.schemas.components import ComponentRef
 
 TYPE_NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", Path: "path", SecretStr: "string"}
@@ -18,11 +18,8 @@ BOUNDS = {Ge: "at least {}", Gt: "above {}", Le: "at most {}", Lt: "below {}"}
 
 def shown_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """The fields that a file sets, by their keys there."""
-    return {
-        field.alias or name: field
-        for name, field in model.model_fields.items()
-        if name not in ("type", "run_configuration") and not is_set_by_run(name, field)
-    }
+    hidden = fields_not_in_file(model)
+    return {field.alias or name: field for name, field in model.model_fields.items() if name not in hidden}
 
 
 def models_of(annotation: Any) -> list[type[BaseModel]]:
@@ -32,22 +29,22 @@ def models_of(annotation: Any) -> list[type[BaseModel]]:
     return [model for part in get_args(annotation) for model in models_of(part)]
 
 
-def type_name(annotation: Any) -> str:
+def type_text(annotation: Any) -> str:
     """Describes a type in words."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if annotation in TYPE_NAMES:
         return TYPE_NAMES[annotation]
     if origin in (Union, UnionType):
         alternatives = (part for part in parts if part not in (NoneType, *redundant_types(parts)))
-        return " or ".join(dict.fromkeys(type_name(part) for part in alternatives))
+        return " or ".join(dict.fromkeys(type_text(part) for part in alternatives))
     if origin is Annotated:
-        return type_name(parts[0])
+        return type_text(parts[0])
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in parts)
     if origin is list:
-        return f"list of {type_name(parts[0])}s"
+        return f"list of {type_text(parts[0])}s"
     if origin is tuple:
-        return f"list of {len(parts)} {type_name(parts[0])}s"
+        return f"list of {len(parts)} {type_text(parts[0])}s"
     if isinstance(annotation, type) and issubclass(annotation, ComponentRef):
         return f"name under `{annotation.section}`"
     return "block" if annotation is Any or origin is dict or models_of(annotation) else str(annotation)

@@ -20,13 +20,18 @@ def unknown_keys(model: type[BaseModel], node: Mapping[str, Any], where: str) ->
         if key in fields:
             yield from _unknown_in(fields[key].annotation, value, f"{where}.{key}")
         elif not allows_more:
-            known = sorted(name for name, field in fields.items() if not is_set_by_run(name, field))
-            yield not_found(f"{where}: key", str(key), known)
+            yield not_found(f"{where}: key", str(key), sorted(fields.keys() - fields_not_in_file(model)))
 
 
-def is_set_by_run(name: str, field: FieldInfo) -> bool:
-    """Whether a field is the documented `reward` of components, which holds `finetuning.reward_function`."""
-    return name == "reward" and field.annotation == RewardFunctionConfig | None
+def takes_reward(model: type[BaseModel]) -> bool:
+    """Whether a block has the documented `reward` of components, which holds `finetuning.reward_function`."""
+    field = model.model_fields.get("reward")
+    return field is not None and field.annotation == RewardFunctionConfig | None
+
+
+def fields_not_in_file(model: type[BaseModel]) -> set[str]:
+    """The fields that a file does not set."""
+    return {"type", "run_configuration"} | ({"reward"} if takes_reward(model) else set())
 
 
 def _keys(model: type[BaseModel], name: str, field: FieldInfo) -> list[str]:

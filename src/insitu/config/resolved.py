@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from insitu.config import Config
-from insitu.config.keys import is_set_by_run
+from insitu.config.keys import fields_not_in_file
 from insitu.wire.redaction import MASK, hide_url_secrets, is_secret_key, redact
 
 
@@ -26,10 +26,7 @@ def resolved_config(config: Config) -> dict[str, Any]:
 
 
 def _plain(model: BaseModel) -> dict[str, Any]:
-    not_keys = {name for name, field in type(model).model_fields.items() if is_set_by_run(name, field)}
-    return model.model_dump(
-        mode="json", exclude=not_keys | {"type", "run_configuration"}, serialize_as_any=True, fallback=str
-    )
+    return model.model_dump(mode="json", exclude=fields_not_in_file(type(model)), serialize_as_any=True, fallback=str)
 
 
 def without_secrets(value: Any, *, secret: bool = False) -> Any:

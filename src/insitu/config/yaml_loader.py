@@ -124,12 +124,16 @@ def dump_yaml(data: Any) -> str:
         raise ConfigError(f"{error.args[-1]!r:.80} is no value of YAML") from None
 
 
-def override(data: dict[str, Any], key: str, text: str) -> None:
-    """Applies `-o KEY VALUE`: KEY is a dotted path (numbers index lists), VALUE is parsed as YAML."""
+def parse_override(key: str, text: str) -> Any:
+    """The VALUE of `-o KEY VALUE`, which is YAML."""
     try:
-        value = parse_yaml(text)
+        return parse_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"-o {key}: the value is {error}") from None
+
+
+def override(data: dict[str, Any], key: str, value: Any) -> None:
+    """Sets the value of a dotted key; numbers index lists."""
     node: Any = data
     *parents, last = key.split(".")
     for depth, part in enumerate([*parents, last]):
@@ -141,7 +145,7 @@ def override(data: dict[str, Any], key: str, text: str) -> None:
         elif isinstance(node, dict):
             index = part
         else:
-            raise ConfigError(f"-o {key}: {where} is not a mapping but {type_name(node)}")
+            raise ConfigError(f"-o {key}: {where} is not a mapping but {value_type(node)}")
         if depth == len(parents):
             node[index] = value
         else:
@@ -178,7 +182,7 @@ def expand(node: Any, problems: list[str], taken: dict[str, str], where: str = "
     return _VARIABLE.sub(value, node)
 
 
-def type_name(value: Any) -> str:
+def value_type(value: Any) -> str:
     """The type of a value, for messages that must not show the value: it may be a secret."""
     names = {str: "text", bool: "a truth value", list: "a list", dict: "a mapping", type(None): "nothing"}
     return names.get(type(value), "a number")

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from insitu.config import Config, load_config
+from insitu.config import Config, changed_config
 from insitu.disk.json_files import write_json
 from insitu.doctor.episodes import about_calls, about_failures, about_lengths, about_scores
 from insitu.doctor.estimate import Estimate, about_disk, estimate, nearest_folder
@@ -25,7 +25,7 @@ from insitu.registry import TRAJECTORY_BUILDER
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training.config import CollectingBuilderConfig
 from insitu.training.metrics import collected_metrics
-from insitu.training.runtime import check_ready, prepared, ready_run
+from insitu.training.runtime import prepared, ready_run
 
 
 @dataclass
@@ -51,14 +51,11 @@ async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
     Raises what `finetune` raises at its start.
     """
     started = time.perf_counter()
-    config = load_config(request.config_file, request.override)
-    check_ready(config)
-    config = await prepared(request.model_copy(update={"config_file": config, "override": ()}))
-    plan, output_dir = Plan.of(config), config.finetuning.output_dir
+    config, request = await prepared(request)
+    plan, output_dir = Plan.of(config, request.dataset), config.finetuning.output_dir
     with _scratch_beside(output_dir) as scratch:
-        rows, generations = _limit(config, plan, budget, scratch)
-        finetuning = config.finetuning.model_copy(update={"output_dir": scratch})
-        async with ready_run(config, finetuning, Console(quiet=True)) as ready:
+        config, request, rows, generations = _limited(config, request, plan, budget, scratch)
+        async with ready_run(config, request, Console(quiet=True), scratch) as ready:
             examination = Examination(ready, config, plan, budget, scratch)
             examination.start_seconds = time.perf_counter() - started
             evidence = await examination.play()
@@ -114,10 +111,12 @@ def judge(plan: Plan, evidence: Evidence, decode: Decoder | None = None) -> Iter
         yield Finding("time_over", severity, f"{what}: {ended} did", "eval.general.episode_timeout", change)
 
 
-def _limit(config: Config, plan: Plan, budget: Budget, scratch: Path) -> tuple[int, int | None]:
-    """Limits the rows and generations that the file's trajectory builder plays.
+def _limited(
+    config: Config, request: FinetuneRunConfig, plan: Plan, budget: Budget, scratch: Path
+) -> tuple[Config, FinetuneRunConfig, int, int | None]:
+    """The file and request with which its trajectory builder plays few rows and generations, and how many.
 
-    That of a plugin gets a dataset with a few rows, which it plays as often as it does. The files of its evaluations
+    A plugin's gets a dataset with a few rows, which it plays as often as it does. The files of its evaluations
     are written to `scratch`, too.
     """
     name = str(config.finetuning.trajectory_builder)
@@ -126,16 +125,13 @@ def _limit(config: Config, plan: Plan, budget: Budget, scratch: Path) -> tuple[i
         rows, generations = budget.rows_and_generations(block.num_generations)
         rows = min(rows, plan.rows_per_epoch) or rows
         limits = {"rows_per_epoch": rows, "num_generations": generations}
-        config.blocks[TRAJECTORY_BUILDER.section, name] = block.model_copy(update=limits)
-        return rows, generations
+        limited = changed_config(config, {f"trajectory_builders.{name}.{key}": value for key, value in limits.items()})
+        return limited, request, rows, generations
     rows = min(budget.rows_and_generations(1)[0], len(plan.rows))
     few = scratch / "rows.json"
     write_json(few, [row.full_dataset_entry for row in plan.rows[:rows]])
-    asked = config.finetuning.run_configuration
-    assert asked is not None  # of a prepared file
-    config.finetuning.run_configuration = asked.model_copy(update={"dataset": few})
-    config.eval.output_dir = scratch / "eval"
-    return rows, None
+    limited = changed_config(config, {"eval.general.output_dir": str(scratch / "eval")})
+    return limited, request.model_copy(update={"dataset": few}), rows, None
 
 
 def _played(evidence: Evidence) -> dict[str, Any]:

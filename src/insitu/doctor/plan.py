@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from insitu.algorithms.curriculum import included_fraction
@@ -64,14 +65,13 @@ class Plan:
         return ", ".join(f"llms.{name}.{key}" for name in self.llms) or f"llms: {key}"
 
     @classmethod
-    def of(cls, config: Config) -> "Plan":
-        """That of a prepared file."""
-        finetuning = config.finetuning
-        asked, validation = finetuning.run_configuration, finetuning.validation
+    def of(cls, config: Config, dataset: str | Path | None) -> "Plan":
+        """The plan of a prepared file, with the rows of `dataset` instead of the file's if it is given."""
+        finetuning, validation = config.finetuning, config.finetuning.validation
         block = config.blocks.get((TRAJECTORY_BUILDER.section, str(finetuning.trajectory_builder)))
         collecting = block if isinstance(block, CollectingBuilderConfig) else None
         stored = collecting is not None and collecting.episodes_from is not None
-        rows = [] if stored else load_dataset(config, asked.dataset if asked is not None else None)
+        rows = [] if stored else load_dataset(config, dataset)
         held_out = load_dataset(held_out_config(config), validation.dataset) if validation is not None else []
         limit = collecting.rows_per_epoch if collecting is not None else None
         epochs = finetuning.num_epochs

@@ -62,7 +62,7 @@ Address = Annotated[str, AfterValidator(_check_url)]
 class Upstream(BaseModel):
     """An OpenAI-compatible server for unrecognised model names, and for other requests such as embeddings."""
 
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
 
     base_url: Address
     """URL up to and including `/v1`."""
@@ -73,7 +73,7 @@ class Upstream(BaseModel):
 class GatewayConfig(BaseModel):
     """Bind address and public URL of the gateway; by default, only this machine can reach it."""
 
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
 
     host: str = Field(default="127.0.0.1", min_length=1)
     """Address to bind; `0.0.0.0` binds all interfaces."""

@@ -7,10 +7,11 @@ FOLDER                          any folder of weights
 """
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from insitu.config import Config
+from insitu.config import Config, Moved, moved_path
 from insitu.disk.files import read_object
 from insitu.errors import ConfigError
 from insitu.runs.files import BEST, CHECKPOINTS, RUN_FILES
@@ -27,21 +28,21 @@ class Checkpoint(NamedTuple):
     note: str | None = None
 
 
-def find_checkpoint(config: Config, name: str | Path, key: str) -> Checkpoint:
+def find_checkpoint(config: Config, name: str | Path, key: str, moved: Moved | None = None) -> Checkpoint:
     """Raises ConfigError naming `key`, the option or key of the file, if there are no such weights."""
-    path = Path(name)
+    path, find = Path(name), partial(config.find_path, key=key, moved=moved)
     if str(path) in NAMES:
-        run = config.moved_path(Path(config.finetuning.output_dir))
+        run = moved_path(Path(config.finetuning.output_dir), moved)
         if not _is_run(run):
             raise ConfigError(f"{key}: {path} is of the run in {OUTPUT_DIR}, but {run} holds no run")
         return _of_run(run, str(path), key)
     try:
-        folder = config.find_path(path, key)
+        folder = find(path)
     except ConfigError:
-        if path.name in NAMES and _is_run(run := config.find_path(path.parent, key)):
+        if path.name in NAMES and _is_run(run := find(path.parent)):
             return _of_run(run, path.name, key)
         if _STEP.fullmatch(path.name):
-            _check_kept(config.find_path(path.parent, key) / path.name, key)
+            _check_kept(find(path.parent) / path.name, key)
         raise
     if _is_model(folder) or not _is_run(folder):
         return Checkpoint(folder)

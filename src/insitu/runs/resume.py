@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from insitu.builder import Builder
 from insitu.collect.shared_run import current_run
 from insitu.config import Config
 from insitu.config.resolved import differences, resolved_config
@@ -101,19 +102,19 @@ class ResumableRun:
             raise InsituError("the trainer has not been initialized")
         return self._store
 
-    def open(self, folder: Path, config: Config, dataset: Mapping[str, Any] | None) -> list[str]:
+    def open(self, folder: Path, builder: Builder, dataset: Mapping[str, Any] | None) -> list[str]:
         """Opens the store of the run in `folder` with `--resume`, of a new run otherwise; returns what to report.
 
         A new run moves an earlier one aside. Raises ConfigError if the run cannot continue with this file.
         """
-        asked = config.finetuning.run_configuration
-        progress = find_run(folder, "--resume") if asked is not None and asked.resume else None
-        if asked is None or progress is None:
-            if asked is not None and isinstance(asked.resume, Path):
+        request, config = builder.request, builder.config
+        progress = find_run(folder, "--resume") if request is not None and request.resume else None
+        if request is None or progress is None:
+            if request is not None and isinstance(request.resume, Path):
                 raise ConfigError(f"--resume: {folder} holds no run that can continue")
-            return self.open_new(folder, config)
-        self._forced = asked.force
-        changes = check_same_run(folder, config, dataset, force=asked.force)
+            return self.open_new(folder, builder)
+        self._forced = request.force
+        changes = check_same_run(folder, config, dataset, force=request.force)
         self._store = RunStore(folder)
         files = RunReader(folder)
         progress = files.progress() or progress  # again, as an earlier process may have ended before the lock
@@ -143,9 +144,9 @@ class ResumableRun:
             )
         return [f"changed since the run was started: the code of {key}" for key in changed]
 
-    def open_new(self, folder: Path, config: Config) -> list[str]:
+    def open_new(self, folder: Path, builder: Builder) -> list[str]:
         """Opens the store of a new run; returns what to report."""
-        self._store, moved = open_store(folder, config)
+        self._store, moved = open_store(folder, builder)
         return [f"moved the earlier run in {folder} to {moved}"] if moved is not None else []
 
     def finished(self, epoch: int) -> list[Episode]:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from insitu.advantages.credit import CallAdvantages
 from insitu.algorithms.curriculum import CurriculumState
-from insitu.builder import name_being_built
+from insitu.builder import Builder, name_being_built
 from insitu.collect.datasets import dataset_file
 from insitu.collect.groups import GroupRecord
 from insitu.config import Config
@@ -55,11 +55,11 @@ def set_aside(folder: Path) -> Path | None:
     return target
 
 
-def open_store(folder: Path, config: Config) -> tuple["RunStore", Path | None]:
-    """The store of a new run, and where an earlier run in `folder` is now; the paths in `config` follow it."""
+def open_store(folder: Path, builder: Builder) -> tuple["RunStore", Path | None]:
+    """The store of a new run, and where an earlier run in `folder` is now; the paths of the file follow it."""
     moved = set_aside(folder)
     if moved is not None:
-        config.moved[folder.resolve()] = moved
+        builder.moved[folder.resolve()] = moved
     return RunStore(folder), moved
 
 
@@ -228,15 +228,15 @@ def dataset_record(file: Path) -> dict[str, str]:
         return {"file": str(file), "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 
-def provenance(config: Config, stored: StoredRun | None) -> dict[str, Any]:
+def provenance(builder: Builder, stored: StoredRun | None) -> dict[str, Any]:
     """What later uses of the episodes of a run need to know: its rows, which calls it trains, and where from."""
-    finetuning = config.finetuning
+    config, finetuning = builder.config, builder.config.finetuning
     if stored is not None:
         dataset = stored.files.settings().get("dataset")
     else:
-        asked = finetuning.run_configuration.dataset if finetuning.run_configuration is not None else None
-        known = asked is not None or config.eval.dataset is not None  # a plugin's builder may need none
-        dataset = dataset_record(dataset_file(config, asked)[0]) if known else None
+        path = builder.request.dataset if builder.request is not None else None
+        has_rows = path is not None or config.eval.dataset is not None  # a plugin's builder may need none
+        dataset = dataset_record(dataset_file(config, path, builder.moved)[0]) if has_rows else None
     llms, model = sorted(config.trained_llms()), finetuning.target_model
     return {
         "dataset": dataset,

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from insitu.config import Config
+from insitu.builder import Builder
 from insitu.errors import ConfigError, InsituError
 from insitu.runs.files import CALLS
 from insitu.runs.reader import RunReader, StoredGroup
@@ -21,7 +21,7 @@ _LISTED = 5
 class StoredEpisodesConfig(BaseModel):
     """Recorded episodes to use instead of running the workflow."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
 
     run: Path
     """A run directory. Epoch 1 gets the groups of its first epoch, and so on; after the last one it starts over."""
@@ -123,7 +123,7 @@ def _renamed(episode: Episode, run_id: str, epoch: int) -> Episode:
     return replace(episode, key=own, source=episode.key.text())
 
 
-def open_stored(config: Config, block: str, stored: StoredEpisodesConfig) -> StoredRun:
+def open_stored(builder: Builder, block: str, stored: StoredEpisodesConfig) -> StoredRun:
     """The run that a trajectory builder reads. Raises ConfigError naming the key in its `block`."""
     key = f"{block}.episodes_from"
-    return StoredRun(config.find_path(stored.run, key), key, stored.reward, stored.epochs)
+    return StoredRun(builder.config.find_path(stored.run, key, builder.moved), key, stored.reward, stored.epochs)

@@ -51,6 +51,8 @@ class TypedBaseModel(BaseModel):
         super().__init_subclass__(**kwargs)
         if name is not None:
             cls.registered_name = name
+            if cls.__module__.startswith("insitu."):  # a plugin may write to its blocks: it gets copies of them
+                cls.model_config = cls.model_config | {"frozen": True}
 
     @model_validator(mode="before")
     @classmethod

@@ -85,20 +85,35 @@ class EvalOutput(BaseModel):
     eval_output_items: list[EvalOutputItem] = Field(default_factory=list)
 
 
-class EvaluationRunConfig(BaseModel):
-    """Options of an evaluation run, from the command line or a plugin."""
+class RunRequest(BaseModel):
+    """What a command, a call from Python or a plugin asks of a file. It stays beside the checked `Config`."""
 
-    model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True, frozen=True)
 
     config_file: Path | BaseModel | Any
     dataset: str | Path | None = None
     result_json_path: str = "$"
-    skip_workflow: bool = False
-    skip_completed_entries: bool = False
     endpoint: str | None = None
     endpoint_timeout: int = 300
-    reps: int = Field(default=1, ge=1)
     override: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values that its options give to keys of the file, besides `override`."""
+        return {}
+
+    def evaluation(self, **options: Any) -> "EvaluationRunConfig":
+        """An evaluation of the same file by the same service, with these `options`."""
+        shared = {name: getattr(self, name) for name in RunRequest.model_fields}
+        return EvaluationRunConfig(**(shared | options))
+
+
+class EvaluationRunConfig(RunRequest):
+    """Options of an evaluation run, from the command line or a plugin."""
+
+    skip_workflow: bool = False
+    skip_completed_entries: bool = False
+    reps: int = Field(default=1, ge=1)
     write_output: bool = True
     training: bool | None = None
     """Whether the episodes are for training. Then every evaluation samples anew, requests logprobs and token ids from

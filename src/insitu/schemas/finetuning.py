@@ -10,10 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from insitu.schemas.components import BaseModelRegistryTag, TypedBaseModel, default_empty_blocks
 from insitu.schemas.episodes import ModelCall, TrainingRow
+from insitu.schemas.evaluation import RunRequest
 from insitu.schemas.parts import ShapePart
 
 _BOOL = TypeAdapter(bool)
-_DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+_DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
 MAX_REWARD = 1e30
 """Largest magnitude of a reward: squares and sums of larger ones overflow."""
 
@@ -67,8 +68,9 @@ class TrainerAdapterConfig(TypedBaseModel, BaseModelRegistryTag):
         """The name its model is served under; None if only the running backend knows it."""
         return None
 
-    def starting_from(self, checkpoint: str) -> Self | None:
-        """A copy that starts from a checkpoint; None if the adapter does not start the backend itself."""
+    @property
+    def starts_from(self) -> str | None:
+        """The model whose weights it serves and trains, its key `model`; None if it does not start the backend."""
         return None
 
 
@@ -98,17 +100,9 @@ class CurriculumLearningConfig(BaseModel):
     """Fraction of the remaining groups to keep, a seeded random sample of at least one."""
 
 
-class FinetuneRunConfig(BaseModel):
+class FinetuneRunConfig(RunRequest):
     """Options of `insitu finetune`."""
 
-    model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
-
-    config_file: Path | BaseModel | Any
-    dataset: str | Path | None = None
-    result_json_path: str = "$"
-    endpoint: str | None = None
-    endpoint_timeout: int = 300
-    override: tuple[tuple[str, str], ...] = ()
     validation_dataset: str | Path | None = None
     validation_interval: int = Field(default=5, ge=1)
     validation_config_file: str | Path | None = None
@@ -116,6 +110,16 @@ class FinetuneRunConfig(BaseModel):
     """Continue the run in `finetuning.output_dir`, or in this folder; without one there, start a run."""
     force: bool = False
     """Continue although settings have changed that make earlier and later epochs incomparable."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        options = {name: getattr(self, f"validation_{name}") for name in ("dataset", "interval", "config_file")}
+        if "validation_interval" not in self.model_fields_set:
+            del options["interval"]
+        values = {f"finetuning.validation.{name}": value for name, value in options.items() if value is not None}
+        if isinstance(self.resume, Path):
+            values["finetuning.output_dir"] = self.resume
+        return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
 
 
 class ValidationConfig(BaseModel):
@@ -182,7 +186,7 @@ class FinetuneConfig(BaseModel):
     report_to: list[str] = Field(default_factory=list)
     """Experiment trackers that each epoch is logged to: tensorboard, wandb, mlflow, trackio, or those of plugins."""
     run_configuration: FinetuneRunConfig | None = None
-    """Set from the command line; in the file it is not used, and a warning."""
+    """For plugins' trainers: what the command line asks. In the file it is not used, and a warning."""
 
     @field_validator("output_dir")
     @classmethod

@@ -16,7 +16,7 @@ SET_BY_BACKEND = frozenset(
 class SamplerOptions(BaseModel):
     """What samples: the backend's own process, or vLLM, which the backend starts unless it is at `addresses`."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, serialize_by_alias=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, serialize_by_alias=True, frozen=True)
 
     kind: Literal["embedded", "vllm"] = Field(default="embedded", alias="_type")
     """`embedded`: the backend's own process. `vllm`: vLLM servers."""

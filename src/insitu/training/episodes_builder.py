@@ -84,7 +84,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
     def _check(self) -> None:
         """Raises ConfigError before an earlier run is moved aside and a backend is started."""
         if self.config.episodes_from is not None:
-            self.stored = open_stored(self._full_config, self.block, self.config.episodes_from)
+            self.stored = open_stored(self._builder, self.block, self.config.episodes_from)
             return
         reward = self._full_config.finetuning.reward_function
         if self.needs_reward and reward is None:
@@ -112,10 +112,11 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
         if self.config.episodes_from is not None:  # opened again: the run may have been moved aside for this one
-            self.stored = await asyncio.to_thread(open_stored, self._full_config, self.block, self.config.episodes_from)
+            self.stored = await asyncio.to_thread(open_stored, self._builder, self.block, self.config.episodes_from)
             return
-        request = run_config.run_configuration
-        self._rows = await asyncio.to_thread(load_dataset, self._full_config, request.dataset if request else None)
+        request, moved = self._builder.request, self._builder.moved
+        path = request.dataset if request is not None else None
+        self._rows = await asyncio.to_thread(load_dataset, self._full_config, path, moved=moved)
 
     @property
     def episodes_per_epoch(self) -> int | None:
@@ -150,7 +151,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
     def _every_epoch(self) -> Plan:
         """What the plans of all epochs have in common."""
         run, config, trained = self.run_config, self._full_config, self.trained
-        service = run.run_configuration
+        service = self._builder.request
         result = ResultPath.parse(service.result_json_path) if service else None
         reward = run.reward_function if self.needs_reward else None
         monitored = config.names(EVALUATOR) if run.training_evaluators is None else run.training_evaluators

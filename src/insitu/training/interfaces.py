@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from insitu.collect import evaluation as evaluation_runs  # EvaluationRun may be patched: it is looked up when called
-from insitu.collect.shared_run import current_run, evaluation_request
+from insitu.collect.shared_run import current_run
 from insitu.collect.validation import validate, validation_request
 from insitu.errors import ConfigError
 from insitu.schemas.episodes import TrainingRow
@@ -35,7 +35,8 @@ class TrajectoryBuilder(ABC):
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         self.run_config = run_config
-        self.trajectory_builder_config.reward = run_config.reward_function
+        reward = {"reward": run_config.reward_function}
+        self.trajectory_builder_config = self.trajectory_builder_config.model_copy(update=reward)
 
     @property
     def episodes_per_epoch(self) -> int | None:
@@ -52,17 +53,10 @@ class TrajectoryBuilder(ABC):
         Concurrent calls share the run's components and concurrency limit; each writes to its own `generation_<n>`
         folder under `eval.general.output_dir`.
         """
-        options = self.run_config.run_configuration
-        if options is None:
+        request = self.run_config.run_configuration
+        if request is None:
             raise ConfigError("run_eval() needs finetuning.run_configuration, which the finetune command sets")
-        request = evaluation_request(
-            options,
-            config_file=options.config_file,
-            dataset=options.dataset,
-            override=options.override,
-            training=True,
-        )
-        output = await evaluation_runs.EvaluationRun(request).run_and_evaluate()
+        output = await evaluation_runs.EvaluationRun(request.evaluation(training=True)).run_and_evaluate()
         _warn_about_failed_episodes(output)
         return output
 
@@ -92,7 +86,7 @@ class TrainerAdapter(ABC):
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         self.run_config = run_config
-        self.adapter_config.reward = run_config.reward_function
+        self.adapter_config = self.adapter_config.model_copy(update={"reward": run_config.reward_function})
 
     async def policy_endpoint(self) -> PolicyEndpoint | None:
         """Where the policy being trained is served; None if unknown."""
@@ -232,11 +226,11 @@ class Trainer(ABC):
         If validation fails, the metrics contain `error` and no reward, or the exception propagates. Either way the
         failure is recorded and the finetuning run fails.
         """
-        validation_request(self.run_config)  # without a dataset nothing is validated: that is not a failed validation
-        run = current_run()
+        request, run = self.run_config.run_configuration, current_run()
+        validation_request(self.run_config, request)  # raises: without a dataset, no validation has failed
         failed = run.failed_validations if run is not None else []
         try:
-            metrics = await validate(self.run_config, epoch)
+            metrics = await validate(self.run_config, request, epoch)
         except Exception as error:  # recorded too, in case the trainer swallows the exception
             failed.append(f"at epoch {epoch}: {error}")
             raise

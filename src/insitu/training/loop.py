@@ -109,7 +109,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             self._durable.check_served(await self._served_version(), warms_up=self._warm_up is not None)
 
     def _open_run(self, folder: Path) -> list[str]:
-        return self._durable.open(folder, self._full_config, self._origin()["dataset"])
+        return self._durable.open(folder, self._builder, self._origin()["dataset"])
 
     async def _served_version(self) -> int | None:
         endpoint = await self.trainer_adapter.policy_endpoint()
@@ -347,7 +347,6 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
                 await self._plot.finish(self.reward_history, self._validations)
         finally:
             self._durable.close()
-            self._full_config.moved.clear()
 
     def _write_run_file(self, num_epochs: int) -> None:
         settings = self._run_settings(num_epochs)
@@ -360,7 +359,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
 
     def _origin(self) -> dict[str, Any]:
         builder = self.trajectory_builder
-        return provenance(self._full_config, builder.stored if isinstance(builder, EpisodesBuilder) else None)
+        return provenance(self._builder, builder.stored if isinstance(builder, EpisodesBuilder) else None)
 
     def _run_settings(self, num_epochs: int) -> dict[str, Any]:
         settings = {

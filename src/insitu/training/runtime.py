@@ -15,7 +15,7 @@ from insitu.collect.episodes import ResultPath
 from insitu.collect.event_loop import run_async
 from insitu.collect.shared_run import RunState, share
 from insitu.collect.validation import held_out_config
-from insitu.config import Config, load_config
+from insitu.config import Config, requested_config
 from insitu.errors import (
     ConfigError,
     InsituError,
@@ -27,11 +27,9 @@ from insitu.errors import (
 from insitu.registry import EVALUATOR, TRAJECTORY_BUILDER, not_found
 from insitu.runs.files import RUN_FILES
 from insitu.schemas.finetuning import (
-    FinetuneConfig,
     FinetuneRunConfig,
     TrainingJobStatus,
     TrainingStatusEnum,
-    ValidationConfig,
 )
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.serving import check_open_files, watched
@@ -41,8 +39,8 @@ from insitu.workflow.policy_names import check_model_names
 logger = logging.getLogger(__name__)
 
 
-async def run_finetuning(runner: Trainer) -> list[TrainingJobStatus]:
-    """Runs an initialized trainer for its configured epochs and returns the status of each epoch that trained.
+async def run_finetuning(runner: Trainer, resume: bool = False) -> list[TrainingJobStatus]:
+    """Runs or resumes an initialized trainer for its epochs and returns the status of each epoch that trained.
 
     A trainer may return None for an epoch that trained nothing. Raises JobFailed if a job did not complete, unless it
     is still running and the trainer does not wait for its jobs. Raises TrajectoryError if no epoch trained anything.
@@ -51,11 +49,8 @@ async def run_finetuning(runner: Trainer) -> list[TrainingJobStatus]:
     accepted = {TrainingStatusEnum.COMPLETED}
     if isinstance(runner, SingleJobTrainer):
         accepted |= {TrainingStatusEnum.PENDING, TrainingStatusEnum.RUNNING}
-    asked = runner.run_config.run_configuration
-    if isinstance(runner, ResumableTrainer) and asked is not None and asked.resume:
-        returned = await runner.resume(epochs)
-    else:
-        returned = await runner.run(epochs)
+    run = runner.resume if resume and isinstance(runner, ResumableTrainer) else runner.run
+    returned = await run(epochs)
     if not isinstance(returned, list | tuple) or not all(isinstance(s, TrainingJobStatus | None) for s in returned):
         raise PluginError(f"{type(runner).__name__}.run returned {returned!r:.200}, not a list of TrainingJobStatus")
     statuses = [status for status in returned if status is not None]
@@ -78,13 +73,13 @@ async def finetuning_main(run_config: FinetuneRunConfig, console: Console | None
     Prints progress to `console`, standard output by default.
     Raises if a job failed, nothing was trained, or a validation failed.
     """
-    config = await prepared(run_config)
+    config, request = await prepared(run_config)
     finetuning = config.finetuning
     async with (
-        ready_run(config, finetuning, console) as ready,
+        ready_run(config, request, console) as ready,
         reported(finetuning.report_to, Path(finetuning.output_dir)),
     ):
-        statuses = await run_finetuning(ready.trainer)
+        statuses = await run_finetuning(ready.trainer, resume=bool(request.resume))
     _check_validations(ready.state, config)
     return statuses
 
@@ -100,23 +95,23 @@ class ReadyRun(NamedTuple):
 
 @asynccontextmanager
 async def ready_run(
-    config: Config, finetuning: FinetuneConfig, console: Console | None = None
+    config: Config, request: FinetuneRunConfig, console: Console | None = None, output_dir: Path | None = None
 ) -> AsyncIterator[ReadyRun]:
     """Builds and initializes the components of a prepared file, and always calls the trainer's `cleanup`.
 
-    `finetuning` is the file's section, or a copy with another `output_dir`. Raises the error of a backend that is lost.
+    They write into `output_dir` instead of the file's, if it is given. Raises the error of a backend that is lost.
     """
-    async with Builder(config, console=console) as builder:
+    section = {"run_configuration": request, "output_dir": output_dir or config.finetuning.output_dir}
+    async with Builder(config, console=console, request=request) as builder:
         with share(builder) as state:
-            trainer, adapter = await _components(config, builder)
-            async with _cleaned_up(trainer, f"trainers.{finetuning.trainer}"):
-                await trainer.initialize(finetuning)
+            trainer, adapter = await _bound_components(builder)
+            async with _cleaned_up(trainer, f"trainers.{config.finetuning.trainer}"):
+                await trainer.initialize(config.finetuning.model_copy(update=section))
                 if isinstance(adapter, TrainerAdapter):
                     state.wait_for_policy = adapter.wait_until_reachable
                     builder.trained_policy = await adapter.policy_endpoint()
-                    asked = finetuning.run_configuration
-                    check_model_names(builder, asked.endpoint if asked is not None else None)
-                async with watched(adapter):
+                    check_model_names(builder, request.endpoint)
+                async with watched(adapter, state):
                     yield ReadyRun(state, builder, trainer, adapter)
 
 
@@ -125,40 +120,39 @@ async def check_run(run_config: FinetuneRunConfig) -> Config:
 
     Raises ConfigError or PluginError.
     """
-    config = load_config(run_config.config_file, run_config.override)
+    config = requested_config(run_config)
+    if config.finetuning.enabled:
+        config, request = await prepared(run_config, config)
+        async with Builder(config, request=request) as builder:
+            with share(builder):
+                await _bound_components(builder)
+    return config
+
+
+async def prepared(request: FinetuneRunConfig, config: Config | None = None) -> tuple[Config, FinetuneRunConfig]:
+    """The checked file and the request, completed for plugins' trainers by the file's `finetuning.validation`.
+
+    Raises ConfigError if their inputs cannot be used.
+    """
+    config = config or requested_config(request)
     if not config.finetuning.enabled:
-        return config
-    config = await prepared(run_config.model_copy(update={"config_file": config, "override": ()}))
-    async with Builder(config) as builder:
-        with share(builder):
-            await _components(config, builder)
-    return config
-
-
-async def prepared(run_config: FinetuneRunConfig) -> Config:
-    """The file with the options of the command line; raises ConfigError if its inputs cannot be used."""
-    config = load_config(run_config.config_file, run_config.override)
-    check_ready(config)
+        raise ConfigError(f"{config.source}: finetuning.enabled is false; set it to true to train")
     check_trackers(config.finetuning.report_to)
-    if isinstance(run_config.resume, Path):
-        if not any((run_config.resume / name).exists() for name in RUN_FILES):
-            raise ConfigError(f"--resume: {run_config.resume} holds no run that can continue")
-        config.finetuning.output_dir = run_config.resume
-    config.finetuning.validation = _validation(config, run_config)
-    config.finetuning.run_configuration = _run_configuration(config, run_config)
+    if isinstance(request.resume, Path) and not any((request.resume / name).exists() for name in RUN_FILES):
+        raise ConfigError(f"--resume: {request.resume} holds no run that can continue")
+    completed = _with_validation(request, config)
     check_open_files(config)
-    await _check_inputs(config, run_config)
-    return config
+    await check_inputs(config, request)
+    return config, completed
 
 
-async def _components(config: Config, builder: Builder) -> tuple[Trainer, Any]:
+async def _bound_components(builder: Builder) -> tuple[Trainer, Any]:
     """The trainer, bound to the two components it drives, and its adapter; building them starts nothing."""
-    finetuning = config.finetuning
+    finetuning, request = builder.config.finetuning, builder.request
     trajectory_builder = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
     adapter = await builder.get_trainer_adapter(str(finetuning.trainer_adapter))
     trainer = await builder.get_trainer(str(finetuning.trainer), trajectory_builder, adapter)
-    asked = finetuning.run_configuration
-    if asked is not None and asked.resume:
+    if request is not None and request.resume:
         names = {f"trainers.{finetuning.trainer}": trainer, f"trainer_adapters.{finetuning.trainer_adapter}": adapter}
         for name, component in names.items():
             if not _continues_runs(component):
@@ -221,13 +215,7 @@ def run_finetuning_sync(run_config: FinetuneRunConfig, console: Console | None =
     return run_async(finetuning_main(run_config, console))
 
 
-def check_ready(config: Config) -> None:
-    """Raises ConfigError if training is not enabled."""
-    if not config.finetuning.enabled:
-        raise ConfigError(f"{config.source}: finetuning.enabled is false; set it to true to train")
-
-
-async def _check_inputs(config: Config, request: FinetuneRunConfig) -> None:
+async def check_inputs(config: Config, request: FinetuneRunConfig) -> None:
     """Raises for bad inputs before an earlier run is moved aside and a backend is started."""
     ResultPath.parse(request.result_json_path)
     builder = config.blocks.get((TRAJECTORY_BUILDER.section, str(config.finetuning.trajectory_builder)))
@@ -249,23 +237,7 @@ async def _check_inputs(config: Config, request: FinetuneRunConfig) -> None:
         await (await executor_of(components, request)).check(components)
 
 
-def _validation(config: Config, request: FinetuneRunConfig) -> ValidationConfig | None:
-    """The file's `finetuning.validation`, overridden by the command line."""
-    given = request.model_dump(include=request.model_fields_set)
-    names = ("dataset", "interval", "config_file")
-    options = {key: value for key in names if (value := given.get(f"validation_{key}")) is not None}
-    in_file = config.finetuning.validation
-    if in_file is None:
-        if options.keys() == {"interval"}:
-            raise ConfigError(
-                "finetuning.validation.interval given without finetuning.validation.dataset (--validation_dataset)"
-            )
-        return ValidationConfig(**options) if options else None
-    return in_file.model_copy(update=options)
-
-
-def _run_configuration(config: Config, request: FinetuneRunConfig) -> FinetuneRunConfig:
-    """The command line completed by the file's `finetuning.validation`: plugins' trainers read either."""
+def _with_validation(request: FinetuneRunConfig, config: Config) -> FinetuneRunConfig:
     validation = config.finetuning.validation
     if validation is None:
         return request
@@ -273,10 +245,5 @@ def _run_configuration(config: Config, request: FinetuneRunConfig) -> FinetuneRu
     if rows is None:
         held_out = held_out_config(config)
         rows = held_out.find_path(dataset_config(held_out).file_path, "validation: eval.general.dataset.file_path")
-    return request.model_copy(
-        update={
-            "validation_dataset": rows,
-            "validation_interval": validation.interval,
-            "validation_config_file": validation.config_file,
-        }
-    )
+    values = {"dataset": rows, "interval": validation.interval, "config_file": validation.config_file}
+    return request.model_copy(update={f"validation_{name}": value for name, value in values.items()})

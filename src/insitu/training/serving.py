@@ -13,8 +13,8 @@ from insitu.builder import Builder
 from insitu.collect.datasets import load_dataset
 from insitu.collect.evaluation import EvaluationRun
 from insitu.collect.executors import LocalExecutorConfig
-from insitu.collect.shared_run import current_run
-from insitu.config import Config, load_config
+from insitu.collect.shared_run import RunState
+from insitu.config import Config, changed_config, requested_config
 from insitu.errors import BackendError, ConfigError, TrajectoryError
 from insitu.registry import FUNCTION, LLM, TRAINER_ADAPTER
 from insitu.runs.checkpoints import find_checkpoint
@@ -33,62 +33,67 @@ async def evaluation_main(
     run_config: EvaluationRunConfig, checkpoint: Path | None, console: Console, notes: Console
 ) -> EvaluationRunOutput:
     """The command `eval`: serves the policy, runs the workflow on the rows and scores it, and prints a table."""
-    config = load_config(run_config.config_file, run_config.override)
+    config = requested_config(run_config)
     check_open_files(config)
     report = Report(console)
     rows = load_dataset(config, run_config.dataset, run_config.skip_workflow or run_config.skip_completed_entries)
     total = sum(row.output_obj is None for row in rows) * run_config.reps
     if run_config.skip_workflow and checkpoint is not None:
         raise ConfigError("--checkpoint cannot be combined with --skip_workflow, which runs nothing")
+    config = starting_from(config, checkpoint, notes)
     run_config = run_config.model_copy(update={"config_file": config, "override": ()})
     async with Builder(config) as builder:
         run = EvaluationRun(run_config, builder, on_episode=lambda _: report.advance())
-        async with nullcontext() if run_config.skip_workflow else serve_policy(config, builder, checkpoint, notes):
+        async with nullcontext() if run_config.skip_workflow else serve_policy(builder):
             with report.phase("evaluating", total):
                 output = await run.run_and_evaluate()
     console.print(evaluation_table(output))
     return output
 
 
-@asynccontextmanager
-async def serve_policy(
-    config: Config, builder: Builder, checkpoint: Path | None = None, notes: Console | None = None
-) -> AsyncIterator[None]:
-    """Serves the model under training without training it, if the file has an llm of `_type: policy`.
+def starting_from(config: Config, checkpoint: Path | None, notes: Console) -> Config:
+    """The file with the weights of `checkpoint` (see `insitu.runs.checkpoints`) as those of its llms of _type policy.
 
-    Serves its initial weights, or those of `checkpoint` (see `insitu.runs.checkpoints`). Prints to `notes`
-    which weights those are, unless `checkpoint` is their folder.
+    Prints to `notes` which weights those are, unless `checkpoint` is their folder.
     """
-    policies = [name for name in config.names(LLM) if config.block(LLM, name).type == "policy"]
-    adapter_name = config.finetuning.trainer_adapter
-    if policies and adapter_name:
-        block = config.block(TRAINER_ADAPTER, adapter_name)
-        if checkpoint is not None:
-            assert isinstance(block, TrainerAdapterConfig)
-            found = find_checkpoint(config, checkpoint, "--checkpoint")
-            started = block.starting_from(str(found.folder)) if found.folder else block
-            if started is None:
-                raise ConfigError(f"--checkpoint: trainer_adapters.{adapter_name} does not start a backend (no model)")
-            config.blocks[TRAINER_ADAPTER.section, adapter_name] = started
-            if found.note is not None and notes is not None:
-                Report(notes).note(f"checkpoint: {found.folder or 'the initial weights'} ({found.note})")
-        adapter = await builder.get_trainer_adapter(adapter_name)
-        with TemporaryDirectory(prefix="insitu-") as scratch:
-            await adapter.initialize(config.finetuning.model_copy(update={"output_dir": Path(scratch)}))
-            try:
-                async with watched(adapter):
-                    yield
-            finally:
-                await builder.aclose()
-        return
-    if checkpoint is not None:
+    if checkpoint is None:
+        return config
+    name = config.finetuning.trainer_adapter
+    if name is None or not _serves_policy(config):
         raise ConfigError("--checkpoint is for llms of _type policy; this file has none, or names no trainer adapter")
-    yield
+    weights = find_checkpoint(config, checkpoint, "--checkpoint")
+    block = config.block(TRAINER_ADAPTER, name)
+    if weights.folder is not None and (not isinstance(block, TrainerAdapterConfig) or block.starts_from is None):
+        raise ConfigError(f"--checkpoint: trainer_adapters.{name} does not start a backend (no model)")
+    if weights.note is not None:
+        Report(notes).note(f"checkpoint: {weights.folder or 'the initial weights'} ({weights.note})")
+    return changed_config(config, {f"trainer_adapters.{name}.model": str(weights.folder)}) if weights.folder else config
+
+
+def _serves_policy(config: Config) -> bool:
+    return any(config.block(LLM, name).type == "policy" for name in config.names(LLM))
 
 
 @asynccontextmanager
-async def watched(adapter: Any) -> AsyncIterator[None]:
-    """Cancels the body and raises the adapter's error once its backend is lost."""
+async def serve_policy(builder: Builder) -> AsyncIterator[None]:
+    """Serves the model under training without training it, if the file has an llm of `_type: policy`."""
+    finetuning = builder.config.finetuning
+    if not finetuning.trainer_adapter or not _serves_policy(builder.config):
+        yield
+        return
+    adapter = await builder.get_trainer_adapter(finetuning.trainer_adapter)
+    with TemporaryDirectory(prefix="insitu-") as scratch:
+        await adapter.initialize(finetuning.model_copy(update={"output_dir": Path(scratch)}))
+        try:
+            async with watched(adapter):
+                yield
+        finally:
+            await builder.aclose()
+
+
+@asynccontextmanager
+async def watched(adapter: Any, run: RunState | None = None) -> AsyncIterator[None]:
+    """Cancels the body and raises the adapter's error once its backend is lost, which `run` gets to know first."""
     if not isinstance(adapter, TrainerAdapter):  # a plugin's, which implements only the documented methods
         yield
         return
@@ -99,7 +104,7 @@ async def watched(adapter: Any) -> AsyncIterator[None]:
 
     def expire(_: asyncio.Task[None]) -> None:
         if (error := lost()) is not None:
-            if (run := current_run()) is not None:
+            if run is not None:
                 run.lost = error
             limit.reschedule(0.0)
 

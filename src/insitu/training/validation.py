@@ -51,9 +51,10 @@ class Validation:
             self._adapter.note_best(record["policy_version"] if record is not None else None)
 
     def _read_rows(self) -> "_HeldOut":
-        held_out = held_out_config(self._builder.config)
-        rows = load_dataset(held_out, self.config.dataset)
-        file = dataset_record(dataset_file(held_out, self.config.dataset)[0])
+        moved = self._builder.moved
+        held_out = held_out_config(self._builder.config, moved)
+        rows = load_dataset(held_out, self.config.dataset, moved=moved)
+        file = dataset_record(dataset_file(held_out, self.config.dataset, moved)[0])
         return _HeldOut(len(rows) * self.config.reps, file["sha256"])
 
     def restore(self, progress: RunProgress) -> None:
@@ -84,8 +85,8 @@ class Validation:
         scores: dict[str, list[float]] = {}
         with self._report.phase(f"epoch {epoch}: validating", self._rows.episodes):
             try:
-                on_episode = lambda _: self._report.advance()  # noqa: E731
-                record = await validate(self._run_config, epoch, self._builder, on_episode, scores.update)
+                advance, request = lambda _: self._report.advance(), self._builder.request
+                record = await validate(self._run_config, request, epoch, self._builder, advance, scores.update)
             except (ConfigError, Stalled):
                 raise
             except InsituError as error:

@@ -13,7 +13,9 @@ from insitu.registry import not_found
 from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig
 from insitu.training.config import EpisodesBuilderConfig
 
-_OPEN = ConfigDict(extra="allow", use_attribute_docstrings=True)  # extra keys are checked against the release
+_OPEN = ConfigDict(
+    extra="allow", use_attribute_docstrings=True, frozen=True
+)  # extra keys are checked against the release
 _ART_TYPES = {
     "init_args": "InitArgs",
     "engine_args": "EngineArgs",
@@ -59,7 +61,7 @@ class EngineArgs(BaseModel):
 class ARTBackendConfig(BaseModel):
     """An ART server and the model to train on it."""
 
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
 
     ip: str
     """Host name or IP address of the server."""

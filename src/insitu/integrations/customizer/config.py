@@ -10,7 +10,7 @@ from insitu.training.preference_builders import (
     DPOTrajectoryBuilderConfig as DPOTrajectoryBuilderConfig,  # documented here
 )
 
-_DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+_DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
 _NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 """What both stores accept as the name of a namespace, a dataset or a deployment."""
 

@@ -11,7 +11,7 @@ from insitu.wire.redaction import remember_environment
 class RuntimeEnvConfig(BaseModel):
     """What Ray sets up for the workers, as in its own documentation."""
 
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
 
     working_dir: str | None = None
     """A folder that is copied to the workers, in which they run; or the URI of an archive."""

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import Field, SecretStr, model_validator
 
@@ -89,8 +89,9 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         """The options of `insitu backend` for jobs with Python code, which lies in the folder of the file."""
         return {"allow_code": str(folder.resolve())} if self.training.code else {}
 
-    def starting_from(self, checkpoint: str) -> Self | None:
-        return self.model_copy(update={"model": checkpoint}) if self.model is not None else None
+    @property
+    def starts_from(self) -> str | None:
+        return self.model
 
     @model_validator(mode="after")
     def _model_or_url(self) -> "InsituAdapterConfig":

@@ -53,7 +53,8 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
     def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder | None = None) -> None:
         super().__init__(adapter_config)
         self.config = adapter_config
-        self._full_config = (builder or builder_at_work() or Builder()).config
+        self._builder = builder or builder_at_work() or Builder()
+        self._full_config = self._builder.config
         self._training = adapter_config.training.model_copy(deep=True)
         """With the digests of its Python code, once the backend has checked it."""
         self._process: BackendProcess | None = None
@@ -110,7 +111,7 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         """The path of a local folder, or `model` unchanged if it could be a Hub repo id."""
         key = "the trainer adapter's model"
         try:
-            folder = find_checkpoint(self._full_config, model, key).folder
+            folder = find_checkpoint(self._full_config, model, key, self._builder.moved).folder
         except ConfigError as error:
             if model in NAMES or model.startswith((".", "/", "~")) or model.count("/") > 1:
                 raise
@@ -125,8 +126,8 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
 
         A new run moves the checkpoints of an earlier one aside; the built-in trainers have moved the whole run already.
         """
-        asked, record = self.run_config.run_configuration, folder / STARTED_FILE
-        if asked is not None and asked.resume and record.is_file():
+        request, record = self._builder.request, folder / STARTED_FILE
+        if request is not None and request.resume and record.is_file():
             FolderLock(folder, OUTPUT_DIR, wait=ORPHAN_SECONDS).release()
             return str(read_object(record)["model"])
         self._set_aside(folder)
@@ -137,7 +138,7 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
     def _set_aside(self, folder: Path) -> None:
         if (folder / "checkpoints").exists():
             FolderLock(folder, OUTPUT_DIR).release()
-            self._full_config.moved[folder.resolve()] = moved = move_aside(folder.resolve(), OUTPUT_DIR)
+            self._builder.moved[folder.resolve()] = moved = move_aside(folder.resolve(), OUTPUT_DIR)
             logger.warning("%s held the checkpoints of an earlier run, which are now in %s", folder, moved)
 
     async def close(self) -> None:

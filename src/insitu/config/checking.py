@@ -1,0 +1,213 @@
+"""The check of every key of a parsed file, which raises all its problems together."""
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from insitu import registry as reg
+from insitu.advantages.targeting import matching_llms
+from insitu.config.code import import_module, load_code
+from insitu.config.keys import holds_secret, references, secret_values, takes_reward, unknown_keys
+from insitu.config.sections import Config, EvalGeneralConfig, GeneralConfig, warn_once
+from insitu.config.yaml_loader import expand, value_type
+from insitu.disk.file_names import file_name_problem
+from insitu.errors import ConfigError
+from insitu.registry import Kind, not_found, registry
+from insitu.schemas.components import WORKFLOW, CodeRef, TypedBaseModel
+from insitu.schemas.finetuning import FinetuneConfig
+from insitu.schemas.parts import key_of
+from insitu.wire.redaction import hide_url_secrets, remember_environment, remember_secret, remember_settings
+
+logger = logging.getLogger(__name__)
+
+_COMPONENT_SECTIONS = tuple(kind for kind in reg.KINDS if "." not in kind.section)
+SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
+_SECRET = re.compile(r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$", re.IGNORECASE)
+_UNRECOGNISED = (
+    "{file}: {keys}: a secret that is a number or shorter than 8 characters is hidden only where settings are shown; "
+    "it cannot be recognised in logs, files and messages. Use a longer one"
+)
+
+
+def _evaluator_name_problem(name: str) -> str | None:
+    """Why `<name>_output.json` cannot be the file of an evaluator's scores."""
+    return "is the name of another file: workflow_output.json" if name == "workflow" else file_name_problem(name)
+
+
+class Validator:
+    """Checks one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problems: list[str] = []
+        self.present: set[tuple[str, str]] = set()
+        self.blocks: dict[tuple[str, str], TypedBaseModel] = {}
+        self.from_environment: dict[str, str] = {}
+
+    def run(self, contents: dict[str, Any]) -> Config:
+        data = expand(contents, self.problems, self.from_environment)
+        remember_environment({name: os.environ.get(name, "") for name in self.from_environment.values()})
+        if unrecognised := remember_settings(data):
+            warn_once(_UNRECOGNISED.format(file=self.path, keys=", ".join(unrecognised)))
+        self._fail_if_any()
+        for key in data:
+            if key not in SECTIONS:
+                self.problems.append(not_found("section", str(key), SECTIONS))
+        general = self._model(GeneralConfig, data.get("general"), "general")
+        if general is None:
+            self._fail_if_any()
+        folder = self.path.resolve().parent / (general.folder or "")
+        if not folder.is_dir():
+            self.problems.append(f"general.folder: {folder} is not a folder")
+        for module in general.plugins:
+            self._import(partial(import_module, module, "general.plugins", folder))
+        general = self._with_component(general, data.get("general"), "executor", reg.EXECUTOR)
+        for kind in _COMPONENT_SECTIONS:
+            for name, block in self._mapping_of(data.get(kind.section), kind.section).items():
+                self._store(kind, name, block, f"{kind.section}.{name}")
+        if data.get("workflow") is not None:
+            self._store(reg.FUNCTION, WORKFLOW, data["workflow"], "workflow")
+        evaluation = self._mapping_of(data.get("eval"), "eval", allowed=("general", "evaluators"))
+        settings = self._model(EvalGeneralConfig, evaluation.get("general"), "eval.general") or EvalGeneralConfig()
+        settings = self._with_component(settings, evaluation.get("general"), "dataset", reg.DATASET)
+        for name, block in self._mapping_of(evaluation.get("evaluators"), "eval.evaluators").items():
+            self._store(reg.EVALUATOR, name, block, f"eval.evaluators.{name}")
+        section = data.get("finetuning")
+        if isinstance(section, dict) and section.pop("run_configuration", None) is not None:
+            self._unused("finetuning.run_configuration", "the command line")
+        finetuning = self._model(FinetuneConfig, section, "finetuning") or FinetuneConfig()
+        reward = {"reward": finetuning.reward_function}
+        blocks = {
+            key: block.model_copy(update=reward) if takes_reward(type(block)) else block
+            for key, block in self.blocks.items()
+        }
+        variables = frozenset(self.from_environment.values())
+        config = Config(
+            general, settings, finetuning, MappingProxyType(blocks), folder, str(self.path), contents, variables
+        )
+        self._references(config)
+        self._fail_if_any()
+        return config
+
+    def _with_component(self, section: Any, node: Any, key: str, kind: Kind) -> Any:
+        """A section whose key in the file, `node`, holds a component without a name, with that checked."""
+        block = node.get(key) if isinstance(node, dict) else None
+        return section.model_copy(update={key: None if block is None else self._component(kind, block, kind.section)})
+
+    def _fail_if_any(self) -> None:
+        if self.problems:
+            raise ConfigError("\n".join([f"{self.path}:", *(f"  {p}" for p in self.problems)]))
+
+    def _import(self, load: Callable[[], Any]) -> None:
+        try:
+            load()
+        except ConfigError as error:
+            self.problems.append(str(error))
+
+    def _store(self, kind: Kind, name: Any, block: Any, where: str) -> None:
+        self.present.add((kind.section, str(name)))
+        checked = self._component(kind, block, where)
+        if checked is not None:
+            self.blocks[kind.section, str(name)] = checked
+            for secret in secret_values(checked):
+                remember_secret(secret)
+        if kind is reg.EVALUATOR and (problem := _evaluator_name_problem(str(name))) is not None:
+            self.problems.append(f"eval.evaluators: {str(name)!r:.80} {problem}")
+
+    def _mapping_of(self, node: Any, where: str, allowed: tuple[str, ...] | None = None) -> dict[str, Any]:
+        if node is None:
+            return {}
+        if not isinstance(node, dict):
+            self.problems.append(f"{where} must be a mapping, not {value_type(node)}")
+            return {}
+        for key in node:
+            if allowed is not None and key not in allowed:
+                self.problems.append(not_found(f"{where}: key", str(key), allowed))
+        return node
+
+    def _component(self, kind: Kind, block: Any, where: str) -> TypedBaseModel | None:
+        if not isinstance(block, dict) or not isinstance(block.get("_type"), str):
+            self.problems.append(f"{where} must be a mapping with the key _type (the name of a registered component)")
+            return None
+        registration = registry.find(kind, block["_type"])
+        if registration is None:
+            self.problems.append(registry.unknown(kind, f"{where}: _type", block["_type"]))
+            return None
+        known = reg.frameworks() if registration.frameworks else ()
+        self.problems += [
+            not_found(f"{where}: the framework of _type {block['_type']!r},", name, known)
+            for name in registration.frameworks
+            if name not in known
+        ]
+        if "reward" in block and takes_reward(registration.config_type):
+            self._unused(f"{where}.reward", "finetuning.reward_function")
+            block = {key: value for key, value in block.items() if key != "reward"}
+        return self._model(registration.config_type, block, where)
+
+    def _unused(self, key: str, setter: str) -> None:
+        logger.warning("%s: %s is ignored: %s sets it", self.path, key, setter)
+
+    def _model(self, model: type[BaseModel], node: Any, where: str) -> Any:
+        node = {} if node is None else node
+        if not isinstance(node, dict):
+            self.problems.append(f"{where} must be a mapping, not {value_type(node)}")
+            return None
+        unknown = list(unknown_keys(model, node, where))
+        self.problems.extend(unknown)
+        try:
+            return model.model_validate(node)
+        except ValidationError as error:
+            self.problems.extend(
+                self._sentence(where, e, holds_secret(model, e["loc"]))
+                for e in error.errors(include_url=False)
+                if e["type"] != "extra_forbidden"
+            )
+            return None
+
+    def _sentence(self, where: str, error: Any, secret: bool) -> str:
+        key = key_of([where, *error["loc"]])
+        message = error["msg"].removeprefix("Value error, ")
+        if error["type"] == "missing":
+            return f"{key} is missing"
+        for taken, variable in self.from_environment.items():
+            if f"{key}.".startswith(f"{taken}."):  # pydantic appends the member of a union to the key
+                return f"{key}: {message} (the value of ${{{variable}}})"
+        if secret or _SECRET.search(key) or isinstance(error["input"], dict | list):
+            return f"{key}: {message}"
+        return f"{key}: {message} (got {hide_url_secrets(repr(error['input'])):.200})"
+
+    def _references(self, config: Config) -> None:
+        blocks = {"workflow" if n == WORKFLOW else f"{section}.{n}": b for (section, n), b in config.blocks.items()}
+        for where, block in {**blocks, "finetuning": config.finetuning}.items():
+            for key, ref in references(block, where):
+                if isinstance(ref, CodeRef):
+                    self._import(partial(load_code, ref, key, config.folder))
+                else:
+                    self._exists(key, ref.section, ref)
+        finetuning = config.finetuning
+        for key in ("trainer", "trajectory_builder", "trainer_adapter"):
+            self._exists(f"finetuning.{key}", f"{key}s", getattr(finetuning, key))
+        if finetuning.reward_function is not None:
+            reward = finetuning.reward_function.name
+            self._exists("finetuning.reward_function.name", "eval.evaluators", reward)
+        for evaluator in finetuning.training_evaluators or ():
+            self._exists("finetuning.training_evaluators", "eval.evaluators", evaluator)
+        for function in finetuning.target_functions:
+            if function != WORKFLOW:
+                self._exists("finetuning.target_functions", "functions", function)
+        models, target = config.model_names(), finetuning.target_model
+        if target is not None and not matching_llms(target, models):
+            known = dict.fromkeys([*models, *(m for m in models.values() if m)])
+            self.problems.append(not_found("finetuning.target_model:", target, known))
+
+    def _exists(self, where: str, section: str, name: str | None) -> None:
+        names = sorted(n for s, n in self.present if s == section and n != WORKFLOW)
+        if name is not None and name not in names:
+            self.problems.append(not_found(f"{where}:", name, names) + f" under {section}")

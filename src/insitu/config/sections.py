@@ -1,0 +1,170 @@
+"""The sections of a file, and the file as a checked whole."""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from insitu import registry as reg
+from insitu.advantages.targeting import matching_llms
+from insitu.errors import ConfigError
+from insitu.registry import Kind, not_found
+from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, TypedBaseModel
+from insitu.schemas.finetuning import FinetuneConfig, TrainerAdapterConfig
+
+logger = logging.getLogger(__name__)
+
+Moved = Mapping[Path, Path]
+"""Folders that a run has moved aside, and where they are now."""
+_STRICT = ConfigDict(extra="ignore", use_attribute_docstrings=True, arbitrary_types_allowed=True, frozen=True)
+
+
+class GeneralConfig(BaseModel):
+    """The section `general`."""
+
+    model_config = _STRICT
+
+    seed: int = 0
+    """Seed for dataset order, sampling, subsampling and, on CPU, training."""
+    folder: Path | None = None
+    """The folder for relative paths that do not exist in the working directory, and for modules, in place of the YAML
+    file's; relative to that."""
+    plugins: list[str] = Field(default_factory=list)
+    """Modules imported before the file is checked; the file's own folder is importable."""
+    executor: Any = None
+    """Where episodes run: a block whose `_type` is `local` (in this process, the default) or `ray` (on a cluster)."""
+
+
+class OutputConfig(BaseModel):
+    """The block `eval.general.output`."""
+
+    model_config = _STRICT
+
+    dir: Path = Path(".tmp/insitu/eval")
+    """Folder for the files of an evaluation, relative to the working directory."""
+
+
+class EvalGeneralConfig(BaseModel):
+    """The section `eval.general`."""
+
+    model_config = _STRICT
+
+    max_concurrency: int = Field(default=8, ge=1)
+    """Maximum number of episodes in flight."""
+    output_dir: Path | None = None
+    """Folder for the files of an evaluation, relative to the working directory; none: `output.dir`."""
+    output: OutputConfig | None = None
+    """Alternative to `output_dir`."""
+    episode_timeout: float | None = Field(default=None, gt=0)
+    """Time limit for one attempt at an episode, in seconds; none: no limit."""
+    retries: int = Field(default=0, ge=0)
+    """Retries of an episode after a transient error (timeout, backend unavailable)."""
+    evaluator_timeout: float | None = Field(default=600.0, gt=0)
+    """Time limit for scoring, in seconds per episode. An evaluator that gets many episodes together has that much time
+    for each `max_concurrency` of them; none: no limit."""
+    stall_warning: float | None = Field(default=300.0, gt=0)
+    """Seconds after which a run in which no episode completes, and no training job makes progress, says what it is
+    waiting for; it is repeated as often. None: never."""
+    stall_timeout: float | None = Field(default=None, gt=0)
+    """Seconds after which such a run ends with exit code 1; none: it waits for ever."""
+    dataset: Any = None
+    """The dataset: a block whose `_type` is the file's format."""
+
+    def scoring_limit(self, episodes: int) -> float | None:
+        """Seconds for one call of an evaluator with this many episodes."""
+        if self.evaluator_timeout is None:
+            return None
+        return self.evaluator_timeout * math.ceil(episodes / self.max_concurrency)
+
+    @property
+    def folder(self) -> Path:
+        return self.output_dir or (self.output or OutputConfig()).dir
+
+
+@dataclass(frozen=True)
+class Config:
+    """A checked file, which never changes. `blocks` holds the validated block of every component, by (section, name).
+
+    `data` is what was checked, before its variables were expanded: `check_config` makes the same of it in another
+    process with these `variables` of the environment.
+    """
+
+    general: GeneralConfig = field(default_factory=GeneralConfig)
+    eval: EvalGeneralConfig = field(default_factory=EvalGeneralConfig)
+    finetuning: FinetuneConfig = field(default_factory=FinetuneConfig)
+    blocks: Mapping[tuple[str, str], TypedBaseModel] = field(default_factory=lambda: MappingProxyType({}))
+    folder: Path = field(default_factory=Path.cwd)
+    source: str = "configuration"
+    data: Mapping[str, Any] | None = field(default=None, repr=False)
+    variables: frozenset[str] = frozenset()
+
+    @property
+    def max_concurrency(self) -> int:
+        return self.eval.max_concurrency
+
+    @property
+    def workflow(self) -> FunctionBaseConfig:
+        return self.block(reg.FUNCTION, WORKFLOW)  # type: ignore[return-value]
+
+    def names(self, kind: Kind) -> list[str]:
+        return [name for section, name in self.blocks if section == kind.section]
+
+    def block(self, kind: Kind, name: str) -> TypedBaseModel:
+        """The block called `name`; raises ConfigError listing the existing blocks."""
+        try:
+            return self.blocks[kind.section, name]
+        except KeyError:
+            if name == WORKFLOW:
+                raise ConfigError(f"{self.source} has no section workflow") from None
+            raise ConfigError(not_found(f"{kind.section}:", name, self.names(kind))) from None
+
+    def trained_llms(self) -> frozenset[str]:
+        """The keys of `llms` whose calls are trained: those of `target_model`, else every policy, else all."""
+        models, target = self.model_names(), self.finetuning.target_model
+        if target is not None:
+            return frozenset(matching_llms(target, models))
+        return frozenset(n for n in models if self.block(reg.LLM, n).type == "policy") or frozenset(models)
+
+    def model_names(self) -> dict[str, str | None]:
+        """The model name by key of `llms`; None if only the running backend knows it."""
+        adapter = self.blocks.get((reg.TRAINER_ADAPTER.section, str(self.finetuning.trainer_adapter)))
+        served = adapter.served_name if isinstance(adapter, TrainerAdapterConfig) else None
+        blocks = {name: self.block(reg.LLM, name) for name in self.names(reg.LLM)}
+        return {n: getattr(b, "model_name", served if b.type == "policy" else None) for n, b in blocks.items()}
+
+    def find_path(self, path: str | Path, key: str, moved: Moved | None = None) -> Path:
+        """An input file or folder, relative to the working directory or else to the file's own folder.
+
+        Logs a warning if both have one. Follows the folders that the run has `moved` aside.
+        """
+        path = Path(path).expanduser()
+        candidates = [*dict.fromkeys((Path.cwd() / path, self.folder / path))]  # one, if it is absolute
+        found = [place for candidate in candidates if (place := moved_path(candidate, moved)).exists()]
+        if not found:
+            raise ConfigError(f"{key}: {str(path)!r} does not exist; looked for {' and '.join(map(str, candidates))}")
+        if len(found) == 2 and not found[0].samefile(found[1]):
+            warn_once(
+                f"{key}: {str(path)!r} names two files: {found[0]} is used, {found[1]} beside the YAML file is not"
+            )
+        return found[0]
+
+
+def moved_path(path: Path, moved: Moved | None) -> Path:
+    """Where a path of the file is now: the file means what was there before the run moved an earlier one aside."""
+    resolved = path.resolve() if moved else path
+    for before, after in (moved or {}).items():
+        if resolved.is_relative_to(before):
+            return after / resolved.relative_to(before)
+    return path
+
+
+@lru_cache
+def warn_once(message: str) -> None:
+    """A path is looked up several times in a run."""
+    logger.warning("%s", message)
