@@ -3,16 +3,19 @@
 import os
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import plain_parts
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from insitu.config import load_config
+from insitu.config.describing import models_of
 from insitu.config.yaml_loader import override, parse_yaml
 from insitu.errors import ConfigError, PluginError
-from insitu.registry import FUNCTION, LLM, TRAINER
+from insitu.registry import FUNCTION, KINDS, LLM, TRAINER, TRAINER_ADAPTER, Kind, registry
 from insitu.schemas.finetuning import CurriculumLearningConfig
 
 SECRET = "sk-very-secret"
@@ -76,6 +79,31 @@ def test_a_key_that_stands_twice_is_told_by_its_line_and_without_its_value(write
 def test_merge_keys_work_and_may_be_overridden() -> None:
     data = parse_yaml("base: &b {x: 1, y: 2}\nmore: {<<: *b, y: 3}\n")
     assert data["more"] == {"x": 1, "y": 3}
+
+
+def test_nothing_of_a_checked_file_can_be_changed(write: Any) -> None:
+    block = {"_type": "insitu_trainer_adapter", "url": "http://127.0.0.1:1"}
+    config = load_config(write({"trainer_adapters": {"a": block}, "finetuning": {"num_epochs": 3}}))
+    adapter: Any = config.block(TRAINER_ADAPTER, "a")
+    parts = (config, config.general, config.eval, config.finetuning, config.finetuning.curriculum_learning)
+    for part in (*parts, adapter, adapter.training, adapter.keep):
+        for name in (field.name for field in fields(part)) if is_dataclass(part) else type(part).model_fields:
+            with pytest.raises((FrozenInstanceError, ValidationError)):
+                setattr(part, name, getattr(part, name))
+    with pytest.raises(TypeError):
+        config.blocks["trainer_adapters", "b"] = adapter  # type: ignore[index]
+
+
+def _models(model: type[BaseModel]) -> set[type[BaseModel]]:
+    return {model}.union(*(_models(m) for f in model.model_fields.values() for m in models_of(f.annotation)))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.section)
+def test_the_blocks_of_built_in_components_are_frozen(kind: Kind) -> None:
+    for name in kind.built_in:
+        registration = registry.find(kind, name)
+        assert registration is not None
+        assert all(model.model_config.get("frozen") for model in _models(registration.config_type)), name
 
 
 def test_an_override_does_not_reach_what_an_alias_shares() -> None:

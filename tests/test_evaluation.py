@@ -14,7 +14,7 @@ from insitu.collect import episodes
 from insitu.collect.collector import run_limited
 from insitu.collect.evaluation import EvaluationRun
 from insitu.collect.evaluators import BaseEvaluator, average, parse_score
-from insitu.collect.validation import validation_metrics
+from insitu.collect.validation import validation_record
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, WorkflowError
 from insitu.schemas.evaluation import (
@@ -193,7 +193,7 @@ async def test_a_missing_score_is_never_zero(bench: Bench, says: str, first: str
     assert message in str(text)
     assert [parse_score(g)[0] for g in given[1:]] == [1.0, 1.0]
     run_config = FinetuneConfig(reward_function=RewardFunctionConfig(name="exact"))
-    metrics = validation_metrics(output, run_config, 4)
+    metrics = validation_record(output, run_config, 4)
     assert (metrics["avg_reward"], metrics["num_examples"], metrics["dropped"]) == (1.0, 2, {reason: 1})
 
 
@@ -214,7 +214,7 @@ async def test_an_evaluator_that_fails_gives_errors_and_no_scores(bench: Bench, 
     assert scores(output) == [None, None]
     assert all(message in str(i.error) for i in output.evaluation_results[0][1].eval_output_items)
     run_config = FinetuneConfig(reward_function=RewardFunctionConfig(name="exact"))
-    metrics = validation_metrics(output, run_config, 4)
+    metrics = validation_record(output, run_config, 4)
     assert "avg_reward" not in metrics
     assert metrics["dropped"] == {"evaluator_error": 2}
     assert "no example could be scored" in metrics["error"]
@@ -395,7 +395,7 @@ async def test_validation_means_are_over_rows() -> None:
             )
         ],
     )
-    metrics = validation_metrics(output, FinetuneConfig(reward_function=RewardFunctionConfig(name="exact")), 0)
+    metrics = validation_record(output, FinetuneConfig(reward_function=RewardFunctionConfig(name="exact")), 0)
     assert metrics["avg_reward"] == 0.75
     assert (metrics["min_reward"], metrics["max_reward"], metrics["num_examples"]) == (0, 1, 3)
     assert metrics["dropped"] == {"timeout": 1}

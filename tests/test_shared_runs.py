@@ -8,9 +8,13 @@ from typing import Any
 
 import plain_parts
 import pytest
+from rich.console import Console
 
 from insitu.collect.evaluation import EvaluationRun
 from insitu.config import Config, load_config
+from insitu.config.resolved import resolved_config
+from insitu.doctor.diagnosis import examine
+from insitu.doctor.play import Budget
 from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError
 from insitu.plugin_api import Builder, register_trainer, register_trainer_adapter, register_trajectory_builder
 from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
@@ -27,6 +31,7 @@ from insitu.schemas.finetuning import (
 )
 from insitu.training.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.runtime import finetuning_main
+from insitu.training.serving import evaluation_main
 
 Script = Callable[["ScriptedTrainer"], Awaitable[Any]]
 
@@ -397,6 +402,30 @@ def test_target_model_names_llms_by_key_model_or_step(bench: Bench) -> None:
     assert trained("small@5") == {"player", "frozen"}
     with pytest.raises(ConfigError, match="target_model: 'smal' does not exist"):
         trained("smal")
+
+
+async def test_a_run_an_evaluation_and_an_examination_leave_the_checked_file_as_it_is(bench: Bench) -> None:
+    """Whatever a plugin does to its block, of which it has a copy."""
+    data = bench.data()
+    data["finetuning"]["validation"] = {"dataset": "held_out.jsonl"}
+    config = load_config(bench.write(data))
+    before, contents = resolved_config(config), repr(config)
+
+    async def script(trainer: ScriptedTrainer) -> Any:
+        adapter: Any = trainer.trainer_adapter.adapter_config
+        adapter.learning_rate = 7.0
+        trainer.trajectory_builder.trajectory_builder_config.reward = None
+        await trainer.trajectory_builder.run_eval()
+        await trainer.run_validation_evaluation(1, "r1")
+        return await gives_one(trainer)
+
+    ScriptedTrainer.script = script  # type: ignore[method-assign,assignment]
+    ScriptedTrainer.at_start = ScriptedTrainer.at_end = None
+    await finetuning_main(FinetuneRunConfig(config_file=config))
+    quiet = Console(quiet=True)
+    await evaluation_main(EvaluationRunConfig(config_file=config), None, quiet, quiet)
+    await examine(FinetuneRunConfig(config_file=config), Budget(4, 30.0))
+    assert (resolved_config(config), repr(config)) == (before, contents)
 
 
 # how a run ends
