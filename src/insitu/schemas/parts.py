@@ -97,6 +97,8 @@ def code_digests(settings: Any, where: str = "") -> dict[str, str]:
 class LocalPart(Part):
     """A part that runs in the process of the command, whose code is checked with the file."""
 
+    model_config = ConfigDict(frozen=True)
+
     function: CodeRef | None = None
     """With `_type: python`, the function as MODULE:NAME or FILE.py:NAME. Files are relative to the folder of the YAML
     file, modules in which can be imported."""

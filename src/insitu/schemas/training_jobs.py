@@ -273,7 +273,8 @@ class TrainingOptions(LossSettings):
         """Refuses what the method ignores, and fills in the defaults of its block."""
         for method, block in (("dpo", DPOSettings), ("kto", KTOSettings)):
             if self.method == method and getattr(self, method) is None:
-                setattr(self, method, block())
+                self.__dict__[method] = block()
+                self.model_fields_set.add(method)
             elif self.method != method and getattr(self, method) is not None:
                 raise ValueError(f"{method} requires method: {method}, not {self.method}")
         if self.method != "grpo":
