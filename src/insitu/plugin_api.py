@@ -11,6 +11,7 @@ from typing import Any
 from insitu.algorithms.curriculum import (
     apply_curriculum as apply_curriculum,
 )
+from insitu.agents.frameworks import ToolSteps as ToolSteps
 from insitu.builder import (
     Builder as Builder,
     EvalBuilder as EvalBuilder,
@@ -20,6 +21,7 @@ from insitu.collect.evaluators import (
     BaseEvaluator as BaseEvaluator,
 )
 from insitu.collect.evaluation import EvaluationRun as EvaluationRun
+from insitu.collect.executors import Executor as Executor
 from insitu.training.interfaces import (
     GroupTrainer as GroupTrainer,
     PairTrainer as PairTrainer,
@@ -38,6 +40,7 @@ from insitu.training.jobs import (
 from insitu.registry import (
     register_dataset_loader as register_dataset_loader,
     register_evaluator as register_evaluator,
+    register_executor as register_executor,
     register_llm_provider as register_llm_provider,
     register_trainer as register_trainer,
     register_trainer_adapter as register_trainer_adapter,
@@ -48,6 +51,7 @@ from insitu.schemas.components import (
     BaseModelRegistryTag as BaseModelRegistryTag,
     DatasetBaseConfig as DatasetBaseConfig,
     EvaluatorRef as EvaluatorRef,
+    ExecutorBaseConfig as ExecutorBaseConfig,
     FunctionBaseConfig as FunctionBaseConfig,
     FunctionRef as FunctionRef,
     LLMBaseConfig as LLMBaseConfig,
@@ -59,6 +63,12 @@ from insitu.schemas.components import (
     TTCStrategyBaseConfig as TTCStrategyBaseConfig,
     TTCStrategyRef as TTCStrategyRef,
     TypedBaseModel as TypedBaseModel,
+)
+from insitu.schemas.episodes import (
+    DropReason as DropReason,
+    Episode as Episode,
+    ModelCall as ModelCall,
+    TrainingRow as TrainingRow,
 )
 from insitu.schemas.evaluation import (
     EvalInput as EvalInput,
@@ -92,6 +102,10 @@ from insitu.schemas.finetuning import (
     TrajectoryBuilderConfigT as TrajectoryBuilderConfigT,
     TrajectoryCollection as TrajectoryCollection,
 )
+from insitu.schemas.objectives import (
+    TokenBatch as TokenBatch,
+    TokenLoss as TokenLoss,
+)
 from insitu.schemas.steps import (
     IntermediateStep as IntermediateStep,
     IntermediateStepCategory as IntermediateStepCategory,
@@ -121,6 +135,7 @@ from insitu.workflow.functions import (
     FunctionInfo as FunctionInfo,
     register_function as register_function,
 )
+from insitu.workflow.llms import ModelClient as ModelClient
 from insitu.workflow.steps import (
     IntermediateStepManager as IntermediateStepManager,
 )

@@ -45,7 +45,7 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
         default_factory=AdvantageConfig, discriminator=Discriminator(_tag_of_advantages)
     )
     """How rewards of a group become advantages: `group_relative` (the default), or a
-    [function](../guides/extend.md#advantages)."""
+    [function](../guides/extend.md#advantages), for which `credit` and `discount` have no effect."""
     selection: list[SelectionPart] | None = None
     """[Functions](../guides/extend.md#a-selection) that leave out groups or episodes, one after the other, after the
     curriculum: `no_variance`, `random_subsample`, or yours."""
@@ -64,9 +64,8 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
     @model_validator(mode="after")
     def _baseline_matches_credit(self) -> "InsituTrainerConfig":
         if isinstance(self.advantages, AdvantagesPart):
-            if self.credit != "episode" or self.discount != 1.0:
-                raise ValueError("credit and discount have no effect if a function computes the advantages")
-        elif self.advantages.baseline == "leave_one_function_out" and self.credit != "function":
+            return self
+        if self.advantages.baseline == "leave_one_function_out" and self.credit != "function":
             raise ValueError(f"advantages.baseline leave_one_function_out needs credit: function, not {self.credit}")
         return self
 

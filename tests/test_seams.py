@@ -1,0 +1,166 @@
+"""The functions of the extending guide, as it prints them: installed as a package, and beside a configuration file."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from factories import MODEL, ROOT, pip_install, read_lines
+from processes import run, serving
+
+PLUGIN = ROOT / "tests/support/seams_plugin"
+GUIDE = (ROOT / "docs/guides/extend.md").read_text()
+EXAMPLE = ROOT / "examples/tic_tac_toe"
+CODE = ("reward_shape", "advantages", "selection.0", "training.objective", "training.optimizer", "training.schedule")
+
+
+def snippet(info: str, contains: str = "") -> str:
+    return next(text for text in re.findall(rf"```{info}\n(.*?)```", GUIDE, re.DOTALL) if contains in text)
+
+
+def merged(base: Any, change: Any) -> Any:
+    if not isinstance(base, dict) or not isinstance(change, dict):
+        return change
+    return base | {key: merged(base.get(key), value) for key, value in change.items()}
+
+
+def write_project(folder: Path, change: str, **adapter: Any) -> Path:
+    """The tic-tac-toe example for two epochs of a few episodes, changed."""
+    config = yaml.safe_load((EXAMPLE / "grpo.yml").read_text())
+    config["trainers"]["grpo"] = {"_type": "insitu_trainer"}
+    small: dict[str, Any] = {
+        "finetuning": {"num_epochs": 2, "output_dir": str(folder / "run"), "validation": None},
+        "trajectory_builders": {"episodes": {"num_generations": 4, "rows_per_epoch": 4}},
+        "trainer_adapters": {"backend": {"model": str(MODEL), "training": {"schedule": "constant", "warmup": 0.0}}},
+    }
+    config = merged(merged(config, small), yaml.safe_load(change))
+    block = config["trainer_adapters"]["backend"]
+    config["trainer_adapters"]["backend"] = {k: v for k, v in (block | adapter).items() if v is not None}
+    shutil.copytree(EXAMPLE / "tic_tac_toe", folder / "tic_tac_toe", dirs_exist_ok=True)
+    shutil.copy(EXAMPLE / "train.jsonl", folder / "train.jsonl")
+    file = folder / "config.yml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def finetune(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return run("finetune", "--config_file", "config.yml", *arguments, folder=folder, **variables)
+
+
+def check(folder: Path) -> None:
+    first, second = read_lines(folder / "run/training_metrics.jsonl")
+    assert first["dropped"]["warming_up"] == 4
+    assert {"subsample", "warming_up"} <= first["dropped"].keys()
+    assert "warming_up" not in second["dropped"]
+    for line in (first, second):
+        assert line["longest_episode"] >= 1
+        assert 0 < line["gate"] < 2
+        assert line["kl"] is not None
+        assert line["episodes"] == line["filtered_trajectories"]
+        assert line["avg_reward"] < line["scores"]["score"]
+    assert second["learning_rate"] < first["learning_rate"]
+
+
+def test_the_package_is_the_guide() -> None:
+    for name in ("mine.py", "mine_loss.py"):
+        assert snippet(f"python file={name}") == (PLUGIN / "src" / name).read_text()
+    assert snippet("text", 'insitu.objectives"').strip() in (PLUGIN / "pyproject.toml").read_text()
+
+
+def test_guides_import_from_the_plugin_api_only() -> None:
+    for page in (ROOT / "docs/guides").glob("*.md"):
+        for block in re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(), re.DOTALL):
+            for module in re.findall(r"^\s*(?:from|import) (insitu[\w.]*)", block, re.MULTILINE):
+                assert module in ("insitu", "insitu.plugin_api"), f"{page.name}: {module}"
+            assert not re.search(r"^\s*from [\w.]+ import .*\b_\w+", block, re.MULTILINE), page.name
+
+
+def test_functions_beside_the_file(tmp_path: Path) -> None:
+    for name in ("mine.py", "mine_loss.py"):
+        shutil.copy(PLUGIN / "src" / name, tmp_path / name)
+    write_project(tmp_path, snippet("yaml fragment", "mine_loss"))
+    ended = finetune(tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    check(tmp_path)
+    recorded = json.loads((tmp_path / "run/run.json").read_text())
+    for key in CODE:
+        value: Any = recorded
+        for part in key.split("."):
+            value = value[int(part)] if part.isdecimal() else value[part]
+        assert len(value["sha256"]) == 64, key
+
+    more = ("-o", "finetuning.num_epochs", "3", "--resume")
+    with (tmp_path / "mine_loss.py").open("a") as file:
+        file.write("\nCHANGED = True\n")
+    ended = finetune(tmp_path, *more)
+    assert ended.returncode == 2
+    assert "training.objective" in ended.stderr
+    assert "--force" in ended.stderr
+    ended = finetune(tmp_path, *more, "--force")
+    assert ended.returncode == 0, ended.stderr
+    assert len(read_lines(tmp_path / "run/training_metrics.jsonl")) == 3
+
+
+def test_functions_of_an_installed_package(tmp_path: Path) -> None:
+    site = pip_install(PLUGIN, tmp_path / "pip")
+    names = {
+        '{_type: python, function: "mine:advantages"}': "{_type: over_the_best}",
+        '{_type: python, function: "mine:shape"}': "{_type: short}",
+        '_type: python, function: "mine:selection"': "_type: few_answers",
+        '_type: python, function: "mine_loss:loss"': "_type: gated",
+        '{_type: python, function: "mine_loss:reference"}': "two_versions_ago",
+        '{_type: python, function: "mine_loss:optimizer"}': "momentum",
+        '{_type: python, function: "mine_loss:schedule"}': "square",
+    }
+    change = snippet("yaml fragment", "mine_loss")
+    for code, name in names.items():
+        assert code in change
+        change = change.replace(code, name)
+    write_project(tmp_path, change)
+    ended = finetune(tmp_path, PYTHONPATH=str(site))
+    assert ended.returncode == 0, ended.stderr
+    check(tmp_path)
+
+
+OBJECTIVE = 'trainer_adapters: {backend: {training: {objective: {_type: python, function: "mine_loss:loss"}}}}'
+
+
+def test_a_backend_loads_no_code_unless_it_is_allowed(tmp_path: Path) -> None:
+    shutil.copy(PLUGIN / "src/mine_loss.py", tmp_path / "mine_loss.py")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "outside.py").symlink_to(tmp_path / "mine_loss.py")
+    for options, problem in (
+        ((), "--allow_code FOLDER"),
+        (("--allow_code", other), "there is no mine_loss in"),
+    ):
+        with serving("backend", "--model", MODEL, *options, folder=tmp_path) as (_, url):
+            write_project(tmp_path, OBJECTIVE, model=None, url=url)
+            ended = finetune(tmp_path)
+            assert ended.returncode == 2
+            assert problem in ended.stderr
+            assert "settings.objective" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("return batch.new_BT[:, :0]", "allowed: a tensor of shape"),
+        ("return None", "NoneType"),
+        ("return batch.advantage_BT", "has no gradient"),
+        ("return batch.nothing", "AttributeError"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_is_refused_before_the_first_episode(
+    tmp_path: Path, body: str, problem: str
+) -> None:
+    (tmp_path / "mine_loss.py").write_text(f"def loss(batch, settings):\n    {body}\n")
+    write_project(tmp_path, OBJECTIVE)
+    ended = finetune(tmp_path)
+    assert ended.returncode == 2
+    assert problem in ended.stderr
+    assert not (tmp_path / "run/groups.jsonl").exists() or len(read_lines(tmp_path / "run/groups.jsonl")) <= 1
