@@ -309,6 +309,8 @@ def check_yaml(folder: Path, block: Block, where: str) -> None:
         base = parse_yaml((folder / EXAMPLE / "grpo.yml").read_text())
         path = folder / EXAMPLE / "fragment.yml"
         path.write_text(yaml.safe_dump(merged(base, data)))
+        for module in folder.glob("*.py"):  # of the page
+            shutil.copy(module, path.parent)
     else:
         path = folder / "page.yml"
         path.write_text(block.text)

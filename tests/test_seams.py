@@ -134,12 +134,14 @@ def test_a_backend_loads_no_code_unless_it_is_allowed(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "outside.py").symlink_to(tmp_path / "mine_loss.py")
-    for options, problem in (
-        ((), "--allow_code FOLDER"),
-        (("--allow_code", other), "there is no mine_loss in"),
+    for options, objective, problem in (
+        ((), OBJECTIVE, "--allow_code FOLDER"),
+        (("--allow_code", other), OBJECTIVE, "there is no mine_loss in"),
+        (("--allow_code", other), OBJECTIVE.replace("mine_loss", "outside"), "there is no outside in"),
+        (("--allow_code", tmp_path), OBJECTIVE.replace(":loss", ":torch"), "must be a function that is defined in"),
     ):
         with serving("backend", "--model", MODEL, *options, folder=tmp_path) as (_, url):
-            write_project(tmp_path, OBJECTIVE, model=None, url=url)
+            write_project(tmp_path, objective, model=None, url=url)
             ended = finetune(tmp_path)
             assert ended.returncode == 2
             assert problem in ended.stderr

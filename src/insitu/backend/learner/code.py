@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,13 +39,13 @@ class CodeFolder:
     def load(self, key: str, part: Part) -> Callable[..., Any]:
         """The function of a part. Raises RequestRefused or BackendError."""
         path, name = self._path(key, part), (part.function or "").rpartition(":")[2]
-        module = self._import(key, path, part.sha256)
-        try:
-            function = attrgetter(name)(module)
-        except AttributeError:
-            raise _refused(key, f"{path} has no {name!r}") from None
-        if not callable(function):
-            raise _refused(key, f"{part.function} is a {type(function).__name__}; it must be a function")
+        function = vars(self._import(key, path, part.sha256)).get(name)
+        if function is None:
+            raise _refused(key, f"{path} has no {name!r}")
+        assert self.folder is not None
+        home = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
+        if not callable(function) or home is None or not Path(home).resolve().is_relative_to(self.folder):
+            raise _refused(key, f"{part.function} must be a function that is defined in {self.folder}")
         loaded: Callable[..., Any] = function
         return loaded
 
