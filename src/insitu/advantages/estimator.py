@@ -15,7 +15,7 @@ from insitu.advantages.credit import (
     group_relative,
     has_step_rewards,
 )
-from insitu.algorithms.dropping import drop_groups, drop_trajectories
+from insitu.algorithms.selection import drop_groups, drop_trajectories
 from insitu.errors import InsituError, TrajectoryError, describe_error
 from insitu.schemas.episodes import DropReason, ModelCall, TrainingRow
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection

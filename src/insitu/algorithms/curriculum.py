@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
-from insitu.algorithms.dropping import drop_groups
-from insitu.algorithms.selection import has_small_range, subsample
+from insitu.algorithms.selection import drop_groups, has_small_range, subsample
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.finetuning import CurriculumLearningConfig, Trajectory, TrajectoryCollection

@@ -4,7 +4,7 @@ import hashlib
 import random
 from collections.abc import Mapping, Sequence
 
-from insitu.algorithms.dropping import drop_trajectories
+from insitu.algorithms.selection import drop_trajectories
 from insitu.errors import TrajectoryError
 from insitu.preferences.rows import episode_rows
 from insitu.schemas.episodes import DropReason
