@@ -5,7 +5,7 @@
 2,000 episodes of one call each to an endpoint that answers after 50 ms; two workers on the cluster at ADDRESS, 128
 episodes in flight. The driver's own part is everything but the agent: sending rows, reading episodes, an evaluator, and
 every episode written to disk. Its CPU time is `time.process_time()`, which includes the threads of Ray's client.
-`tests/with_ray` holds it to 1.5 ms an episode.
+`tests/with_ray` holds it to 1.0 ms an episode.
 """
 
 import asyncio

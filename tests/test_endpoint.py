@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -22,14 +23,16 @@ from factories import read_lines
 from fake_openai import FakeOpenAI
 from tiny_models import save_tiny_model
 
-from insitu.collect.collector import open_workflow
-from insitu.collect.episodes import EpisodeOptions, run_episode
+from insitu.collect.collector import executor_of, open_workflow
+from insitu.collect.episodes import Attempt, EpisodeOptions, run_episode
 from insitu.collect.evaluation import EvaluationRun
+from insitu.collect.event_loop import loop_in_thread, run_in_loop
 from insitu.config import Config, load_config
 from insitu.errors import BackendUnavailable, ConfigError, RequestRefused
 from insitu.plugin_api import Builder, PolicyEndpoint
-from insitu.remote import service as service_module
-from insitu.remote.client import EPISODES, PROTOCOL, RemoteWorkflow
+from insitu.registry import LLM
+from insitu.remote.attempt_records import ServedPolicy, read_result, request_fields
+from insitu.remote.client import EPISODES, PROTOCOL, ServiceLost, ServiceSession
 from insitu.remote.service import WorkflowService
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
@@ -102,10 +105,16 @@ def asked(endpoint: str | None, **options: Any) -> EvaluationRunConfig:
     return EvaluationRunConfig(config_file=None, endpoint=endpoint, **options)
 
 
+@asynccontextmanager
+async def opened(config: Config, endpoint: str | None, **options: Any) -> AsyncIterator[Attempt]:
+    async with Builder(config) as builder, open_workflow(builder, asked(endpoint, **options)) as attempt:
+        yield attempt
+
+
 async def episode(
     config: Config, endpoint: str | None, question: Any, rules: EpisodeOptions = RULES, **options: Any
 ) -> Episode:
-    async with Builder(config) as builder, open_workflow(builder, asked(endpoint, **options)) as attempt:
+    async with opened(config, endpoint, **options) as attempt:
         return await run_episode(attempt, EvalInputItem(id="x", input_obj=question), key("x"), rules)
 
 
@@ -187,17 +196,17 @@ async def test_time_outs(config: Config, served: str) -> None:
     assert (late.reason, late.error) == ("timeout", "EpisodeTimeout: no answer within endpoint_timeout: 1 s")
 
 
-async def test_a_service_that_is_blocked_or_killed_fails_the_episodes_it_has(
-    folder: Path, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("insitu.remote.client._SILENCE_SECONDS", 0.5)
-    with serve("config.yml", folder) as (
-        running,
-        address,
-    ):
+async def test_a_service_that_is_stopped_or_killed_fails_the_episodes_it_has(folder: Path, config: Config) -> None:
+    with serve("config.yml", folder) as (running, address):
         blocked = await episode(config, address, {"do": "block"}, endpoint_timeout=1)
-        assert (blocked.reason, "is silent" in str(blocked.error)) == ("backend_error", True)
-        async with Builder(config) as builder, open_workflow(builder, asked(address)) as attempt:
+        assert blocked.reason == "timeout"  # the service itself is not silent
+        async with opened(config, address, endpoint_timeout=6) as attempt:
+            await run_episode(attempt, EvalInputItem(id="x", input_obj={"do": "plain"}), key("x"), RULES)
+            running.send_signal(signal.SIGSTOP)
+            silent = await run_episode(attempt, EvalInputItem(id="x", input_obj={"do": "plain"}), key("x"), RULES)
+            running.send_signal(signal.SIGCONT)
+        assert (silent.reason, "is silent" in str(silent.error)) == ("backend_error", True)
+        async with opened(config, address, endpoint_timeout=3) as attempt:
             item = EvalInputItem(id="x", input_obj={"do": "hang"})
             rules = replace(RULES, retries=1)
             tasks = [asyncio.create_task(run_episode(attempt, item, key("x", g), rules)) for g in range(3)]
@@ -207,9 +216,38 @@ async def test_a_service_that_is_blocked_or_killed_fails_the_episodes_it_has(
         assert [(e.outcome, e.reason, e.reward, e.key.attempt) for e in episodes] == [
             ("failed", "backend_error", None, 1)
         ] * 3
-        assert all(address in str(e.error) for e in episodes)
+        assert all("waits for a workflow service: 0 of 1 run" in str(e.error) for e in episodes)
         with pytest.raises(BackendUnavailable, match="no answer from the workflow service"):
             await episode(config, address, {"do": "plain"})
+
+
+async def test_episodes_of_a_lost_service_are_made_again_by_another_one(config: Config, folder: Path) -> None:
+    """Under the same key; the lost one is used again once it is back."""
+    question = {"do": "hang"}
+    with serve("config.yml", folder) as (lost, first), serve("config.yml", folder) as (_, second):
+        block = {"_type": "service", "url": [first, second]}
+        loaded = load_config(folder / "config.yml", [("general.executor", json.dumps(block))])
+        async with opened(loaded, None) as attempt:
+            rules = replace(RULES, timeout=6.0)
+            items = [EvalInputItem(id="x", input_obj=question) for _ in range(6)]
+            tasks = [
+                asyncio.create_task(run_episode(attempt, item, key("x", g), rules)) for g, item in enumerate(items)
+            ]
+            for address in (first, second):  # each has the fewest in turn
+                await until(address, lambda health: health["episodes"] == 3)
+            lost.send_signal(signal.SIGKILL)
+            await until(second, lambda health: health["episodes"] == 6)
+            episodes = await asyncio.gather(*tasks)
+            assert {(e.reason, e.key.attempt) for e in episodes} == {("timeout", 0)}
+            port = first.rpartition(":")[2]
+            async with serving(config, port=int(port)):
+                answers = []
+                while first not in answers:
+                    one = asyncio.create_task(run_episode(attempt, items[0], key("x"), replace(rules, timeout=0.5)))
+                    for address in (first, second):
+                        async with aiohttp.ClientSession() as session, session.get(f"{address}/health") as answer:
+                            answers += [address] * (await answer.json())["episodes"]
+                    await one
 
 
 async def until(address: str, holds: Any) -> None:
@@ -225,9 +263,6 @@ async def test_other_servers_are_refused(config: Config) -> None:
     with FakeOpenAI() as other:
         with pytest.raises(ConfigError, match="is not a workflow service"):
             await episode(config, other.base_url, {"do": "plain"})
-        async with RemoteWorkflow(other.base_url.removesuffix("/v1"), 5) as remote:
-            lost = await run_episode(remote.attempt, EvalInputItem(id="x"), key("x"), RULES)
-    assert lost.reason == "backend_error"
 
 
 @pytest.mark.parametrize("path", ["", "/", "/generate", "/generate/", EPISODES])
@@ -236,42 +271,52 @@ async def test_the_endpoint_may_be_written_with_the_route(config: Config, served
 
 
 @asynccontextmanager
-async def describing(*statuses: int, port: int = 0) -> AsyncIterator[int]:
-    """A server on a port that answers with these statuses, then describes itself as a workflow service."""
+async def describing(*statuses: int, protocol: int = PROTOCOL) -> AsyncIterator[str]:
+    """A server that answers with these statuses, then describes itself as a workflow service."""
     waiting = [*statuses]
 
     async def answer(request: web.Request) -> web.Response:
         if waiting:
             return web.Response(status=waiting.pop(0))
-        return web.json_response({"protocol": PROTOCOL, "source": "f", "llms": []})
+        return web.json_response({"protocol": protocol, "source": "f", "llms": ["player"]})
 
     app = web.Application()
     app.router.add_get(EPISODES, answer)
     runner = web.AppRunner(app)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        yield runner.addresses[0][1]
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
     assert not waiting
 
 
+async def test_a_service_of_another_release_is_refused(config: Config) -> None:
+    async with describing(protocol=3) as address:
+        with pytest.raises(ConfigError, match=r"speaks protocol 3, not 4: use one release on both sides"):
+            await episode(config, address, {"do": "plain"})
+
+
 async def test_a_service_that_is_busy_or_restarts_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("insitu.wire.connection._FIRST_DELAY", 0.001)
-    async with describing(503, 429) as port, RemoteWorkflow(f"http://127.0.0.1:{port}", 60) as remote:
-        await remote.check()
+    async with describing(503, 429) as address, Builder(config) as builder:
+        await (await executor_of(builder, asked(address))).check(builder)
     caplog.clear()
-    async with RemoteWorkflow(f"http://127.0.0.1:{port}", 60) as remote:
+    port = int(address.rpartition(":")[2])
+    async with Builder(config) as builder:
+        executor = await executor_of(builder, asked(address))
         with pytest.raises(BackendUnavailable, match="no answer from the workflow service"):
-            await remote.check()
-        waiting = asyncio.create_task(remote.check(reached=True))
-        while not caplog.messages:  # noqa: ASYNC110 (until the outage is logged)
-            await asyncio.sleep(0.001)
-        async with describing(port=port):
-            await waiting
+            await executor.check(builder)
+        async with asyncio.TaskGroup() as group:
+            opened = executor.open(builder, reached=True)
+            waiting = group.create_task(opened.__aenter__())
+            while not caplog.messages:  # noqa: ASYNC110 (until the outage is logged)
+                await asyncio.sleep(0.001)
+            async with serving(config, port=port):
+                await waiting
+                await opened.__aexit__(None, None, None)
 
 
 async def test_the_llms_that_are_trained_must_be_the_services(config: Config, served: str) -> None:
@@ -285,10 +330,12 @@ async def test_the_llms_that_are_trained_must_be_the_services(config: Config, se
 
 
 @asynccontextmanager
-async def serving(config: Config, token: str | None = None) -> AsyncIterator[tuple[WorkflowService, str]]:
+async def serving(
+    config: Config, token: str | None = None, port: int = 0
+) -> AsyncIterator[tuple[WorkflowService, str]]:
     access = AccessPolicy.of("127.0.0.1", token, variable="INSITU_SERVE_TOKEN")
     service = WorkflowService(config, lambda _: nullcontext(), access)  # type: ignore[arg-type,return-value]
-    async with service.listening("127.0.0.1", 0) as address:
+    async with service.listening("127.0.0.1", port) as address:
         yield service, address
 
 
@@ -313,8 +360,7 @@ async def test_plain_requests(config: Config) -> None:
         assert "function <workflow> takes dict" in wrong["error"]["message"]
 
 
-async def test_wrong_requests(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_BODY_LIMIT", 10_000)
+async def test_wrong_requests(config: Config) -> None:
     async with serving(config) as (_, address):
         for path, body, headers, status, message in (
             ("/generate", {"inptu": 1}, {}, 400, "input: Field required"),
@@ -329,7 +375,6 @@ async def test_wrong_requests(config: Config, monkeypatch: pytest.MonkeyPatch) -
                 415,
                 "is 'text/plain'; send JSON as application/json",
             ),
-            ("/generate", {"input": "x" * 20_000}, {}, 413, "larger than 10000 bytes"),
             ("/nothing", {}, {}, 404, "POST /nothing: "),
             ("/health", {}, {}, 405, "POST /health: "),
         ):
@@ -358,15 +403,76 @@ async def test_a_client_that_leaves_ends_what_it_asked_for(config: Config) -> No
             await until(address, lambda health: health["episodes"] == 0)
 
 
-async def test_a_silent_workflow_is_no_silent_service(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "HEARTBEAT_SECONDS", 0.02)
-    body = {"input": {"do": "hang"}, "key": ["r", 1, "2", 0, 0], "options": {"timeout": 2}}
+async def test_a_service_says_what_its_attempts_are_doing(config: Config) -> None:
+    body = {"attempt": 3, "input": {"do": "hang"}, "key": ["r", 1, "2", 0, 0], "options": {"timeout": 2.5}}
     async with serving(config) as (_, address), aiohttp.ClientSession() as session:
         async with session.post(address + EPISODES, json=body) as answer:
-            lines = (await answer.read()).split(b"\n")
-    assert lines.count(b"") > 10
-    kinds = [next(iter(json.loads(line))) for line in lines if line]
-    assert kinds == [*["step"] * 4, "end"]
+            *reports, end = [json.loads(line) for line in (await answer.read()).splitlines()]
+    assert len(reports) >= 2
+    assert all(set(report) == {"report"} for report in reports)
+    assert set(reports[-1]["report"]["activities"]) == {"3"}
+    assert (end["attempt"], end["episode"]["reason"], end["transient"]) == (3, "timeout", True)
+    assert len(end["episode"]["steps"]) == 4
+
+
+async def test_attempts_that_are_refused_leave_the_others_alone(config: Config) -> None:
+    lines = [
+        {"attempt": 1, "input": {"do": "echo", "say": "hi"}, "key": ["r", 1, "2", 0, 0]},
+        {"attempt": 2, "key": ["r"]},
+        {"attempt": 3, "key": ["r", 1, "2", 0, 0], "policy": {"base_url": "http://10.0.0.1/v1", "model": "m"}},
+        {"attempt": 4, "key": ["r", 1, "2", 0, 0], "policy": {"base_url": "nothing", "model": "m"}},
+    ]
+    async with serving(config) as (_, address), aiohttp.ClientSession() as session:
+        data, headers = "\n".join(map(json.dumps, lines)), {"Content-Type": "application/x-ndjson"}
+        async with session.post(address + EPISODES, data=data, headers=headers) as answer:
+            messages = {m.get("attempt"): m for m in map(json.loads, (await answer.read()).splitlines())}
+    assert messages[1]["episode"]["output"] == "hi"
+    refused = {number: (m["status"], m["error"]["param"]) for number, m in messages.items() if "error" in m}
+    assert refused == {2: (400, "key"), 3: (403, "policy.base_url"), 4: (400, "policy.base_url")}
+
+
+@asynccontextmanager
+async def session_with(address: str, **options: Any) -> AsyncIterator[ServiceSession]:
+    async with ServiceSession(address, **options) as session:
+        await session.connect()
+        yield session
+
+
+async def ask(session: ServiceSession, do: str, policy: ServedPolicy | None = None) -> Episode:
+    request = request_fields(EvalInputItem(id="x", input_obj={"do": do, "say": f"Tell: {do} é"}), key("x"), RULES)
+    return read_result(await session.attempt(session.new_number(), request | {"policy": policy})).episode
+
+
+async def test_an_attempt_is_cancelled_and_a_blocked_service_says_by_whom(config: Config) -> None:
+    async with serving(config) as (service, address):
+        loop = asyncio.new_event_loop()
+        with loop_in_thread(loop, "client"):
+            session = await run_in_loop(loop, session_with(address).__aenter__())
+            attempts = [asyncio.run_coroutine_threadsafe(ask(session, "hang"), loop) for _ in range(2)]
+            while service.hosted.episodes < 2:  # noqa: ASYNC110 (it runs in this loop)
+                await asyncio.sleep(0.01)
+            attempts[0].cancel()
+            while service.hosted.episodes > 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            while "hang" in session.activity(2) or "blocked" not in session.activity(2):
+                time.sleep(0.05)  # noqa: ASYNC251 (it is the mistake to be made)
+            assert f"is blocked by {__file__}" in session.activity(2)
+            await run_in_loop(loop, session.__aexit__(None, None, None))
+            with pytest.raises(ServiceLost):
+                await asyncio.wrap_future(attempts[1])
+
+
+async def test_completions_outside_every_episode_are_counted(config: Config) -> None:
+    counted: list[Any] = []
+    async with serving(config) as (service, address):
+        async with session_with(address) as other, session_with(address, on_counts=counted.append) as session:
+            assert (await ask(session, "plain")).outcome == "ok"
+            assert counted == []
+            async with service.hosted.workflow() as workflow:
+                await workflow.ainvoke({"do": "plain"})
+            await ask(other, "echo")
+            await ask(session, "echo")
+    assert counted == [[{"player": 1}, {config.block(LLM, "player").base_url: 1}]]
 
 
 async def test_each_trainer_has_its_model_behind_the_workflow(folder: Path) -> None:
@@ -374,22 +480,19 @@ async def test_each_trainer_has_its_model_behind_the_workflow(folder: Path) -> N
     config = load_config(folder / "policy.yml")
     with FakeOpenAI(policy_version=1) as one, FakeOpenAI(policy_version=2) as two:
         served_plugin.built.clear()
-        async with serving(config) as (_, address), RemoteWorkflow(address, 10) as remote:
-            item = EvalInputItem(id="x", input_obj={"do": "plain"})
+        async with serving(config) as (_, address), session_with(address) as session:
             for model, server, version in (("a", one, 1), ("b", two, 2), ("a", one, 1)):
-                remote.policy = PolicyEndpoint(server.base_url, model)
-                (call,) = (await run_episode(remote.attempt, item, key("x"), RULES)).calls
+                (call,) = (await ask(session, "plain", ServedPolicy(base_url=server.base_url, model=model))).calls
                 assert (call.model, call.policy_version) == (model, version)
             assert len(served_plugin.built) == 4  # two workflows, each with its inner function
             names = iter(["m@1", "m@2"])
-            remote.policy = PolicyEndpoint(one.base_url, "m@0", current_model=lambda: next(names))
+            endpoint = PolicyEndpoint(one.base_url, "m@0", current_model=lambda: next(names))
             for name in ("m@1", "m@2"):
-                (call,) = (await run_episode(remote.attempt, item, key("x"), RULES)).calls
+                (call,) = (await ask(session, "plain", ServedPolicy.of(endpoint))).calls
                 assert call.model == name
             assert len(served_plugin.built) == 6  # one workflow for all names of a model
             for n in range(6):
-                remote.policy = PolicyEndpoint(one.base_url, f"m{n}")
-                await run_episode(remote.attempt, item, key("x"), RULES)
+                await ask(session, "plain", ServedPolicy(base_url=one.base_url, model=f"m{n}"))
             await asyncio.sleep(0.05)
             assert len(served_plugin.built) == 2 * 4
         assert served_plugin.built == []
@@ -398,15 +501,14 @@ async def test_each_trainer_has_its_model_behind_the_workflow(folder: Path) -> N
 async def test_a_workflow_that_cannot_be_built_is_told_and_tried_again(folder: Path) -> None:
     (folder / "lonely.yml").write_text(yaml.safe_dump(content({"_type": "policy"})))
     config = load_config(folder / "lonely.yml")
-    async with serving(config) as (_, address), RemoteWorkflow(address, 10) as remote:
-        item = EvalInputItem(id="x", input_obj={"do": "plain"})
+    async with serving(config) as (_, address), session_with(address) as session:
         for _ in range(2):
-            failed = await run_episode(remote.attempt, item, key("x"), replace(RULES, retries=3))
-            assert (failed.reason, failed.key.attempt) == ("backend_error", 0)
+            failed = await ask(session, "plain")
+            assert failed.reason == "backend_error"
             assert "finetuning.trainer_adapter names no adapter" in str(failed.error)
         with FakeOpenAI() as server:
-            remote.policy = PolicyEndpoint(server.base_url, "m")
-            assert (await run_episode(remote.attempt, item, key("x"), RULES)).outcome == "ok"
+            policy = ServedPolicy(base_url=server.base_url, model="m")
+            assert (await ask(session, "plain", policy)).outcome == "ok"
 
 
 async def test_a_workflow_whose_backend_is_lost_is_built_again(

@@ -1,8 +1,6 @@
 """Where episodes run: the worker of an executor without a cluster, and what is refused without Ray."""
 
-import asyncio
 import json
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,16 +15,16 @@ from test_endpoint import RULES, content, key, known, openai_at
 
 from insitu.builder import Builder
 from insitu.collect.collector import open_workflow
-from insitu.collect.episodes import AttemptResult, EpisodeOptions, run_episode
+from insitu.collect.episodes import EpisodeOptions, run_episode
 from insitu.config import Config, load_config
 from insitu.config.resolved import resolved_config
-from insitu.errors import ConfigError
-from insitu.integrations.ray.executor import result_of
-from insitu.integrations.ray.openings import Opening, Policy, Target, opening_of, this_host
+from insitu.errors import ConfigError, RequestRefused
+from insitu.integrations.ray.openings import Opening, Target, opening_of, this_host
 from insitu.integrations.ray.worker import EpisodeWorker
-from insitu.remote.attempt_records import request_fields
+from insitu.remote.attempt_records import ServedPolicy, read_result, request_fields
+from insitu.remote.client import ServiceSession
 from insitu.runs.resume import check_same_run
-from insitu.schemas.episodes import Episode, EpisodeKey
+from insitu.schemas.episodes import Episode
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.wire.json_values import encode
@@ -50,7 +48,6 @@ def config(tmp_path: Path, server: FakeOpenAI) -> Config:
 @asynccontextmanager
 async def working() -> AsyncIterator[EpisodeWorker]:
     worker = EpisodeWorker()
-    await worker.start({})
     try:
         yield worker
     finally:
@@ -61,20 +58,13 @@ async def opened(worker: EpisodeWorker, opening: Opening) -> dict[str, Any]:
     return await worker.open(encode(opening))
 
 
-async def results(worker: EpisodeWorker) -> list[tuple[int, bytes, str | None]]:
-    while not (ended := (await worker.results(0.05))[0]):
-        pass
-    return ended
-
-
-async def attempt(worker: EpisodeWorker, opening: str, question: Any, model: str | None = None) -> Episode:
-    async def make(item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> AttemptResult:
-        await worker.submit([(1, opening, model, encode(request_fields(item, key, options)))])
-        [(number, lines, error)] = await results(worker)
-        assert (number, error) == (1, None)
-        return result_of(key, lines)
-
-    return await run_episode(make, EvalInputItem(id="x", input_obj=question), key("x"), OPTIONS)
+async def attempt(token: str, url: str, question: Any, policy: ServedPolicy | None = None) -> Episode:
+    """An attempt that the service of a worker makes."""
+    async with ServiceSession(url.replace("//", f"//:{token}@")) as session:
+        await session.connect()
+        item = EvalInputItem(id="x", input_obj=question)
+        request = request_fields(item, key("x"), OPTIONS) | {"policy": policy}
+        return read_result(await session.attempt(session.new_number(), request)).episode
 
 
 @pytest.mark.parametrize("do", ["plain", "chain", "steps", "nest", "raise", "model"])
@@ -83,9 +73,11 @@ async def test_an_episode_of_a_worker_is_the_same_as_in_this_process(config: Con
     async with Builder(config) as builder, open_workflow(builder, None) as run:
         here = await run_episode(run, EvalInputItem(id="x", input_obj=question), key("x"), OPTIONS)
     async with working() as worker:
-        opening = opening_of(config, Policy(), None)
-        assert await opened(worker, opening) == {"llms": ["player"]}
-        there = await attempt(worker, opening.id, question)
+        about = await worker.start({})
+        report = await opened(worker, opening_of(config, None, None))
+        with pytest.raises(RequestRefused, match="bearer token is missing or wrong"):
+            await attempt("wrong-token", report["url"], question)
+        there = await attempt(about["token"], report["url"], question)
     if do == "model":
         here.output = here.output.model_dump()  # as JSON
     assert known(there) == known(here)
@@ -97,18 +89,17 @@ async def test_a_file_that_was_changed_on_the_command_line(tmp_path: Path, serve
         load(tmp_path, openai_at("${SERVER}"))
         config = load_config(tmp_path / "config.yml", [("llms.player.model_name", "other")])
     assert config.variables == {"SERVER"}
-    opening = opening_of(config, Policy(), None)
-    worker = EpisodeWorker()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("SERVER", raising=False)
-        report = await opened(worker, opening)
-        assert "the environment variable SERVER is not set" in report["error"]
-        assert report["in_file"]
-        await worker.start({"SERVER": server.base_url})
-        assert "error" not in await opened(worker, opening)
-        episode = await attempt(worker, opening.id, {"do": "plain"})
-        await worker.close()
-        patch.delenv("SERVER")
+    opening = opening_of(config, None, None)
+    async with working() as worker:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("SERVER", raising=False)
+            report = await opened(worker, opening)
+            assert "the environment variable SERVER is not set" in report["error"]
+            assert report["in_file"]
+            about = await worker.start({"SERVER": server.base_url})
+            report = await opened(worker, opening)
+            episode = await attempt(about["token"], report["url"], {"do": "plain"})
+            patch.delenv("SERVER")
     assert [call.model for call in episode.calls] == ["other"]
 
 
@@ -117,20 +108,18 @@ async def test_the_policy_of_a_worker(tmp_path: Path) -> None:
     config = load(tmp_path, {"_type": "policy"})
     names = iter(["m@0", "m@1", "m@2"])
     with FakeOpenAI() as server:
-        async with Builder(config) as builder, working() as worker:
-            endpoint = PolicyEndpoint(server.base_url, "m", "key", current_model=lambda: next(names))
-            builder.policy_endpoint = lambda: asyncio.sleep(0, endpoint)  # type: ignore[method-assign]
-            policy = await Policy.of(builder)
-            opening = opening_of(config, policy, None)
-            await opened(worker, opening)
+        endpoint = PolicyEndpoint(server.base_url, "m", "key", current_model=lambda: next(names))
+        async with working() as worker:
+            about = await worker.start({})
+            report = await opened(worker, opening_of(config, ServedPolicy.of(endpoint), None))
             for expected in ("m@1", "m@2"):
-                episode = await attempt(worker, opening.id, {"do": "plain"}, policy.current_model())
+                episode = await attempt(about["token"], report["url"], {"do": "plain"}, ServedPolicy.of(endpoint))
                 assert [call.model for call in episode.calls] == [expected]
             assert len(served_plugin.built) == 2  # it and its inner function
 
 
 async def test_a_server_that_workers_cannot_reach(config: Config, server: FakeOpenAI) -> None:
-    opening = opening_of(config, Policy(), None)
+    opening = opening_of(config, None, None)
     async with working() as worker:
         for url, problem in (("http://127.0.0.1:9/v1", "ClientConnectorError"), (f"{server.base_url}/not/there", "")):
             opening.targets = [Target(key="trainer_adapters.a", base_url=url)]
@@ -146,41 +135,6 @@ async def test_a_server_that_workers_cannot_reach(config: Config, server: FakeOp
         opening.check_host(this_host())
         with pytest.raises(ConfigError, match="that is another machine's address of itself"):
             opening.check_host("elsewhere")
-
-
-async def test_completions_outside_every_episode_are_counted(config: Config) -> None:
-    opening = opening_of(config, Policy(), None)
-    async with working() as worker:
-        await opened(worker, opening)
-        hosted, _ = worker._opened[opening.id]
-        async with hosted.workflow():
-            (builder,) = hosted.builders
-            player = await builder.get_llm("player")
-        await player.complete([{"role": "user", "content": "Nobody asked"}])
-        _, (stray, outside), _ = await worker.results(0.0)
-    assert stray == {"player": 1}
-    assert outside == {player.recorder.server: 1}
-
-
-async def test_an_attempt_is_cancelled_and_a_blocked_worker_says_by_whom(config: Config, tmp_path: Path) -> None:
-    opening = opening_of(config, Policy(), None)
-    async with working() as worker:
-        await opened(worker, opening)
-        item = EvalInputItem(id="x", input_obj={"do": "hang"})
-        request = encode(request_fields(item, key("x"), OPTIONS))
-        await worker.submit([(1, opening.id, None, request), (2, opening.id, None, request)])
-        while (report := (await worker.results(0.01))[2]) is None or len(report["activities"]) < 2:
-            pass
-        assert set(report["activities"]) == {"1", "2"}
-        await worker.cancel(1)
-        while report is None or set(report["activities"]) != {"2"}:
-            _, _, report = await worker.results(0.01)
-        release = threading.Event()
-        worker._loop.call_soon_threadsafe(release.wait)
-        while report is None or report["blocked"] is None:
-            _, _, report = await worker.results(0.01)
-        release.set()
-        assert "threading.py" in report["blocked"] or __file__ in report["blocked"]
 
 
 async def test_ray_is_not_installed(tmp_path: Path, server: FakeOpenAI) -> None:

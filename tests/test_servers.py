@@ -26,8 +26,7 @@ from insitu.backend import BackendOptions, server
 from insitu.backend.model import load_model
 from insitu.config import Config, load_config
 from insitu.errors import RequestRefused
-from insitu.plugin_api import PolicyEndpoint
-from insitu.remote.client import EPISODES, RemoteWorkflow
+from insitu.remote.client import EPISODES, ServiceSession
 from insitu.remote.service import WorkflowService
 from insitu.wire.http_access import AccessPolicy, is_loopback
 from insitu.wire.http_format import http_url
@@ -233,10 +232,9 @@ async def test_a_service_posts_only_where_it_may(config: Config) -> None:
 
 
 async def test_the_policy_is_refused_before_the_first_episode(config: Config) -> None:
-    async with serving(config) as address, RemoteWorkflow(address, HANGS) as remote:
-        remote.policy = PolicyEndpoint("http://gpu:8700/v1", "m")
+    async with serving(config) as address, ServiceSession(address) as session:
         with pytest.raises(RequestRefused, match=r"policy\.base_url is 'http://gpu:8700/v1'"):
-            await remote.check()
+            await session.check(policy_url="http://gpu:8700/v1")
 
 
 # how much

@@ -112,7 +112,7 @@ def test_episodes_of_a_lost_worker_or_node_are_run_again(undisturbed: Path, tmp_
             (folder / "released").touch()
             out, _ = process.communicate()
         assert process.returncode == 0, out
-        assert "has ended; its 8 episodes are run again by others" in out
+        assert "has ended; its 8 episodes are run again" in out
     assert [record["unknown_completions"] for record in read_lines(folder / "run/training_metrics.jsonl")] == [None]
     check_equal(outcome(folder / "run"), outcome(undisturbed / "run"))
     assert weights(folder) == weights(undisturbed)
@@ -312,7 +312,7 @@ def test_a_workflow_that_workers_cannot_import(cluster: RayCluster, refused: Pat
 
 
 def test_the_cost_of_an_episode_for_the_driver(cluster: RayCluster) -> None:
-    """2,000 episodes of 50 ms: at most 1.5 ms of CPU time of all threads of the process that trains."""
+    """2,000 episodes of 50 ms: at most 1.0 ms of CPU time of all threads of the process that trains."""
     benchmarks = Path(__file__).parents[2] / "benchmarks"
     command = [PYTHON, "ray_driver.py", cluster.address]
     environment = {**os.environ, **cluster.environment}
@@ -320,4 +320,4 @@ def test_the_cost_of_an_episode_for_the_driver(cluster: RayCluster) -> None:
     figures = json.loads(done.stdout)
     print(figures)
     assert figures["episodes"] == 2000
-    assert figures["driver_cpu_ms_per_episode"] <= 1.5
+    assert figures["driver_cpu_ms_per_episode"] <= 1.0

@@ -1,7 +1,7 @@
 """One episode: attempts at a row until one succeeds or the retries are used up.
 
 An `Attempt` is a function of (row, key, options) that returns plain data: `in_process` runs the workflow here,
-`RemoteWorkflow.attempt` in a workflow service.
+`RemoteExecutor.attempt` in a workflow service.
 """
 
 import asyncio

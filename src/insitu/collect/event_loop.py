@@ -114,6 +114,24 @@ def new_loop() -> tuple[asyncio.AbstractEventLoop, ThreadPoolExecutor]:
 
 
 @contextmanager
+def loop_in_thread(loop: asyncio.AbstractEventLoop, name: str) -> Iterator[None]:
+    """Runs an event loop in a separate thread, and closes it."""
+    thread = threading.Thread(target=loop.run_forever, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def run_in_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine in the loop of another thread; cancelling the caller cancels it."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+
+
+@contextmanager
 def _stop_on_signals(stop: Callable[[], object]) -> Iterator[threading.Event]:
     """Calls `stop` on the first SIGINT or SIGTERM, which sets the event; ends the process on the second.
 

@@ -38,7 +38,8 @@ class GeneralConfig(BaseModel):
     plugins: list[str] = Field(default_factory=list)
     """Modules imported before the file is checked; the file's own folder is importable."""
     executor: Any = None
-    """Where episodes run: a block whose `_type` is `local` (in this process, the default) or `ray` (on a cluster)."""
+    """Where episodes run: a block whose `_type` is `local` (in this process, the default), `service` (in
+    workflow services) or `ray` (on a cluster)."""
 
 
 class OutputConfig(BaseModel):

@@ -1,24 +1,32 @@
 """The plain-data form of an attempt at an episode, for workflows that run in another process.
 
-    {"input": "2 + 2", "row": {"id": 17, ...}, "key": ["r1", 3, "17", 2, 0],
+A client sends lines of JSON for as long as its connection lasts, and so does the service:
+
+    {"attempt": 7, "input": "2 + 2", "row": {"id": 17, ...}, "key": ["r1", 3, "17", 2, 0],
      "options": {"seed": 7, "timeout": null, "training": ["player"], ...},
      "policy": {"base_url": "http://127.0.0.1:8700/v1", "model": "policy", "api_key": "none"}}
+    {"cancel": 8}
 
-is answered with lines of JSON:
+    {"report": {"activities": {"7": "waits for ..."}, "blocked": null}}
+    {"attempt": 7, "transient": false, "counts": [{"player": 1}, {"http://...": 1}],
+     "episode": {"key": ["r1", 3, "17", 2, 0], "outcome": "ok", "output": "4", "seconds": 0.3,
+                 "steps": [{"parent_id": "root", "function_ancestry": {...}, "payload": {...}}],
+                 "calls": [{"index": 0, "token_ids": [7, 2], "logprobs": [-0.1, -0.7], ...}], ...}}
+    {"attempt": 9, "status": 400, "error": {"message": "options.sed: Unexpected keyword argument", ...}}
 
-    {"step": {"parent_id": "root", "function_ancestry": {...}, "payload": {"event_type": "FUNCTION_START", ...}}}
-    {"call": {"index": 0, "token_ids": [7, 2], "logprobs": [-0.1, -0.7], ...}}
-    {"end": {"outcome": "ok", "output": "4", "seconds": 0.3, ...}}
+`counts` are completions that were requested outside every episode since the line before that has them, by key of
+`llms` and by URL of the server. The service sends a report every second.
 """
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import fields
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
-from insitu.collect.episodes import EpisodeOptions
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
+from insitu.collect.episodes import AttemptResult, EpisodeOptions, fail
+from insitu.errors import WorkflowError
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.schemas.steps import read_step
@@ -31,8 +39,8 @@ _NOT_SENT = ("retries", "result")  # applied by the sender, between and after at
 class ServedPolicy(BaseModel):
     """Where the trainer's model is served, for the llms of `_type: policy` in this episode.
 
-    `renamed`: the model's name changes with every version of the weights. The workers of an executor, but not workflow
-    services, get `trained` (it is the model under training) and `base_model`.
+    `renamed`: the model's name changes with every version of the weights. `trained`: it is the model under training,
+    also for llms that name it or its `base_model` (see `workflow.policy_names`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -41,21 +49,33 @@ class ServedPolicy(BaseModel):
     model: str
     api_key: str = Field(default="none", repr=False)
     renamed: bool = False
-    trained: bool = Field(default=False, exclude=True)
-    base_model: str | None = Field(default=None, exclude=True)
+    trained: bool = False
+    base_model: str | None = None
 
     @classmethod
-    def of(cls, endpoint: PolicyEndpoint) -> "ServedPolicy":
+    def of(cls, endpoint: PolicyEndpoint, *, trained: bool = False) -> "ServedPolicy":
         now = endpoint.current_model
-        name = endpoint.model if now is None else now()
-        return cls(base_url=endpoint.base_url, model=name, api_key=endpoint.api_key, renamed=now is not None)
+        return cls(
+            base_url=endpoint.base_url,
+            model=endpoint.model if now is None else now(),
+            api_key=endpoint.api_key,
+            renamed=now is not None,
+            trained=trained,
+            base_model=endpoint.base_model if trained else None,
+        )
+
+    @property
+    def unversioned(self) -> "ServedPolicy":
+        """The same without its name if that changes."""
+        return self.model_copy(update={"model": ""}) if self.renamed else self
 
 
 class EpisodeRequest(BaseModel):
-    """One attempt at an episode; without `policy` the service serves its own model."""
+    """One attempt at an episode, with a number of the client's; without `policy` the service serves its own model."""
 
     model_config = ConfigDict(extra="forbid")
 
+    attempt: int = 0
     input: Any = None
     row: Any = None
     key: EpisodeKey
@@ -70,28 +90,36 @@ class EpisodeRequest(BaseModel):
         return key
 
 
-class EpisodeEnd(BaseModel):
-    """The outcome of an attempt; its steps and calls have their own lines."""
-
-    outcome: Outcome
-    output: Any = None
-    reason: DropReason | None = None
-    error: str | None = None
-    transient: bool = False
-    seconds: float = 0.0
-    step_rewards: list[float] | None = None
-    rewarded_functions: list[str] = []
-    failed_requests: dict[str, int] = {}
-    requested: dict[str, int] = {}
-    abandoned_attempts: int = 0
+_EPISODE = TypeAdapter(Episode)
 
 
-def read_call(record: dict[str, Any]) -> ModelCall:
-    return ModelCall(**{**record, "functions": tuple(record["functions"])})
+Counts = tuple[Counter[str], Counter[str]]
+"""Completions requested outside every episode, by key of `llms` and by URL of the server."""
+
+
+class LineCutter:
+    """Cuts chunks into lines; `size` bytes of an incomplete one are left in `rest`."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self.size = 0
+
+    def cut(self, chunk: bytes) -> list[bytes]:
+        *lines, rest = chunk.split(b"\n")
+        if lines:
+            lines[0] = b"".join([*self._parts, lines[0]])
+            self._parts, self.size = [], 0
+        self._parts.append(rest)
+        self.size += len(rest)
+        return lines
+
+    @property
+    def rest(self) -> bytes:
+        return b"".join(self._parts)
 
 
 def request_fields(item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> dict[str, Any]:
-    """The fields of an `EpisodeRequest`, without the policy."""
+    """The fields of an `EpisodeRequest`, without its number and the policy."""
     sent = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in _NOT_SENT}
     return {"input": item.input_obj, "row": item.full_dataset_entry, "key": key, "options": sent}
 
@@ -101,34 +129,20 @@ def line(**content: Any) -> bytes:
     return redact_bytes(encode(content)) + b"\n"
 
 
-def end_lines(episode: Episode, transient: bool, unserializable: ValueError | None = None) -> Iterator[bytes]:
-    """The calls and the end of an attempt; it fails if its result, or a step before, cannot be serialized."""
-    for call in episode.calls:
-        yield line(call=call)
-    end = {name: getattr(episode, name) for name in EpisodeEnd.model_fields if name != "transient"}
+def result_line(number: int, result: AttemptResult, **more: Any) -> bytes:
+    """The line of an attempt that has ended; it has failed if its result or a step cannot be serialized."""
+    episode, transient = result
     try:
-        if unserializable is not None:
-            raise unserializable
-        last = line(end={**end, "transient": transient})
+        return line(attempt=number, episode=episode, transient=transient, **more)
     except ValueError as error:
-        message = f"WorkflowError: the result or a step cannot be serialized as JSON: {error}"
-        failed = {"outcome": Outcome.FAILED, "output": None, "reason": DropReason.WORKFLOW_ERROR, "error": message}
-        last = line(end=end | failed)
-    yield last
+        episode.output, episode.steps = None, []
+        problem = WorkflowError(f"the result or a step cannot be serialized as JSON: {error}")
+        fail(episode, DropReason.WORKFLOW_ERROR, problem)
+        return line(attempt=number, episode=episode, transient=False, **more)
 
 
-def take_line(episode: Episode, line: dict[str, Any]) -> EpisodeEnd | None:
-    """Adds a line to the episode; returns the end if the line is one."""
-    if "step" in line:
-        episode.steps.append(read_step(line["step"]))
-    elif "call" in line:
-        episode.calls.append(read_call(line["call"]))
-    elif "end" in line:
-        end = EpisodeEnd.model_validate(line["end"])
-        for name in EpisodeEnd.model_fields:
-            if name != "transient":
-                setattr(episode, name, getattr(end, name))
-        return end
-    else:
-        raise ValueError(f"a line is not a step, call or end: {line!r:.200}")
-    return None
+def read_result(message: dict[str, Any]) -> AttemptResult:
+    """The attempt of a line that `result_line` has made; raises ValueError if it is none."""
+    episode = _EPISODE.validate_python(message["episode"])
+    episode.steps = [read_step(step) for step in episode.steps]
+    return AttemptResult(episode, message["transient"])

@@ -1,42 +1,46 @@
-"""The client of a workflow service (`insitu serve`), and the routes that both know.
+"""The client's end of a connection that carries attempts to a workflow service (`insitu serve`).
 
-A trainer requests one attempt with `POST /v1/episodes`; the response is JSON lines (see `attempt_records`), streamed as
-things happen. An empty line is a heartbeat; a stream without `end` is a lost attempt.
+    async with ServiceSession("http://127.0.0.1:8000", "the workflow service at ...") as session:
+        await session.check(trained={"player"})
+        result = await session.attempt(request)         # raises ServiceLost
+
+All attempts of a session share one request, whose body and response last as long as the session: lines of JSON, as in
+`attempt_records`. What begins at the same time is sent together. A connection that ends, or a service that sends no
+report for a minute, fails the attempts in flight, once for all.
 """
 
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Collection
-from contextlib import aclosing
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import AsyncGenerator, Callable, Collection
+from itertools import count
+from typing import Any, Self
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from insitu.collect.episodes import AttemptResult, EpisodeOptions, fail
-from insitu.collect.watchdog import doing, seconds_since
-from insitu.errors import BackendError, BackendUnavailable, ConfigError, EpisodeTimeout, RequestRefused
-from insitu.remote.attempt_records import ServedPolicy, request_fields, take_line
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
-from insitu.schemas.evaluation import EvalInputItem
-from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.wire.connection import CONNECT_TIMEOUT, Retry, is_transient, retry_after
-from insitu.wire.http_format import split_userinfo
+from insitu.collect.watchdog import seconds_since
+from insitu.errors import BackendUnavailable, ConfigError, RequestRefused
+from insitu.remote.attempt_records import Counts, LineCutter
+from insitu.wire.connection import CONNECT_TIMEOUT, is_transient, retry_after
+from insitu.wire.http_format import error_message, split_userinfo
 from insitu.wire.json_values import decode, encode
 from insitu.wire.redaction import remember_secret
 
-PROTOCOL = 3
+PROTOCOL = 4
 EPISODES = "/v1/episodes"
 GENERATE = "/generate"
 """The documented route, with which an endpoint may be written."""
-HEARTBEAT_SECONDS = 5.0
-"""An idle stream carries an empty line this often."""
+JSON_LINES = "application/x-ndjson"
+LINE_LIMIT = 64 * 2**20
+"""The bytes of a line that a service reads."""
+HEARTBEAT_SECONDS = 1.0
+"""A service sends a report this often."""
 TOKEN_VARIABLE = "INSITU_SERVE_TOKEN"
 """The environment variable with the bearer token, on both sides."""
-_SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS
-_JSON_LINES = "application/x-ndjson"
+_SILENT_AFTER = 3
+"""A service is silent if so many reports are overdue."""
+_LOST_AFTER = 60
 
 
 class Description(BaseModel):
@@ -47,42 +51,70 @@ class Description(BaseModel):
     llms: list[str]
 
 
-class RemoteWorkflow:
-    """A workflow service. `timeout` in seconds per attempt; `policy` replaces the service's llms of `_type: policy`."""
+class ServiceLost(BackendUnavailable):
+    """The connection to a workflow service, or its process, has ended."""
 
-    def __init__(self, url: str, timeout: float) -> None:
+
+class ServiceSession:
+    """A connection to a workflow service, called `name` in messages. A password in `url` is the token.
+
+    `on_lost` is called with the reason when the session ends, `on_counts` with completions that its workflows have
+    requested outside every episode.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        name: str | None = None,
+        on_lost: Callable[[str], object] = lambda _: None,
+        on_counts: Callable[[Counts], object] = lambda _: None,
+    ) -> None:
         address, userinfo = split_userinfo(url)
-        self._password = (userinfo or "").partition(":")[2]
-        self.url = address.rstrip("/").removesuffix(EPISODES).removesuffix(GENERATE).rstrip("/")
-        self.policy: PolicyEndpoint | None = None
-        self._timeout = timeout
-        self._session: aiohttp.ClientSession | None = None
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"endpoint is {address!r}; it must begin with http:// or https://")
-        remember_secret(self._password)
+        self._token = (userinfo or "").partition(":")[2] or os.environ.get(TOKEN_VARIABLE)
+        remember_secret(self._token)
+        self.url = address.rstrip("/").removesuffix(EPISODES).removesuffix(GENERATE).rstrip("/")
+        self.name = name or f"the workflow service at {self.url}"
+        self.lost: str | None = None
+        """Why the session has ended."""
+        self._on_lost = on_lost
+        self._on_counts = on_counts
+        self._numbers = count(1)
+        self._attempts: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._outbox: list[bytes] = [b"\n"]
+        self._wake = asyncio.Event()
+        self._wake.set()
+        self._report: dict[str, Any] = {"activities": {}, "blocked": None}
+        self._heard = time.monotonic()
+        self._overdue = 0
+        """Reports that have not come."""
+        self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> "RemoteWorkflow":
-        token = self._password or os.environ.get(TOKEN_VARIABLE)
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
-            connector=aiohttp.TCPConnector(limit=0),  # the number of episodes in flight is limited elsewhere
         )
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+        self._lose("was closed")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._http.close()
 
-    async def check(self, trained: Collection[str] = (), *, reached: bool = False) -> None:
+    async def check(self, trained: Collection[str] = (), policy_url: str | None = None) -> None:
         """Raises BackendUnavailable or ConfigError unless this is a workflow service with the llms in `trained`.
 
-        Retries transient errors for up to `timeout` seconds, and refused connections too if the service has been
-        `reached` before. Raises RequestRefused if the service may not send requests to `policy`.
+        Raises RequestRefused if the service may not send requests to the model server at `policy_url`.
         """
-        retry = Retry(f"the workflow service at {self.url}", self._timeout, key="endpoint_timeout")
-        retry.reached = reached
-        about = await retry(f"GET {EPISODES}", self._description)
+        _, body = await self._request("GET", params={"base_url": policy_url} if policy_url else {})
+        try:
+            about = Description.model_validate_json(body)
+        except ValidationError as error:
+            raise self._not_ours(f"GET {EPISODES} returned {body!r:.100}") from error
         if about.protocol != PROTOCOL:
             raise ConfigError(
                 f"endpoint {self.url} speaks protocol {about.protocol}, not {PROTOCOL}: use one release on both sides"
@@ -93,92 +125,136 @@ class RemoteWorkflow:
                 f"available: {', '.join(about.llms) or 'none'} (start the service with the file that is trained)"
             )
 
-    async def _description(self) -> Description:
-        params = {"base_url": self.policy.base_url} if self.policy else {}
+    async def connect(self) -> None:
+        """Opens the connection for attempts. Raises BackendUnavailable, ConfigError or RequestRefused."""
+        response, _ = await self._request("POST", data=self._upload(), headers={"Content-Type": JSON_LINES})
+        if response.content_type != JSON_LINES:
+            raise self._not_ours(f"it returned {response.content_type}")
+        self._tasks = [asyncio.create_task(work, name="session") for work in (self._read(response), self._listen())]
+
+    def new_number(self) -> int:
+        """A number for an attempt, with which `activity` knows it."""
+        return next(self._numbers)
+
+    async def attempt(self, number: int, request: dict[str, Any]) -> dict[str, Any]:
+        """The line with the result of an attempt.
+
+        Raises ServiceLost, RequestRefused if the service refuses it, and ValueError if it cannot be serialized. When
+        the caller is cancelled, so is the attempt.
+        """
+        text = encode({"attempt": number, **request})
+        if len(text) > LINE_LIMIT:
+            raise RequestRefused(f"the attempt takes {len(text)} bytes of JSON; allowed: {LINE_LIMIT}", status=413)
+        if self.lost is not None:
+            raise ServiceLost(self.lost)
+        ended = self._attempts[number] = asyncio.get_running_loop().create_future()
+        self._send(text)
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT), self._open("GET", params=params) as response:
-                if response.status in (404, 405):
-                    raise self._not_ours(f"GET {EPISODES} returned {response.status}")
-                if response.status >= 400:
-                    raise await self._refusal(response)
-                body = await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise BackendUnavailable(
-                f"no answer from the workflow service at {self.url}: {type(error).__name__}: {error}"
-            ) from error
+            return await ended
+        except asyncio.CancelledError:
+            self._send(encode({"cancel": number}))
+            raise
+        finally:
+            del self._attempts[number]
+
+    @property
+    def is_silent(self) -> bool:
+        return self._overdue >= _SILENT_AFTER
+
+    def activity(self, number: int) -> str:
+        """What an attempt is doing, as its service last said."""
+        if self.is_silent:
+            return f"{self.name} has sent nothing for {seconds_since(self._heard)}"
+        if self._report["blocked"] is not None:
+            return f"{self.name} is blocked by {self._report['blocked']}"
+        return f"on {self.name}: {self._report['activities'].get(str(number), 'it begins')}"
+
+    def _send(self, text: bytes) -> None:
+        self._outbox += (text, b"\n")
+        self._wake.set()
+
+    async def _upload(self) -> AsyncGenerator[bytes, None]:
+        """The lines to the service, for as long as the session lasts."""
+        while self.lost is None:
+            await self._wake.wait()
+            self._wake.clear()
+            chunk, self._outbox = b"".join(self._outbox), []
+            if chunk:
+                yield chunk
+
+    async def _read(self, response: aiohttp.ClientResponse) -> None:
+        """Takes the lines of the service until the connection ends."""
+        problem = "has ended the connection"
+        lines = LineCutter()
         try:
-            return Description.model_validate_json(body)
-        except ValidationError as error:
-            raise self._not_ours(f"GET {EPISODES} returned {body!r:.100}") from error
+            async with response:
+                async for chunk in response.content.iter_any():
+                    self._overdue, self._heard = 0, time.monotonic()
+                    for text in lines.cut(chunk):
+                        self._take(decode(text))
+        except (aiohttp.ClientError, OSError) as error:
+            problem = f"has lost the connection: {type(error).__name__}: {error}"
+        except (ValueError, KeyError, TypeError) as error:
+            problem = f"has sent a line that is not part of the protocol: {error}"
+        finally:
+            self._lose(problem)
 
-    async def attempt(self, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> AttemptResult:
-        """Makes one attempt. Failures of the service itself are `backend_error`s."""
-        episode = Episode(key, Outcome.OK)
-        heard = started = time.monotonic()
-        limit = asyncio.timeout(self._timeout)
-        transient = True
+    def _take(self, message: dict[str, Any]) -> None:
+        if "counts" in message:
+            self._on_counts(message["counts"])
+        if "report" in message:
+            self._report = message["report"]
+            return
+        attempt = self._attempts.get(message["attempt"])
+        if attempt is None or attempt.done():  # it has been cancelled
+            return
+        if "error" in message:
+            attempt.set_exception(self._refused(message, message["status"]))
+        else:
+            attempt.set_result(message)
 
-        def activity() -> str:
-            return f"the workflow service at {urlsplit(self.url).netloc} has sent nothing for {seconds_since(heard)}"
+    async def _listen(self) -> None:
+        """Counts reports that are overdue; while this process is blocked itself, none is."""
+        while self._overdue < _LOST_AFTER:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            self._overdue += 1
+        self._lose(f"has sent nothing for {seconds_since(self._heard)}")
 
+    def _lose(self, problem: str) -> None:
+        if self.lost is not None:
+            return
+        self.lost = f"{self.name} {problem}"
+        for attempt in self._attempts.values():
+            if not attempt.done():
+                attempt.set_exception(ServiceLost(self.lost))
+        self._wake.set()
+        self._on_lost(self.lost)
+
+    async def _request(self, method: str, **options: Any) -> tuple[aiohttp.ClientResponse, bytes]:
+        """A response, and its body unless that is streamed."""
         try:
-            policy = ServedPolicy.of(self.policy) if self.policy else None
-            request = request_fields(item, key, options) | {"policy": policy}
-            async with limit, aclosing(self._lines(encode(request))) as lines:
-                with doing(activity):
-                    async for line in lines:
-                        heard = time.monotonic()
-                        if line and (end := take_line(episode, decode(line))) is not None:
-                            return AttemptResult(episode, end.transient)
-            raise BackendUnavailable(f"the workflow service at {self.url} ended the stream before the episode")
-        except (aiohttp.ClientError, OSError, BackendUnavailable) as error:  # TimeoutError is an OSError
-            service = f"the workflow service at {self.url}"
-            failure: Exception = error
-            reason = DropReason.BACKEND_ERROR
-            if limit.expired() and heard > started and time.monotonic() - heard < _SILENCE_SECONDS:
-                failure = EpisodeTimeout(f"no answer within endpoint_timeout: {self._timeout:g} s")
-                reason = DropReason.TIMEOUT
-            elif limit.expired():
-                failure = BackendUnavailable(f"{service} is silent ({self._timeout:g} s)")
-            elif not isinstance(error, BackendError):
-                failure = BackendUnavailable(f"the connection to {service} is lost: {type(error).__name__}: {error}")
-            fail(episode, reason, failure)
-        except (RequestRefused, ValueError) as error:  # would fail again
-            fail(episode, DropReason.BACKEND_ERROR, error)
-            transient = False
-        episode.seconds = time.monotonic() - started
-        return AttemptResult(episode, transient)
-
-    async def _lines(self, request: bytes) -> AsyncGenerator[bytes, None]:
-        """The complete lines of the response."""
-        async with self._open("POST", data=request, headers={"Content-Type": "application/json"}) as response:
-            if response.status >= 400:
-                raise await self._refusal(response)
-            if response.content_type != _JSON_LINES:
-                raise self._not_ours(f"it returned {response.content_type}")
-            parts: list[bytes] = []
-            async for chunk in response.content.iter_any():
-                first, *others = chunk.split(b"\n")
-                parts.append(first)
-                for other in others:
-                    yield b"".join(parts)
-                    parts = [other]
-
-    def _open(self, method: str, **options: Any) -> Any:
-        if self._session is None:
-            raise BackendError("the connection to the workflow service is not open")
-        return self._session.request(method, self.url + EPISODES, allow_redirects=False, **options)
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                response = await self._http.request(method, self.url + EPISODES, allow_redirects=False, **options)
+                is_stream = response.status < 400 and method == "POST"
+                body = b"" if is_stream else await response.read()
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            raise BackendUnavailable(f"no answer from {self.name}: {type(error).__name__}: {error}") from error
+        if response.status in (404, 405):
+            raise self._not_ours(f"{method} {EPISODES} returned {response.status}")
+        if response.status >= 400:
+            try:
+                content = decode(body)
+            except ValueError:
+                content = body
+            raise self._refused(content, response.status, retry_after(response.headers))
+        return response, body
 
     def _not_ours(self, what: str) -> ConfigError:
         return ConfigError(f"endpoint {self.url} is not a workflow service (insitu serve): {what}")
 
-    async def _refusal(self, response: aiohttp.ClientResponse) -> Exception:
-        body = await response.read()
-        try:
-            message = decode(body)["error"]["message"]
-        except (ValueError, TypeError, KeyError):
-            message = f"status {response.status}: {body!r:.200}"
-        message = f"the workflow service at {self.url} refused the request: {message}"
-        if is_transient(response.status):
-            return BackendUnavailable(message, retry_after=retry_after(response.headers))
-        return RequestRefused(message, status=response.status)
+    def _refused(self, content: Any, status: int, wait: float = 0.0) -> Exception:
+        message = error_message(content) or f"status {status}: {content!r:.200}"
+        problem = f"{self.name} refused the request: {message}"
+        if is_transient(status):
+            return BackendUnavailable(problem, retry_after=wait)
+        return RequestRefused(problem, status=status)

@@ -1,47 +1,189 @@
-"""The executor of `--endpoint`: a workflow service runs the episodes."""
+"""Executors that send attempts to workflow services; `_type: service`, of `--endpoint`, to those at given addresses."""
 
-from collections.abc import AsyncIterator, Collection
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from pydantic import Field
 
 from insitu.builder import Builder
-from insitu.collect.episodes import Attempt
+from insitu.collect.episodes import Attempt, AttemptResult, EpisodeOptions, fail
 from insitu.collect.executors import Executor
+from insitu.collect.watchdog import doing
+from insitu.config import Config
+from insitu.errors import BackendUnavailable, EpisodeTimeout, RequestRefused, WorkflowError
 from insitu.registry import LLM, register_executor
-from insitu.remote.client import RemoteWorkflow
+from insitu.remote.attempt_records import Counts, ServedPolicy, read_result, request_fields
+from insitu.remote.client import EPISODES, ServiceLost, ServiceSession
+from insitu.remote.pool import RemoteService, ServicePool
 from insitu.schemas.components import ExecutorBaseConfig
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
+from insitu.schemas.evaluation import EvalInputItem
+from insitu.wire.connection import Retry
+
+_LOSSES_TOGETHER = 2
+"""An attempt that has lost as many services gets one without other episodes."""
+_WORKFLOW = "workflow"
+"""The id of the only workflow that a service has."""
+
+CurrentPolicy = Callable[[], ServedPolicy | None]
+"""Returns the model under training, under the name it has now."""
+
+
+class RemoteExecutor(Executor):
+    """Runs attempts in the services of a pool, and again in others if a service is lost, up to `max_losses` times.
+
+    `timeout` is in seconds per attempt.
+    """
+
+    def __init__(self, pool: ServicePool, max_losses: int, timeout: float | None = None) -> None:
+        self.pool = pool
+        self._max_losses = max_losses
+        self._timeout = timeout
+
+    @property
+    def stray_completions(self) -> Counter[str]:
+        return self.pool.stray
+
+    @property
+    def outside_completions(self) -> Counter[str]:
+        return self.pool.outside
+
+    @property
+    def lost_workers(self) -> int:
+        return self.pool.lost_services
+
+    async def attempt(
+        self,
+        workflow: str,
+        policy: CurrentPolicy,
+        item: EvalInputItem,
+        key: EpisodeKey,
+        options: EpisodeOptions,
+    ) -> AttemptResult:
+        """One attempt at an opened workflow, made again with the same key if its service is lost."""
+        pool, lost, session = self.pool, None, None
+        activity = pool.activity
+        started, limit = time.monotonic(), asyncio.timeout(self._timeout)
+        error: Exception
+        reason, transient = DropReason.BACKEND_ERROR, False
+        request = request_fields(item, key, options)
+        try:
+            with doing(lambda: activity()):
+                async with limit:
+                    for losses in range(self._max_losses + 1):
+                        try:
+                            async with pool.service(alone=losses >= _LOSSES_TOGETHER) as service:
+                                session = service.sessions[workflow]
+                                activity = partial(session.activity, number := session.new_number())
+                                answer = await session.attempt(number, request | {"policy": policy()})
+                                return read_result(answer)
+                        except ServiceLost as loss:
+                            activity, lost, session = pool.activity, loss, None
+            times = self._max_losses + 1
+            error = WorkflowError(f"its worker has ended {times} times while it ran (max_losses): {lost}")
+            reason = DropReason.WORKFLOW_ERROR
+        except TimeoutError:
+            transient = True
+            if session is None or session.is_silent:
+                what = f"the attempt {pool.activity()}" if session is None else f"{session.name} is silent"
+                error = BackendUnavailable(f"{what} ({self._timeout:g} s)")
+            else:
+                error = EpisodeTimeout(f"no answer within endpoint_timeout: {self._timeout:g} s")
+                reason = DropReason.TIMEOUT
+        except BackendUnavailable as unavailable:
+            error, transient = unavailable, True
+        except (RequestRefused, ValueError, KeyError, TypeError) as refusal:  # would fail again
+            error = refusal
+        episode = Episode(key, Outcome.FAILED, seconds=time.monotonic() - started)
+        fail(episode, reason, error)
+        return AttemptResult(episode, transient)
+
+
+def has_policy_llms(config: Config) -> bool:
+    return any(config.block(LLM, name).type == "policy" for name in config.names(LLM))
 
 
 class ServiceExecutorConfig(ExecutorBaseConfig, name="service"):
-    """Episodes run in a workflow service (`insitu serve`), as with `--endpoint`."""
+    """Episodes run in workflow services (`insitu serve`), as with `--endpoint`."""
 
-    url: str
-    """The address of the service; a password in it is its token."""
+    url: str | list[str] = Field(min_length=1)
+    """The address of the service; a password in it is its token. With several addresses, an episode runs in the service
+    that has the fewest, and in another one if that is lost."""
     timeout: float = 300.0
     """Seconds per attempt."""
+    max_losses: int = Field(default=3, ge=0)
+    """How often an attempt is made again because the connection to its service is lost."""
 
 
-class ServiceExecutor(Executor):
-    """Runs attempts in a workflow service."""
+class AddressedService(RemoteService):
+    """The workflow service at an address, with one session for all collections."""
+
+    def __init__(self, url: str, count: Callable[[Counts], object]) -> None:
+        super().__init__(capacity=math.inf)
+        self._session = ServiceSession(url, on_lost=self.note_lost, on_counts=count)
+        self.name = self._session.name
+
+    async def start(self) -> None:
+        await self.connect(self._session)
+
+    async def open(self, workflow: str, description: Any) -> None:
+        self.sessions[workflow] = self._session
+
+
+class ServiceExecutor(RemoteExecutor):
+    """Runs attempts in the workflow services at the addresses of the file."""
 
     def __init__(self, config: ServiceExecutorConfig) -> None:
+        super().__init__(ServicePool("workflow service"), config.max_losses, config.timeout)
         self.config = config
+        self._urls = [config.url] if isinstance(config.url, str) else config.url
+        self.pool.starters = [partial(AddressedService, url, self.pool.count) for url in self._urls]
 
     async def check(self, builder: Builder) -> None:
-        async with RemoteWorkflow(self.config.url, self.config.timeout) as remote:
-            await remote.check(builder.config.trained_llms())
+        await self._check(builder.config.trained_llms(), None, reached=False)
 
     @asynccontextmanager
     async def open(
         self, builder: Builder, trained: Collection[str] = (), *, reached: bool = False
     ) -> AsyncIterator[Attempt]:
-        config = builder.config
-        async with RemoteWorkflow(self.config.url, self.config.timeout) as remote:
-            if any(config.block(LLM, name).type == "policy" for name in config.names(LLM)):
-                remote.policy = await builder.policy_endpoint()
-            await remote.check(trained, reached=reached)
-            yield remote.attempt
+        endpoint = await builder.policy_endpoint() if has_policy_llms(builder.config) else None
+        count = await self._check(trained, endpoint.base_url if endpoint is not None else None, reached=reached)
+        await self.pool.open(_WORKFLOW, None, count, self.config.timeout)
+        yield partial(self.attempt, _WORKFLOW, lambda: ServedPolicy.of(endpoint) if endpoint is not None else None)
+
+    async def _check(self, trained: Collection[str], policy_url: str | None, *, reached: bool) -> int:
+        """Returns how many services are ready for episodes; raises if none is, or if one is the wrong one.
+
+        Retries transient errors, and refused connections too if they have been `reached` before.
+        """
+
+        async def check(url: str) -> BackendUnavailable | None:
+            try:
+                async with ServiceSession(url) as session:
+                    await session.check(trained, policy_url)
+            except BackendUnavailable as error:
+                return error
+            return None
+
+        async def check_all() -> int:
+            errors = [error for error in await asyncio.gather(*map(check, self._urls)) if error is not None]
+            if len(errors) == len(self._urls):
+                raise errors[0]
+            return len(self._urls) - len(errors)
+
+        retry = Retry("the workflow service", self.config.timeout, key="endpoint_timeout")
+        retry.reached = reached
+        return await retry(f"GET {EPISODES}", check_all)
 
 
 @register_executor(config_type=ServiceExecutorConfig)
 async def service_executor(config: ServiceExecutorConfig, builder: Builder) -> AsyncIterator[ServiceExecutor]:
-    yield ServiceExecutor(config)
+    executor = ServiceExecutor(config)
+    async with executor.pool:
+        yield executor

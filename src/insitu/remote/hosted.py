@@ -1,27 +1,28 @@
 """Workflows that are built for others: once for each policy that a request may name, and shared by its episodes.
 
 async with HostedWorkflow(config, serve_policy) as hosted:
-    result = await hosted.attempt(request, on_step)
+    result = await hosted.attempt(request)
 """
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from typing import Any, Self
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from insitu.builder import Builder
 from insitu.collect.episodes import AttemptResult, fail, in_process
 from insitu.config import Config
 from insitu.errors import describe_error
-from insitu.remote.attempt_records import EpisodeRequest, ServedPolicy
+from insitu.registry import LLM
+from insitu.remote.attempt_records import Counts, EpisodeRequest, ServedPolicy
 from insitu.schemas.episodes import DropReason, Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.workflow.steps import OnStep
+from insitu.workflow.llms import ModelClient
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class HostedWorkflow:
 
     def __init__(self, config: Config, serve_policy: ServePolicy) -> None:
         self.config = config
-        self.builders: WeakSet[Builder] = WeakSet()
+        self._builders: WeakKeyDictionary[Builder, ServedPolicy | None] = WeakKeyDictionary()
         """Those of the workflows that are in use."""
         self._serve_policy = serve_policy
         self._deployments: OrderedDict[ServedPolicy | None, _Deployment] = OrderedDict()  # most recently used last
@@ -114,9 +115,8 @@ class HostedWorkflow:
     @asynccontextmanager
     async def workflow(self, policy: ServedPolicy | None = None) -> AsyncIterator[Any]:
         """The workflow with this policy, built on first use and shared."""
-        key = policy
+        key = policy and policy.unversioned
         if policy is not None and policy.renamed:
-            key = policy.model_copy(update={"model": ""})
             _current_model.set(policy.model)
         deployment = self._deployments.get(key)
         if deployment is None or deployment.task.done():
@@ -137,11 +137,11 @@ class HostedWorkflow:
     async def _opened(self, policy: ServedPolicy | None) -> AsyncIterator[Any]:
         if policy is not None:
             async with _PolicyBuilder(self.config, policy) as builder:
-                self.builders.add(builder)
+                self._builders[builder] = policy and policy.unversioned
                 yield await builder.get_workflow()
         else:
             async with Builder(self.config) as builder, self._serve_policy(builder):
-                self.builders.add(builder)
+                self._builders[builder] = policy and policy.unversioned
                 yield await builder.get_workflow()
 
     def _close(self, policy: ServedPolicy | None) -> None:
@@ -150,7 +150,17 @@ class HostedWorkflow:
         self._closing.add(deployment.task)
         deployment.task.add_done_callback(self._closing.discard)
 
-    async def attempt(self, body: EpisodeRequest, on_step: OnStep | None = None) -> AttemptResult:
+    def outside_completions(self, policy: ServedPolicy | None) -> Counts:
+        """Completions that the workflow of a policy has requested outside every episode."""
+        stray, outside = Counter[str](), Counter[str]()
+        for builder in [each for each, served in self._builders.items() if served == (policy and policy.unversioned)]:
+            for llm in builder.built(LLM):
+                if isinstance(llm, ModelClient):
+                    stray[llm.name] += llm.recorder.stray_completions
+                    outside[llm.recorder.server] += llm.recorder.outside_completions
+        return stray, outside
+
+    async def attempt(self, body: EpisodeRequest) -> AttemptResult:
         item = EvalInputItem(id=body.key.row_id, input_obj=body.input, full_dataset_entry=body.row)
         async with AsyncExitStack() as stack:
             try:
@@ -159,4 +169,4 @@ class HostedWorkflow:
                 episode = Episode(body.key, Outcome.FAILED)
                 fail(episode, DropReason.BACKEND_ERROR, error)
                 return AttemptResult(episode)
-            return await in_process(workflow, on_step)(item, body.key, body.options)
+            return await in_process(workflow)(item, body.key, body.options)

@@ -1,19 +1,21 @@
 """Serves a workflow: episodes for trainers in other processes, and single requests.
 
-    POST /v1/episodes   one attempt at an episode, streamed as JSON lines (see `remote`)
+    POST /v1/episodes   attempts at episodes: lines of JSON both ways, while the client stays (`attempt_records`)
     GET  /v1/episodes   protocol version, configuration file and llms
     POST /generate      {"input": ...} -> {"value": ...}
     GET  /health
 
-A request is cancelled when its client disconnects.
+A request is cancelled when its client disconnects. The HTTP server has an event loop and a thread, the workflows have
+those in which `listening` is entered.
 """
 
 import asyncio
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -21,25 +23,34 @@ from pydantic import BaseModel, ConfigDict
 from yarl import URL
 
 from insitu.collect.episodes import classify, isolated
+from insitu.collect.event_loop import loop_in_thread, run_in_loop
 from insitu.config import Config
 from insitu.errors import InputError, InsituError, RequestRefused, describe_error
 from insitu.registry import LLM
-from insitu.remote.attempt_records import EpisodeRequest, end_lines, line
-from insitu.remote.client import EPISODES, HEARTBEAT_SECONDS, PROTOCOL, Description
+from insitu.remote.attempt_records import LineCutter
+from insitu.remote.attempt_stream import AttemptStream, WorkflowLoop
+from insitu.remote.client import EPISODES, JSON_LINES, LINE_LIMIT, PROTOCOL, Description
 from insitu.remote.hosted import HostedWorkflow, ServePolicy
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason
-from insitu.schemas.steps import IntermediateStep
 from insitu.wire.http_access import AccessPolicy, is_loopback_address
 from insitu.wire.http_format import http_url
-from insitu.wire.http_server import error_response, guard, listening, parse_body, parse_json, read_body
+from insitu.wire.http_server import (
+    BODY_SECONDS,
+    body_chunks,
+    error_response,
+    guard,
+    listening,
+    parse_body,
+    parse_json,
+    read_body,
+)
 from insitu.wire.json_values import decode, encode
 from insitu.wire.redaction import redact_bytes
 from insitu.workflow.context import EpisodeScope
 
 logger = logging.getLogger(__name__)
 
-_BODY_LIMIT = 64 * 2**20
 _BASE_URL = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:[0-9]{1,5})?(/[\w.~/-]*)?", re.ASCII)
 """No user, query or other part that one library reads as the host and another does not."""
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -77,10 +88,17 @@ class WorkflowService:
         app = web.Application(middlewares=[guard(self._access, lambda path: path == "/health")])
         app.router.add_get("/health", self._health)
         app.router.add_get(EPISODES, self._describe)
-        app.router.add_post(EPISODES, self._episode)
+        app.router.add_post(EPISODES, self._episodes)
         app.router.add_post("/generate", self._generate)
-        async with self.hosted, listening(app, (host, port)) as (_, port):
-            yield http_url(host, port)
+        self._workflows = WorkflowLoop()
+        loop, stack = asyncio.new_event_loop(), AsyncExitStack()
+        async with self.hosted:
+            with loop_in_thread(loop, "insitu serve"):
+                try:
+                    served = stack.enter_async_context(listening(app, (host, port)))
+                    yield http_url(host, (await run_in_loop(loop, served))[1])
+                finally:
+                    await run_in_loop(loop, stack.aclose())
 
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok", "episodes": self.hosted.episodes})
@@ -99,7 +117,7 @@ class WorkflowService:
                 with EpisodeScope(seed=secrets.randbits(63), input_message=body.input).activate():
                     return _json({"value": await workflow.ainvoke(body.input)})
 
-        ran = await isolated(generate)
+        ran = await run_in_loop(self._workflows.loop, isolated(generate))
         if ran.error is None:
             assert ran.value is not None
             return ran.value
@@ -111,30 +129,22 @@ class WorkflowService:
         message = str(error) if isinstance(error, InsituError) else f"the workflow raised {describe_error(error)}"
         return error_response(message, _STATUS.get(reason, 500), code=str(reason))
 
-    async def _episode(self, request: web.Request) -> web.StreamResponse:
-        body = await _read(request, EpisodeRequest)
-        if body.policy is not None:
-            self._check_policy(body.policy.base_url, request.remote)
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    async def _episodes(self, request: web.Request) -> web.StreamResponse:
+        """Carries attempts; a first line that is refused has an error as its response."""
+        check_policy = partial(self._check_policy, client=request.remote)
+        stream = AttemptStream(self.hosted, self._workflows, check_policy)
+        lines = _lines(request)
+        response = web.StreamResponse(headers={"Content-Type": JSON_LINES})
         try:
+            if first := await anext(lines, b""):
+                await stream.begin(first)
             await response.prepare(request)
-            await self._stream_attempt(response, body)
+            await stream.run(lines, response.write)
         except ConnectionResetError:
-            logger.info("the client of episode %s disconnected", body.key.text())
-        return response
-
-    async def _stream_attempt(self, response: web.StreamResponse, body: EpisodeRequest) -> None:
-        await response.write(b"\n")
-        steps: asyncio.Queue[IntermediateStep | None] = asyncio.Queue()  # None: end of the attempt
-        attempt = asyncio.create_task(self.hosted.attempt(body, steps.put_nowait), name=body.key.text())
-        attempt.add_done_callback(lambda _: steps.put_nowait(None))
-        try:
-            unserializable = await _stream_steps(response, steps)
-            for each in end_lines(*await attempt, unserializable):
-                await response.write(each)
+            logger.info("a client has disconnected")
         finally:
-            attempt.cancel()
-            await asyncio.gather(attempt, return_exceptions=True)
+            stream.cancel()
+        return response
 
     def _check_policy(self, base_url: str, client: str | None) -> None:
         """Raises RequestRefused unless this service may send requests to the trainer's model server."""
@@ -163,28 +173,19 @@ async def _read(request: web.Request, model: type[_Body]) -> _Body:
     def parse(body: bytes) -> _Body:
         return model.model_validate(parse_json(body, loads=decode))
 
-    return await parse_body(parse, await read_body(request, _BODY_LIMIT))
+    return await parse_body(parse, await read_body(request, LINE_LIMIT))
 
 
-async def _stream_steps(
-    response: web.StreamResponse, steps: "asyncio.Queue[IntermediateStep | None]"
-) -> ValueError | None:
-    """Writes steps and heartbeats until the attempt has ended. Returns the error if a step cannot be serialized."""
-    unserializable = None
-    while True:
-        text = b"\n"
-        try:
-            async with asyncio.timeout(HEARTBEAT_SECONDS):
-                step = await steps.get()
-            if step is None:
-                return unserializable
-            text = line(step=step)
-        except TimeoutError:
-            pass
-        except ValueError as error:
-            unserializable = error
-            continue
-        await response.write(text)
+async def _lines(request: web.Request) -> AsyncGenerator[bytes, None]:
+    """The lines of a body as they arrive. Raises RequestRefused if one is too long, or its rest does not arrive."""
+    lines = LineCutter()
+    async for chunk in body_chunks(request, lambda: BODY_SECONDS if lines.size else None):
+        for text in lines.cut(chunk):
+            yield text
+        if lines.size > LINE_LIMIT:
+            raise RequestRefused(f"the body is larger than {LINE_LIMIT} bytes", status=413, code="too_large")
+    if lines.size:
+        yield lines.rest
 
 
 def _json(content: Any, status: int = 200) -> web.Response:

@@ -125,11 +125,13 @@ def uncancelled(handler: Handler) -> Handler:
     return run
 
 
-async def body_chunks(request: web.Request) -> AsyncIterator[bytes]:
-    """The request's body as it arrives. Raises RequestRefused if it stops arriving, or cannot be read."""
+async def body_chunks(
+    request: web.Request, limit: Callable[[], float | None] = lambda: BODY_SECONDS
+) -> AsyncIterator[bytes]:
+    """The request's body as it arrives. Raises RequestRefused if it cannot be read, or none comes within `limit`."""
     try:
         while not request.content.at_eof():
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout(limit()):
                 part = await request.content.readany()
             yield part
     except TimeoutError:

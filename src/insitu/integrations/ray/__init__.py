@@ -1,6 +1,6 @@
 """Runs the episodes of a run on the machines of a Ray cluster (`general.executor: {_type: ray}`).
 
-In goes what `evaluation` passes to any executor: a dataset row, the key of an episode, and its options; out comes its
-episode. Each worker is a process that builds the workflow of the file once and runs many episodes at the same time,
-with the gateway and the recorder beside them. Start with `worker.py`, which needs no Ray, then read `pool.py`.
+In goes what any executor gets: a dataset row, the key of an episode, and its options; out comes its episode. Ray only
+starts workers: processes that serve the workflow of the file as `insitu serve` does, and the run is their client (see
+`insitu.remote`). Start with `worker.py`, which needs no Ray, then read `executor.py`.
 """

@@ -34,11 +34,11 @@ class Cluster(NamedTuple):
     environment: dict[str, str]
     working_dir: str | None
 
-    def create_worker(self, capacity: int) -> Any:
+    def create_worker(self) -> Any:
         """The handle of a new worker, which runs once the cluster has room for it."""
         options = {
             "num_cpus": self.config.cpus_per_worker,
-            "max_concurrency": 16 + capacity,  # calls, cancellations among them
+            "max_concurrency": 16,
             "max_restarts": 0,
             "scheduling_strategy": "SPREAD",
         }

@@ -1,131 +1,158 @@
-"""The executor `_type: ray`: attempts at episodes run on workers, and again elsewhere if a worker ends."""
+"""The executor `_type: ray`: attempts at episodes run in workflow services on the machines of a Ray cluster."""
 
 import asyncio
-import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Collection
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from functools import partial
+from typing import Any
 
+from insitu import __version__
 from insitu.builder import Builder
-from insitu.collect.episodes import Attempt, AttemptResult, EpisodeOptions, fail
-from insitu.collect.executors import Executor
-from insitu.collect.watchdog import Watchdog, doing
-from insitu.errors import InsituError, WorkflowError
-from insitu.integrations.ray.cluster import connected
+from insitu.collect.episodes import Attempt
+from insitu.config import Config
+from insitu.errors import BackendError, ConfigError, InsituError, PluginError
+from insitu.integrations.ray.cluster import KEY, Cluster, connected
 from insitu.integrations.ray.config import RayExecutorConfig
-from insitu.integrations.ray.openings import Policy, opening_of
-from insitu.integrations.ray.pool import REPORT_SECONDS, WorkerLost, WorkerPool
+from insitu.integrations.ray.openings import Opening, opening_of
 from insitu.registry import register_executor
-from insitu.remote.attempt_records import request_fields, take_line
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
-from insitu.schemas.evaluation import EvalInputItem
-from insitu.wire.json_values import decode, encode
+from insitu.remote.attempt_records import Counts, ServedPolicy
+from insitu.remote.client import ServiceLost, ServiceSession
+from insitu.remote.executor import RemoteExecutor, has_policy_llms
+from insitu.remote.pool import RemoteService, ServicePool
+from insitu.wire.json_values import encode
 
-logger = logging.getLogger(__name__)
+_CLOSE_SECONDS = 12.0
+_MOST_FAILED_STARTS = 3
+_CAUSE_SECONDS = 5.0
+"""How long Ray may take to say why a worker has ended."""
 
-_LOSSES_TOGETHER = 2
-"""An attempt that has lost as many workers gets one without other episodes."""
+
+class RayWorker(RemoteService):
+    """A worker process on the cluster, with a session for each workflow that it serves."""
+
+    name = "a worker that has not started"
+
+    def __init__(self, cluster: Cluster, capacity: int, count: Callable[[Counts], object]) -> None:
+        super().__init__(capacity)
+        self._cluster = cluster
+        self._count = count
+        self._actor = cluster.create_worker()
+        self._host = self._token = ""
+
+    async def start(self) -> None:
+        here = self._cluster.ray.util.get_node_ip_address()
+        about = await self._call("start", self._cluster.environment, here)
+        self._host, self._token = about["host"], about["token"]
+        self.name = f"the worker with pid {about['pid']} on {about['host']}"
+        if about["insitu"] != __version__:
+            raise ConfigError(
+                f"{KEY}: {self.name} has insitu {about['insitu']}, but this process has {__version__}: use one "
+                "release everywhere"
+            )
+
+    async def open(self, workflow: str, description: Opening) -> None:
+        try:
+            description.check_host(self._host)
+            report = await self._call("open", encode(description))
+            if "error" in report:
+                raise (ConfigError if report["in_file"] else PluginError)(report["error"])
+        except (ConfigError, PluginError) as error:
+            raise type(error)(f"{KEY}: {self.name}: {error}") from None
+        url = report["url"].replace("://", f"://:{self._token}@")
+        session = ServiceSession(url, self.name, self.note_lost, self._count)
+        self.sessions[workflow] = await self.connect(session)
+
+    async def until_lost(self) -> str:
+        """Asks Ray, which knows whether the process was killed, and by whom."""
+        reason = await super().until_lost()
+        try:
+            await asyncio.wait_for(self._call("ping"), _CAUSE_SECONDS)
+        except (TimeoutError, InsituError) as error:
+            reason = str(error) or reason
+        return reason
+
+    async def close(self, *, gently: bool) -> None:
+        """Ends the process; `gently`: after its attempts and workflows have."""
+        await super().close(gently=gently)
+        if gently:
+            with suppress(TimeoutError, InsituError):
+                await asyncio.wait_for(self._call("close"), _CLOSE_SECONDS)
+        await asyncio.to_thread(self._cluster.ray.kill, self._actor)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """Raises ServiceLost if the process has ended."""
+        exceptions = self._cluster.ray.exceptions
+        try:
+            return await getattr(self._actor, method).remote(*arguments)
+        except exceptions.RayTaskError as error:
+            raise InsituError(f"{self.name} failed to {method}: {_brief(error)}: this is a fault of insitu") from error
+        except exceptions.RayError as error:
+            raise ServiceLost(_brief(error)) from error
 
 
-class RayExecutor(Executor):
+class RayExecutor(RemoteExecutor):
     """Runs attempts on the workers of a Ray cluster, which it connects to when it is first used."""
 
     def __init__(self, config: RayExecutorConfig, builder: Builder) -> None:
+        super().__init__(ServicePool("worker", _MOST_FAILED_STARTS), config.max_losses)
         self.config = config
         self._builder = builder
         self._stack = AsyncExitStack()
-        self._pool: WorkerPool | None = None
+        self._cluster: Cluster | None = None
         self._connecting = asyncio.Lock()
-
-    @property
-    def stray_completions(self) -> Counter[str]:
-        return self._pool.stray if self._pool is not None else Counter()
-
-    @property
-    def outside_completions(self) -> Counter[str]:
-        return self._pool.outside if self._pool is not None else Counter()
-
-    @property
-    def lost_workers(self) -> int:
-        return self._pool.lost_workers if self._pool is not None else 0
 
     async def aclose(self) -> None:
         """Ends the workers and disconnects."""
-        self._pool = None
         await self._stack.aclose()
 
     async def check(self, builder: Builder) -> None:
         """Has one worker load the file."""
-        one = self.config.model_copy(update={"workers": 1})
-        async with connected(one, builder.config) as cluster:
-            opening = opening_of(builder.config, Policy(), cluster.working_dir)
-            async with WorkerPool(cluster, 1, REPORT_SECONDS) as pool:
-                await pool.open(opening.model_copy(update={"build": False, "targets": []}))
+        one = RayExecutor(self.config.model_copy(update={"workers": 1}), builder)
+        async with aclosing(one):
+            await one._open(None, loads_only=True)
 
     @asynccontextmanager
     async def open(
         self, builder: Builder, trained: Collection[str] = (), *, reached: bool = False
     ) -> AsyncIterator[Attempt]:
-        pool = await self._connected()
-        policy = await Policy.of(builder)
-        opening = opening_of(builder.config, policy, pool.working_dir)
-        await pool.open(opening)
+        endpoint, is_trained = builder.trained_policy, builder.trained_policy is not None
+        if has_policy_llms(builder.config):
+            endpoint = await builder.policy_endpoint()
 
-        yield partial(self._attempt, pool, opening.id, policy)
+        def policy() -> ServedPolicy | None:
+            return ServedPolicy.of(endpoint, trained=is_trained) if endpoint is not None else None
 
-    async def _connected(self) -> WorkerPool:
+        yield partial(self.attempt, await self._open(policy(), builder.config), policy)
+
+    async def _open(self, policy: ServedPolicy | None, file: Config | None = None, *, loads_only: bool = False) -> str:
+        """Opens the workflow of a file on the workers; returns its id."""
+        config, workers = self._builder.config, self.config.workers
         async with self._connecting:
-            if self._pool is None:
-                config = self._builder.config
+            if self._cluster is None:
                 cluster = await self._stack.enter_async_context(connected(self.config, config))
-                interval = min(REPORT_SECONDS, Watchdog.of(config.eval).interval or REPORT_SECONDS)
-                pool = WorkerPool(cluster, config.max_concurrency, interval)
-                self._pool = await self._stack.enter_async_context(pool)
-        return self._pool
-
-    async def _attempt(
-        self,
-        pool: WorkerPool,
-        opening: str,
-        policy: Policy,
-        item: EvalInputItem,
-        key: EpisodeKey,
-        options: EpisodeOptions,
-    ) -> AttemptResult:
-        """One attempt, made again with the same key if its worker ends."""
-        episode, activity, lost = Episode(key, Outcome.OK), pool.activity, None
-        try:
-            request = encode(request_fields(item, key, options))
-        except ValueError as error:  # would fail again
-            fail(episode, DropReason.BACKEND_ERROR, error)
-            return AttemptResult(episode)
-        with doing(lambda: activity()):
-            for losses in range(self.config.max_losses + 1):
-                try:
-                    async with pool.worker(alone=losses >= _LOSSES_TOGETHER) as (worker, number):
-                        activity = partial(worker.activity, number)
-                        return result_of(key, await worker.attempt(number, opening, policy.current_model(), request))
-                except WorkerLost as error:
-                    activity, lost = pool.activity, error
-        problem = f"its worker has ended {self.config.max_losses + 1} times while it ran (max_losses): {lost}"
-        fail(episode, DropReason.WORKFLOW_ERROR, WorkflowError(problem))
-        return AttemptResult(episode)
+                await self._stack.enter_async_context(self.pool)
+                make = partial(RayWorker, cluster, -(-config.max_concurrency // workers), self.pool.count)
+                self.pool.starters = [make] * workers
+                self._cluster = cluster
+        opening = opening_of(file or config, policy, self._cluster.working_dir)
+        if loads_only:
+            opening = opening.model_copy(update={"build": False, "targets": []})
+        limit, room = self.config.start_timeout, await asyncio.to_thread(self._cluster.room)
+        if not await self.pool.open(opening.id, opening, max(room, 1), limit):
+            raise BackendError(
+                f"{KEY}: no worker has started within start_timeout: {limit:g} s; the machines of the cluster have "
+                f"room for {room} of {workers} workers"
+            )
+        return opening.id
 
 
-def result_of(key: EpisodeKey, lines: bytes) -> AttemptResult:
-    """An attempt from its lines."""
-    episode = Episode(key, Outcome.OK)
-    for line in lines.splitlines():
-        if (end := take_line(episode, decode(line))) is not None:
-            return AttemptResult(episode, end.transient)
-    raise InsituError(f"a worker has returned episode {key.text()} without its end: this is a fault of insitu")
+def _brief(error: Exception) -> str:
+    """Ray's messages are long; their first sentences say what has happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)[:300]}"
 
 
 @register_executor(config_type=RayExecutorConfig)
 async def ray_executor(config: RayExecutorConfig, builder: Builder) -> AsyncIterator[RayExecutor]:
-    executor = RayExecutor(config, builder)
-    try:
+    async with aclosing(RayExecutor(config, builder)) as executor:
         yield executor
-    finally:
-        await executor.aclose()

@@ -3,19 +3,16 @@
 import hashlib
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
-from insitu.builder import Builder
 from insitu.config import Config, check_config
 from insitu.errors import ConfigError
 from insitu.registry import LLM
 from insitu.remote.attempt_records import ServedPolicy
-from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.wire.http_access import is_loopback_address
 from insitu.wire.json_values import encode
 
@@ -47,7 +44,7 @@ class Opening(BaseModel):
     path: str
     directory: str
     shipped_path: str | None = None
-    policy: dict[str, Any] | None = None
+    policy: ServedPolicy | None = None
     targets: list[Target] = []
     build: bool = True
 
@@ -58,41 +55,12 @@ class Opening(BaseModel):
                 raise target.unreachable("that is another machine's address of itself")
 
 
-@dataclass(frozen=True)
-class Policy:
-    """The model under training, as workers get to know it: without a name that changes with every version."""
-
-    served: ServedPolicy | None = None
-    endpoint: PolicyEndpoint | None = None
-
-    @classmethod
-    async def of(cls, builder: Builder) -> "Policy":
-        """That of `_type: policy` llms, or of llms that name the model under training."""
-        config, endpoint = builder.config, builder.trained_policy
-        if any(config.block(LLM, name).type == "policy" for name in config.names(LLM)):
-            endpoint = await builder.policy_endpoint()
-        if endpoint is None:
-            return cls()
-        trained = builder.trained_policy is not None
-        served = ServedPolicy.of(endpoint).model_copy(update={"trained": trained, "base_model": endpoint.base_model})
-        return cls(served.model_copy(update={"model": ""}) if served.renamed else served, endpoint)
-
-    def current_model(self) -> str | None:
-        """The name to request now, if it changes."""
-        return ServedPolicy.of(self.endpoint).model if self.endpoint and self.served and self.served.renamed else None
-
-    def fields(self) -> dict[str, Any] | None:
-        if self.served is None:
-            return None
-        return self.served.model_dump() | {"trained": self.served.trained, "base_model": self.served.base_model}
-
-
 def this_host() -> str:
     """The name of this machine, or of this container."""
     return socket.gethostname()
 
 
-def opening_of(config: Config, policy: Policy, working_dir: str | None) -> Opening:
+def opening_of(config: Config, policy: ServedPolicy | None, working_dir: str | None) -> Opening:
     """Raises ConfigError for a configuration that was not read from a file."""
     if config.data is None:
         raise ConfigError(
@@ -109,22 +77,20 @@ def opening_of(config: Config, policy: Policy, working_dir: str | None) -> Openi
         "path": str(path),
         "directory": os.getcwd(),
         "shipped_path": shipped,
-        "policy": policy.fields(),
+        "policy": policy and policy.unversioned,
         "targets": targets_of(config, policy),
     }
     return Opening(id=hashlib.blake2b(encode(fields), digest_size=12).hexdigest(), **fields)
 
 
-def targets_of(config: Config, policy: Policy) -> list[Target]:
+def targets_of(config: Config, policy: ServedPolicy | None) -> list[Target]:
     """The servers of the model under training, with the keys that say where they are."""
     targets = []
-    if policy.served is not None:
-        targets.append(
-            Target(key=f"trainer_adapters.{config.finetuning.trainer_adapter}", base_url=policy.served.base_url)
-        )
+    if policy is not None:
+        targets.append(Target(key=f"trainer_adapters.{config.finetuning.trainer_adapter}", base_url=policy.base_url))
     for name in sorted(config.trained_llms()) if config.finetuning.enabled else ():
         url = getattr(config.block(LLM, name), "base_url", None)
-        if url is not None and policy.served is None:
+        if url is not None and policy is None:
             targets.append(Target(key=f"llms.{name}.base_url", base_url=url))
     return targets
 
