@@ -222,32 +222,32 @@ async def test_a_service_that_is_stopped_or_killed_fails_the_episodes_it_has(fol
 
 
 async def test_episodes_of_a_lost_service_are_made_again_by_another_one(config: Config, folder: Path) -> None:
-    """Under the same key; the lost one is used again once it is back."""
-    question = {"do": "hang"}
+    """Without retries; the lost one is used again once it is back."""
     with serve("config.yml", folder) as (lost, first), serve("config.yml", folder) as (_, second):
         block = {"_type": "service", "url": [first, second]}
         loaded = load_config(folder / "config.yml", [("general.executor", json.dumps(block))])
+        tasks: list[asyncio.Task[Episode]] = []
         async with opened(loaded, None) as attempt:
-            rules = replace(RULES, timeout=6.0)
-            items = [EvalInputItem(id="x", input_obj=question) for _ in range(6)]
-            tasks = [
-                asyncio.create_task(run_episode(attempt, item, key("x", g), rules)) for g, item in enumerate(items)
-            ]
+
+            def begin() -> None:
+                item = EvalInputItem(id="x", input_obj={"do": "hang"})
+                tasks.append(asyncio.create_task(run_episode(attempt, item, key("x", len(tasks)), RULES)))
+
+            for _ in range(6):
+                begin()
             for address in (first, second):  # each has the fewest in turn
                 await until(address, lambda health: health["episodes"] == 3)
             lost.send_signal(signal.SIGKILL)
             await until(second, lambda health: health["episodes"] == 6)
-            episodes = await asyncio.gather(*tasks)
-            assert {(e.reason, e.key.attempt) for e in episodes} == {("timeout", 0)}
-            port = first.rpartition(":")[2]
-            async with serving(config, port=int(port)):
-                answers = []
-                while first not in answers:
-                    one = asyncio.create_task(run_episode(attempt, items[0], key("x"), replace(rules, timeout=0.5)))
-                    for address in (first, second):
-                        async with aiohttp.ClientSession() as session, session.get(f"{address}/health") as answer:
-                            answers += [address] * (await answer.json())["episodes"]
-                    await one
+            async with serving(config, port=int(first.rpartition(":")[2])) as (service, _):
+                while not service.hosted.episodes:
+                    begin()
+                    await asyncio.sleep(0.2)
+                assert not any(task.done() for task in tasks)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await until(second, lambda health: health["episodes"] == 0)
 
 
 async def until(address: str, holds: Any) -> None:
@@ -440,7 +440,7 @@ async def session_with(address: str, **options: Any) -> AsyncIterator[ServiceSes
 
 async def ask(session: ServiceSession, do: str, policy: ServedPolicy | None = None) -> Episode:
     request = request_fields(EvalInputItem(id="x", input_obj={"do": do, "say": f"Tell: {do} é"}), key("x"), RULES)
-    return read_result(await session.attempt(session.new_number(), request | {"policy": policy})).episode
+    return read_result(key("x"), await session.attempt(session.new_number(), request | {"policy": policy})).episode
 
 
 async def test_an_attempt_is_cancelled_and_a_blocked_service_says_by_whom(config: Config) -> None:

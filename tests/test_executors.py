@@ -15,7 +15,7 @@ from test_endpoint import RULES, content, key, known, openai_at
 
 from insitu.builder import Builder
 from insitu.collect.collector import open_workflow
-from insitu.collect.episodes import EpisodeOptions, run_episode
+from insitu.collect.episodes import AttemptResult, EpisodeOptions, run_episode
 from insitu.config import Config, load_config
 from insitu.config.resolved import resolved_config
 from insitu.errors import ConfigError, RequestRefused
@@ -24,7 +24,7 @@ from insitu.integrations.ray.worker import EpisodeWorker
 from insitu.remote.attempt_records import ServedPolicy, read_result, request_fields
 from insitu.remote.client import ServiceSession
 from insitu.runs.resume import check_same_run
-from insitu.schemas.episodes import Episode
+from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.wire.json_values import encode
@@ -59,12 +59,15 @@ async def opened(worker: EpisodeWorker, opening: Opening) -> dict[str, Any]:
 
 
 async def attempt(token: str, url: str, question: Any, policy: ServedPolicy | None = None) -> Episode:
-    """An attempt that the service of a worker makes."""
+    """An episode that the service of a worker runs."""
+
+    async def make(item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> AttemptResult:
+        request = request_fields(item, key, options) | {"policy": policy}
+        return read_result(key, await session.attempt(session.new_number(), request))
+
     async with ServiceSession(url.replace("//", f"//:{token}@")) as session:
         await session.connect()
-        item = EvalInputItem(id="x", input_obj=question)
-        request = request_fields(item, key("x"), OPTIONS) | {"policy": policy}
-        return read_result(await session.attempt(session.new_number(), request)).episode
+        return await run_episode(make, EvalInputItem(id="x", input_obj=question), key("x"), OPTIONS)
 
 
 @pytest.mark.parametrize("do", ["plain", "chain", "steps", "nest", "raise", "model"])

@@ -320,14 +320,13 @@ async def test_parallel_tasks_have_their_own_place() -> None:
 
 
 async def test_subscribers() -> None:
-    seen: list[IntermediateStep] = []
     errors: list[Exception] = []
     completed: list[str] = []
 
     def broken(step: IntermediateStep) -> None:
         raise ValueError(step.name)
 
-    with EpisodeScope(on_step=seen.append):
+    with EpisodeScope() as scope:
         manager = Context.get().intermediate_step_manager
         names: list[str | None] = []
         subscription = manager.subscribe(
@@ -339,7 +338,7 @@ async def test_subscribers() -> None:
         subscription.unsubscribe()
         push("CUSTOM_START", name="two")
     assert names == ["one"]
-    assert [s.name for s in seen] == ["one", "two"]
+    assert [s.name for s in scope.steps] == ["one", "two"]
     assert [str(e) for e in errors] == ["one", "two"]
     assert completed == ["b"]
 

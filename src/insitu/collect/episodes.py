@@ -36,7 +36,6 @@ from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.wire.json_values import json_form
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.steps import OnStep
 
 if TYPE_CHECKING:
     from jsonpath import JSONPath
@@ -167,14 +166,12 @@ def fail(episode: Episode, reason: DropReason, error: BaseException) -> None:
     episode.error = format_error(error)
 
 
-def in_process(workflow: Any, on_step: OnStep | None = None) -> Attempt:
-    """Attempts that run `workflow` in this event loop; `on_step` receives each step as it happens."""
-    return partial(_attempt, workflow, on_step)
+def in_process(workflow: Any) -> Attempt:
+    """Attempts that run `workflow` in this event loop."""
+    return partial(_attempt, workflow)
 
 
-async def _attempt(
-    workflow: Any, on_step: OnStep | None, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions
-) -> AttemptResult:
+async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> AttemptResult:
     scope = EpisodeScope(
         key=key,
         seed=key.seed(options.seed),
@@ -184,7 +181,6 @@ async def _attempt(
         training=options.training,
         needs_token_ids=options.needs_token_ids,
         target_functions=options.target_functions,
-        on_step=on_step,
     )
     ledger = scope.ledger
     episode = Episode(key, Outcome.OK, calls=scope.calls, steps=scope.steps, requested=ledger.requested)

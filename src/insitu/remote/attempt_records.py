@@ -20,13 +20,14 @@ A client sends lines of JSON for as long as its connection lasts, and so does th
 
 from collections import Counter
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
 from insitu.collect.episodes import AttemptResult, EpisodeOptions, fail
 from insitu.errors import WorkflowError
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, StepLog
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.schemas.steps import read_step
@@ -135,14 +136,14 @@ def result_line(number: int, result: AttemptResult, **more: Any) -> bytes:
     try:
         return line(attempt=number, episode=episode, transient=transient, **more)
     except ValueError as error:
-        episode.output, episode.steps = None, []
+        episode.output, episode.steps = None, StepLog()
         problem = WorkflowError(f"the result or a step cannot be serialized as JSON: {error}")
         fail(episode, DropReason.WORKFLOW_ERROR, problem)
         return line(attempt=number, episode=episode, transient=False, **more)
 
 
-def read_result(message: dict[str, Any]) -> AttemptResult:
+def read_result(key: EpisodeKey, message: dict[str, Any]) -> AttemptResult:
     """The attempt of a line that `result_line` has made; raises ValueError if it is none."""
-    episode = _EPISODE.validate_python(message["episode"])
-    episode.steps = [read_step(step) for step in episode.steps]
+    steps = StepLog(partial(read_step, step) for step in message["episode"]["steps"])
+    episode = _EPISODE.validate_python({**message["episode"], "key": key, "steps": steps})
     return AttemptResult(episode, message["transient"])

@@ -82,7 +82,7 @@ class RemoteExecutor(Executor):
                                 session = service.sessions[workflow]
                                 activity = partial(session.activity, number := session.new_number())
                                 answer = await session.attempt(number, request | {"policy": policy()})
-                                return read_result(answer)
+                                return read_result(key, answer)
                         except ServiceLost as loss:
                             activity, lost, session = pool.activity, loss, None
             times = self._max_losses + 1

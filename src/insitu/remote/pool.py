@@ -132,10 +132,10 @@ class ServicePool:
         self.stray.update(counts[0])
         self.outside.update(counts[1])
 
-    async def open(self, workflow: str, description: Any, expected: int, limit: float) -> int:
+    async def open(self, workflow: str, description: Any, expected: int, limit: float) -> bool:
         """Opens a workflow, with this id, on all services. Raises the error of the first one that cannot.
 
-        Waits at first for `expected` services, for at most `limit` seconds. Returns how many are ready.
+        Waits at first for `expected` services, for at most `limit` seconds. Returns whether one has started.
         """
         if workflow not in self._workflows:
             self._workflows[workflow] = description
@@ -148,7 +148,7 @@ class ServicePool:
                     raise error
         if not self._has_started:
             await self._settle(expected, time.monotonic() + limit)
-        return len(self._ready)
+        return self._has_started
 
     async def _settle(self, expected: int, end: float) -> None:
         """Waits for services. The first one waits for the others for a while."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from insitu.schemas.steps import IntermediateStep
 
@@ -236,6 +236,8 @@ class Episode:
     are its IntermediateSteps. `reasoning` is the evaluator's explanation of the reward. `step_rewards` has one reward
     per entry of `calls`, or per trained call if the evaluator returned it that way.
     """
+
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
     key: EpisodeKey
     outcome: Outcome

@@ -21,7 +21,7 @@ from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import EpisodeKey, ModelCall, StepLog
 from insitu.schemas.finetuning import MAX_REWARD
 from insitu.schemas.steps import IntermediateStep, IntermediateStepCategory, IntermediateStepType, InvocationNode
-from insitu.workflow.steps import IntermediateStepManager, OnStep, add_call_metadata
+from insitu.workflow.steps import IntermediateStepManager, add_call_metadata
 
 
 class StepRewards:
@@ -73,7 +73,7 @@ class EpisodeScope:
     """State of one episode, or of a plain run: its identity, model calls (`ledger`), steps and step rewards.
 
     `training` selects the calls to train: all, none, or those made to these keys of `llms`; calls outside
-    `target_functions` are never trained. `on_step` is called with each step as it happens.
+    `target_functions` are never trained.
     """
 
     def __init__(
@@ -87,7 +87,6 @@ class EpisodeScope:
         training: bool | Collection[str] = False,
         needs_token_ids: bool = True,
         target_functions: Collection[str] = (WORKFLOW,),
-        on_step: OnStep | None = None,
     ) -> None:
         self.key = key
         self.seed = seed
@@ -103,9 +102,8 @@ class EpisodeScope:
         )
         self.rewards = StepRewards()
         self.steps = StepLog()
-        self.step_manager = IntermediateStepManager(self._keep_step, self.steps, is_followed=on_step is not None)
+        self.step_manager = IntermediateStepManager(self._keep_step, self.steps)
         self._target_functions = target_functions
-        self._on_step = on_step
         self._open_llm_steps: dict[str, list[ModelCall]] = {}  # UUID of a framework's open step -> its calls
         self._rewarded_steps: set[str] = set()  # UUIDs
         self._tokens: tuple[Token[Any], Token[Any]] | None = None
@@ -160,8 +158,6 @@ class EpisodeScope:
         if step.event_type is IntermediateStepType.LLM_END and (calls := self._open_llm_steps.pop(step.UUID, None)):
             add_call_metadata(step.payload, calls)
         self.steps.entries.append(step)
-        if self._on_step is not None:
-            self._on_step(step)
         if step.event_category is IntermediateStepCategory.CUSTOM:
             self._add_reward_from_step(step)
 

@@ -47,13 +47,12 @@ class Subscription:
 class IntermediateStepManager:
     """Turns payloads into steps, with their parent and function, and hands them to `keep` and to all subscribers.
 
-    `log` gets the steps of model calls and functions, unmade, unless somebody follows the steps (`is_followed`).
+    `log` gets the steps of model calls and functions, unmade, unless somebody has subscribed.
     """
 
-    def __init__(self, keep: OnStep | None = None, log: StepLog | None = None, is_followed: bool = False) -> None:
+    def __init__(self, keep: OnStep | None = None, log: StepLog | None = None) -> None:
         self._keep = keep
         self._log = log
-        self._is_followed = is_followed
         self._parents: dict[str, str] = {}  # UUID of each open START -> its parent
         self.subscriptions: list[Subscription] = []
 
@@ -100,7 +99,7 @@ class IntermediateStepManager:
         self._add(site, parent, partial(_function_event, event, time.time(), step, name, value, result, error))
 
     def _add(self, site: CallSite, parent: str, make: Callable[[], IntermediateStepPayload]) -> None:
-        if self.subscriptions or self._is_followed:
+        if self.subscriptions:
             self._publish(site, parent, make())
         elif self._log is not None:
             self._log.entries.append(partial(_step, parent, site.invocation.node, make))
