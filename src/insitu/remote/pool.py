@@ -152,15 +152,16 @@ class ServicePool:
 
     async def _settle(self, expected: int, end: float) -> None:
         """Waits for services. The first one waits for the others for a while."""
+        has_first = False
         while len(self._ready) < expected and time.monotonic() < end:
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), end - time.monotonic())
-            if self._ready and not self._has_started:
-                self._has_started = True
-                end = min(end, time.monotonic() + _SETTLE_SECONDS)
+            if self._ready and not has_first:
+                has_first, end = True, min(end, time.monotonic() + _SETTLE_SECONDS)
+        self._has_started = bool(self._ready)
         if len(self._ready) < len(self.starters):
             running = f"{len(self._ready)} of {len(self.starters)} {self._noun}s run"
             logger.warning("general.executor: %s; the others get episodes once they do", running)
