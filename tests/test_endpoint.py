@@ -237,7 +237,7 @@ async def test_episodes_of_a_lost_service_are_made_again_by_another_one(config: 
                 begin()
                 await asyncio.sleep(0.2)
             lost.send_signal(signal.SIGKILL)
-            while await running(second) < len(tasks):
+            while await running(second) < len(tasks):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             async with serving(config, port=int(first.rpartition(":")[2])) as (service, _):
                 while not service.hosted.episodes:
@@ -247,7 +247,7 @@ async def test_episodes_of_a_lost_service_are_made_again_by_another_one(config: 
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                while await running(second):
+                while await running(second):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
 
 
@@ -435,7 +435,7 @@ async def test_attempts_that_are_refused_leave_the_others_alone(config: Config) 
             messages = {m.get("attempt"): m for m in map(json.loads, (await answer.read()).splitlines())}
     assert messages[1]["episode"]["output"] == "hi"
     refused = {number: (m["status"], m["error"]["param"]) for number, m in messages.items() if "error" in m}
-    assert refused == {2: (400, "key"), 3: (403, "policy.base_url"), 4: (400, "policy.base_url")}
+    assert refused == {2: (400, "key.1"), 3: (403, "policy.base_url"), 4: (400, "policy.base_url")}
 
 
 @asynccontextmanager
