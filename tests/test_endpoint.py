@@ -454,7 +454,8 @@ async def test_an_attempt_is_cancelled_and_a_blocked_service_says_by_whom(config
     async with serving(config) as (service, address):
         loop = asyncio.new_event_loop()
         with loop_in_thread(loop, "client"):
-            session = await run_in_loop(loop, session_with(address).__aenter__())
+            sessions = session_with(address)
+            session = await run_in_loop(loop, sessions.__aenter__())
             attempts = [asyncio.run_coroutine_threadsafe(ask(session, "hang"), loop) for _ in range(2)]
             while service.hosted.episodes < 2:  # noqa: ASYNC110 (it runs in this loop)
                 await asyncio.sleep(0.01)
@@ -464,7 +465,7 @@ async def test_an_attempt_is_cancelled_and_a_blocked_service_says_by_whom(config
             while "hang" in session.activity(2) or "blocked" not in session.activity(2):
                 time.sleep(0.05)  # noqa: ASYNC251 (it is the mistake to be made)
             assert f"is blocked by {__file__}" in session.activity(2)
-            await run_in_loop(loop, session.__aexit__(None, None, None))
+            await run_in_loop(loop, sessions.__aexit__(None, None, None))
             with pytest.raises(ServiceLost):
                 await asyncio.wrap_future(attempts[1])
 
