@@ -142,7 +142,7 @@ class _InterleavedGenerator:
         loop: asyncio.AbstractEventLoop,
         done: "asyncio.Future[Any]",
         steps: Generator[Any, None, Any],
-        on_event: Callable,
+        on_event: Callable[..., Any],
     ) -> None:
         self.loop = loop
         self.done = done
@@ -194,7 +194,7 @@ def call_in_loop(loop: asyncio.AbstractEventLoop, fn: Callable[..., Any], *args:
         logger.debug("dropped a result: the event loop is closed")
 
 
-def set_outcome(future: asyncio.Future, outcome: Any) -> None:
+def set_outcome(future: asyncio.Future[Any], outcome: Any) -> None:
     """Sets the future's result, or its exception if `outcome` is one; does nothing if it is already done."""
     if future.done():
         return

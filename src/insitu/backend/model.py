@@ -45,7 +45,7 @@ class LoadedModel:
     @property
     def vocab_size(self) -> int:
         """Upper bound of the token ids."""
-        return self.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        return int(self.module.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
 
 
 def load_model(source: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:

@@ -41,7 +41,7 @@ async def _run(request: "RunRequest", text: str, checkpoint: Path | None) -> str
         seed = EpisodeKey("run", 0, "input", 0).seed(config.general.seed)
         with EpisodeScope(seed=seed, input_message=text).activate():
             try:
-                return await workflow.ainvoke(text, to_type=str)
+                return str(await workflow.ainvoke(text, to_type=str))
             except InsituError:
                 raise
             except (Exception, SystemExit) as error:  # user code may raise anything; -vv shows the traceback

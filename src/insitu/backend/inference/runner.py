@@ -50,7 +50,7 @@ class SlotLayer(CacheLayerMixin):
     values: torch.Tensor
 
     def __init__(self, cache: "SlotCache") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ class SlotLayer(CacheLayerMixin):
             new[: old.shape[0], :, : old.shape[2] - 1] = old[:, :, :-1]
             setattr(self, name, new)
 
-    def update(self, key_states, value_states, *args, **kwargs):
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         """Writes (R, H, C, D) according to `cache.mapping`; returns the keys and values the rows attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -246,7 +246,8 @@ class Runner:
             use_cache=True,
             **self._last_only,
         )
-        return output.logits[:, -1]
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

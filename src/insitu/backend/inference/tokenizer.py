@@ -67,7 +67,7 @@ class ChatTokenizer:
         ids = self._prompts.get((text, add_special_tokens))
         if ids is None:
             if len(text) > _MAX_CACHED_LENGTH:  # only encode_batch releases the interpreter's lock
-                return self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+                return list(self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
             ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
             self._cache((text, add_special_tokens), ids)
         return list(ids)
@@ -81,7 +81,7 @@ class ChatTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text without special tokens."""
-        return self._fast.decode(token_ids, skip_special_tokens=True)
+        return str(self._fast.decode(token_ids, skip_special_tokens=True))
 
     def decode_token(self, token_id: int) -> tuple[str, list[int]]:
         """A single token's text and UTF-8 bytes (a token may be part of a character)."""

@@ -185,7 +185,7 @@ def _first_row(tensor: Any) -> int:
     (placement,) = tensor.placements
     assert placement.is_shard(0), placement
     mesh = tensor.device_mesh
-    return _starting_rows(tensor.shape[0], mesh.size())[mesh.get_local_rank()]
+    return int(_starting_rows(tensor.shape[0], mesh.size())[mesh.get_local_rank()])
 
 
 def _starting_rows(rows: int, ranks: int) -> Sequence[int]:

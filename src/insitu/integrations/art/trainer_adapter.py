@@ -107,7 +107,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         return problem is None
 
     async def wait_until_reachable(self, since: float) -> bool:
-        return await self._remote.was_away(since)
+        return bool(await self._remote.was_away(since))
 
     async def watch(self) -> None:
         while True:

@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from insitu.builder import Builder
-from insitu.collect.shared_run import builder_at_work
+from insitu.builder import Builder, builder_at_work
 from insitu.disk.files import writable_folder, write_file
 from insitu.errors import BackendError, ConfigError, JobFailed, RequestRefused
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig
