@@ -79,7 +79,7 @@ test-hostile: $(VENV)/.installed-dev .venv-schemathesis/.installed
 # An environment for each release of the client; wandb is what its serverless backend cannot do without.
 ART_RELEASES := 0.5.4 0.5.18
 ART_STAMPS   := $(ART_RELEASES:%=.venv-art/%/.installed)
-.venv-art/%/.installed: | $(BIN)/python
+.venv-art/%/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv .venv-art/$*
 	.venv-art/$*/bin/python -m pip install --quiet --disable-pip-version-check \
 		-e '.[art]' 'openpipe-art==$*' wandb

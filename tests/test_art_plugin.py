@@ -326,7 +326,8 @@ def test_which_calls_are_trained_is_known_and_their_advantages_are_the_servers()
     groups = [group(0.0, 1.0, 1.0), group(0.5, 0.5), group(1.0)]
     groups[0][2].episode = groups[0][2].episode[:1]  # no answer
     collection = TrajectoryCollection(trajectories=groups, run_id="r", dropped={"timeout": 1})
-    collection, advantages = estimate_epoch(collection, ARTTrainer(ARTTrainerConfig(), Builder(Config()))._estimator())
+    estimator = ARTTrainer(ARTTrainerConfig(), Builder(Config()))._estimator()
+    collection, advantages, _ = estimate_epoch(collection, estimator)
     assert advantages == [(t, {1: None}) for t in groups[0][:2]]
     assert collection.trajectories == [groups[0][:2]]
     assert collection.dropped == {"timeout": 1, "episode_order": 1, "no_variance": 2, "single_member": 1}

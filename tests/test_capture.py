@@ -21,7 +21,6 @@ from insitu.capture.recorder import Recorder
 from insitu.capture.transport import recording_transport
 from insitu.errors import CaptureError, ConfigError
 from insitu.plugin_api import Builder
-from insitu.registry import LLM
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, TraceMetadata
@@ -478,25 +477,10 @@ async def test_loops_in_threads_leave_nothing_open(server: FakeOpenAI, asked: An
     assert all(call.error is None for call in scope.calls)
 
 
-class Blocks:
-    """A configuration of one model block."""
-
-    max_concurrency = 4
-
-    def __init__(self, block: Any) -> None:
-        self._block = block
-
-    def names(self, kind: Any) -> list[str]:
-        return ["player"]
-
-    def block(self, kind: Any, name: str) -> Any:
-        return self._block
-
-
 async def test_the_builder_makes_and_closes_models(server: FakeOpenAI) -> None:
     config = OpenAIConfig(model_name="fake", base_url=server.base_url, temperature=0.5, stop=["x"], max_retries=0)
-    async with Builder(Blocks(config)) as builder:
-        plain = await builder.get(LLM, "player")
+    async with Builder() as builder:
+        plain = await builder.add_llm("player", config)
         assert (plain.name, plain.model, plain.params) == ("player", "fake", {"temperature": 0.5, "stop": ["x"]})
         with EpisodeScope() as scope:
             assert await text_of(plain, "hi") == "echo: hi"
@@ -506,9 +490,9 @@ async def test_the_builder_makes_and_closes_models(server: FakeOpenAI) -> None:
 
 async def test_a_missing_key_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NVIDIA_API_KEY", raising=False)
-    async with Builder(Blocks(NIMConfig(model_name="m"))) as builder:
+    async with Builder() as builder:
         with pytest.raises(ConfigError, match="set api_key, or the variable NVIDIA_API_KEY"):
-            await builder.get(LLM, "player")
+            await builder.add_llm("player", NIMConfig(model_name="m"))
     assert "secret" not in repr(OpenAIConfig(model_name="m", api_key="secret"))
 
 

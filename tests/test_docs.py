@@ -461,6 +461,7 @@ OPTIONAL = {
     "episodes.jsonl.gz": {"candidates", "source"},
     "events.jsonl": {"epochs", "changes", "run", "run_id"},
     "journal.jsonl": {"episode", "calls", "steps", "abandoned_attempts"},
+    "training_metrics.jsonl": {"non_finite_metrics"},
 }
 
 

@@ -214,7 +214,7 @@ def test_preferences_on_customizer(installed: Path, write: Any, tmp_path: Path) 
         assert code == 0, err
     files = (tmp_path / "run/dataset").rglob("*.jsonl")
     records = [json.loads(line) for path in files for line in path.read_text().splitlines()]
-    assert len(records) == read(tmp_path / "run/submission.json")["pairs"]["trained"] > 6
+    assert len(records) == read(tmp_path / "run/final_metrics.json")["pairs"]["trained"] > 6
     for record in records:
         assert record["prompt"].startswith("row ")
         assert record["chosen_response"] != record["rejected_response"]
