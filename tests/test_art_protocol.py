@@ -349,7 +349,7 @@ async def test_another_adapter_is_refused_before_episodes_are_played(loaded, tmp
 
 
 async def test_a_token_is_asked_of_art_clients_too(loaded, tmp_path):
-    """Those of `art run` know no tokens, but make basic authentication of an address with a password."""
+    """Clients of `art run` know no tokens, but make basic authentication of an address with a password."""
     async with serving(loaded, tmp_path, token="s3cret") as client:
         assert (await client.get("/healthcheck")).json() == {"status": "ok"}
         assert (await client.post("/register", json=MODEL)).status_code == 401

@@ -43,7 +43,7 @@ def plan_of(config=None, dev_config=None, internal=None, *, legacy=False):
 
 @pytest.mark.parametrize(("release", "case"), CASES)
 def test_rows_advantages_and_loss_are_those_of_art(release, case):
-    """Of one packed sequence, whose loss is a plain sum there; the gradient by each trained token."""
+    """Compares one packed sequence, whose loss is a plain sum in ART, with the gradient by each trained token."""
     changes = {key: case[key] for key in ("scale_rewards", "advantage_balance")}
     rows = batch_of(VECTORS["trajectory_groups"], **changes).rows
     assert np.concatenate([row.token_ids[row.positions] for row in rows]).tolist() == case["token_ids"]

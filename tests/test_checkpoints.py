@@ -25,7 +25,7 @@ def make_run(folder: Path, steps: int = 3, best: Any = "backend/checkpoints/step
 
 @pytest.fixture
 def config(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """Of a file whose run is in `runs/agent`, which is there."""
+    """The configuration of a file whose run is in `runs/agent`, which exists."""
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "runs/agent")
     return load_config(write({"finetuning": {"output_dir": "runs/agent"}}))

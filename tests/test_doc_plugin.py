@@ -164,7 +164,7 @@ def test_a_validation_that_cannot_be_scored_fails_the_run(project: Project) -> N
 
 
 def test_episodes_shorter_than_the_file_asks_for_are_left_out(project: Project, service: TrainingService) -> None:
-    """Those without tool messages have three messages."""
+    """Episodes without tool messages have three messages."""
     block = "trajectory_builders.my_builder"
     short = ("-o", f"{block}.include_tool_calls", "false", "-o", f"{block}.min_episode_length", "4")
     ended = project.finetune(*short, "-o", "finetuning.num_epochs", "1")

@@ -290,7 +290,7 @@ def check_written(path: Path, text: str, block: Block, where: str) -> None:
 
 
 def check_taken(path: Path, block: Block, where: str) -> None:
-    """Its lines are those of a file that is tested elsewhere, in their order."""
+    """Checks that a block's lines are those of a file tested elsewhere, in order."""
     there = (line.strip() for line in path.read_text().splitlines())
     assert all(line.strip() in there for line in block.text.splitlines()), where
     if block.language == "yaml":

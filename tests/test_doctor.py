@@ -84,7 +84,7 @@ def serious(diagnosis: Diagnosis) -> list[Finding]:
 
 
 async def test_a_healthy_project(tmp_path: Path, backend: str) -> None:
-    """Its backend is one at an address: nothing is trained there, and what a job takes is unknown."""
+    """A backend at an address is not trained, so the time of a job is unknown."""
     validation = {"dataset": str(tmp_path / "held_out.jsonl"), "interval": 1}
     diagnosis = await diagnose(tmp_path, backend, ("finetuning.validation", validation))
     assert diagnosis.findings == []
@@ -285,7 +285,7 @@ def test_what_the_command_prints(tmp_path: Path, backend: str) -> None:
 
 
 def test_the_quickstart_is_only_estimated(tmp_path: Path) -> None:
-    """Its rows have the same questions, but the opponent is random."""
+    """The quickstart's rows have the same questions, but the opponent is random."""
     file = MODEL.parent / "grpo.yml"
     done = run("doctor", file, "--episodes", 32, folder=tmp_path, PYTHONWARNINGS="error")
     assert (done.returncode, done.stderr) == (0, "")

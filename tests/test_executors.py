@@ -107,7 +107,7 @@ async def test_a_file_that_was_changed_on_the_command_line(tmp_path: Path, serve
 
 
 async def test_the_policy_of_a_worker(tmp_path: Path) -> None:
-    """Its name may change with every version; a workflow is built for each policy, and for none of its names."""
+    """A policy's name may change with every version; a workflow is built for each policy, not for each name."""
     config = load(tmp_path, {"_type": "policy"})
     names = iter(["m@0", "m@1", "m@2"])
     with FakeOpenAI() as server:

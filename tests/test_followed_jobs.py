@@ -14,7 +14,7 @@ COLLECTION = TrajectoryCollection(trajectories=[], run_id="r", epoch=2)
 
 
 class Scripted(JobAdapter):
-    """Its job has the statuses of `script`, one per request: an error is raised, the last one stays."""
+    """An adapter whose job has the statuses of `script`, one per request: an error is raised, the last one stays."""
 
     poll_interval = 0.001
     max_status_failures = 3

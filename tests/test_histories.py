@@ -53,7 +53,7 @@ class Sampled(NamedTuple):
 
 
 class Templated(FakeOpenAI):
-    """Its prompts are tokenised by `rendered`; `log` has what it sampled, by the request's `user` and choice.
+    """A server whose prompts are tokenised by `rendered`; `log` has its samples, by the request's `user` and choice.
 
     An answer that is not streamed is cut off at `max_tokens`.
     """

@@ -91,7 +91,7 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterable[Path]:
-    """Of three groups one is trained, its failed member at a price, one was left out, one has a failed member."""
+    """A run of three groups: one trained with a penalised member, one left out, one with a failed member."""
     made = Run(tmp_path / "run")
     made.add("r 1", episode(0), failed(1, "r 1", -1.0, attempt=2))
     made.add("r2", episode(0, "r2"), episode(1, "r2"))

@@ -575,7 +575,7 @@ async def test_the_oldest_ended_jobs_are_forgotten(loaded, tmp_path, monkeypatch
 
 
 async def test_sampling_continues_while_a_checkpoint_is_written(loaded, tmp_path, monkeypatch):
-    """Its files may take many seconds to be written and hashed."""
+    """A checkpoint's files may take many seconds to be written and hashed."""
     steps, continued = [0], []
 
     def sampling_step():

@@ -52,7 +52,7 @@ def llama(models) -> LoadedModel:
 
 
 def reference_logprobs(module, tokens: list[int]) -> torch.Tensor:
-    """Of each token but the first, by one full forward pass of one row."""
+    """Logprobs of each token but the first, by one full forward pass of one row."""
     with torch.no_grad():
         logits = module(input_ids=torch.tensor([tokens])).logits[0].float()
     return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]

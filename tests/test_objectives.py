@@ -258,7 +258,7 @@ def test_a_job_does_without_the_model_that_training_started_from_unless_it_is_th
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 @pytest.mark.parametrize("lora", [None, LORA | {"dropout": 0.2}])
 def test_both_references_are_the_same_in_the_first_job(llama, tmp_path, method, lora):
-    """Of which the first steps know theirs without computing it, and later passes meet it in other batches."""
+    """The first steps know their reference without computing it; later passes meet it in other batches."""
     ends = []
     for reference in ("initial", "job_start"):
         changes = {"num_iterations": 3, "mini_batch_size": 6, "micro_batch_tokens": 60, "lora": lora}

@@ -46,7 +46,7 @@ def test_the_interval_excludes_zero_if_and_only_if_the_test_rejects(rows):
 
 
 def test_few_false_promotions():
-    """Of 200 pairs of versions that are equally good about 5 % differ significantly, half of them for the better."""
+    """About 5 % of 200 pairs of equally good versions differ significantly, half of them for the better."""
     random = np.random.default_rng(0)
     results = [compare(random.integers(0, 2, 12) - random.integers(0, 2, 12)) for _ in range(200)]
     assert sum(result.p_value <= 0.05 for result in results) <= 14

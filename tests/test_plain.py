@@ -84,7 +84,7 @@ def project(folder: Path, workflow: dict[str, Any], score: dict[str, Any]) -> Pa
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """Those that do not depend on the machine's speed."""
+    """Metrics that do not depend on the machine's speed."""
     code, _, err = run_project(folder)
     assert code == 0, err
     changing = ("seconds", "tokens_per_second", "time_left_seconds")

@@ -111,7 +111,7 @@ class PlainBuilder(TrajectoryBuilder):
 
 
 def documented_builder() -> TrajectoryBuilder:
-    """That of a package written for the toolkit."""
+    """The builder of a package written for the toolkit."""
     sys.path.insert(0, str(ROOT / "tests/support/doc_plugin/src"))
     try:
         from my_plugin.my_trajectory_builder import MyTrajectoryBuilder, MyTrajectoryBuilderConfig
@@ -121,7 +121,7 @@ def documented_builder() -> TrajectoryBuilder:
 
 
 def guides_builder() -> TrajectoryBuilder:
-    """That of the extending guide, from its text."""
+    """The builder of the extending guide, from its text."""
     text = (ROOT / "docs/guides/extend.md").read_text()
     code = text.partition("```python file=my_builder.py\n")[2].partition("```")[0]
     names: dict[str, Any] = {"__name__": "my_builder"}  # as in the page, whose own test may have registered it

@@ -36,7 +36,7 @@ async def requested(builder: Builder, name: str) -> tuple[str, str, str | None]:
 async def test_an_llm_named_like_the_base_model_is_the_model_trained_from_it(
     write: Any, base_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That is the toolkit's own basic configuration."""
+    """The toolkit's own basic configuration is like this."""
     builder = builder_of(write, POLICY, training_llm={"model_name": BASE, "base_url": base_url})
     check_model_names(builder, None)
     assert f"model_name is '{BASE}': its requests go to 'my_training_run' at {SERVED}, which is trained" in caplog.text

@@ -76,7 +76,7 @@ class ScriptedTrainerConfig(TrainerConfig, name="scripted_trainer"):
 
 
 class ScriptedTrainer(Trainer):
-    """Its `run` is what the test says; `cleaned_up` counts the calls of cleanup."""
+    """A trainer whose `run` the test supplies; `cleaned_up` counts the calls of cleanup."""
 
     script: Script
     at_start: Script | None = None

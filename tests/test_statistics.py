@@ -58,7 +58,7 @@ def test_an_interval_of_other_values_is_not_cut_off() -> None:
 
 @pytest.mark.parametrize("size", [4, 10, 40])
 def test_nineteen_of_twenty_intervals_of_shares_hold_the_mean(size: int) -> None:
-    """Of values that are often 1 and otherwise anything, as scores are."""
+    """The values are often 1 and otherwise anything, as scores are."""
     chance, held = random.Random(size), 0
     for _ in range(4000):
         estimate = mean_ci95([1.0 if chance.random() < 0.3 else chance.random() for _ in range(size)])

@@ -77,7 +77,7 @@ BUILDERS: list[dict[str, Any]] = [
 async def test_recorded_groups_are_those_that_were_collected(
     write: Any, served: Served, tmp_path: Path, builder: dict[str, Any]
 ) -> None:
-    """The same trajectories, rows and drop reasons, without a request to the model and without the dataset."""
+    """Replay gives equal trajectories, rows and drop reasons, without requests to the model and without the dataset."""
     first = await collected(project(write, served, builder), "first", tmp_path / "first")
     assert all(c.trajectories for c in first)
     sampled = len(served.samples())

@@ -75,7 +75,7 @@ def of_epoch(epoch: int, *episodes: Any) -> list[Any]:
 
 
 def write_run(folder: Path) -> Run:
-    """Of epoch 1: a trained group, one that was left out, one with a failed member. Epoch 2 is in progress."""
+    """Writes epoch 1 (a trained group, one left out, one with a failed member) and part of epoch 2."""
     made = Run(folder, avg_reward=0.25, tokens=12, dropped={"no_variance": 2}, seconds={"collect": 1.5, "train": 0.5})
     settings = {"run_id": "run_1", "credit": "step", "discount": 0.5, "targets": {"llms": ["player"]}}
     made.store.write("run.json", {**settings, "advantages": {"baseline": "mean", "scale": "none", "epsilon": 1e-6}})

@@ -216,7 +216,7 @@ def test_top_logprobs_are_the_most_likely_tokens_wherever_the_sampled_one_ranks(
 
 
 def test_a_bound_command_ends_with_its_parent_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Its parent is killed; the command has a child of its own."""
+    """The parent is killed; the command has a child."""
     sleeper = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     script = f"""if True:
         import os, sys, time

@@ -63,7 +63,7 @@ class Training(NamedTuple):
 
 
 def native_samples(body: bytes) -> list[Sample]:
-    """Of the rows of an upload."""
+    """Samples in the rows of an upload."""
     samples = []
     for line in gzip.decompress(body).splitlines()[1:]:
         row = json.loads(line)
@@ -76,7 +76,7 @@ def native_samples(body: bytes) -> list[Sample]:
 
 
 def art_samples(body: bytes) -> list[Sample]:
-    """Of the choices in ART's trajectory groups."""
+    """Samples in the choices of ART's trajectory groups."""
     samples = []
     for trajectory in (t for group in json.loads(body)["trajectory_groups"] for t in group["trajectories"]):
         for choice in (turn for turn in trajectory["messages_and_choices"] if "message" in turn):

@@ -64,7 +64,7 @@ async def elaborate(question: str, model: insitu.Model) -> str:
 
 
 def score(answer: str) -> float:
-    """Its last digit, as a share of 9."""
+    """Scores the last digit of the answer, as a share of 9."""
     return int(next((c for c in reversed(answer) if c.isdigit()), 0)) / 9
 
 

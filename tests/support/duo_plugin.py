@@ -150,7 +150,7 @@ class KeepingAdapter(InsituTrainerAdapter):
 
 
 class WeighingAdapterConfig(KeepingAdapterConfig, name="weighing_adapter"):
-    """The same, for a backend that is said to compute the advantages."""
+    """Settings of an adapter whose backend is said to compute the advantages."""
 
 
 class WeighingAdapter(KeepingAdapter, RewardAdapter):

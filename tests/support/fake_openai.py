@@ -191,7 +191,7 @@ def texts_of(body: dict[str, Any]) -> list[str]:
 
 
 def places_of(body: dict[str, Any]) -> list[tuple[int, int, str]]:
-    """Of each choice its index, its number among those of the same text, and the text."""
+    """Index, number among choices of the same text, and text of each choice."""
     n = body.get("n") or 1
     return [(place * n + k, k, text) for place, text in enumerate(texts_of(body)) for k in range(n)]
 

@@ -203,7 +203,7 @@ def start_project(folder: Path, *arguments: Any, command: str = "finetune", file
 def run_project(
     folder: Path, *arguments: Any, command: str = "finetune", file: str = "config.yml"
 ) -> tuple[int, str, str]:
-    """Its exit code and what it has printed on stdout and stderr."""
+    """Returns the exit code and what the command has printed on stdout and stderr."""
     with start_project(folder, *arguments, command=command, file=file) as process:
         out, err = process.communicate(HANGS)
         return process.wait(), out, err

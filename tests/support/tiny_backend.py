@@ -11,7 +11,7 @@ from tiny_models import save_tiny_model
 
 
 class Served:
-    """Its address, its token, and the log of what it has sampled."""
+    """A backend's address, its token, and the log of what it has sampled."""
 
     token = "t"
 

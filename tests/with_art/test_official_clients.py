@@ -28,7 +28,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def backend(model, tmp_path_factory) -> Iterator[tuple[str, Path]]:
-    """Its address and where it keeps checkpoints."""
+    """A backend's address and the folder of its checkpoints."""
     folder = tmp_path_factory.mktemp("backend")
     command = [Path(sys.executable).with_name("insitu"), "backend", "--model", model, "--port", "0"]
     with subprocess.Popen([*command, "--output_dir", folder], stdout=subprocess.PIPE, text=True) as process:

@@ -233,7 +233,7 @@ def test_submissions_at_once_again_and_from_elsewhere(release, looker, tool_mode
 
 
 def test_a_training_that_fails_on_the_way_is_told_by_its_cause(looker, tool_model, tmp_path):
-    """Its answer has begun when the loss is nan: the connection breaks, and nothing is waited for or trained again."""
+    """The response has begun when the loss is nan: the connection breaks, and nothing is trained again."""
     address, _ = looker
     with Wiretap(address) as tap:
         more = ", packed_sequence_length: 16"

@@ -122,7 +122,7 @@ def test_a_server_that_ends_and_one_that_needs_a_token(open_page: Open, runs: Pa
 
 
 def test_a_real_run_while_it_trains(folder: Path, open_page: Open) -> None:
-    """Its episodes afterwards, and how the newest weights changed them."""
+    """Shows the run's episodes afterwards, and how the newest weights changed them."""
     folder.mkdir()
     command = [PYTHON, "-m", "insitu", "finetune", "--config_file", ROOT / "examples/tic_tac_toe/grpo.yml"]
     changes = {

@@ -41,7 +41,7 @@ def python_of(name: str) -> Path:
 
 @pytest.mark.parametrize(("name", "stream"), RUNS, ids=[f"{name}{'-stream' * stream}" for name, stream in RUNS])
 def test_an_agent_is_trained(name: str, stream: bool, model: Path, tmp_path: Path) -> None:
-    """Its model calls are captured, its tool runs are steps, and what a tool raises is reported by them."""
+    """Model calls are captured, tool runs are steps, and what a tool raises is reported by them."""
     agent = {"_type": f"{name}_agent", "stream": stream}
     left = train(python_of(name), model, tmp_path, agent, SEEN, [f"{name}_agent"])
     check_capture(left, stream)

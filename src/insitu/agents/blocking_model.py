@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class BlockingModel:
-    """The same as `ModelClient`, with methods that wait: for functions that run in threads."""
+    """A `ModelClient` whose methods block, for functions that run in threads."""
 
     def __init__(self, model: ModelClient) -> None:
         self._model = model

@@ -51,7 +51,7 @@ def compare_paired(
     tolerance = 1e-9 * float(np.abs(differences).sum() + 1)
 
     def p_value(shift: float) -> float:
-        """Of the hypothesis that the differences are symmetric about `shift`."""
+        """The p-value of the hypothesis that the differences are symmetric about `shift`."""
         observed = abs(float(differences.sum()) - shift * rows)
         extreme = int(np.count_nonzero(np.abs(sums_K - shift * signs_K) >= observed - tolerance))
         return extreme / len(sums_K) if rows <= EXACT_ROWS else (extreme + 1) / (len(sums_K) + 1)

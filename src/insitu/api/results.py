@@ -71,7 +71,7 @@ class Run:
 
     @property
     def summary(self) -> RunSummary:
-        """Its state, and its first and best held-out score."""
+        """The state of the run, and its first and best held-out score."""
         return read_summary(self.folder)
 
     @property

@@ -31,7 +31,7 @@ class Dialogue(NamedTuple):
 
     @property
     def tools(self) -> Messages | None:
-        """Those of its last call."""
+        """The tools of the last call."""
         return self.calls[-1].tools
 
 

@@ -21,7 +21,7 @@ class Executor(ABC):
 
     @property
     def outside_completions(self) -> Counter[str]:
-        """The same by URL of the server."""
+        """Completions requested outside every episode, by URL of the server."""
         return Counter()
 
     @property

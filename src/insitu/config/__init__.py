@@ -43,7 +43,7 @@ def requested_config(request: RunRequest) -> Config:
 
 
 def changed_config(config: Config, values: Mapping[str, Any]) -> Config:
-    """The same file with other values, by dotted key; checked anew."""
+    """Returns the file with other values, by dotted key, checked anew."""
     assert config.data is not None, "only what was read can be changed"
     data = copy.deepcopy(dict(config.data))
     for key, value in values.items():

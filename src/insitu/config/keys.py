@@ -46,7 +46,7 @@ def _keys(model: type[BaseModel], name: str, field: FieldInfo) -> list[str]:
 
 
 def _unknown_in(annotation: Any, value: Any, where: str) -> list[str]:
-    """The same for the value of a field; of a union of models, for the member that fits best."""
+    """Unknown keys in the value of a field; of a union of models, in the member that fits best."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return list(unknown_keys(annotation, value, where)) if isinstance(value, dict) else []
     origin, arguments = get_origin(annotation), get_args(annotation)

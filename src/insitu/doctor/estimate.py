@@ -43,7 +43,7 @@ class Measures:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a whole run. `None`: unknown. Memory is that of the processes when they were measured, so at least this."""
+    """Time, memory and disk of a whole run; `None`: unknown. Memory is at least that of the measured processes."""
 
     start_seconds: float
     collect_seconds_per_epoch: float | None
@@ -93,7 +93,7 @@ def estimate(plan: Plan, measures: Measures, keep: KeepConfig | None, output_dir
 
 
 def _playing_seconds(plan: Plan, measures: Measures, episodes: int) -> float | None:
-    """Of so many episodes.
+    """Seconds to play this many episodes.
 
     If more are in flight than were played, each takes a + b x (number in flight): the latency of an episode, and what
     it costs the server, so that neither a busy nor an idle server is taken for the other.
@@ -109,7 +109,7 @@ def _playing_seconds(plan: Plan, measures: Measures, episodes: int) -> float | N
 
 
 def _job_seconds(plan: Plan, measures: Measures) -> float | None:
-    """Of an epoch, on average; as many of its episodes are trained as of those that were played."""
+    """Average seconds of a training job, if the share of trained episodes stays that of the played ones."""
     if measures.job is None or not measures.trained_episodes or not measures.collected:
         return None
     share = measures.trained_episodes / measures.collected
@@ -120,7 +120,7 @@ def _job_seconds(plan: Plan, measures: Measures) -> float | None:
 
 
 def _checkpoint_bytes(plan: Plan, measures: Measures, keep: KeepConfig | None) -> int | None:
-    """Of those that are kept at the end; while a job is written, there is one more."""
+    """Bytes of the checkpoints kept at the end; while a job is written, there is one more."""
     if measures.weights is None:
         return None
     keep = keep or KeepConfig()

@@ -28,7 +28,7 @@ class Finding:
 
 
 def severity_of(count: int, total: int) -> Severity:
-    """That of a failure of `count` of `total` episodes."""
+    """The severity of a failure of `count` of `total` episodes."""
     if count == total:
         return Severity.STOPS_LEARNING
     return Severity.HARMS if count >= _OFTEN * total else Severity.NOTE

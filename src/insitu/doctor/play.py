@@ -227,7 +227,7 @@ class Examination:
         )
 
     def decoder(self) -> Decoder | None:
-        """That of the model, once a checkpoint has been written."""
+        """The decoder of the model's tokenizer, once a checkpoint has been written."""
         files = (self._scratch / CHECKPOINTS).glob("*/tokenizer.json")
         folder = next((file.parent for file in files), None)
         try:

@@ -55,7 +55,7 @@ def candidates_of(
 def recorded_candidates(
     candidates: Iterable[CandidateStep], targets: Targets
 ) -> tuple[list[CandidateStep], Counter[str]]:
-    """Those of a recorded episode that are trained, and how many are not."""
+    """Candidates of a recorded episode that are trained, and how many are not."""
     every = list(candidates)
     kept = [c for c in every if (targets.text if c.call is None else c.call in targets.calls)]
     return kept, +Counter({str(DropReason.UNTARGETED_CANDIDATE): len(every) - len(kept)})

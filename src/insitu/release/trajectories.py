@@ -234,7 +234,7 @@ class Exporter:
                 yield {"messages": messages, **_tools(dialogue.tools), **self._origin(episode)}
 
     def _openai(self, episodes: list[Episode]) -> Records:
-        """The same for OpenAI's API, which refuses further keys."""
+        """A record for OpenAI's API, which refuses further keys."""
         for _, trajectory in self._best(episodes):
             for dialogue in dialogues(trajectory.calls, trajectory.trained_calls):
                 tools = {"tools": dialogue.tools} if dialogue.tools else {}
@@ -303,7 +303,7 @@ def _name(episode: Episode) -> str:
 
 
 def _first_dialogue(trajectory: Trajectory) -> Dialogue:
-    """That of the first trained call."""
+    """The dialogue of the first trained call."""
     first = trajectory.calls[trajectory.trained_calls[0]]
     found = dialogues(trajectory.calls, trajectory.trained_calls)
     return next(dialogue for dialogue in found if any(call is first for call in dialogue.calls))

@@ -67,7 +67,7 @@ class ServedPolicy(BaseModel):
 
     @property
     def unversioned(self) -> "ServedPolicy":
-        """The same without its name if that changes."""
+        """The policy without its model name if the name changes with every version."""
         return self.model_copy(update={"model": ""}) if self.renamed else self
 
 

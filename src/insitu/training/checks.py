@@ -154,7 +154,7 @@ def check_results(
 
 
 class Leftovers(NamedTuple):
-    """Of one epoch; the field names are keys of `training_metrics.jsonl`."""
+    """What an epoch left over; the field names are keys of `training_metrics.jsonl`."""
 
     stray_completions: int
     """Requested through the run's own clients, but outside every episode and evaluator."""

@@ -229,7 +229,7 @@ def likely_causes(groups: Sequence[Group]) -> list[Cause]:
 
 
 def cut_off(answers: Sequence[ModelCall]) -> Cause | None:
-    """That most answers were cut off, if so."""
+    """A sentence if most answers were cut off."""
     clipped = sum(map(_is_clipped, answers))
     if not answers or clipped < _MOSTLY * len(answers):
         return None

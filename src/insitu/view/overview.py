@@ -21,7 +21,7 @@ Signature = dict[str, tuple[int, int, int] | str | None]
 
 
 def signature(run: Path) -> Signature:
-    """Of the files in the directory itself; empty if it is gone."""
+    """Sizes and times of the files in the directory itself; empty if it is gone."""
     found: Signature = {}
     try:
         for path in run.iterdir():

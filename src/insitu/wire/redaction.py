@@ -164,7 +164,7 @@ def redact(text: str) -> str:
 
 
 def redact_bytes(data: bytes) -> bytes:
-    """The same for UTF-8."""
+    """Redacts UTF-8 text."""
     for secret in _bytes:
         if secret in data:
             data = data.replace(secret, MASK.encode())

@@ -44,7 +44,7 @@ class BatchShapes:
     def _matching_sizes(
         self, what: str, probe: Callable[[int], torch.Tensor], most: int, least: int
     ) -> tuple[int, ...]:
-        """Of `most` and the powers of two from `least`, the largest set with identical results; prefers large sizes.
+        """Returns the largest set of batch sizes with identical results, of `most` and the powers of two from `least`.
 
         `probe` computes the same requests in batches of a given size. Fewer than four rows of one token use another
         kernel on every CPU tested so far, so they are not probed.

@@ -41,7 +41,7 @@ class Ranks:
     """Whether a forward pass exchanges weights, so that all ranks must run equally many."""
 
     def deal(self, micro_batches: Sequence[T]) -> Sequence[T]:
-        """Those of this rank; the micro-batches of a round are of about equal length."""
+        """Returns the micro-batches of this rank; those of a round are of about equal length."""
         return micro_batches[self.index :: self.count]
 
     def sum(self, tensor: Tensor) -> Tensor:

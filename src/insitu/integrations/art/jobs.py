@@ -75,7 +75,7 @@ def sampled_tokens(collection: TrajectoryCollection) -> int:
 
 
 def mean_reward(collection: TrajectoryCollection) -> float:
-    """Of all collected episodes if known: groups dropped for lack of variance may be the best ones."""
+    """The mean reward of all collected episodes if known: groups without variance may be the best ones."""
     rewards = [t.reward for group in collection.trajectories for t in group]
     return sum(rewards) / len(rewards) if collection.mean_reward is None else collection.mean_reward
 

@@ -25,7 +25,7 @@ _ARGUMENT_NAMES = {"stop": "stop_sequences"}  # parameters that ChatOpenAI names
 
 
 def make_llm(llm: ModelClient) -> ChatOpenAI:
-    """The same model with the same parameters; its asynchronous calls share the connections of `llm`."""
+    """Returns LangChain's model with the parameters of `llm`; its asynchronous calls share the connections of `llm`."""
     http = http_library()
     sync_client = http.Client(transport=recording_transport(http)(llm.recorder), follow_redirects=True)
     llm.closers.append(sync_client.close)

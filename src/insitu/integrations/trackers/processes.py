@@ -71,7 +71,7 @@ async def _follow(name: str, folder: Path, end_seconds: float) -> None:
 
 
 def _absolute(folder: Path) -> Path:
-    """Of now: the workflow may change the working directory."""
+    """Resolves paths now: the workflow may change the working directory."""
     return folder.absolute()
 
 

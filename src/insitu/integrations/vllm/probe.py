@@ -82,7 +82,7 @@ def _text(loaded: LoadedModel) -> list[int]:
 
 
 def _logprobs(loaded: LoadedModel, prompt: list[int], ids: list[int]) -> tuple[list[float], list[float]]:
-    """Of the tokens `ids` after the prompt: the model's own log-probabilities, and those after temperature."""
+    """Log-probabilities of the tokens `ids` after the prompt, before and after temperature."""
     tokens = torch.tensor([prompt + ids], device=loaded.device)
     with torch.inference_mode():
         logits_TV = loaded.module(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float()

@@ -145,7 +145,7 @@ class Replica:
         self.can_reload = await self._has("/collective_rpc") and await self._has("/weight_info")
 
     async def weight_tag(self) -> str | None:
-        """Its name of its full weights; None if it does not name them."""
+        """The server's name of its full weights; None if it does not name them."""
         return (await self._json("GET", "/weight_info"))["weight_version"] if self.can_reload else None
 
     async def load_adapter(self, weights: WeightVersion, folder: Path, name: str) -> None:

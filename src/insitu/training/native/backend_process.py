@@ -139,7 +139,7 @@ class BackendProcess:
             raise
 
     def final_report(self) -> str | None:
-        """That of `exit_report`, unless the process will be started again."""
+        """The report of the ended process, unless it will be started again."""
         return None if self._kept_running and self._restarts < self._max_restarts else self.exit_report()
 
     async def _exits_within(self, seconds: float) -> bool:

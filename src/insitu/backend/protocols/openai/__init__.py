@@ -112,7 +112,7 @@ class CompletionEndpoint:
     async def _prompt_logprobs(
         self, prompts: Sequence[list[int]], weights: WeightVersion
     ) -> list[list[dict[str, dict[str, float]] | None]]:
-        """Of the prompt of each choice, in vLLM's form; equal prompts are computed once."""
+        """Logprobs of the prompt of each choice, in vLLM's form; equal prompts are computed once."""
         known: dict[tuple[int, ...], list[dict[str, dict[str, float]] | None]] = {}
         for prompt in map(tuple, prompts):
             if prompt not in known:
