@@ -34,6 +34,8 @@ import pytest
 import yaml
 from factories import read_lines, recorded_run
 from fake_nemo import FakeNeMo
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from processes import HANGS, forked_python, install_forked_command, serving
 
 from insitu.cli import insitu
@@ -367,6 +369,22 @@ def test_every_hint_to_install_works_in_a_clone() -> None:
         for line in file.read_text().splitlines():
             assert "insitu[" not in line or "pip install" not in line, f"{file}: {line}"
     assert install_command("langgraph") in (ROOT / "docs/guides/train-your-agent.md").read_text()
+
+
+def test_the_lock_file_is_of_these_dependencies() -> None:
+    """And names no folder of the machine that wrote it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "uv.lock").read_text()
+    assert "file://" not in text
+    (own,) = (each for each in tomllib.loads(text)["package"] if each["name"] == "insitu")
+    locked = {(each["name"], bounds(each.get("specifier", ""))) for each in own["metadata"]["requires-dist"]}
+    extras = (each for extra in project["optional-dependencies"].values() for each in extra)
+    declared = [Requirement(each) for each in (*project["dependencies"], *extras)]
+    assert locked == {(canonicalize_name(each.name), bounds(str(each.specifier))) for each in declared}, "run uv lock"
+
+
+def bounds(specifier: str) -> frozenset[str]:
+    return frozenset(specifier.split(","))
 
 
 def test_the_workflow_of_github_runs_what_ci_runs() -> None:
