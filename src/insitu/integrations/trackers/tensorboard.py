@@ -1,5 +1,7 @@
 """TensorBoard: event files in `trackers/tensorboard/` of the run directory."""
 
+import time
+
 from insitu.training.trackers import Step, Table, TrackedRun, Tracker
 
 _MAIN = "validation/score"
@@ -14,7 +16,8 @@ class TensorBoard(Tracker):
         from tensorboardX.summary import hparams
 
         folder = run.folder / "tensorboard"
-        self._writer = SummaryWriter(str(folder))
+        # Its own names count in seconds: a run continued within one would overwrite the file before.
+        self._writer = SummaryWriter(str(folder), filename_suffix=f".{time.time_ns()}")
         if continued is None:
             numbers = {key: value for key, value in run.settings.items() if isinstance(value, int | float)}
             texts = {key: str(value) for key, value in run.settings.items() if key not in numbers}
