@@ -21,7 +21,7 @@ from insitu.config import load_config
 from insitu.errors import TrajectoryError
 from insitu.integrations.art.conversion import art_trajectory
 from insitu.integrations.art.remote_backend import _RemoteBackend
-from insitu.integrations.art.server.trajectories import parse_groups
+from insitu.integrations.art.server.trajectories import ArtGroup, parse
 from insitu.integrations.nat.base_parser import parse_to_openai_messages
 from insitu.plugin_api import (
     Builder,
@@ -256,7 +256,7 @@ async def test_an_adapter_that_makes_choices_of_them_trains_the_sampled_prompts(
     for group in collection.trajectories:
         for trajectory in group:
             turns = [convert(item) for item in trajectory.episode]
-            (group_read,) = parse_groups([{"trajectories": [{"messages_and_choices": turns, "reward": 1.0}]}])
+            group_read = parse(ArtGroup, {"trajectories": [{"messages_and_choices": turns, "reward": 1.0}]})
             choices = [m for m in group_read.trajectories[0].histories[0].messages if m.token_ids]
             known = [(line["prompt_token_ids"], line["token_ids"], line["logprobs"]) for line in served.samples()]
             assert len(choices) == 2

@@ -14,7 +14,7 @@ from insitu.errors import JobFailed, RequestRefused
 from insitu.integrations.art.server.models import ArtModels
 from insitu.integrations.art.server.rows import ArtBatch, build_batch
 from insitu.integrations.art.server.settings import TrainPlan, parse_plan
-from insitu.integrations.art.server.trajectories import ArtGroup, ArtModel, parse_groups
+from insitu.integrations.art.server.trajectories import ArtGroup, ArtModel, TrainingBody, parse
 from insitu.schemas.training_jobs import JobState, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -25,12 +25,11 @@ KEPT_JOBS = 100
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """A client's training request with its groups not yet parsed."""
+    """A client's training request; its body is still to be parsed."""
 
     model: ArtModel
-    groups: Any
-    config: Mapping[str, Any]
-    dev_config: Mapping[str, Any]
+    kind: type[TrainingBody]
+    body: Any
     idempotency_key: str | None
     digest: bytes
 
@@ -126,11 +125,13 @@ class ArtJobs:
 
     async def _start(self, request: TrainRequest) -> ArtJob:
         registered = await self._models.open(request.model)
-        plan = parse_plan(request.model, request.config, request.dev_config)
+        body = await asyncio.to_thread(parse, request.kind, request.body)
+        plan = parse_plan(request.model, body.config, body.dev_config)
         if ignored := sorted(set(plan.ignored) - registered.ignored_settings):
             registered.ignored_settings.update(ignored)
             logger.warning("model %s: settings without effect here: %s", registered.model.key, ", ".join(ignored))
-        groups, batch = await asyncio.to_thread(self._build_batch, request, plan)
+        groups = body.trajectory_groups
+        batch = await asyncio.to_thread(self._build_batch, groups, plan)
         lora = plan.settings.lora or registered.learner.lora
         settings = plan.settings.model_copy(update={"steps_per_iteration": batch.sequences or None, "lora": lora})
         step = registered.step
@@ -161,13 +162,11 @@ class ArtJobs:
         logger.info("model %s: the request of %s was repeated; it is not trained twice", latest.model.key, state.id)
         return latest
 
-    def _build_batch(self, request: TrainRequest, plan: TrainPlan) -> tuple[list[ArtGroup], ArtBatch]:
-        groups = parse_groups(request.groups)
-
+    def _build_batch(self, groups: Sequence[ArtGroup], plan: TrainPlan) -> ArtBatch:
         def render(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[int]:
             return self._tokenizer.render_prompt(messages, tools, plan.template_kwargs)
 
-        return groups, build_batch(groups, plan, render, self._loaded.max_length, self._loaded.vocab_size)
+        return build_batch(groups, plan, render, self._loaded.max_length, self._loaded.vocab_size)
 
     def get(self, job_id: str) -> ArtJob:
         if job_id not in self._jobs:
@@ -188,7 +187,7 @@ def _counts(groups: Sequence[ArtGroup], batch: ArtBatch, settings: TrainingSetti
     """Batch statistics by ART's names."""
     return {
         "num_scenarios": len(groups),
-        "num_trajectories": sum(len(group.trajectories) + group.exceptions for group in groups),
+        "num_trajectories": sum(len(group.trajectories) + len(group.exceptions) for group in groups),
         "num_groups_submitted": len(groups),
         "num_groups_trainable": batch.trainable_groups,
         "trainer_tokens": sum(len(row.positions) for row in batch.rows),

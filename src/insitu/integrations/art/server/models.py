@@ -22,7 +22,7 @@ from insitu.disk.file_names import MAX_NAME_BYTES
 from insitu.disk.files import LineFile, read_line, whole_lines
 from insitu.errors import InsituError, RequestRefused
 from insitu.integrations.art.server.settings import parse_plan
-from insitu.integrations.art.server.trajectories import ArtGroup, ArtModel, optional, optional_dict
+from insitu.integrations.art.server.trajectories import ArtGroup, ArtModel
 
 ARTIFACT = "wandb-artifact:///"
 """Prefix of `entity/project/name` in the serverless protocol."""
@@ -88,7 +88,7 @@ def _means(groups: Sequence[ArtGroup]) -> dict[str, float]:
     values: dict[str, list[float]] = defaultdict(list)
     deviations = []
     for group in groups:
-        values["exception_rate"] += [0.0] * len(group.trajectories) + [1.0] * group.exceptions
+        values["exception_rate"] += [0.0] * len(group.trajectories) + [1.0] * len(group.exceptions)
         for trajectory in group.trajectories:
             values["reward"].append(trajectory.reward)
             for name, value in trajectory.metrics.items():
@@ -164,7 +164,7 @@ class ArtModels:
                     "bytes"
                 )
                 raise RequestRefused(problem, status=422, param=key)
-        base = optional(optional_dict(model.config, "init_args"), "model_name", str) or model.base_model
+        base = model.base
         if base is None or not self._is_loaded_model(base):
             problem = f"this backend has loaded {self._source!r}, also served as {self._name!r}"
             message = f"base_model is {base!r}, but {problem}"

@@ -1,8 +1,4 @@
-"""Request bodies, responses and errors as ART clients expect them, and the bodies as the OpenAPI document has them.
-
-The models of bodies do not validate: clients of different releases send different keys, which `trajectories` accepts or
-names.
-"""
+"""Request bodies, responses and errors as ART clients expect them."""
 
 import asyncio
 import hashlib
@@ -13,12 +9,11 @@ from typing import Any, NamedTuple
 
 import orjson
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.errors import BackendError, BackendUnavailable, JobFailed, RequestRefused
 from insitu.integrations.art.server.jobs import ArtJob
-from insitu.integrations.art.server.trajectories import parse_object
-from insitu.wire.http_server import Handler, error_response, json_response, parse_body, read_body
+from insitu.integrations.art.server.trajectories import T, parse
+from insitu.wire.http_server import Handler, error_response, json_response, parse_body, parse_json, read_body
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +40,6 @@ def art_error(message: str, status: int, param: str | None = None, code: str | N
     return error_response(message, status, param, code, detail=message)
 
 
-class Body(NamedTuple):
-    """A parsed request body and the digest of its bytes."""
-
-    data: dict[str, Any]
-    digest: bytes
-
-
 class BodyLimit(NamedTuple):
     """How large a request body may be; a sampled token with its logprobs takes about 100 bytes and 8 values."""
 
@@ -65,11 +53,18 @@ TRAJECTORIES = BodyLimit(2**28, 2**24)
 """Trajectory groups of about two million sampled tokens."""
 
 
-async def read_json(request: web.Request, limit: BodyLimit = MODEL) -> Body:
-    def parse(body: bytes) -> Body:
-        return Body(parse_object(body, limit.values), hashlib.blake2b(body).digest())
+async def read_json(request: web.Request, limit: BodyLimit = TRAJECTORIES) -> tuple[Any, bytes]:
+    """The content of a request body, and the digest of its bytes."""
 
-    return await parse_body(parse, await read_body(request, limit.size))
+    def load(body: bytes) -> tuple[Any, bytes]:
+        return parse_json(body, max_values=limit.values), hashlib.blake2b(body).digest()
+
+    return await parse_body(load, await read_body(request, limit.size))
+
+
+async def read_as(kind: type[T], request: web.Request, limit: BodyLimit = MODEL) -> T:
+    data, _ = await read_json(request, limit)
+    return await asyncio.to_thread(parse, kind, data)
 
 
 class Uploads:
@@ -114,76 +109,3 @@ async def stream_metrics(request: web.Request, job: ArtJob) -> web.StreamRespons
     # or: another response of the same job may have been delivered first
     job.end_was_delivered = job.end_was_delivered or request.transport is not None
     return response
-
-
-_MORE_KEYS = ConfigDict(extra="allow")
-
-
-class ArtModelBody(BaseModel):
-    """A model in training."""
-
-    model_config = _MORE_KEYS
-
-    name: str
-    project: str
-    entity: str | None = None
-    base_model: str | None = None
-    trainable: bool = True
-    config: dict[str, Any] | None = Field(default=None, alias="_internal_config")
-
-
-class ArtTrajectoryBody(BaseModel):
-    """A conversation with its reward: messages, and choices as they were sampled."""
-
-    model_config = _MORE_KEYS
-
-    messages_and_choices: list[dict[str, Any]]
-    reward: float = 0.0
-    metrics: dict[str, float] = {}
-    tools: list[dict[str, Any]] | None = None
-
-
-class ArtGroupBody(BaseModel):
-    """Trajectories that are compared with one another."""
-
-    model_config = _MORE_KEYS
-
-    trajectories: list[ArtTrajectoryBody]
-
-
-class ArtModelRequest(BaseModel):
-    model: ArtModelBody
-    config: dict[str, Any] | None = None
-
-
-class ArtTrainRequest(BaseModel):
-    model: ArtModelBody
-    trajectory_groups: list[ArtGroupBody]
-    config: dict[str, Any] = {}
-    dev_config: dict[str, Any] = {}
-
-
-class ArtLogRequest(BaseModel):
-    model: ArtModelBody
-    trajectory_groups: list[ArtGroupBody]
-    split: str = "val"
-
-
-class ArtKeepRequest(BaseModel):
-    model: ArtModelBody
-    steps_to_keep: list[int]
-
-
-class ServerlessStepsRequest(BaseModel):
-    steps: list[int]
-
-
-class ServerlessLogRequest(BaseModel):
-    trajectory_groups: list[ArtGroupBody]
-    split: str = "val"
-
-
-class ServerlessTrainRequest(BaseModel):
-    model_id: str
-    trajectory_groups: list[ArtGroupBody]
-    experimental_config: dict[str, Any] = {}

@@ -4,9 +4,7 @@ ART clients up to 0.5.7 call the `art run` endpoints directly; later ones throug
 protocol models have ids, and clients follow training jobs by polling their events.
 """
 
-import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -19,20 +17,24 @@ from insitu.integrations.art.server.jobs import ArtJob, ArtJobs, TrainRequest
 from insitu.integrations.art.server.models import ArtModels, RegisteredModel
 from insitu.integrations.art.server.responses import (
     TRAJECTORIES,
+    Uploads,
+    json_endpoint,
+    read_as,
+    read_json,
+    stream_metrics,
+)
+from insitu.integrations.art.server.trajectories import (
     ArtKeepRequest,
     ArtLogRequest,
-    ArtModelBody,
+    ArtModel,
     ArtModelRequest,
+    ArtPrepareRequest,
     ArtTrainRequest,
     ServerlessLogRequest,
     ServerlessStepsRequest,
     ServerlessTrainRequest,
-    Uploads,
-    json_endpoint,
-    read_json,
-    stream_metrics,
+    parse,
 )
-from insitu.integrations.art.server.trajectories import drop_nulls, optional, optional_dict, parse_groups, parse_model
 from insitu.wire.http_server import latin1_header
 
 SERVERLESS_PREFIX = "/v1/preview"
@@ -64,9 +66,9 @@ def art_run_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads, services:
     return [
         get("/healthcheck", endpoints.health, "ART: health check", public=True),
         post("/close", endpoints.close, "close a client's session; the server keeps running", None),
-        post("/register", endpoints.register, "check that a model can be trained here", ArtModelBody),
-        post("/_get_step", endpoints.step, "a model's latest step", ArtModelBody),
-        post("/_prepare_backend_for_training", endpoints.prepare, "URL and API key for sampling", ArtModelRequest),
+        post("/register", endpoints.register, "check that a model can be trained here", ArtModel),
+        post("/_get_step", endpoints.step, "a model's latest step", ArtModel),
+        post("/_prepare_backend_for_training", endpoints.prepare, "URL and API key for sampling", ArtPrepareRequest),
         post(
             "/_train_model",
             endpoints.train,
@@ -79,7 +81,7 @@ def art_run_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads, services:
             "/_delete_checkpoints",
             endpoints.delete_checkpoints,
             "delete all but the latest and best checkpoints",
-            ArtModelBody,
+            ArtModel,
             query=("benchmark", "benchmark_smoothing"),
         ),
         post(
@@ -106,7 +108,7 @@ def serverless_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads) -> lis
     one, steps, pages = "/models/{id}", "/models/{id}/checkpoints", ("after", "limit")
     keys, train = ("Idempotency-Key",), ServerlessTrainRequest
     return [
-        route("POST", "/models", endpoints.create, "create a model, or return the existing one", ArtModelBody),
+        route("POST", "/models", endpoints.create, "create a model, or return the existing one", ArtModel),
         route("DELETE", one, endpoints.delete, "delete a model"),
         route("GET", steps, endpoints.checkpoints, "a model's checkpoints with metrics", query=("order", *pages)),
         route("DELETE", steps, endpoints.delete_checkpoints, "delete checkpoints by step", ServerlessStepsRequest),
@@ -126,9 +128,8 @@ class _Endpoints:
         self._uploads = uploads
         self._token = token
 
-    async def _log(self, registered: RegisteredModel, data: dict[str, Any]) -> None:
-        groups = await asyncio.to_thread(parse_groups, data.get("trajectory_groups"))
-        await registered.metrics_log.log(registered.step, optional(data, "split", str) or "val", groups)
+    async def _log(self, registered: RegisteredModel, body: ServerlessLogRequest) -> None:
+        await registered.metrics_log.log(registered.step, body.split or "val", body.trajectory_groups)
 
 
 class _ArtRunEndpoints(_Endpoints):
@@ -142,45 +143,36 @@ class _ArtRunEndpoints(_Endpoints):
 
     async def register(self, request: web.Request) -> None:
         """Only validates the model: clients time out after five seconds, so weights are loaded in `prepare`."""
-        data, _ = await read_json(request)
-        if data.get("trainable", True):
-            self._models.check(parse_model(data, "request body"))
+        model = await read_as(ArtModel, request)
+        if model.trainable:
+            self._models.check(model)
 
     async def step(self, request: web.Request) -> int:
-        data, _ = await read_json(request)
-        return (await self._models.open(parse_model(data, "request body"))).step if data.get("trainable", True) else 0
+        model = await read_as(ArtModel, request)
+        return (await self._models.open(model)).step if model.trainable else 0
 
     async def prepare(self, request: web.Request) -> list[str]:
         """Base URL and API key for sampling: the server's token if set, otherwise the client's `api_key`."""
-        data, _ = await read_json(request)
-        await self._open_model(data)
-        server = optional_dict(optional_dict(data, "config"), "server_args", "config")
-        api_key = optional(server, "api_key", str, "config.server_args")
-        return [f"{request.scheme}://{request.host}/v1", self._token or api_key or "default"]
+        body = await read_as(ArtPrepareRequest, request)
+        await self._models.open(body.model)
+        return [f"{request.scheme}://{request.host}/v1", self._token or body.config.server_args.api_key or "default"]
 
     async def train(self, request: web.Request) -> web.StreamResponse:
         async with self._uploads.slot():
-            data, digest = await read_json(request, TRAJECTORIES)
-            train_request = TrainRequest(
-                model=parse_model(data.get("model")),
-                groups=data.get("trajectory_groups"),
-                config=optional_dict(data, "config"),
-                dev_config=optional_dict(data, "dev_config"),
-                idempotency_key=latin1_header(request, "Idempotency-Key"),
-                digest=digest,
-            )
+            data, digest = await read_json(request)
+            model, key = parse(ArtModelRequest, data).model, latin1_header(request, "Idempotency-Key")
+            train_request = TrainRequest(model, ArtTrainRequest, data, key, digest)
             return await stream_metrics(request, await self._jobs.start(train_request))
 
     async def log(self, request: web.Request) -> None:
         async with self._uploads.slot():
-            data, _ = await read_json(request, TRAJECTORIES)
-            if optional_dict(data, "model").get("trainable", True):
-                await self._log(await self._open_model(data), data)
+            body = await read_as(ArtLogRequest, request, TRAJECTORIES)
+            if body.model.trainable:
+                await self._log(await self._models.open(body.model), body)
 
     async def delete_checkpoints(self, request: web.Request) -> None:
         """Deletes all checkpoints except the latest and the best by the logged metrics."""
-        data, _ = await read_json(request)
-        registered = await self._models.open(parse_model(data, "request body"))
+        registered = await self._models.open(await read_as(ArtModel, request))
         metric = request.query.get("benchmark", "val/reward")
         smoothing = _parse_smoothing(request.query.get("benchmark_smoothing", "1"))
         versions = registered.learner.versions
@@ -188,14 +180,12 @@ class _ArtRunEndpoints(_Endpoints):
         await self._models.delete_steps(registered, set(versions) - {best})
 
     async def delete_checkpoint_files(self, request: web.Request) -> None:
-        data, _ = await read_json(request)
-        registered = await self._open_model(data)
-        kept = _parse_steps(data, "steps_to_keep")
-        await self._models.delete_steps(registered, set(registered.learner.versions) - kept)
+        body = await read_as(ArtKeepRequest, request)
+        registered = await self._models.open(body.model)
+        await self._models.delete_steps(registered, set(registered.learner.versions) - {*body.steps_to_keep})
 
     async def unsupported(self, request: web.Request) -> None:
-        data, _ = await read_json(request)
-        model = parse_model(data.get("model"))
+        model = (await read_as(ArtModelRequest, request)).model
         raise RequestRefused(
             f"{request.path} is not supported here; the checkpoints of {model.key} are in "
             f"{self._models.folder(model) / 'checkpoints'}",
@@ -207,17 +197,6 @@ class _ArtRunEndpoints(_Endpoints):
 
     async def get_job(self, request: web.Request) -> dict[str, Any]:
         return self._jobs.get(request.match_info["id"]).state()
-
-    async def _open_model(self, data: dict[str, Any]) -> RegisteredModel:
-        return await self._models.open(parse_model(data.get("model")))
-
-
-def _parse_steps(data: dict[str, Any], key: str) -> set[int]:
-    steps = optional(data, key, list) or []
-    for step in steps:
-        if not isinstance(step, int):
-            raise RequestRefused(f"{key} has {step!r:.80}; expected steps", status=422, param=key)
-    return set(steps)
 
 
 def _parse_smoothing(text: str) -> float:
@@ -235,8 +214,7 @@ class _ServerlessEndpoints(_Endpoints):
     """The endpoints of `art.ServerlessBackend`."""
 
     async def create(self, request: web.Request) -> dict[str, Any]:
-        data, _ = await read_json(request)
-        registered = await self._models.open(parse_model(data, "request body"))
+        registered = await self._models.open(await read_as(ArtModel, request))
         model = registered.model
         return {
             "id": registered.id,
@@ -262,30 +240,23 @@ class _ServerlessEndpoints(_Endpoints):
         return _paginate(entries, request)
 
     async def delete_checkpoints(self, request: web.Request) -> dict[str, Any]:
-        data, _ = await read_json(request)
+        steps = {*(await read_as(ServerlessStepsRequest, request)).steps}
         registered = self._get_model(request)
-        steps = _parse_steps(data, "steps")
         deleted = await self._models.delete_steps(registered, steps)
         return {"deleted_count": len(deleted), "not_found_steps": sorted(steps - set(deleted))}
 
     async def log(self, request: web.Request) -> None:
         registered = self._get_model(request)
         async with self._uploads.slot():
-            data, _ = await read_json(request, TRAJECTORIES)
-            await self._log(registered, data)
+            await self._log(registered, await read_as(ServerlessLogRequest, request, TRAJECTORIES))
 
     async def train(self, request: web.Request) -> dict[str, str]:
         async with self._uploads.slot():
-            data, digest = await read_json(request, TRAJECTORIES)
-            registered = self._models.get(str(data.get("model_id")))
-            train_request = TrainRequest(
-                model=replace(registered.model, legacy=False),  # the serverless service has no legacy defaults
-                groups=data.get("trajectory_groups"),
-                config={},
-                dev_config=drop_nulls(optional_dict(data, "experimental_config")),
-                idempotency_key=latin1_header(request, "Idempotency-Key"),
-                digest=digest,
-            )
+            data, digest = await read_json(request)
+            registered = self._models.get(str(data.get("model_id") if isinstance(data, dict) else None))
+            model = registered.model.model_copy(update={"base_path": ""})  # the service has no legacy defaults
+            key = latin1_header(request, "Idempotency-Key")
+            train_request = TrainRequest(model, ServerlessTrainRequest, data, key, digest)
             return {"id": (await self._jobs.start(train_request)).job.state.id}
 
     async def events(self, request: web.Request) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _calls(history: ArtHistory, render: Render, vocab_size: int, episode: str) -
             continue
         prompt = choice.prompt_token_ids
         if prompt is None:
-            prompt = render([message.message for message in history.messages[:index]], history.tools)
+            prompt = render([message.message for message in history.messages[:index]], history.tools or None)
         if not prompt:
             raise _refused(f"trajectory {episode}: there is no prompt before choice {index}")
         for token in (*prompt, *choice.token_ids):

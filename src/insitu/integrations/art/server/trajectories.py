@@ -1,34 +1,87 @@
-"""Parses what ART clients of any release send: models, trajectory groups and their choices.
+"""What ART clients of any release send: models, trajectory groups and their choices, and the bodies that carry them.
 
-Releases differ in the keys they send. Null means absent, keys of trajectories that training does not need are ignored,
-and a value of the wrong type is refused with its path in the body.
+Releases differ in the keys they send. Null means absent, keys that this backend does not need are ignored, and a value
+of the wrong type is refused with its path in the body.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
+from insitu.backend.http import StopAtFirstError
 from insitu.backend.protocols.openai.chat import Message, template_messages
 from insitu.errors import RequestRefused
 from insitu.wire.http_format import parse_token_ids
-from insitu.wire.http_server import parse_json, validation_refusal
+from insitu.wire.http_server import validation_refusal
 
 DEFAULT_ENTITY = "insitu"
 FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 
+T = TypeVar("T", bound=BaseModel)
 
-@dataclass(frozen=True)
-class ArtModel:
-    """`config` is the `_internal_config`; `legacy` clients (up to 0.5.7, no base_path) have their own defaults."""
+
+def parse(kind: type[T], data: Any) -> T:
+    """Raises RequestRefused (422) for data of another type, with its path."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        refusal = validation_refusal(error)
+        raise RequestRefused(str(refusal), status=422, param=refusal.param, code="invalid_request") from None
+
+
+def drop_nulls(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+class _Body(BaseModel):
+    """An object without its nulls."""
+
+    model_config = ConfigDict(strict=True, populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return drop_nulls(data) if isinstance(data, dict) else data
+
+
+Settings = Annotated[dict[str, Any], AfterValidator(drop_nulls)]
+
+
+class ArtModel(_Body):
+    """A model in training, and how."""
 
     name: str
     project: str
     entity: str = DEFAULT_ENTITY
     base_model: str | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
-    legacy: bool = False
+    trainable: bool = True
+    config: Settings = Field(default={}, alias="_internal_config")
+    base_path: Any = None
+
+    @property
+    def legacy(self) -> bool:
+        """Clients up to 0.5.7, which send no base_path, have their own defaults."""
+        return self.base_path is None
+
+    @property
+    def base(self) -> str | None:
+        """The model it starts from."""
+        args = self.config.get("init_args")
+        name = args.get("model_name") if isinstance(args, dict) else None
+        return self.base_model if name is None else str(name)
 
     @property
     def key(self) -> str:
@@ -50,155 +103,165 @@ class ArtMessage:
     prompt_token_ids: list[int] | None = None
 
 
-@dataclass(frozen=True)
-class ArtHistory:
-    messages: list[ArtMessage]
-    tools: list[dict[str, Any]] | None = None
+def _template_message(data: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return template_messages([Message.model_validate(drop_nulls(data))])[0]
+    except ValidationError as error:
+        raise ValueError(f"it is not a message: {validation_refusal(error)}") from None
+    except RequestRefused as error:
+        raise ValueError(f"it cannot be rendered: {error}") from None
 
 
-@dataclass(frozen=True)
-class ArtTrajectory:
-    """The first history is the trajectory's own, the others are its additional histories."""
-
-    reward: float
-    histories: list[ArtHistory]
-    metrics: dict[str, float] = field(default_factory=dict)
+_Message = Annotated[dict[str, Any], AfterValidator(_template_message)]
 
 
-@dataclass(frozen=True)
-class ArtGroup:
-    """`exceptions` counts failed rollouts."""
-
-    trajectories: list[ArtTrajectory]
-    exceptions: int = 0
+class _Call(_Body):
+    prompt_token_ids: list[Any] | None = None
 
 
-def parse_object(body: bytes, max_values: int) -> dict[str, Any]:
-    return _typed(parse_json(body, max_values=max_values), dict, "request body")
+class _Logprobs(_Body):
+    content: list[Any] | None = None
+    refusal: list[Any] | None = None
+    call: _Call = _Call()
+    """Where insitu's parser keeps the prompt."""
 
 
-def parse_model(data: Any, path: str = "model") -> ArtModel:
-    keys = drop_nulls(_typed(data, dict, path))
-    return ArtModel(
-        name=_required(keys, "name", str, path),
-        project=_required(keys, "project", str, path),
-        entity=optional(keys, "entity", str, path) or DEFAULT_ENTITY,
-        base_model=optional(keys, "base_model", str, path),
-        config=drop_nulls(optional_dict(keys, "_internal_config", path)),
-        legacy="base_path" not in keys,
+class _Choice(_Body):
+    message: _Message
+    logprobs: _Logprobs = _Logprobs()
+    token_ids: list[Any] | None = None
+    prompt_token_ids: list[Any] | None = None
+
+
+def _sampled_message(choice: _Choice) -> ArtMessage:
+    """Tokens written as text are not used: the same text may be tokenized in several ways."""
+    entries = choice.logprobs.content or choice.logprobs.refusal or []
+    ids = choice.token_ids or parse_token_ids(each.get("token") if isinstance(each, dict) else None for each in entries)
+    if not entries or not ids:
+        return ArtMessage(choice.message)
+    logprobs: list[Any] = [each.get("logprob") if isinstance(each, dict) else None for each in entries]
+    for index, logprob in enumerate(logprobs):
+        if not isinstance(logprob, int | float) or isinstance(logprob, bool):
+            raise ValueError(f"token {index} has no logprob, which is a number")
+    if len(ids) != len(logprobs):
+        raise ValueError(f"it has {len(ids)} token_ids and {len(logprobs)} logprobs")
+    prompt = choice.prompt_token_ids
+    return ArtMessage(
+        choice.message, ids, logprobs, choice.logprobs.call.prompt_token_ids if prompt is None else prompt
     )
 
 
-def parse_groups(data: Any) -> list[ArtGroup]:
-    path = "trajectory_groups"
-    return [_parse_group(each, f"{path}.{n}") for n, each in enumerate(_typed(data, list, path))]
+def _tag(turn: Any) -> str:
+    """Choices contain a message, and say why they ended."""
+    is_choice = isinstance(turn, dict) and turn.get("message") is not None and turn.get("finish_reason") is not None
+    return "<choice>" if is_choice else "<message>"
 
 
-def drop_nulls(keys: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in keys.items() if value is not None}
+_Turn = Annotated[
+    Annotated[_Choice, AfterValidator(_sampled_message), Tag("<choice>")]
+    | Annotated[_Message, AfterValidator(ArtMessage), Tag("<message>")],
+    Discriminator(_tag),
+    WithJsonSchema({"type": "object"}),
+]
 
 
-def _parse_group(data: Any, path: str) -> ArtGroup:
-    keys = drop_nulls(_typed(data, dict, path))
-    trajectories = _required(keys, "trajectories", list, path)
-    return ArtGroup(
-        [_parse_trajectory(each, f"{path}.trajectories.{n}") for n, each in enumerate(trajectories)],
-        len(optional(keys, "exceptions", list, path) or []),
-    )
-
-
-def _parse_trajectory(data: Any, path: str) -> ArtTrajectory:
-    keys = drop_nulls(_typed(data, dict, path))
-    additional = optional(keys, "additional_histories", list, path) or []
-    histories = [_parse_history(each, f"{path}.additional_histories.{n}") for n, each in enumerate(additional)]
-    metrics = optional_dict(keys, "metrics", path)
-    return ArtTrajectory(
-        float(optional(keys, "reward", (int, float), path) or 0.0),
-        [_parse_history(keys, path), *histories],
-        {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)},
-    )
-
-
-def _parse_history(data: Any, path: str) -> ArtHistory:
-    keys = drop_nulls(_typed(data, dict, path))
-    messages = optional(keys, "messages_and_choices", list, path) or []
-    tools = optional(keys, "tools", list, path)
-    return ArtHistory(
-        [_parse_message(each, f"{path}.messages_and_choices.{n}") for n, each in enumerate(messages)],
-        [_parse_tool(each, f"{path}.tools.{n}") for n, each in enumerate(tools)] if tools else None,
-    )
-
-
-def _parse_tool(data: Any, path: str) -> dict[str, Any]:
+def _ordered_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool in the format of chat requests.
 
     ART also keeps bare functions, and its clients change the order of the keys, which templates print.
     """
-    tool = _typed(data, dict, path)
     if "function" not in tool:
         return tool if "type" in tool else {"type": "function", "function": _order_keys(tool, FUNCTION_KEYS)}
-    function = _order_keys(_typed(tool["function"], dict, f"{path}.function"), FUNCTION_KEYS)
-    return _order_keys(tool | {"function": function}, ("type", "function"))
+    if not isinstance(tool["function"], dict):
+        raise ValueError("its function is not an object")
+    return _order_keys(tool | {"function": _order_keys(tool["function"], FUNCTION_KEYS)}, ("type", "function"))
 
 
 def _order_keys(keys: Mapping[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
     return {key: keys[key] for key in (*first, *keys) if key in keys}
 
 
-def _parse_message(data: Any, path: str) -> ArtMessage:
-    """A message, or a choice that contains one."""
-    keys = drop_nulls(_typed(data, dict, path))
-    if "message" not in keys or "finish_reason" not in keys:
-        return ArtMessage(_template_message(keys, path))
-    message = _template_message(_typed(keys["message"], dict, f"{path}.message"), f"{path}.message")
-    choice_logprobs = drop_nulls(optional_dict(keys, "logprobs", path))
-    content, refusal = (optional(choice_logprobs, name, list, f"{path}.logprobs") for name in ("content", "refusal"))
-    entries = content or refusal or []
-    # Tokens written as text are not used: the same text may be tokenized in several ways.
-    tokens = (each.get("token") if isinstance(each, dict) else None for each in entries)
-    ids = optional(keys, "token_ids", list, path) or parse_token_ids(tokens)
-    if not entries or not ids:
-        return ArtMessage(message)
-    logprobs = [_required(_typed(each, dict, path), "logprob", (int, float), path) for each in entries]
-    if len(ids) != len(logprobs):
-        raise _refused(f"{path} has {len(ids)} token_ids and {len(logprobs)} logprobs", path)
-    call = optional_dict(choice_logprobs, "call", path)  # where insitu's parser keeps the prompt
-    prompt = optional(keys, "prompt_token_ids", list, path)
-    if prompt is None:
-        prompt = optional(call, "prompt_token_ids", list, path)
-    return ArtMessage(message, ids, logprobs, prompt)
+def _numbers(metrics: Any) -> Any:
+    if not isinstance(metrics, dict):
+        return metrics
+    return {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
 
 
-def _template_message(data: Mapping[str, Any], path: str) -> dict[str, Any]:
-    try:
-        return template_messages([Message.model_validate(drop_nulls(data))])[0]
-    except ValidationError as error:
-        raise _refused(f"{path} is not a message: {validation_refusal(error)}", path) from None
-    except RequestRefused as error:
-        raise _refused(f"{path} cannot be rendered: {error}", path) from None
+class ArtHistory(_Body):
+    """A conversation: messages, and choices as they were sampled."""
+
+    turns: Annotated[list[_Turn], StopAtFirstError()] = Field(default=[], alias="messages_and_choices")
+    tools: Annotated[list[Annotated[dict[str, Any], AfterValidator(_ordered_tool)]], StopAtFirstError()] | None = None
+
+    @property
+    def messages(self) -> list[ArtMessage]:
+        return cast(list[ArtMessage], self.turns)  # what their validators return
 
 
-def optional(keys: Mapping[str, Any], key: str, kind: Any, path: str = "") -> Any:
-    """The value of `key`, None if absent or null. Raises RequestRefused if it is not a `kind`."""
-    return _typed(keys[key], kind, f"{path}.{key}" if path else key) if keys.get(key) is not None else None
+class ArtTrajectory(ArtHistory):
+    """A conversation with its reward, and those that belong to it."""
+
+    reward: float = 0.0
+    metrics: Annotated[dict[str, float], BeforeValidator(_numbers)] = {}
+    additional_histories: Annotated[list[ArtHistory], StopAtFirstError()] = []
+
+    @property
+    def histories(self) -> list[ArtHistory]:
+        return [self, *self.additional_histories]
 
 
-def optional_dict(keys: Mapping[str, Any], key: str, path: str = "") -> dict[str, Any]:
-    return optional(keys, key, dict, path) or {}
+class ArtGroup(_Body):
+    """Trajectories that are compared with one another; `exceptions` are those of failed rollouts."""
+
+    trajectories: Annotated[list[ArtTrajectory], StopAtFirstError()]
+    exceptions: list[Any] = []
 
 
-def _required(keys: Mapping[str, Any], key: str, kind: Any, path: str) -> Any:
-    if keys.get(key) is None:
-        raise _refused(f"{path} has no {key}", f"{path}.{key}")
-    return optional(keys, key, kind, path)
+class ArtGroups(_Body):
+    trajectory_groups: Annotated[list[ArtGroup], StopAtFirstError()]
 
 
-def _typed(value: Any, kind: Any, path: str) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-        raise _refused(f"{path} is {str(value)[:80]!r}; expected {names}", path)
-    return value
+class ArtModelRequest(_Body):
+    model: ArtModel
 
 
-def _refused(message: str, path: str) -> RequestRefused:
-    return RequestRefused(message, status=422, param=path, code="invalid_request")
+class _ServerArgs(_Body):
+    api_key: str | None = None
+
+
+class _ServerConfig(_Body):
+    server_args: _ServerArgs = _ServerArgs()
+
+
+class ArtPrepareRequest(ArtModelRequest):
+    config: _ServerConfig = _ServerConfig()
+
+
+class TrainingBody(ArtGroups):
+    config: dict[str, Any] = {}
+    dev_config: dict[str, Any] = {}
+
+
+class ArtTrainRequest(ArtModelRequest, TrainingBody):
+    pass
+
+
+class ServerlessLogRequest(ArtGroups):
+    split: str = "val"
+
+
+class ArtLogRequest(ArtModelRequest, ServerlessLogRequest):
+    pass
+
+
+class ArtKeepRequest(ArtModelRequest):
+    steps_to_keep: Annotated[list[int], StopAtFirstError()] = []
+
+
+class ServerlessStepsRequest(_Body):
+    steps: Annotated[list[int], StopAtFirstError()] = []
+
+
+class ServerlessTrainRequest(TrainingBody):
+    model_id: str
+    dev_config: Settings = Field(default={}, alias="experimental_config")
