@@ -23,9 +23,10 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
+import orjson
 
-from insitu.errors import BackendError, BackendUnavailable
-from insitu.wire.http_format import MALFORMED
+from insitu.errors import BackendError, BackendUnavailable, RequestRefused
+from insitu.wire.http_format import MALFORMED, error_message
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,26 @@ def retry_after(headers: Mapping[str, str]) -> float:
         except (TypeError, ValueError):
             return 0.0
     return max(0.0, seconds) if math.isfinite(seconds) else 0.0
+
+
+def response_error(response: aiohttp.ClientResponse, content: bytes, *, final_500: bool = False) -> BackendError:
+    """The error of a response whose status is 400 or higher, with the server's message.
+
+    `final_500`: a status of 500 is not transient but the request's failure, such as that of a training job.
+    """
+    try:
+        body = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        body = None
+    keys = body if isinstance(body, dict) else {}
+    error = keys["error"] if isinstance(keys.get("error"), dict) else {}
+    text = error_message(body) or keys.get("detail") or content[:500].decode(errors="replace") or "no reason given"
+    message, status = f"{response.method} {response.url.path}: {text}", response.status
+    if final_500 and status == 500:
+        return BackendError(f"{message} (status {status})")
+    if is_transient(status):
+        return BackendUnavailable(f"{message} (status {status})", retry_after=retry_after(response.headers))
+    return RequestRefused(message, status=status, param=error.get("param"), code=error.get("code"))
 
 
 class Retry:
@@ -236,16 +257,16 @@ class Connection:
         method: str,
         url: str,
         parse: Callable[[bytes], T],
-        error_of: Callable[[aiohttp.ClientResponse, bytes], BackendError],
         data: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         read_timeout: float | None = None,
         *,
         retried: bool = True,
+        final_500: bool = False,
     ) -> T:
         """The parsed response of an idempotent request, repeated after transient errors if `retried`.
 
-        `error_of` makes the error of a response whose status is 400 or higher.
+        A status of 400 or higher is an error, see `response_error`.
         """
         where = f"{method} {urlsplit(url).path}"
 
@@ -253,7 +274,7 @@ class Connection:
             async with self.open(method, url, data, headers, read_timeout) as response:
                 body = await response.read()
                 if response.status >= 400:
-                    raise error_of(response, body)
+                    raise response_error(response, body, final_500=final_500)
             return self.parsed(where, body, parse)
 
         return await (self.retry(where, attempt) if retried else attempt())

@@ -3,17 +3,15 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
-import aiohttp
 import orjson
 from pydantic import BaseModel, TypeAdapter
 
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
-from insitu.wire.connection import Connection, is_transient, retry_after
-from insitu.wire.http_format import error_message, gc_paused, url_host
+from insitu.wire.connection import Connection, is_transient, response_error
+from insitu.wire.http_format import gc_paused, url_host
 
 T = TypeVar("T")
 
@@ -147,7 +145,7 @@ class _RemoteBackend:
         url = f"{self._base_url}/_train_model"  # silent until the first gradient step is done, however long that takes
         async with self._connection.open("POST", url, data, headers, math.inf) as response:
             if response.status >= 400:
-                raise _error_from_response(response, await response.read(), retried_500=False)
+                raise response_error(response, await response.read(), final_500=True)
             async for line in self._connection.lines(response):
                 if line.strip():
                     yield self._parse_metrics(line)
@@ -233,8 +231,8 @@ class _RemoteBackend:
         headers: Mapping[str, str] | None = None,
         read_timeout: float | None = None,
     ) -> T:
-        error_of = partial(_error_from_response, retried_500=read_timeout is None)
-        return await self._connection.request(method, url, parse, error_of, data, headers, read_timeout)
+        final_500 = read_timeout is not None
+        return await self._connection.request(method, url, parse, data, headers, read_timeout, final_500=final_500)
 
 
 def _parse_any(content: bytes) -> Any:
@@ -273,28 +271,6 @@ def _dump_history(history: Any) -> dict[str, Any]:
 def _body_with_groups(model: Any, groups: Iterable[Any], fields: dict[str, Any]) -> bytes:
     serialized = [serialize_group(group) for group in groups]
     return orjson.dumps({"model": model.safe_model_dump(), "trajectory_groups": serialized, **fields})
-
-
-def _error_from_response(response: aiohttp.ClientResponse, content: bytes, *, retried_500: bool) -> BackendError:
-    """With the message of the server: ART's `detail`, OpenAI's `error`, or else the text.
-
-    A 500 of a long request, such as a training job, is its failure: `retried_500` is False.
-    """
-    where = f"{response.method} {response.url.path}"
-    try:
-        body = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        body = None
-    detail = body.get("detail") if isinstance(body, dict) else None
-    text = content[:500].decode(errors="replace")
-    message = str(detail or error_message(body) or text or "no reason given")
-    status = response.status
-    if is_transient(status) and (retried_500 or status != 500):
-        problem = f"the ART server failed at {where} ({status}): {message}"
-        return BackendUnavailable(problem, retry_after=retry_after(response.headers))
-    if status < 500:
-        return RequestRefused(f"the ART server refused {where} ({status}): {message}", status=status)
-    return BackendError(f"the ART server failed at {where} ({status}): {message}")
 
 
 def mean_metrics(step_metrics: list[dict[str, float]]) -> dict[str, float]:

@@ -4,14 +4,10 @@ import gzip
 from collections.abc import Sequence
 from typing import Any
 
-import aiohttp
 import orjson
 from pydantic import BaseModel, Field
 
-from insitu.errors import BackendError, BackendUnavailable, RequestRefused
 from insitu.schemas.episodes import TrainingRow
-from insitu.wire.connection import is_transient, retry_after
-from insitu.wire.http_format import error_message
 
 
 class Health(BaseModel):
@@ -40,18 +36,3 @@ def gzip_job(header: dict[str, Any], rows: Sequence[TrainingRow]) -> bytes:
 
 def _set_fields(row: BaseModel) -> dict[str, Any]:
     return {key: value for key, value in row.__dict__.items() if key in row.model_fields_set}
-
-
-def error_from_response(response: aiohttp.ClientResponse, content: bytes) -> BackendError:
-    text = content.decode(errors="replace")
-    try:
-        body = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        body = None
-    error = body.get("error") if isinstance(body, dict) else None
-    fields = error if isinstance(error, dict) else {}
-    message = error_message(body) or text[:500] or "no reason given"
-    message = f"{response.method} {response.url.path}: {message}"
-    if is_transient(response.status):
-        return BackendUnavailable(f"{message} (status {response.status})", retry_after=retry_after(response.headers))
-    return RequestRefused(message, status=response.status, param=fields.get("param"), code=fields.get("code"))

@@ -33,8 +33,8 @@ from insitu.training.interfaces import RowAdapter
 from insitu.training.jobs import JobAdapter
 from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
-from insitu.training.native.job_requests import JOB_HEADERS, Health, Models, error_from_response, gzip_job
-from insitu.wire.connection import Connection
+from insitu.training.native.job_requests import JOB_HEADERS, Health, Models, gzip_job
+from insitu.wire.connection import Connection, response_error
 from insitu.wire.http_format import event_data
 
 logger = logging.getLogger(__name__)
@@ -306,7 +306,7 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         try:
             async with connection.open("GET", self._base_url + path) as response:
                 if response.status != 200:
-                    raise error_from_response(response, await response.read())
+                    raise response_error(response, await response.read())
                 async for line in connection.lines(response):
                     if (data := event_data(line)) is not None:
                         state = connection.parsed(f"GET {path}", data, JobState.model_validate_json)
@@ -332,7 +332,7 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
     async def _request(self, method: str, path: str, parse: Callable[[bytes], T], *args: Any, **options: Any) -> T:
         """Requests to the backend are idempotent, so each can be retried."""
         url = self._base_url + path
-        return await self._connected().request(method, url, parse, error_from_response, *args, **options)
+        return await self._connected().request(method, url, parse, *args, **options)
 
     def _job_status(self, ref: TrainingJobRef, state: JobState) -> TrainingJobStatus:
         self._version = max(self._version, state.policy_version or 0)
