@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError
+from insitu.registry import TRAINER_ADAPTER
 from insitu.runs.checkpoints import find_checkpoint
+from insitu.training.serving import starting_from
 
 
 def make_run(folder: Path, steps: int = 3, best: Any = "backend/checkpoints/step_000002") -> Path:
@@ -29,6 +32,23 @@ def config(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Confi
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "runs/agent")
     return load_config(write({"finetuning": {"output_dir": "runs/agent"}}))
+
+
+def test_an_adapter_whose_name_has_a_dot_starts_from_a_checkpoint(config: Config, write: Any) -> None:
+    """The weights of the file's own run."""
+    section = {"enabled": True, "output_dir": "runs/agent", "trainer": "grpo", "trajectory_builder": "episodes"}
+    file = write(
+        {
+            "llms": {"player": {"_type": "policy"}},
+            "eval": {"evaluators": {"score": {"_type": "python", "function": "operator:eq"}}},
+            "trajectory_builders": {"episodes": {"_type": "insitu_traj_builder"}},
+            "trainer_adapters": {"qwen2.5": {"_type": "insitu_trainer_adapter", "model": "base"}},
+            "trainers": {"grpo": {"_type": "insitu_trainer"}},
+            "finetuning": section | {"trainer_adapter": "qwen2.5", "reward_function": {"name": "score"}},
+        }
+    )
+    started = starting_from(load_config(file), Path("latest"), Console(quiet=True))
+    assert started.block(TRAINER_ADAPTER, "qwen2.5").starts_from == "runs/agent/backend/checkpoints/step_000003"
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,12 @@ async def test_a_healthy_project(tmp_path: Path, backend: str) -> None:
     assert not (tmp_path / "run").exists()
 
 
+async def test_a_trajectory_builder_whose_name_has_a_dot(tmp_path: Path, backend: str) -> None:
+    block = {"_type": "insitu_traj_builder", "num_generations": 4}
+    named = (("trajectory_builders", {"v1.5": block}), ("finetuning.trajectory_builder", "v1.5"))
+    assert (await diagnose(tmp_path, backend, *named)).budget["episodes_played"] == 16
+
+
 STOPS, HARMS = Severity.STOPS_LEARNING, Severity.HARMS
 
 

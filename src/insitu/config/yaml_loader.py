@@ -132,12 +132,12 @@ def parse_override(key: str, text: str) -> Any:
         raise ConfigError(f"-o {key}: the value is {error}") from None
 
 
-def override(data: dict[str, Any], key: str, value: Any) -> None:
-    """Sets the value of a dotted key; numbers index lists."""
+def override(data: dict[str, Any], key: str | tuple[str, ...], value: Any) -> None:
+    """Sets the value of a dotted key, or of one by its parts, which may have dots; numbers index lists."""
     node: Any = data
-    *parents, last = key.split(".")
-    for depth, part in enumerate([*parents, last]):
-        where = ".".join(key.split(".")[:depth]) or "the file"
+    parts = key.split(".") if isinstance(key, str) else [*key]
+    for depth, part in enumerate(parts):
+        where = ".".join(parts[:depth]) or "the file"
         if isinstance(node, list):
             if not part.isdigit() or int(part) >= len(node):
                 raise ConfigError(f"-o {key}: {where} is a list of {len(node)} items, which has no index {part!r}")
@@ -146,7 +146,7 @@ def override(data: dict[str, Any], key: str, value: Any) -> None:
             index = part
         else:
             raise ConfigError(f"-o {key}: {where} is not a mapping but {value_type(node)}")
-        if depth == len(parents):
+        if depth == len(parts) - 1:
             node[index] = value
         else:
             if isinstance(node, dict) and node.get(index) is None:

@@ -125,7 +125,8 @@ def _limited(
         rows, generations = budget.rows_and_generations(block.num_generations)
         rows = min(rows, plan.rows_per_epoch) or rows
         limits = {"rows_per_epoch": rows, "num_generations": generations}
-        limited = changed_config(config, {f"trajectory_builders.{name}.{key}": value for key, value in limits.items()})
+        section = TRAJECTORY_BUILDER.section
+        limited = changed_config(config, {(section, name, key): value for key, value in limits.items()})
         return limited, request, rows, generations
     rows = min(budget.rows_and_generations(1)[0], len(plan.rows))
     few = scratch / "rows.json"

@@ -67,7 +67,9 @@ def starting_from(config: Config, checkpoint: Path | None, notes: Console) -> Co
         raise ConfigError(f"--checkpoint: trainer_adapters.{name} does not start a backend (no model)")
     if weights.note is not None:
         Report(notes).note(f"checkpoint: {weights.folder or 'the initial weights'} ({weights.note})")
-    return changed_config(config, {f"trainer_adapters.{name}.model": str(weights.folder)}) if weights.folder else config
+    if weights.folder is None:
+        return config
+    return changed_config(config, {(TRAINER_ADAPTER.section, name, "model"): str(weights.folder)})
 
 
 def _serves_policy(config: Config) -> bool:
