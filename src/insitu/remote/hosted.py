@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -135,14 +135,10 @@ class HostedWorkflow:
 
     @asynccontextmanager
     async def _opened(self, policy: ServedPolicy | None) -> AsyncIterator[Any]:
-        if policy is not None:
-            async with _PolicyBuilder(self.config, policy) as builder:
-                self._builders[builder] = policy and policy.unversioned
-                yield await builder.get_workflow()
-        else:
-            async with Builder(self.config) as builder, self._serve_policy(builder):
-                self._builders[builder] = policy and policy.unversioned
-                yield await builder.get_workflow()
+        builder = Builder(self.config) if policy is None else _PolicyBuilder(self.config, policy)
+        async with builder, self._serve_policy(builder) if policy is None else nullcontext():
+            self._builders[builder] = policy and policy.unversioned
+            yield await builder.get_workflow()
 
     def _close(self, policy: ServedPolicy | None) -> None:
         deployment = self._deployments.pop(policy)

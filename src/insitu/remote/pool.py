@@ -1,9 +1,10 @@
 """The services that run the episodes of a run: started, given attempts, watched, and replaced when they are lost.
 
-async with ServicePool([make_service] * 4, is_replaced=True) as pool:
-    await pool.open(workflow)
+async with ServicePool("worker") as pool:
+    pool.starters = [make_service] * 4
+    await pool.open(workflow, description, expected=4, limit=60)
     async with pool.service(alone=False) as service:
-        await service.session(workflow).attempt(number, request)
+        await service.sessions[workflow].attempt(number, request)
 """
 
 import asyncio
