@@ -36,7 +36,7 @@ class ApiRoute:
     """One method of one path. `request` lists the line types of a JSON Lines body; `events` is the model of each event.
 
     `query` names its query parameters. `public` routes need no token. The endpoint runs to its end even if the client
-    disconnects, unless its response has events.
+    disconnects, unless its response may be `streamed`, or has events.
     """
 
     method: str
@@ -48,12 +48,13 @@ class ApiRoute:
     request_type: str = "application/json"
     response: type[BaseModel] | None = None
     events: type[BaseModel] | None = None
+    streamed: bool = False
     headers: Sequence[str] = ()
     query: Sequence[str] = ()
     public: bool = False
 
     def add_to(self, app: web.Application) -> None:
-        handler = self.endpoint if self.events is not None else uncancelled(self.endpoint)
+        handler = self.endpoint if self.streamed or self.events is not None else uncancelled(self.endpoint)
         if self.method == "GET":
             app.router.add_get(self.path, handler)  # and HEAD
         else:

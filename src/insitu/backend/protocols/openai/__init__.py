@@ -11,14 +11,13 @@ from pathlib import Path
 
 import orjson
 from aiohttp import web
-from pydantic import BaseModel
 
 from insitu.backend.http import ApiRoute
 from insitu.backend.inference.sampler import GenerationRequest, ModelRegistry, OutputDelta, Sampler, WeightVersion
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.openai.base import ResponseFormatter, SamplingRequest, parse_request
-from insitu.backend.protocols.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
-from insitu.backend.protocols.openai.text import TextCompletion, TextRequest
+from insitu.backend.protocols.openai.chat import ChatRequest
+from insitu.backend.protocols.openai.text import TextRequest
 from insitu.errors import BackendError, RequestRefused
 from insitu.wire.http_format import DONE, error_body, format_event
 from insitu.wire.http_server import json_response, parse_body, read_body
@@ -161,19 +160,6 @@ def _join(deltas: Sequence[OutputDelta]) -> OutputDelta:
 _MODEL = {"object": "model", "created": 0, "owned_by": "insitu"}
 
 
-class ModelEntry(BaseModel):
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    policy_version: int | None = None
-
-
-class ModelList(BaseModel):
-    object: str
-    data: list[ModelEntry]
-
-
 def routes(services: Services) -> list[ApiRoute]:
     sampler, models = services.sampler, services.models
     log = SampleLog(services.options.log_samples) if services.options.log_samples else None
@@ -186,16 +172,15 @@ def routes(services: Services) -> list[ApiRoute]:
         return json_response({"id": name, **_MODEL, "policy_version": models.find(name).version})
 
     return [
-        ApiRoute("GET", "/v1/models", list_models, "Names of the model and its versions", response=ModelList),
-        ApiRoute("GET", "/v1/models/{model:.+}", get_model, "One model", response=ModelEntry),
+        ApiRoute("GET", "/v1/models", list_models, "Names of the model and its versions"),
+        ApiRoute("GET", "/v1/models/{model:.+}", get_model, "One model"),
         ApiRoute(
             "POST",
             "/v1/chat/completions",
             CompletionEndpoint(ChatRequest, sampler, models, log).complete,
             "Chat completion; with `stream`, events that end with [DONE]",
             request=[ChatRequest],
-            response=ChatCompletion,
-            events=ChatCompletionChunk,
+            streamed=True,
         ),
         ApiRoute(
             "POST",
@@ -203,7 +188,6 @@ def routes(services: Services) -> list[ApiRoute]:
             CompletionEndpoint(TextRequest, sampler, models, log).complete,
             "Text completion; with `stream`, events that end with [DONE]",
             request=[TextRequest],
-            response=TextCompletion,
-            events=TextCompletion,
+            streamed=True,
         ),
     ]

@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -51,8 +51,6 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 """Unsupported keys, with the values that have no effect and are therefore accepted."""
-
-FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class RequestModel(BaseModel):
@@ -160,26 +158,6 @@ def parse_request(kind: type[R], body: bytes) -> R:
         raise validation_refusal(error) from error
     request.check()
     return request
-
-
-class ResponseModel(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Usage(ResponseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class ResponseBase(ResponseModel):
-    """A response, or an event of one, without its choices."""
-
-    id: str
-    created: int
-    model: str
-    policy_version: int
-    usage: Usage | None = None
 
 
 class ResponseFormatter:

@@ -11,14 +11,7 @@ from pydantic import Field, PrivateAttr
 from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampler import MAX_TOP_LOGPROBS, OutputDelta, SampledToken
 from insitu.backend.inference.tokenizer import ChatTokenizer, overlap
-from insitu.backend.protocols.openai.base import (
-    FinishReason,
-    RequestModel,
-    ResponseBase,
-    ResponseFormatter,
-    ResponseModel,
-    SamplingRequest,
-)
+from insitu.backend.protocols.openai.base import RequestModel, ResponseFormatter, SamplingRequest
 from insitu.errors import RequestRefused
 
 TOOL_CALL_START = "<tool_call>"
@@ -150,75 +143,6 @@ def _parse_tool_call(text: str) -> dict[str, Any] | None:
         "type": "function",
         "function": {"name": call["name"], "arguments": arguments},
     }
-
-
-class TopLogprob(ResponseModel):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class Logprobs(ResponseModel):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class FunctionCall(ResponseModel):
-    name: str
-    arguments: str
-
-
-class ToolCall(ResponseModel):
-    id: str
-    type: str
-    function: FunctionCall
-    index: int | None = None
-
-
-class ResponseMessage(ResponseModel):
-    """A message, or its delta in a chunk."""
-
-    role: str | None = None
-    content: str | None = None
-    refusal: None = None
-    tool_calls: list[ToolCall] | None = None
-
-
-class Choice(ResponseModel):
-    index: int
-    message: ResponseMessage
-    logprobs: Logprobs | None = None
-    finish_reason: FinishReason
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class ChunkChoice(ResponseModel):
-    index: int
-    delta: ResponseMessage
-    logprobs: Logprobs | None = None
-    finish_reason: FinishReason | None = None
-    token_ids: list[int] | None = None
-
-
-class ChatCompletion(ResponseBase):
-    """The response to a chat completion request."""
-
-    object: str = "chat.completion"
-    prompt_token_ids: list[int] | None = None
-    choices: list[Choice]
-
-
-class ChatCompletionChunk(ResponseBase):
-    """One event of a streamed response."""
-
-    object: str = "chat.completion.chunk"
-    prompt_token_ids: list[int] | None = None
-    choices: list[ChunkChoice]
 
 
 class ChatFormatter(ResponseFormatter):

@@ -1,7 +1,7 @@
 """Text completions (`POST /v1/completions`): prompts without a chat template, and the response."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 from pydantic_core import PydanticCustomError
@@ -9,13 +9,7 @@ from pydantic_core import PydanticCustomError
 from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampler import MAX_TOP_LOGPROBS, OutputDelta
 from insitu.backend.inference.tokenizer import ChatTokenizer
-from insitu.backend.protocols.openai.base import (
-    FinishReason,
-    ResponseBase,
-    ResponseFormatter,
-    ResponseModel,
-    SamplingRequest,
-)
+from insitu.backend.protocols.openai.base import ResponseFormatter, SamplingRequest
 from insitu.errors import RequestRefused
 
 MAX_CHOICES = 1024
@@ -74,39 +68,6 @@ class TextRequest(SamplingRequest):
     @property
     def num_top_logprobs(self) -> int:
         return self.logprobs or 0
-
-
-class TextLogprobs(ResponseModel):
-    """One entry per sampled token; `top_logprobs` always includes the sampled token."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
-    text_offset: list[int]
-
-
-class PromptLogprob(ResponseModel):
-    logprob: float
-
-
-class TextChoice(ResponseModel):
-    """A choice, or its delta in a stream."""
-
-    index: int
-    text: str
-    logprobs: TextLogprobs | None = None
-    finish_reason: FinishReason | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
-    """With `prompt_logprobs`: for each token of the prompt its log-probability, by its id; null for the first."""
-
-
-class TextCompletion(ResponseBase):
-    """The response to a text completion request, and each event of a streamed one."""
-
-    object: Literal["text_completion"] = "text_completion"
-    choices: list[TextChoice]
 
 
 class TextFormatter(ResponseFormatter):
