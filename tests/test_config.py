@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from insitu.config import load_config
-from insitu.config.describing import models_of
+from insitu.config.keys import models_of
 from insitu.config.yaml_loader import override, parse_yaml
 from insitu.errors import ConfigError, PluginError
 from insitu.registry import FUNCTION, KINDS, LLM, TRAINER, TRAINER_ADAPTER, Kind, registry

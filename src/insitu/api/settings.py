@@ -16,8 +16,8 @@ import orjson
 from insitu.collect.datasets import file_format
 from insitu.config import SECTIONS, read_settings
 from insitu.config.code import place_of
-from insitu.config.resolved import without_secrets
-from insitu.config.yaml_loader import dump_yaml
+from insitu.config.resolved import nested, without_secrets
+from insitu.config.yaml_loader import dump_yaml, override
 from insitu.disk.files import write_file
 from insitu.errors import ConfigError
 from insitu.registry import not_found
@@ -77,22 +77,12 @@ class Project:
 
     def get(self, key: str) -> Any:
         """The value of a dotted key, None if it is not set."""
-        node: Any = self.settings
-        for part in key.split("."):
-            node = node.get(part) if isinstance(node, Mapping) else None
-        return node
+        return nested(self.settings, key)
 
     def set(self, key: str, value: Any) -> None:
         """Sets a dotted key, unless the value is None."""
-        if value is None:
-            return
-        node = self.settings
-        *parents, last = key.split(".")
-        for part in parents:
-            if not isinstance(node.get(part), dict):  # an empty section is None
-                node[part] = {}
-            node = node[part]
-        node[last] = value
+        if value is not None:
+            override(self.settings, key, value)
 
     def set_keywords(self, **values: Any) -> None:
         """Sets the keys that the keywords of a call stand for, unless they are None."""

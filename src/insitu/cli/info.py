@@ -45,7 +45,8 @@ def components(names: tuple[str, ...]) -> None:
 
 def _keys(model: "type[BaseModel]", prefix: str, with_meaning: bool) -> Iterator[str]:
     """A line per key, those of nested blocks with dotted names."""
-    from insitu.config.describing import bounds, default, models_of, shown_fields, type_text
+    from insitu.config.describing import bounds, default, shown_fields, type_text
+    from insitu.config.keys import models_of
 
     for name, field in shown_fields(model).items():
         inner = models_of(field.annotation)

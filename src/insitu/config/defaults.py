@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from insitu.config import EvalGeneralConfig, GeneralConfig
-from insitu.config.describing import models_of
-from insitu.config.resolved import leaves
+from insitu.config.keys import models_of
+from insitu.config.resolved import leaves, nested
 from insitu.errors import InsituError
 from insitu.registry import DATASET, EXECUTOR, KINDS, Kind, registry
 from insitu.schemas.finetuning import FinetuneConfig
@@ -29,7 +29,7 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     changed: dict[str, Any] = {}
     for section, model in _SECTIONS.items():
-        values = dict(_section(config, section))
+        values = dict(nested(config, section) or {})
         for kind in _SINGLE:
             place, _, key = kind.section.rpartition(".")
             block = values.pop(key, None) if place == section else None
@@ -37,17 +37,10 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
                 changed |= _changed(block, _model(kind, block.get("type")), f"{kind.section}.")
         changed |= _changed(values, model, f"{section}.")
     for kind in KINDS:
-        for name, block in _section(config, kind.section).items() if kind not in _SINGLE else ():
+        for name, block in (nested(config, kind.section) or {}).items() if kind not in _SINGLE else ():
             if isinstance(block, Mapping):
                 changed |= _changed(block, _model(kind, block.get("_type")), f"{kind.section}.{name}.")
     return changed
-
-
-def _section(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-    place: Any = config
-    for part in section.split("."):
-        place = place.get(part) if isinstance(place, Mapping) else None
-    return place if isinstance(place, Mapping) else {}
 
 
 def _model(kind: Kind, type_name: Any) -> type[BaseModel] | None:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from insitu.config.keys import fields_not_in_file
+from insitu.config.keys import fields_not_in_file, models_of
 from insitu.schemas.components import ComponentRef
 
 TYPE_NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", Path: "path", SecretStr: "string"}
@@ -20,13 +20,6 @@ def shown_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """The fields that a file sets, by their keys there."""
     hidden = fields_not_in_file(model)
     return {field.alias or name: field for name, field in model.model_fields.items() if name not in hidden}
-
-
-def models_of(annotation: Any) -> list[type[BaseModel]]:
-    """The models that occur in a field's type."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in get_args(annotation) for model in models_of(part)]
 
 
 def type_text(annotation: Any) -> str:

@@ -1,6 +1,6 @@
 """Unknown keys of a block, its secrets, and its references to other blocks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -79,42 +79,39 @@ def holds_secret(model: type[BaseModel], path: Sequence[int | str]) -> bool:
     field = next((f for n, f in model.model_fields.items() if path[0] in _keys(model, n, f)), None)
     if field is None:
         return False
-    inner = _models_in(field.annotation)
     return "Secret" in str(field.annotation) or any(
-        holds_secret(m, path[start:]) for m in inner for start in range(1, len(path))
+        holds_secret(m, path[start:]) for m in models_of(field.annotation) for start in range(1, len(path))
     )
 
 
-def _models_in(annotation: Any) -> set[type[BaseModel]]:
+def models_of(annotation: Any) -> list[type[BaseModel]]:
+    """The models that occur in a field's type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return {annotation}
-    return {m for a in get_args(annotation) for m in _models_in(a)}
+        return [annotation]
+    return [model for part in get_args(annotation) for model in models_of(part)]
 
 
-def secret_values(node: Any) -> Iterator[str]:
+def secret_values(block: BaseModel) -> Iterator[str]:
     """The values of all secrets inside a validated block."""
-    if isinstance(node, SecretStr):
-        yield node.get_secret_value()
-    elif isinstance(node, BaseModel):
-        for name in type(node).model_fields:
-            yield from secret_values(getattr(node, name))
-    elif isinstance(node, dict | list | tuple | set):
-        for value in node.values() if isinstance(node, dict) else node:
-            yield from secret_values(value)
+    return (value.get_secret_value() for _, value in _values(block, "") if isinstance(value, SecretStr))
 
 
-def references(node: Any, where: str) -> Iterator[tuple[str, ComponentRef]]:
+def references(block: BaseModel, where: str) -> Iterator[tuple[str, ComponentRef]]:
     """Every reference to another block inside a validated block, with its key."""
-    walk: Callable[[Any, str], Iterator[tuple[str, ComponentRef]]] = references
-    if isinstance(node, ComponentRef):
-        yield where, node
-    elif isinstance(node, BaseModel):
+    return ((key, value) for key, value in _values(block, where) if isinstance(value, ComponentRef))
+
+
+def _values(node: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """The values inside a validated block, and the keys of its mappings, each with its dotted key."""
+    if isinstance(node, BaseModel):
         for name in type(node).model_fields:
-            yield from walk(getattr(node, name), f"{where}.{name}")
+            yield from _values(getattr(node, name), f"{where}.{name}")
     elif isinstance(node, dict):
         for key, value in node.items():
-            yield from walk(key, where)
-            yield from walk(value, f"{where}.{key}")
+            yield from _values(key, where)
+            yield from _values(value, f"{where}.{key}")
     elif isinstance(node, list | tuple | set):
         for index, value in enumerate(node):
-            yield from walk(value, f"{where}.{index}")
+            yield from _values(value, f"{where}.{index}")
+    else:
+        yield where, node

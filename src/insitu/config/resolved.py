@@ -48,6 +48,13 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     return {key: (then.get(key), new.get(key)) for key in {**then, **new} if then.get(key) != new.get(key)}
 
 
+def nested(settings: Any, key: str) -> Any:
+    """The value of a dotted key; None if it is not set."""
+    for part in key.split("."):
+        settings = settings.get(part) if isinstance(settings, Mapping) else None
+    return settings
+
+
 def leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values of nested settings by dotted key."""
     for key, value in settings.items():

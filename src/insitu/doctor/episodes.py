@@ -12,25 +12,27 @@ from insitu.workflow.policy_names import is_same_server
 
 _TOO_LONG = re.compile(r"context_length_exceeded|together may have \d+|maximum context length")
 _NEARLY = 0.9
-_CHANGES = {
+_CHANGES: dict[str, tuple[str, str]] = {
     DropReason.WORKFLOW_ERROR: ("workflow", "correct the agent; `insitu run FILE --input ...` runs it once"),
     DropReason.TIMEOUT: ("eval.general.episode_timeout", "raise it, or make the agent faster"),
     DropReason.BACKEND_ERROR: (
-        "llms",
+        "{llm}",
         "see why the model's server fails; raise eval.general.retries if it is temporary",
     ),
-    DropReason.CAPTURE_ERROR: ("llms", "use an llm of _type: policy, whose server returns token ids and logprobs"),
-    DropReason.EVALUATOR_ERROR: ("eval.evaluators", "correct the evaluator: it must score every answer of the agent"),
-    DropReason.NO_SCORE: ("eval.evaluators", "return a number for every answer, 0 for a useless one"),
-    DropReason.NAN_SCORE: ("eval.evaluators", "return a finite number for every answer"),
+    DropReason.CAPTURE_ERROR: ("{llm}", "use an llm of _type: policy, whose server returns token ids and logprobs"),
+    DropReason.EVALUATOR_ERROR: ("{evaluator}", "correct the evaluator: it must score every answer of the agent"),
+    DropReason.NO_SCORE: ("{evaluator}", "return a number for every answer, 0 for a useless one"),
+    DropReason.NAN_SCORE: ("{evaluator}", "return a finite number for every answer"),
     DropReason.NO_CALLS: (
         "workflow",
         "let the agent call the model of its llm: builder.get_llm, or the parameter model",
     ),
     DropReason.NO_TARGET_CALLS: (
-        "finetuning.target_functions",
+        "finetuning.target_functions ({functions})",
         "name functions that call the trained llm, or <workflow> for all calls",
     ),
+    "prompt_too_long": ("{adapter}.model", "shorten the prompts, or train a model with a longer context"),
+    "no_token_ids": ("{llm}", "use _type: policy, or a server that returns token ids and logprobs"),
 }
 """Where to look, and what to change, by the reason of a failed episode."""
 
@@ -102,18 +104,11 @@ def _code(episode: Episode) -> str:
 
 
 def _where_and_change(code: str, plan: Plan) -> tuple[str, str]:
-    if code == "prompt_too_long":
-        return f"{plan.adapter}.model", "shorten the prompts, or train a model with a longer context"
-    if code == "no_token_ids":
-        return plan.llm("_type"), "use _type: policy, or a server that returns token ids and logprobs"
-    where, change = _CHANGES.get(DropReason(code), ("workflow", "see the first error"))
-    if where == "eval.evaluators":
-        where = plan.evaluator
-    elif where == "llms":
-        where = plan.llm("_type")
-    elif where == "finetuning.target_functions":
-        where = f"{where} ({', '.join(plan.target_functions)})"
-    return where, change
+    where, change = _CHANGES.get(code, ("workflow", "see the first error"))
+    functions = ", ".join(plan.target_functions)
+    return where.format(
+        adapter=plan.adapter, evaluator=plan.evaluator, llm=plan.llm("_type"), functions=functions
+    ), change
 
 
 def about_lengths(plan: Plan, evidence: Evidence) -> Iterator[Finding]:

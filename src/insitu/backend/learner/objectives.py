@@ -98,6 +98,7 @@ class Objective(ABC):
         self.settings = settings
         self.rows = rows
         self.plan = plan
+        self.max_length = max_length
         self.code = code
 
     def units(self, step: int) -> list[list[int]]:
@@ -262,20 +263,13 @@ class KahnemanTversky(Objective):
         *("counts/rejected", "rewards/rejected", "logps/rejected"),
     )
 
-    def __init__(
-        self,
-        settings: TrainingSettings,
-        rows: Sequence[Row],
-        plan: Sequence[Sequence[int]],
-        max_length: int,
-        code: CodeFolder = NO_CODE,
-    ) -> None:
-        super().__init__(settings, rows, plan, max_length, code)
-        extended = list(rows)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        rows, extended = self.rows, list(self.rows)
         self._baselines: list[range] = []  # by step
-        for step in range(len(plan)):
+        for step in range(len(self.plan)):
             first = len(extended)
-            extended += mismatched_rows([rows[unit[0]] for unit in self.units(step)], max_length)
+            extended += mismatched_rows([rows[unit[0]] for unit in self.units(step)], self.max_length)
             self._baselines.append(range(first, len(extended)))
         self.rows = extended
 
