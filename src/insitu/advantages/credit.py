@@ -72,7 +72,7 @@ def _mean_of_others(index: int, means: Mapping[int, float], situations: Sequence
 
 
 def _deviation(returns: Sequence[Sequence[float]], mean: float, config: AdvantageConfig) -> float:
-    squares = [fmean((value - mean) ** 2 for value in member) for member in returns if member]
+    squares = [fmean([(value - mean) ** 2 for value in member]) for member in returns if member]
     freedom = len(squares) - 1 if config.scale == "sample_std" else len(squares)
     return math.sqrt(math.fsum(squares) / freedom)
 

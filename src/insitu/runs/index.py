@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -325,11 +326,12 @@ _EPISODE_KEYS = (
     *("epoch", "generation", "attempt", "outcome", "reason", "reward", "seconds", "calls", "prompt_tokens"),
     "sampled_tokens",
 )
+_episode_values = itemgetter(*_EPISODE_KEYS)
 
 
 def _episode(record: Mapping[str, Any], members: set[str]) -> Values:
     name = str(record["episode"])
-    return (*(record[key] for key in _EPISODE_KEYS), name, str(record["row_id"]), name in members)
+    return (*_episode_values(record), name, str(record["row_id"]), name in members)
 
 
 def _insertion(table: str, *columns: str) -> str:

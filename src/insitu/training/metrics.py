@@ -119,8 +119,12 @@ class EpochResult:
     @property
     def not_finite(self) -> list[str]:
         """The names of reported numbers that are NaN or infinite, and therefore left out."""
-        given = ((name, n) for values in self.reported.values() for name, n in _flat_numbers(values))
-        return [name for name, number in given if number is not None and not math.isfinite(number)]
+        return [
+            name
+            for values in self.reported.values()
+            for name, number in _flat_numbers(values)
+            if number is not None and not math.isfinite(number)
+        ]
 
 
 def reported_numbers(values: Mapping[str, Any]) -> dict[str, float | None]:

@@ -30,7 +30,7 @@ JOB_HEADERS = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson
 def gzip_job(header: dict[str, Any], rows: Sequence[TrainingRow]) -> bytes:
     """The job as gzipped JSON lines. Compression level 1 pays off even on loopback."""
     # model_dump() is much slower, and only needed for extra fields
-    records = [header, *(_set_fields(row) if not row.__pydantic_extra__ else row.model_dump() for row in rows)]
+    records = [header, *[_set_fields(row) if not row.__pydantic_extra__ else row.model_dump() for row in rows]]
     return gzip.compress(b"\n".join(map(orjson.dumps, records)) + b"\n", compresslevel=1)
 
 
