@@ -1,0 +1,38 @@
+"""The road of a rollout stays short: as many files and calls as `scripts/trace_rollout.py` measures."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# What holds today; the control plane is to pass at most 38 files and to make at most 600 calls.
+MAX_FILES = {"control plane": 54, "backend": 30}
+MAX_CALLS = {"control plane": 700}
+"""Per episode of tic-tac-toe."""
+
+
+@pytest.fixture(scope="module")
+def roads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The files and the calls per episode of each process."""
+    figures = tmp_path_factory.mktemp("road") / "road.json"
+    command = [sys.executable, ROOT / "scripts/trace_rollout.py", "--json", figures]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(figures.read_text())
+
+
+@pytest.mark.parametrize("process", MAX_FILES)
+def test_an_episode_passes_few_files(roads: dict[str, Any], process: str) -> None:
+    files = roads[process]["files"]
+    assert len(files) <= MAX_FILES[process], "\n".join(files)
+
+
+@pytest.mark.parametrize("process", MAX_CALLS)
+def test_an_episode_makes_few_calls(roads: dict[str, Any], process: str) -> None:
+    road = roads[process]
+    most_called = [f"{calls:8.2f}  {file}  {name}" for file, name, calls in road["functions"][:30]]
+    assert road["calls"] <= MAX_CALLS[process], "\n".join(most_called)
