@@ -45,6 +45,26 @@ async def quiet(config, builder):
         yield made
 
 
+class PassingConfig(EpisodesBuilderConfig, name="passing"):
+    pass
+
+
+class Passing(EpisodesBuilder):
+    """Adds nothing to the documented methods."""
+
+    async def start_run(self, run_id, meta=None):
+        await super().start_run(run_id, meta)
+
+    async def finalize(self, run_id, meta=None):
+        return await super().finalize(run_id, meta)
+
+
+@register_trajectory_builder(config_type=PassingConfig)
+async def passing(config, builder):
+    async with Passing(config, builder) as made:
+        yield made
+
+
 class Scratch(Trainer):
     """Made without the built-in trainer."""
 
@@ -192,3 +212,15 @@ def test_a_trainer_with_its_own_run_has_to_say_that_it_continues(project: Path, 
     else:
         assert (code, err) == (2, f"error: --resume: trainers.grpo ({trainer}) cannot continue a run\n")
         assert os.listdir(project) == before
+
+
+def test_a_builder_that_passes_meta_on_records_its_episodes(tmp_path: Path) -> None:
+    new_project(tmp_path)
+    passing = (*OPTIONS, "-o", "trajectory_builders.episodes._type", "passing", "-o", "finetuning.num_epochs", "1")
+    code, _, err = run_project(tmp_path, *passing)
+    assert code == 0, err
+    (epoch,) = read_lines(tmp_path / "run/training_metrics.jsonl")
+    groups = read_lines(tmp_path / "run/groups.jsonl")[1:]
+    assert sum(group["num_episodes"] for group in groups) == epoch["num_trajectories"]
+    advantages = {line["episode"] for line in read_lines(tmp_path / "run/advantages.jsonl")[1:]}
+    assert advantages == {name for group in groups for name in group["episodes"]}

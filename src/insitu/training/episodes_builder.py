@@ -56,8 +56,9 @@ async def _played(plan: Plan, builder: Builder, run: RunState) -> Episode:
 class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
     """Runs the workflow `num_generations` times on each row and groups the episodes by row.
 
-    `start_run(run_id, meta)` reads the epoch from `meta`; without one it is the next, and the first is 1. Failed and
-    unscored episodes are counted by reason and not returned.
+    `start_run(run_id, meta)` reads from `meta` the `epoch`, by default the next one (the first is 1), and `gather`, the
+    function of a built-in trainer that collects a plan and records it. Failed and unscored episodes are counted by
+    reason and not returned.
     """
 
     needs_token_ids = True
@@ -208,10 +209,11 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
         if run_id in self._started:
             raise TrajectoryError(f"run {run_id} is already being collected: finalize it first")
-        self._last_epoch = (meta or {}).get("epoch", self._last_epoch + 1)
+        meta = meta or {}
+        self._last_epoch = meta.get("epoch", self._last_epoch + 1)
         plan, run, errors = self.plan(run_id, self._last_epoch), run_of(self._builder), list[str]()
 
-        async def gather() -> list[GroupRecord]:
+        async def gather(plan: Plan) -> list[GroupRecord]:
             groups = []
             async with aclosing(collect(plan, self._builder, run)) as completed:
                 async for group in completed:
@@ -219,7 +221,8 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
                     groups.append(group._replace(episodes=[]))
             return groups
 
-        task = asyncio.create_task(run.watchdog.watch(gather), name=f"collect {run_id}")
+        collecting = partial(meta.get("gather", gather), plan)
+        task = asyncio.create_task(run.watchdog.watch(collecting), name=f"collect {run_id}")
         self._started[run_id] = _Started(plan, task, errors)
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:

@@ -250,13 +250,18 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         errors: Counter[str] = Counter()
         with self.report.phase(f"epoch {epoch}: collecting", builder.episodes_per_epoch):
             await traffic.start()
-            if isinstance(builder, EpisodesBuilder) and builder.is_planned:
+
+            async def gather(plan: Plan) -> list[GroupRecord]:
                 vocab_size = served.vocab_size if served is not None else None
-                plan = builder.plan(run_id, epoch, vocab_size, self._durable.finished(epoch))
-                groups = await run_of(self._builder).watchdog.watch(lambda: self._store_groups(plan, traffic, errors))
+                plan = replace(plan, vocab_size=vocab_size, finished=self._durable.finished(epoch))
+                return await self._store_groups(plan, traffic, errors)
+
+            if isinstance(builder, EpisodesBuilder) and builder.is_planned:
+                plan = builder.plan(run_id, epoch)
+                groups = await run_of(self._builder).watchdog.watch(lambda: gather(plan))
                 collection = collection_of(groups, run_id, epoch)
             else:
-                await builder.start_run(run_id, {"epoch": epoch})
+                await builder.start_run(run_id, {"epoch": epoch, "gather": gather})
                 collection = await builder.finalize(run_id, {"epoch": epoch})
                 collection = with_recovered_calls(collection, run_id, epoch)
         leftovers, warning = await traffic.finish()
