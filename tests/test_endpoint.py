@@ -1,6 +1,7 @@
 """The workflow as a service: trajectories as in this process, clear failures, and plain requests."""
 
 import asyncio
+import gzip
 import json
 import re
 import signal
@@ -359,6 +360,8 @@ async def test_plain_requests(config: Config) -> None:
         _, second = await post(f"{address}/generate", {"input": {"do": "plain"}})
         assert (status, list(first)) == (200, ["value"])
         assert first != second  # an ordinary request has no seed
+        packed = gzip.compress(json.dumps({"input": {"do": "plain"}}).encode())
+        assert (await post(f"{address}/generate", packed, headers={"Content-Encoding": "gzip"}))[0] == 200
         status, failed = await post(f"{address}/generate", {"input": {"do": "raise", "say": "oh no"}})
         assert (status, failed["error"]["code"]) == (500, "workflow_error")
         assert "RuntimeError: oh no (" in failed["error"]["message"]

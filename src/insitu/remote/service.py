@@ -95,7 +95,7 @@ class WorkflowService:
         async with self.hosted:
             with loop_in_thread(loop, "insitu serve"):
                 try:
-                    served = stack.enter_async_context(listening(app, (host, port)))
+                    served = stack.enter_async_context(listening(app, (host, port), decompress=True))
                     yield http_url(host, (await run_in_loop(loop, served))[1])
                 finally:
                     await run_in_loop(loop, stack.aclose())

@@ -68,12 +68,13 @@ _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "5"}}
 
 @asynccontextmanager
 async def listening(
-    app: web.Application, address: tuple[str, int] | socket.socket, *, grace: float = 0.5
+    app: web.Application, address: tuple[str, int] | socket.socket, *, grace: float = 0.5, decompress: bool = False
 ) -> AsyncIterator[tuple[str, int]]:
     """Serves at an address (port 0: a free one) or a bound socket while the context is open; yields host and port.
 
-    Idle connections are closed; in the end, requests get `grace` seconds. Raises ConfigError if the process may open
-    too few files, and OSError if the address cannot be bound.
+    Idle connections are closed; in the end, requests get `grace` seconds. With `decompress`, handlers read compressed
+    bodies as if they had been sent uncompressed. Raises ConfigError if the process may open too few files, and OSError
+    if the address cannot be bound.
     """
     prepare_process()
     _log.addFilter(_without_keys)
@@ -81,7 +82,7 @@ async def listening(
     runner = web.AppRunner(
         app,
         access_log=None,
-        auto_decompress=False,
+        auto_decompress=decompress,
         handler_cancellation=True,
         keepalive_timeout=IDLE_SECONDS,
         logger=_log,
