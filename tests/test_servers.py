@@ -271,7 +271,12 @@ def test_json_is_measured_before_it_is_parsed(body: bytes, said: str) -> None:
         ("/v1/completions", b'{"model": "policy", "prompt": [' + b"[]," * 2**18 + b"1]}", 400, "prompt"),
         ("/v1/train/jobs", b'{"settings": {}, "num_rows": 1000000}', 400, "num_rows"),
         ("/v1/train/jobs", b'{"settings": {"kl_penalty_coef": 0.1}, "num_rows": 1}', 400, "use kl.beta"),
-        ("/_train_model", {"model": LOADED, "config": {"kl_penalty_coef": 0.1}}, 422, "(a key of openpipe-art<0.5.17)"),
+        (
+            "/_train_model",
+            {"model": LOADED, "trajectory_groups": [], "config": {"kl_penalty_coef": 0.1}},
+            422,
+            "(a key of openpipe-art<0.5.17)",
+        ),
     ],
 )
 def test_large_and_odd_bodies(backend: str, path: str, body: Any, status: int, said: str) -> None:
