@@ -9,9 +9,12 @@ compute      the thread that touches the weights, shared by inference and traini
 model        loads Hugging Face causal language models, after insitu.disk.model_files has checked their files
 """
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from insitu.wire.http_access import AccessPolicy
 
@@ -24,54 +27,85 @@ SAMPLER_KEY_VARIABLE = "INSITU_SAMPLER_API_KEY"
 """The environment variable with the API key of vLLM servers."""
 
 
+def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, value.split(","))) if value else ()
+    except ValueError:
+        raise click.BadParameter(f"{value!r}; give numbers such as 0,1") from None
+
+
+def _addresses(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
+    return tuple(filter(None, (each.strip() for each in (value or "").split(","))))
+
+
+def _object(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    try:
+        if value is None or isinstance(json.loads(value), dict):
+            return value
+    except ValueError:
+        pass
+    raise click.BadParameter(f'{value!r}; give a JSON object such as {{"max-num-seqs": 64}}')
+
+
+def _option(default: Any, help: str, **of_click: Any) -> Any:
+    """A field with the arguments of `click.option` for it."""
+    return field(default=default, metadata={"help": help, **of_click})
+
+
+_PATH = click.Path(path_type=Path)
+_FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
+_COUNT = click.IntRange(min=1)
+
+
 @dataclass(frozen=True)
 class BackendOptions:
     """The options of `insitu backend`; importing them does not import torch.
 
-    `port` 0 picks a free port. `token` is required of every request; without one, `insecure_no_auth` allows a `host`
-    that other machines can connect to, and `allowed_host` further names in the Host header. `output_dir` receives
-    checkpoints (None: a temporary folder). `max_length`, `max_batch` and `threads` default to values that suit the
-    model. `log_samples` is a file that gets a JSON line per completion. The process stops when `parent_pid` ends. With
-    `lora_rank`, jobs without a `lora` block train adapters of that rank instead of all weights.
-    With `learner_processes` above 1, that many processes train instead of the backend's own, on the GPUs
-    `learner_gpus`; `learner_strategy` says whether they divide the weights. With `learner_nodes` above 1, as many train
-    on each of the other machines, which find this one at `learner_rendezvous`.
-    `sampler` is `embedded` or `vllm`; the options that begin with its name are the keys of `SamplerOptions`, with
-    `sampler_args` as JSON.
-    `keep_last` and `keep_every` say which checkpoints are kept after jobs that do not.
-    Jobs may choose functions of the Python files in `allow_code`; without it, none.
+    `token` is required of every request; without one, `insecure_no_auth` allows a `host` that other machines can
+    connect to, and `allowed_host` further names in the Host header. `max_length`, `max_batch` and `threads` default to
+    values that suit the model. With `lora_rank`, jobs without a `lora` block train adapters of that rank instead of all
+    weights. The options that begin with `learner` are the keys of `LearnerOptions`, those that begin with `sampler` the
+    keys of `SamplerOptions`. `keep_last` and `keep_every` say which checkpoints are kept after jobs that do not.
     """
 
-    model: str
-    name: str = "policy"
-    host: str = "127.0.0.1"
-    port: int = 8700
-    device: str = "auto"
-    dtype: str = "auto"
-    output_dir: Path | None = None
+    model: str = _option(MISSING, "A Hugging Face model folder or Hub name.", required=True)
+    name: str = _option("policy", "The name the model is served under.")
+    host: str = _option("127.0.0.1", "The address to bind.")
+    port: int = _option(8700, "0 picks a free port.", type=click.IntRange(0, 65535))
+    device: str = _option("auto", "cpu, cuda, cuda:1 ..., or auto.")
+    dtype: str = _option("auto", "float32, bfloat16, float16, or auto.")
+    output_dir: Path | None = _option(None, "Folder for checkpoints (default: temporary).", type=_PATH)  # noqa: RUF009
     token: str | None = field(default=None, repr=False)
     insecure_no_auth: bool = False
     allowed_host: tuple[str, ...] = ()
-    max_length: int | None = None
-    max_batch: int | None = None
-    threads: int | None = None
-    log_samples: Path | None = None
-    lora_rank: int | None = None
-    parent_pid: int | None = None
-    learner_processes: int = 1
-    learner_gpus: tuple[int, ...] = ()
-    learner_strategy: str = "auto"
-    learner_nodes: int = 1
-    learner_rendezvous: str | None = None
-    sampler: str = "embedded"
-    sampler_gpus: tuple[int, ...] = ()
-    sampler_tensor_parallel: int = 1
-    sampler_args: str | None = None
-    sampler_addresses: tuple[str, ...] = ()
+    max_length: int | None = _option(None, "Maximum tokens of prompt and completion.", type=click.IntRange(min=2))
+    max_batch: int | None = _option(None, "Maximum number of concurrent requests.", type=_COUNT)
+    threads: int | None = _option(None, "CPU threads for sampling.", type=_COUNT)
+    lora_rank: int | None = _option(None, "LoRA rank (default: train all weights).", type=_COUNT)
+    learner_processes: int = _option(1, "Processes that train together.", type=_COUNT)
+    learner_gpus: tuple[int, ...] = _option((), "Their GPUs, as 0,1,2 (default: the first ones).", callback=_numbers)
+    learner_strategy: str = _option("auto", "How they share.", type=click.Choice(["auto", "ddp", "fsdp"]))
+    learner_nodes: int = _option(1, "Machines that train together.", type=_COUNT)
+    learner_rendezvous: str | None = _option(None, "HOST:PORT of this machine for the others.")
+    sampler: str = _option("embedded", "What samples.", type=click.Choice(["embedded", "vllm"]))
+    sampler_gpus: tuple[int, ...] = _option((), "GPUs of the vLLM to start, as 0,1.", callback=_numbers)
+    sampler_tensor_parallel: int = _option(1, "GPUs for each vLLM server.", type=_COUNT)
+    sampler_args: str | None = _option(
+        None, "Further arguments of vLLM, as a JSON object.", callback=_object, metavar="JSON"
+    )
+    sampler_addresses: tuple[str, ...] = _option(
+        (), "URLs of running vLLM servers, separated by commas.", callback=_addresses
+    )
     sampler_api_key: str | None = field(default=None, repr=False)
-    keep_last: int = 3
-    keep_every: int | None = None
-    allow_code: Path | None = None
+    log_samples: Path | None = _option(None, "Append a JSON line per completion.", type=_PATH)  # noqa: RUF009
+    keep_last: int = _option(3, "Checkpoints to keep, the latest ones.", type=_COUNT)
+    keep_every: int | None = _option(None, "Also keep every Nth checkpoint; 1 keeps all.", type=_COUNT)
+    allow_code: Path | None = _option(  # noqa: RUF009
+        None,
+        "Folder whose Python files jobs may run as losses, optimizers and schedules (default: none).",
+        type=_FOLDER,
+    )
+    parent_pid: int | None = _option(None, "Exit when this process has exited.", type=int)
 
     @property
     def keep(self) -> "Retention":

@@ -17,11 +17,10 @@ _EPISODES = click.option(
     "--episodes", type=click.IntRange(min=2), help="Play at most so many; 8 rows and at most 64 by default."
 )
 _SECONDS = click.option("--seconds", type=click.FloatRange(min=1), default=120.0, help="Play at most for so long.")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 
 
 @click.command("doctor")
-@options.request("FinetuneRunConfig", _EPISODES, _SECONDS, _JSON)
+@options.request("FinetuneRunConfig", _EPISODES, _SECONDS, options.as_json)
 @click.pass_context
 def command(
     ctx: click.Context, request: "FinetuneRunConfig", episodes: int | None, seconds: float, as_json: bool

@@ -19,7 +19,7 @@ _REPS = click.option("--reps", type=click.IntRange(min=1), default=1, help="Epis
 @click.command("eval")
 @options.request(
     "EvaluationRunConfig",
-    *(options.dataset, options.endpoint, _SKIP_WORKFLOW, _SKIP_COMPLETED, _REPS, options.checkpoint),
+    *(options.dataset, *options.endpoint, _SKIP_WORKFLOW, _SKIP_COMPLETED, _REPS, options.checkpoint),
 )
 def command(request: "EvaluationRunConfig", checkpoint: Path | None) -> None:
     """Score a workflow on a dataset. Prints a table and writes the evaluation files."""

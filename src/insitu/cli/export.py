@@ -4,12 +4,12 @@ from pathlib import Path
 
 import click
 
-_PATH = click.Path(path_type=Path)
+from insitu.cli import options
 
 
 @click.command("export")
-@click.argument("run_dir", type=_PATH)
-@click.argument("out", type=_PATH)
+@click.argument("run_dir", type=options.PATH)
+@click.argument("out", type=options.PATH)
 @click.option("--checkpoint", metavar="NAME", help="best, latest or step_N (default: the best, else the latest).")
 @click.option("--merge", is_flag=True, help="Merge an adapter into its base model.")
 @click.option("--push", metavar="NAME", help="Also upload the folder to this repository of the Hugging Face Hub.")

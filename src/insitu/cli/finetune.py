@@ -16,7 +16,7 @@ _RESUME = click.option(
     "--resume",
     is_flag=False,
     flag_value=Path(),
-    type=click.Path(path_type=Path),
+    type=options.PATH,
     callback=lambda context, parameter, value: True if value == Path() else value,
     metavar="[RUN_DIR]",
     help="Continue the run in finetuning.output_dir, or in RUN_DIR, where its process ended.",
@@ -25,7 +25,7 @@ _FORCE = click.option("--force", is_flag=True, help="With --resume: although set
 
 
 @click.command("finetune")
-@options.request("FinetuneRunConfig", options.dataset, options.endpoint, options.validation, _RESUME, _FORCE)
+@options.request("FinetuneRunConfig", options.dataset, *options.endpoint, *options.validation, _RESUME, _FORCE)
 def command(request: "FinetuneRunConfig") -> None:
     """Train the model behind a workflow, as configured in the `finetuning` section."""
     from insitu.schemas.finetuning import TrainingStatusEnum

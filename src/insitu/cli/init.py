@@ -4,9 +4,11 @@ from pathlib import Path
 
 import click
 
+from insitu.cli import options
+
 
 @click.command("init")
-@click.argument("name", type=click.Path(path_type=Path))
+@click.argument("name", type=options.PATH)
 @click.option("--framework", metavar="NAME", help="Write an agent of this framework, such as langgraph.")
 @click.option(
     "--model", metavar="MODEL", help="A folder or Hugging Face name, in place of the small model it comes with."

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-_PATH = click.Path(path_type=Path)
-_FILE = click.argument("file", required=False, type=_PATH)
-_CONFIG_FILE = click.option("--config_file", type=_PATH, help="The YAML file, instead of FILE.")
+PATH = click.Path(path_type=Path)
+_FILE = click.argument("file", required=False, type=PATH)
+_CONFIG_FILE = click.option("--config_file", type=PATH, help="The YAML file, instead of FILE.")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -44,7 +44,7 @@ def request(kind: str, *options: Decorator) -> Decorator:
 dataset = click.option("--dataset", help="Replaces the dataset of the file: .json .jsonl .csv .parquet .xlsx")
 checkpoint = click.option(
     "--checkpoint",
-    type=_PATH,
+    type=PATH,
     metavar="CHECKPOINT",
     help="Weights for llms of _type policy: a folder, a run directory, best, or latest.",
 )
@@ -56,18 +56,19 @@ override = click.option(
     metavar="KEY VALUE",
     help="Set a key of the file, such as -o finetuning.num_epochs 5",
 )
-_endpoint = click.option("--endpoint", metavar="URL", help="Run the workflow on this `insitu serve`.")
-_timeout = click.option(
-    "--endpoint_timeout", type=click.IntRange(min=1), default=300, help="Seconds per attempt there."
+endpoint = (
+    click.option("--endpoint", metavar="URL", help="Run the workflow on this `insitu serve`."),
+    click.option("--endpoint_timeout", type=click.IntRange(min=1), default=300, help="Seconds per attempt there."),
+    click.option(
+        "--result_json_path", default="$", help="JSONPath of the workflow's output in its answer, such as $.answer"
+    ),
 )
-_result_path = click.option(
-    "--result_json_path", default="$", help="JSONPath of the workflow's output in its answer, such as $.answer"
+validation = (
+    click.option("--validation_dataset", help="Held-out rows, replacing those of the file."),
+    click.option("--validation_interval", type=click.IntRange(min=1), help="Epochs between validations."),
+    click.option("--validation_config_file", type=PATH, help="A file with the workflow and evaluators for validation."),
 )
-
-
-def endpoint(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--endpoint, --endpoint_timeout, --result_json_path."""
-    return _endpoint(_timeout(_result_path(command)))
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def access(variable: str) -> Decorator:
@@ -91,17 +92,23 @@ def access(variable: str) -> Decorator:
     return lambda command: token(no_auth(allowed_host(command)))
 
 
-_validation_options = (
-    click.option("--validation_dataset", help="Held-out rows, replacing those of the file."),
-    click.option("--validation_interval", type=click.IntRange(min=1), help="Epochs between validations."),
-    click.option(
-        "--validation_config_file", type=_PATH, help="A file with the workflow and evaluators for validation."
-    ),
-)
+def server(variable: str, port: int) -> Decorator:
+    """--host, --port and the options of `access`: the command gets `host`, `port`, and an AccessPolicy as `access`."""
 
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def with_access(
+            host: str, token: str | None, insecure_no_auth: bool, allowed_host: tuple[str, ...], **others: Any
+        ) -> Any:
+            from insitu.wire.http_access import AccessPolicy
 
-def validation(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--validation_dataset, --validation_interval, --validation_config_file."""
-    for option in reversed(_validation_options):
-        command = option(command)
-    return command
+            policy = AccessPolicy.of(
+                host, token, variable=variable, allow_anyone=insecure_no_auth, allowed_hosts=allowed_host
+            )
+            return command(host=host, access=policy, **others)
+
+        address = click.option("--host", default="127.0.0.1", help="The address to bind.")
+        free_port = click.option("--port", default=port, type=click.IntRange(0, 65535), help="0 picks a free port.")
+        return address(free_port(access(variable)(with_access)))
+
+    return decorate

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import click
 
-_PATH = click.Path(path_type=Path)
+from insitu.cli import options
 
 
 @click.command("promote")
-@click.argument("run_dir", type=_PATH, required=False)
-@click.argument("destination", type=_PATH, required=False)
+@click.argument("run_dir", type=options.PATH, required=False)
+@click.argument("destination", type=options.PATH, required=False)
 @click.option("--checkpoint", metavar="NAME", help="best, latest or step_N (default: best).")
 @click.option(
     "--confidence",
@@ -18,7 +18,7 @@ _PATH = click.Path(path_type=Path)
     help="Confidence that it scores higher than what it replaces.",
 )
 @click.option("--merge", is_flag=True, help="Merge an adapter into its base model.")
-@click.option("--rollback", type=_PATH, metavar="DESTINATION", help="Instead: put the previous version back.")
+@click.option("--rollback", type=options.PATH, metavar="DESTINATION", help="Instead: put the previous version back.")
 def command(
     run_dir: Path | None,
     destination: Path | None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from insitu.cli import options
 from insitu.wire.redaction import results_console
 
 if TYPE_CHECKING:
@@ -14,10 +15,8 @@ if TYPE_CHECKING:
 
     from insitu.runs.summary import RunDetails, RunSummary
 
-_PATH = click.Path(path_type=Path)
 _WIDE = 1000
 """Characters that a line of a table may have in a pipe or file."""
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.group("runs")
@@ -26,8 +25,8 @@ def command() -> None:
 
 
 @command.command("list", short_help="List the runs in folders.")
-@click.argument("folders", nargs=-1, type=_PATH, metavar="[FOLDER]...")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object per run.")
+@click.argument("folders", nargs=-1, type=options.PATH, metavar="[FOLDER]...")
+@options.as_json
 def list_(folders: tuple[Path, ...], as_json: bool) -> None:
     """List the runs in each FOLDER and up to three levels below it, the last written first.
 
@@ -101,8 +100,8 @@ def _score(value: Any) -> str | None:
 
 
 @command.command("show", short_help="Show the state of a run.")
-@click.argument("run_dir", type=_PATH)
-@_as_json
+@click.argument("run_dir", type=options.PATH)
+@options.as_json
 def show(run_dir: Path, as_json: bool) -> None:
     """Show the settings, events, epochs, validations and files of RUN_DIR, and what --resume would do."""
     from insitu.runs.summary import read_details
@@ -182,8 +181,8 @@ def _bytes(size: float) -> str:
 
 
 @command.command("fork", short_help="Start a new run from an epoch of another.")
-@click.argument("run_dir", type=_PATH)
-@click.argument("new_dir", type=_PATH)
+@click.argument("run_dir", type=options.PATH)
+@click.argument("new_dir", type=options.PATH)
 @click.option("--epoch", type=click.IntRange(min=0), required=True, help="The last epoch that the new run has.")
 @click.option("--new_optimizer", is_flag=True, help="Leave the optimizer state out: AdamW starts with new moments.")
 def fork(run_dir: Path, new_dir: Path, epoch: int, new_optimizer: bool) -> None:

@@ -11,24 +11,19 @@ from insitu.wire.redaction import notes_console
 
 if TYPE_CHECKING:
     from insitu.schemas.evaluation import RunRequest
+    from insitu.wire.http_access import AccessPolicy
 
 
-_OPTIONS = (
-    click.option("--host", default="127.0.0.1", help="The address to bind."),
-    click.option("--port", default=8000, type=click.IntRange(0, 65535), help="0 picks a free port."),
-    options.access("INSITU_SERVE_TOKEN"),
-    click.option(
-        "--policy_url",
-        multiple=True,
-        metavar="URL",
-        help="A model server that trainers may name (default: those on this machine, for trainers on this machine).",
-    ),
-    options.checkpoint,
+_POLICY_URL = click.option(
+    "--policy_url",
+    multiple=True,
+    metavar="URL",
+    help="A model server that trainers may name (default: those on this machine, for trainers on this machine).",
 )
 
 
 @click.command("serve")
-@options.request("RunRequest", *_OPTIONS)
+@options.request("RunRequest", options.server("INSITU_SERVE_TOKEN", port=8000), _POLICY_URL, options.checkpoint)
 def command(request: "RunRequest", **serve_options: Any) -> None:
     """Serve a workflow for `finetune --endpoint`, `eval --endpoint` and POST /generate."""
     from insitu.collect.event_loop import run_async
@@ -40,24 +35,16 @@ async def _serve(
     request: "RunRequest",
     host: str,
     port: int,
-    token: str | None,
-    insecure_no_auth: bool,
-    allowed_host: tuple[str, ...],
+    access: "AccessPolicy",
     policy_url: tuple[str, ...],
     checkpoint: Path | None,
 ) -> None:
     from insitu.config import requested_config
     from insitu.registry import LLM
-    from insitu.remote.client import TOKEN_VARIABLE
     from insitu.remote.service import WorkflowService
     from insitu.training.serving import serve_policy, starting_from
-    from insitu.wire.http_access import AccessPolicy
 
-    config = requested_config(request)
-    access = AccessPolicy.of(
-        host, token, variable=TOKEN_VARIABLE, allow_anyone=insecure_no_auth, allowed_hosts=allowed_host
-    )
-    config = starting_from(config, checkpoint, notes_console())
+    config = starting_from(requested_config(request), checkpoint, notes_console())
     service = WorkflowService(config, serve_policy, access, policy_url)
     try:
         async with service.listening(host, port) as url:

@@ -35,7 +35,7 @@ def _parse_range(context: click.Context, option: click.Parameter, value: str | N
 
 
 @command.command("show", short_help="Print an episode: calls, conversations and training rows.")
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("run_dir", type=options.PATH)
 @click.option("--epoch", type=click.IntRange(min=1), help="Only episodes of this epoch.")
 @click.option("--row", help="Only episodes of the dataset row with this id.")
 @click.option("--generation", type=click.IntRange(min=0), help="Only episodes with this index in their group.")
@@ -47,7 +47,7 @@ def _parse_range(context: click.Context, option: click.Parameter, value: str | N
 @click.option("--limit", type=click.IntRange(min=1), help="List only so many episodes.")
 @click.option("--calls", callback=_parse_range, help="Only these calls, such as 4, 4-7 or 4-.")
 @click.option("--tokens", is_flag=True, help="Print the tokens of the rows, sampled ones with their logprobs.")
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="The folder of the model, if the run has none.")
+@click.option("--tokenizer", type=options.PATH, help="The folder of the model, if the run has none.")
 @click.option("--full", is_flag=True, help=f"Print messages longer than {MAX_CHARACTERS} characters in full.")
 def show(
     run_dir: Path,
@@ -93,9 +93,9 @@ def show(
 
 
 @command.command("export", short_help="Write the episodes as training data for other tools.")
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("run_dir", type=options.PATH)
 @click.option("--format", "format_", type=click.Choice(_EXPORT_FORMATS), required=True, help="What to write.")
-@click.option("--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="The file to write.")
+@click.option("--output", type=options.PATH, required=True, metavar="FILE", help="The file to write.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.option("--epoch", type=click.IntRange(min=1), multiple=True, help="Only this epoch; may be repeated.")
 @click.option("--reward", metavar="NAME", help="The evaluator whose scores are the rewards.")
@@ -138,10 +138,10 @@ def _print_summary(summary: "ExportSummary", output: Path) -> None:
 
 
 @command.command("rescore", short_help="Score the episodes again, with any evaluator.")
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("run_dir", type=options.PATH)
 @click.option("--evaluator", required=True, metavar="NAME", help="A key of `eval.evaluators`.")
-@click.option("--config_file", type=click.Path(path_type=Path), help="The evaluator's file.  [default: the run's]")
-@click.option("--dataset", type=click.Path(path_type=Path), help="The rows of the episodes.  [default: the run's]")
+@click.option("--config_file", type=options.PATH, help="The evaluator's file.  [default: the run's]")
+@click.option("--dataset", type=options.PATH, help="The rows of the episodes.  [default: the run's]")
 @options.override
 def rescore(
     run_dir: Path, evaluator: str, config_file: Path | None, dataset: Path | None, override: tuple[tuple[str, str], ...]

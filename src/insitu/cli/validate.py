@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @click.command("validate")
-@options.request("FinetuneRunConfig", options.dataset, options.validation)
+@options.request("FinetuneRunConfig", options.dataset, *options.validation)
 def command(request: "FinetuneRunConfig") -> None:
     """Check a file, its plugins and its datasets, as `finetune` does before it starts anything."""
     from insitu.collect.event_loop import run_async

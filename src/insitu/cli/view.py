@@ -3,28 +3,21 @@
 import asyncio
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import click
 
 from insitu.cli import options
 
-_TOKEN_VARIABLE = "INSITU_VIEW_TOKEN"
+if TYPE_CHECKING:
+    from insitu.wire.http_access import AccessPolicy
 
 
 @click.command("view")
-@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
-@click.option("--host", default="127.0.0.1", help="The address to bind.")
-@click.option("--port", default=0, type=click.IntRange(0, 65535), help="0 picks a free port.")
-@options.access(_TOKEN_VARIABLE)
-def command(
-    folder: Path | None,
-    host: str,
-    port: int,
-    token: str | None,
-    insecure_no_auth: bool,
-    allowed_host: tuple[str, ...],
-) -> None:
+@click.argument("folder", required=False, type=options.PATH, metavar="[FOLDER]")
+@options.server("INSITU_VIEW_TOKEN", port=0)
+def command(folder: Path | None, host: str, port: int, access: "AccessPolicy") -> None:
     """Show the runs in FOLDER, or the run that it is, in a browser. Live while they are written; changes nothing.
 
     Without FOLDER: the runs in runs/ and .tmp/ of the working directory.
@@ -32,17 +25,13 @@ def command(
     from insitu.collect.event_loop import run_async
     from insitu.view.opened import OpenedFolder
     from insitu.view.server import ViewServer
-    from insitu.wire.http_access import AccessPolicy
 
-    access = AccessPolicy.of(
-        host, token, variable=_TOKEN_VARIABLE, allow_anyone=insecure_no_auth, allowed_hosts=allowed_host
-    )
     server = ViewServer(OpenedFolder(folder), access)
 
     async def serve() -> None:
         try:
             async with server.listening(host, port) as url:
-                _print_link(url, token)
+                _print_link(url, access.token)
                 await asyncio.Event().wait()
         except asyncio.CancelledError:
             print("stopped", flush=True)
