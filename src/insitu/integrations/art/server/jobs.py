@@ -5,6 +5,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from insitu.backend.learner.batches import optimizer_steps
@@ -13,7 +14,7 @@ from insitu.backend.protocols import Services
 from insitu.errors import JobFailed, RequestRefused
 from insitu.integrations.art.server.models import ArtModels
 from insitu.integrations.art.server.rows import ArtBatch, build_batch
-from insitu.integrations.art.server.settings import TrainPlan, parse_plan
+from insitu.integrations.art.server.settings import parse_plan
 from insitu.integrations.art.server.trajectories import ArtGroup, ArtModel, TrainingBody, parse
 from insitu.schemas.training_jobs import JobState, TrainingSettings
 
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 KEPT_JOBS = 100
 """Jobs and refused requests that can be looked up."""
+_LOSS_NAMES = {"loss": "train", "kl": "kl_policy_ref"}
+"""Our metrics -> their names after `loss/` in releases from 0.5.17 on, where they differ."""
 
 
 @dataclass(frozen=True)
@@ -83,22 +86,15 @@ class ArtJob:
 
     def _format(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """The metrics under the names that the client's release expects."""
-        values = {name: metrics.get(name) or 0.0 for name in ("loss", "grad_norm", "entropy", "learning_rate")}
+        values = dict.fromkeys(("loss", "grad_norm", "entropy", "learning_rate"), 0.0)
+        values |= {name: metrics[name] for name in (*values, "kl") if metrics.get(name) is not None}
         dropped = {f"dropped_{reason}": float(count) for reason, count in self.dropped.items()}
-        old = {
-            **{name: value for name, value in values.items() if name != "learning_rate"},
-            **({"kl_div": metrics["kl"]} if metrics.get("kl") is not None else {}),
-            "num_gradient_steps": self.steps,
-        }
+        old = {"kl_div" if name == "kl" else name: value for name, value in values.items() if name != "learning_rate"}
+        old["num_gradient_steps"] = self.steps
         if self.model.legacy:
             return old | dropped
-        new = {
-            **{f"loss/{'train' if name == 'loss' else name}": value for name, value in values.items()},
-            **({"loss/kl_policy_ref": metrics["kl"]} if metrics.get("kl") is not None else {}),
-            **{f"data/step_{name}": float(value) for name, value in self.counts.items()},
-            **{f"data/step_{name}": value for name, value in dropped.items()},
-        }
-        return old | new
+        losses = {f"loss/{_LOSS_NAMES.get(name, name)}": value for name, value in values.items()}
+        return old | losses | {f"data/step_{name}": float(value) for name, value in (self.counts | dropped).items()}
 
 
 class ArtJobs:
@@ -131,7 +127,9 @@ class ArtJobs:
             registered.ignored_settings.update(ignored)
             logger.warning("model %s: settings without effect here: %s", registered.model.key, ", ".join(ignored))
         groups = body.trajectory_groups
-        batch = await asyncio.to_thread(self._build_batch, groups, plan)
+        render = partial(self._tokenizer.render_prompt, template_kwargs=plan.template_kwargs)
+        limits = self._loaded.max_length, self._loaded.vocab_size
+        batch = await asyncio.to_thread(build_batch, groups, plan, render, *limits)
         lora = plan.settings.lora or registered.learner.lora
         settings = plan.settings.model_copy(update={"steps_per_iteration": batch.sequences or None, "lora": lora})
         step = registered.step
@@ -161,12 +159,6 @@ class ArtJobs:
             return None
         logger.info("model %s: the request of %s was repeated; it is not trained twice", latest.model.key, state.id)
         return latest
-
-    def _build_batch(self, groups: Sequence[ArtGroup], plan: TrainPlan) -> ArtBatch:
-        def render(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[int]:
-            return self._tokenizer.render_prompt(messages, tools, plan.template_kwargs)
-
-        return build_batch(groups, plan, render, self._loaded.max_length, self._loaded.vocab_size)
 
     def get(self, job_id: str) -> ArtJob:
         if job_id not in self._jobs:

@@ -154,21 +154,18 @@ class ArtModels:
 
     def check(self, model: ArtModel) -> None:
         """Raises RequestRefused if this backend cannot train the model."""
-        for key, value in (("entity", model.entity), ("project", model.project), ("name", model.name)):
+        for key in ("entity", "project", "name"):
+            value, problem = getattr(model, key), ""
             if value in ("", ".", "..") or not value.isprintable():  # it is also a line of logs
-                problem = f"the model's {key} is {value!r:.80}, which is not a folder name"
-                raise RequestRefused(problem, status=422, param=key)
-            if len(_folder_name(value)) > MAX_NAME_BYTES:
-                problem = (
-                    f"the model's {key} is {value!r:.40}..., too long for a folder name; allowed: {MAX_NAME_BYTES} "
-                    "bytes"
-                )
-                raise RequestRefused(problem, status=422, param=key)
+                problem = f"{value!r:.80}, which is not a folder name"
+            elif len(_folder_name(value)) > MAX_NAME_BYTES:
+                problem = f"{value!r:.40}..., too long for a folder name; allowed: {MAX_NAME_BYTES} bytes"
+            if problem:
+                raise RequestRefused(f"the model's {key} is {problem}", status=422, param=key)
         base = model.base
         if base is None or not self._is_loaded_model(base):
             problem = f"this backend has loaded {self._source!r}, also served as {self._name!r}"
-            message = f"base_model is {base!r}, but {problem}"
-            raise RequestRefused(message, status=409, param="base_model", code="other_base_model")
+            raise _conflict(f"base_model is {base!r}, but {problem}", "base_model", "other_base_model")
         parse_plan(model, {}, {})  # refuses unsupported configuration now instead of after the first episodes
         for other in self._models.values():
             if other.model.name == model.name and other.model.key != model.key:
@@ -176,13 +173,8 @@ class ArtModels:
             if other.model.key == model.key and other.model.identity != model.identity:
                 raise _name_taken(model, f"entity, project and name of another model are {other.model.identity}")
             if other.model.name == base:
-                raise RequestRefused(
-                    f"base_model is {base!r}, but {other.model.key} is served under that name; {self._name!r} is the "
-                    "same model",
-                    status=409,
-                    param="base_model",
-                    code="name_taken",
-                )
+                problem = f"{other.model.key} is served under that name; {self._name!r} is the same model"
+                raise _conflict(f"base_model is {base!r}, but {problem}", "base_model", "name_taken")
         if model.name == self._name:
             raise _name_taken(model, "this backend serves its own model under it (option --name)")
         if model.name == base or model.name in self._base_names:
@@ -198,8 +190,9 @@ class ArtModels:
         self.check(model)
         if model.key not in self._models:
             if len(self._models) >= MAX_MODELS:
-                problem = f"this backend trains {MAX_MODELS} models already; delete some"
-                raise RequestRefused(problem, status=409, code="too_many_models")
+                raise _conflict(
+                    f"this backend trains {MAX_MODELS} models already; delete some", None, "too_many_models"
+                )
             folder = self.folder(model)
             learner = await self._compute.call(self._open_learner, model, folder)
             if learner.version:
@@ -234,7 +227,7 @@ class ArtModels:
         shutil.rmtree(self.folder(registered.model), ignore_errors=True)
 
     def folder(self, model: ArtModel) -> Path:
-        return self._folder.joinpath(*map(_folder_name, (model.entity, model.project, model.name)))
+        return self._folder.joinpath(*map(_folder_name, model.identity))
 
     def find(self, name: str) -> ServedModel | None:
         if name in self._base_names:
@@ -255,4 +248,8 @@ def _folder_name(name: str) -> str:
 
 def _name_taken(model: ArtModel, reason: str) -> RequestRefused:
     message = f"the name {model.name!r} of {model.key} is taken: {reason}; rename one of them"
-    return RequestRefused(message, status=409, param="name", code="name_taken")
+    return _conflict(message, "name", "name_taken")
+
+
+def _conflict(message: str, param: str | None, code: str) -> RequestRefused:
+    return RequestRefused(message, status=409, param=param, code=code)

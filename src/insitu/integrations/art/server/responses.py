@@ -26,18 +26,19 @@ def json_endpoint(handler: Result) -> Handler:
     async def endpoint(request: web.Request) -> web.StreamResponse:
         try:
             result = await handler(request)
-        except RequestRefused as error:
-            logger.warning("%s %r refused: %s", request.method, request.path, error)
-            return art_error(str(error), error.status, error.param, error.code)
         except BackendError as error:
-            return art_error(str(error), 503 if isinstance(error, BackendUnavailable) else 500)
+            if isinstance(error, RequestRefused):
+                logger.warning("%s %r refused: %s", request.method, request.path, error)
+            return art_error(error)
         return result if isinstance(result, web.StreamResponse) else json_response(result)
 
     return endpoint
 
 
-def art_error(message: str, status: int, param: str | None = None, code: str | None = None) -> web.Response:
-    return error_response(message, status, param, code, detail=message)
+def art_error(error: BackendError) -> web.Response:
+    if isinstance(error, RequestRefused):
+        return error_response(str(error), error.status, error.param, error.code, detail=str(error))
+    return error_response(str(error), 503 if isinstance(error, BackendUnavailable) else 500, detail=str(error))
 
 
 class BodyLimit(NamedTuple):
@@ -102,7 +103,7 @@ async def stream_metrics(request: web.Request, job: ArtJob) -> web.StreamRespons
     except (JobFailed, RequestRefused) as error:
         logger.error("model %s: %s", job.model.key, error)
         if not response.prepared:
-            return art_error(str(error), error.status if isinstance(error, RequestRefused) else 500)
+            return art_error(error)
         if request.transport is not None:
             request.transport.abort()
         return response

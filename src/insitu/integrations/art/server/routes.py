@@ -4,7 +4,8 @@ ART clients up to 0.5.7 call the `art run` endpoints directly; later ones throug
 protocol models have ids, and clients follow training jobs by polling their events.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -17,6 +18,7 @@ from insitu.integrations.art.server.jobs import ArtJob, ArtJobs, TrainRequest
 from insitu.integrations.art.server.models import ArtModels, RegisteredModel
 from insitu.integrations.art.server.responses import (
     TRAJECTORIES,
+    Result,
     Uploads,
     json_endpoint,
     read_as,
@@ -33,96 +35,86 @@ from insitu.integrations.art.server.trajectories import (
     ServerlessLogRequest,
     ServerlessStepsRequest,
     ServerlessTrainRequest,
+    TrainingBody,
     parse,
 )
 from insitu.wire.http_server import latin1_header
 
-SERVERLESS_PREFIX = "/v1/preview"
-"""Path prefix of the serverless endpoints; clients are configured with a base_url ending in `/v1`."""
+_UNSUPPORTED = ("pull_from_s3", "push_to_s3", "fork_checkpoint", "deploy")
+_KEY = "Idempotency-Key"
+_SMOOTHING = "benchmark_smoothing"
 
 
-_UNSUPPORTED = (
-    "/_experimental_pull_from_s3",
-    "/_experimental_push_to_s3",
-    "/_experimental_fork_checkpoint",
-    "/_experimental_deploy",
-)
+def routes(services: Services) -> list[ApiRoute]:
+    models = ArtModels(services)
+    parts = models, ArtJobs(models, services), Uploads(), services.options.token
+    return [*_art_run_routes(_ArtRunEndpoints(*parts)), *_serverless_routes(_ServerlessEndpoints(*parts))]
 
 
-def art_run_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads, services: Services) -> list[ApiRoute]:
-    """The `art run` routes, mounted at the server root."""
-    endpoints = _ArtRunEndpoints(models, jobs, uploads, services.options.token)
+def _routes_below(prefix: str, title: str) -> Callable[..., ApiRoute]:
+    """A function that makes a route below a path; `title` begins its summary."""
 
-    def get(path: str, handler: Any, summary: str, *, public: bool = False) -> ApiRoute:
-        return ApiRoute("GET", path, json_endpoint(handler), summary, public=public)
-
-    def post(path: str, handler: Any, summary: str, body: type[BaseModel] | None, **options: Any) -> ApiRoute:
+    def route(
+        method: str, path: str, handler: Result, summary: str, body: type[BaseModel] | None = None, **options: Any
+    ) -> ApiRoute:
         request = [body] if body is not None else []
-        return ApiRoute("POST", path, json_endpoint(handler), f"ART: {summary}", request=request, **options)
+        return ApiRoute(method, prefix + path, json_endpoint(handler), title + summary, request=request, **options)
 
-    def unsupported(path: str) -> ApiRoute:
-        return post(path, endpoints.unsupported, "not supported", ArtModelRequest)
+    return route
 
+
+def _art_run_routes(run: "_ArtRunEndpoints") -> list[ApiRoute]:
+    """The routes of `art run`, mounted at the server root."""
+    route, about_jobs, keys = _routes_below("", "ART: "), _routes_below("/art/jobs", ""), (_KEY,)
+    log = "log trajectories; stores their mean metrics for the current step"
+    best = "delete all but the latest and best checkpoints"
     return [
-        get("/healthcheck", endpoints.health, "ART: health check", public=True),
-        post("/close", endpoints.close, "close a client's session; the server keeps running", None),
-        post("/register", endpoints.register, "check that a model can be trained here", ArtModel),
-        post("/_get_step", endpoints.step, "a model's latest step", ArtModel),
-        post("/_prepare_backend_for_training", endpoints.prepare, "URL and API key for sampling", ArtPrepareRequest),
-        post(
+        route("GET", "/healthcheck", run.health, "health check", public=True),
+        route("POST", "/close", run.close, "close a client's session; the server keeps running"),
+        route("POST", "/register", run.register, "check that a model can be trained here", ArtModel),
+        route("POST", "/_get_step", run.step, "a model's latest step", ArtModel),
+        route("POST", "/_prepare_backend_for_training", run.prepare, "URL and API key for sampling", ArtPrepareRequest),
+        route(
+            "POST",
             "/_train_model",
-            endpoints.train,
+            run.train,
             "train; streams metrics per gradient step",
             ArtTrainRequest,
-            headers=("Idempotency-Key",),
+            headers=keys,
         ),
-        post("/_log", endpoints.log, "log trajectories; stores their mean metrics for the current step", ArtLogRequest),
-        post(
-            "/_delete_checkpoints",
-            endpoints.delete_checkpoints,
-            "delete all but the latest and best checkpoints",
-            ArtModel,
-            query=("benchmark", "benchmark_smoothing"),
+        route("POST", "/_log", run.log, log, ArtLogRequest),
+        route("POST", "/_delete_checkpoints", run.keep_best, best, ArtModel, query=("benchmark", _SMOOTHING)),
+        route("POST", "/_delete_checkpoint_files", run.keep, "delete all but the latest and listed", ArtKeepRequest),
+        *(
+            route("POST", f"/_experimental_{name}", run.unsupported, "not supported", ArtModelRequest)
+            for name in _UNSUPPORTED
         ),
-        post(
-            "/_delete_checkpoint_files",
-            endpoints.delete_checkpoint_files,
-            "delete all but the latest and listed",
-            ArtKeepRequest,
-        ),
-        *map(unsupported, _UNSUPPORTED),
-        get("/art/jobs", endpoints.list_jobs, "Recent training requests from ART clients, including refused ones"),
-        get("/art/jobs/{id}", endpoints.get_job, "One training request"),
+        about_jobs("GET", "", run.list_jobs, "Recent training requests from ART clients, including refused ones"),
+        about_jobs("GET", "/{id}", run.get_job, "One training request"),
     ]
 
 
-def serverless_routes(models: ArtModels, jobs: ArtJobs, uploads: Uploads) -> list[ApiRoute]:
-    endpoints = _ServerlessEndpoints(models, jobs, uploads)
-
-    def route(
-        method: str, path: str, handler: Any, summary: str, body: type[BaseModel] | None = None, **options: Any
-    ) -> ApiRoute:
-        path, summary, request = SERVERLESS_PREFIX + path, f"ART serverless: {summary}", [body] if body else []
-        return ApiRoute(method, path, json_endpoint(handler), summary, request=request, **options)
-
-    one, steps, pages = "/models/{id}", "/models/{id}/checkpoints", ("after", "limit")
-    keys, train = ("Idempotency-Key",), ServerlessTrainRequest
+def _serverless_routes(serverless: "_ServerlessEndpoints") -> list[ApiRoute]:
+    """The routes of `art.ServerlessBackend`, whose clients are configured with a base_url ending in `/v1`."""
+    route, model, pages = _routes_below("/v1/preview", "ART serverless: "), "/models/{id}", ("after", "limit")
+    checkpoints, by_step = f"{model}/checkpoints", "delete checkpoints by step"
+    listing = "a model's checkpoints with metrics"
     return [
-        route("POST", "/models", endpoints.create, "create a model, or return the existing one", ArtModel),
-        route("DELETE", one, endpoints.delete, "delete a model"),
-        route("GET", steps, endpoints.checkpoints, "a model's checkpoints with metrics", query=("order", *pages)),
-        route("DELETE", steps, endpoints.delete_checkpoints, "delete checkpoints by step", ServerlessStepsRequest),
-        route("POST", f"{one}/log", endpoints.log, "log trajectories (same as /_log)", ServerlessLogRequest),
-        route("POST", "/training-jobs", endpoints.train, "train", train, headers=keys),
-        route("GET", "/training-jobs/{id}/events", endpoints.events, "a job's events so far", query=pages),
-        route("POST", "/sft-training-jobs", endpoints.train_sft, "not supported"),
+        route("POST", "/models", serverless.create, "create a model, or return the existing one", ArtModel),
+        route("DELETE", model, serverless.delete, "delete a model"),
+        route("GET", checkpoints, serverless.checkpoints, listing, query=("order", *pages)),
+        route("DELETE", checkpoints, serverless.delete_checkpoints, by_step, ServerlessStepsRequest),
+        route("POST", f"{model}/log", serverless.log, "log trajectories (same as /_log)", ServerlessLogRequest),
+        route("POST", "/training-jobs", serverless.train, "train", ServerlessTrainRequest, headers=(_KEY,)),
+        route("GET", "/training-jobs/{id}/events", serverless.events, "a job's events so far", query=pages),
+        route("POST", "/sft-training-jobs", serverless.train_sft, "not supported"),
     ]
 
 
 class _Endpoints:
     """One method per endpoint; each returns the JSON body of the response."""
 
-    def __init__(self, models: ArtModels, jobs: ArtJobs, uploads: Uploads, token: str | None = None) -> None:
+    def __init__(self, models: ArtModels, jobs: ArtJobs, uploads: Uploads, token: str | None) -> None:
         self._models = models
         self._jobs = jobs
         self._uploads = uploads
@@ -130,6 +122,14 @@ class _Endpoints:
 
     async def _log(self, registered: RegisteredModel, body: ServerlessLogRequest) -> None:
         await registered.metrics_log.log(registered.step, body.split or "val", body.trajectory_groups)
+
+    async def _start(
+        self, request: web.Request, model_of: Callable[[Any], ArtModel], kind: type[TrainingBody]
+    ) -> ArtJob:
+        """Reads a training request, whose body says which model, and starts its job."""
+        data, digest = await read_json(request)
+        key = latin1_header(request, _KEY)
+        return await self._jobs.start(TrainRequest(model_of(data), kind, data, key, digest))
 
 
 class _ArtRunEndpoints(_Endpoints):
@@ -159,10 +159,8 @@ class _ArtRunEndpoints(_Endpoints):
 
     async def train(self, request: web.Request) -> web.StreamResponse:
         async with self._uploads.slot():
-            data, digest = await read_json(request)
-            model, key = parse(ArtModelRequest, data).model, latin1_header(request, "Idempotency-Key")
-            train_request = TrainRequest(model, ArtTrainRequest, data, key, digest)
-            return await stream_metrics(request, await self._jobs.start(train_request))
+            job = await self._start(request, lambda data: parse(ArtModelRequest, data).model, ArtTrainRequest)
+            return await stream_metrics(request, job)
 
     async def log(self, request: web.Request) -> None:
         async with self._uploads.slot():
@@ -170,27 +168,24 @@ class _ArtRunEndpoints(_Endpoints):
             if body.model.trainable:
                 await self._log(await self._models.open(body.model), body)
 
-    async def delete_checkpoints(self, request: web.Request) -> None:
+    async def keep_best(self, request: web.Request) -> None:
         """Deletes all checkpoints except the latest and the best by the logged metrics."""
         registered = await self._models.open(await read_as(ArtModel, request))
         metric = request.query.get("benchmark", "val/reward")
-        smoothing = _parse_smoothing(request.query.get("benchmark_smoothing", "1"))
         versions = registered.learner.versions
-        best = registered.metrics_log.best(metric, smoothing, versions)
+        best = registered.metrics_log.best(metric, _smoothing(request), versions)
         await self._models.delete_steps(registered, set(versions) - {best})
 
-    async def delete_checkpoint_files(self, request: web.Request) -> None:
+    async def keep(self, request: web.Request) -> None:
+        """Deletes all checkpoints except the latest and the listed ones."""
         body = await read_as(ArtKeepRequest, request)
         registered = await self._models.open(body.model)
         await self._models.delete_steps(registered, set(registered.learner.versions) - {*body.steps_to_keep})
 
     async def unsupported(self, request: web.Request) -> None:
         model = (await read_as(ArtModelRequest, request)).model
-        raise RequestRefused(
-            f"{request.path} is not supported here; the checkpoints of {model.key} are in "
-            f"{self._models.folder(model) / 'checkpoints'}",
-            code="unsupported",
-        )
+        where = f"the checkpoints of {model.key} are in {self._models.folder(model) / 'checkpoints'}"
+        raise RequestRefused(f"{request.path} is not supported here; {where}", code="unsupported")
 
     async def list_jobs(self, request: web.Request) -> dict[str, Any]:
         return self._jobs.state()
@@ -199,15 +194,12 @@ class _ArtRunEndpoints(_Endpoints):
         return self._jobs.get(request.match_info["id"]).state()
 
 
-def _parse_smoothing(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        problem = f"benchmark_smoothing must be in (0, 1], got {text!r}"
-        raise RequestRefused(problem, status=422, param="benchmark_smoothing")
-    return value
+def _smoothing(request: web.Request) -> float:
+    text = request.query.get(_SMOOTHING, "1")
+    with suppress(ValueError):
+        if 0 < (value := float(text)) <= 1:
+            return value
+    raise RequestRefused(f"{_SMOOTHING} must be in (0, 1], got {text!r}", status=422, param=_SMOOTHING)
 
 
 class _ServerlessEndpoints(_Endpoints):
@@ -215,15 +207,8 @@ class _ServerlessEndpoints(_Endpoints):
 
     async def create(self, request: web.Request) -> dict[str, Any]:
         registered = await self._models.open(await read_as(ArtModel, request))
-        model = registered.model
-        return {
-            "id": registered.id,
-            "entity": model.entity,
-            "project": model.project,
-            "name": model.name,
-            "base_model": model.base_model,
-            "run_id": None,
-        }
+        names = registered.model.model_dump(include={"entity", "project", "name", "base_model"})
+        return {"id": registered.id, **names, "run_id": None}
 
     async def delete(self, request: web.Request) -> None:
         registered = self._get_model(request)
@@ -251,13 +236,12 @@ class _ServerlessEndpoints(_Endpoints):
             await self._log(registered, await read_as(ServerlessLogRequest, request, TRAJECTORIES))
 
     async def train(self, request: web.Request) -> dict[str, str]:
-        async with self._uploads.slot():
-            data, digest = await read_json(request)
+        def model_of(data: Any) -> ArtModel:
             registered = self._models.get(str(data.get("model_id") if isinstance(data, dict) else None))
-            model = registered.model.model_copy(update={"base_path": ""})  # the service has no legacy defaults
-            key = latin1_header(request, "Idempotency-Key")
-            train_request = TrainRequest(model, ServerlessTrainRequest, data, key, digest)
-            return {"id": (await self._jobs.start(train_request)).job.state.id}
+            return registered.model.model_copy(update={"base_path": ""})  # the service has no legacy defaults
+
+        async with self._uploads.slot():
+            return {"id": (await self._start(request, model_of, ServerlessTrainRequest)).job.state.id}
 
     async def events(self, request: web.Request) -> dict[str, Any]:
         """The events after `after`; clients repeat a request until they have seen a gradient step."""
@@ -283,20 +267,17 @@ def _events(job: ArtJob) -> list[dict[str, Any]]:
         events.append(("training_ended", {}))
     elif job.job.ended:
         events.append(("training_failed", {"error_message": f"job {state.id}: {state.message}"}))
-    return [
-        {"id": str(event_id), "type": event_type, "data": data} for event_id, (event_type, data) in enumerate(events)
-    ]
+    return [{"id": str(index), "type": kind, "data": data} for index, (kind, data) in enumerate(events)]
 
 
 def _paginate(entries: Sequence[dict[str, Any]], request: web.Request) -> dict[str, Any]:
     """Cursor pagination: up to `limit` entries after the one with id `after`."""
     ids = [entry["id"] for entry in entries]
-    after = request.query.get("after")
+    after, limit = request.query.get("after"), request.query.get("limit")
     if after is not None and after not in ids:
         raise RequestRefused(f"unknown cursor after={after!r}", param="after")
-    remaining = list(entries[ids.index(after) + 1 :] if after is not None else entries)
-    limit = request.query.get("limit")
     if limit is not None and not limit.isdecimal():
         raise RequestRefused(f"limit must be a non-negative integer, got {limit!r}", param="limit")
+    remaining = entries[ids.index(after) + 1 :] if after is not None else entries
     page = remaining[: int(limit)] if limit else remaining
     return {"data": page, "has_more": len(page) < len(remaining)}

@@ -4,46 +4,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu.errors import RequestRefused
-from insitu.integrations.art.server.trajectories import ArtModel, drop_nulls
+from insitu.integrations.art.server.trajectories import ArtModel, T, drop_nulls
 from insitu.schemas.training_jobs import TrainingSettings
 
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
-    "allow_training_without_logprobs": (False,),
-    "grad_accumulation_sequences": (1,),
-    "kimi_k2_tau": (0,),
-    "kl_penalty_coef": (0,),
-    "kl_ref_adapter_path": (),
-    "mask_prob_ratio": (False,),
-    "max_negative_advantage_importance_sampling_weight": (0,),
-    "moe_routing_replay_bundle": (),
-    "moe_routing_replay_path": (),
+    **dict.fromkeys(("allow_training_without_logprobs", "mask_prob_ratio"), (False,)),
+    **dict.fromkeys(("scale_learning_rate_by_reward_std_dev", "trainer_args.adafactor"), (False,)),
+    **dict.fromkeys(("kimi_k2_tau", "kl_penalty_coef", "max_negative_advantage_importance_sampling_weight"), (0,)),
+    **dict.fromkeys(("num_trajectories_learning_rate_multiplier_power", "trainer_args.beta"), (0,)),
+    **dict.fromkeys(("trainer_args.label_smoothing_factor", "trainer_args.neftune_noise_alpha"), (0,)),
+    **dict.fromkeys(("grad_accumulation_sequences", "trainer_args.gradient_accumulation_steps"), (1,)),
+    **dict.fromkeys(("kl_ref_adapter_path", "moe_routing_replay_bundle", "moe_routing_replay_path"), ()),
+    **dict.fromkeys(("chat_template", "chat_template_path", "init_args.resize_model_vocab"), ()),
+    **dict.fromkeys(("peft_args.layers_to_transform", "peft_args.layers_pattern"), ()),
+    **dict.fromkeys(("torchtune_args", "tinker_args", "tinker_native_args", "init_args.rope_scaling"), ({},)),
     "moe_routing_replay_strict": (False, True),
-    "num_trajectories_learning_rate_multiplier_power": (0,),
-    "scale_learning_rate_by_reward_std_dev": (False,),
-    "trainer_args.adafactor": (False,),
     "trainer_args.adam_epsilon": (1e-8,),
-    "trainer_args.beta": (0,),
-    "trainer_args.gradient_accumulation_steps": (1,),
-    "trainer_args.label_smoothing_factor": (0,),
-    "trainer_args.neftune_noise_alpha": (0,),
     "trainer_args.optim_target_modules": (),
     "peft_args.bias": ("none",),
     "peft_args.init_lora_weights": (True,),
-    "peft_args.layers_to_transform": (),
-    "peft_args.layers_pattern": (),
     "peft_args.loftq_config": ({},),
     "peft_args.modules_to_save": ([],),
     "peft_args.use_rslora": (False,),
-    "init_args.rope_scaling": ({},),
-    "init_args.resize_model_vocab": (),
-    "chat_template": (),
-    "chat_template_path": (),
-    "torchtune_args": ({},),
-    "tinker_args": ({},),
-    "tinker_native_args": ({},),
 }
 """Unsupported keys that would change training, with the values that have no effect and are therefore accepted."""
 INSTEAD = {
@@ -74,117 +59,107 @@ class TrainPlan:
     ignored: tuple[str, ...] = ()
 
 
+class ArtSettings(BaseModel):
+    """The settings that have an effect here, with ART's defaults; those of a model's blocks as `BLOCK.KEY`.
+
+    Only the request's learning rate counts; ART ignores the model's, too. Other keys are extra.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    ppo: bool | None = None
+    epsilon: float | None = None
+    epsilon_high: float | None = None
+    importance_sampling_level: str = "token"
+    precalculate_logprobs: bool = False
+    truncated_importance_sampling: float | None = None
+    beta: float = 0.0
+    learning_rate: float = 5e-6
+    scale_rewards: bool = True
+    advantage_balance: float = 0.0
+    packed_length: int | None = Field(default=None, alias="packed_sequence_length")
+    template_kwargs: dict[str, Any] = Field(default={}, alias="chat_template_kwargs")
+    max_length: int | None = Field(default=None, alias="init_args.max_seq_length")
+    optim: str = Field(default="adamw", alias="trainer_args.optim")
+    adam_beta1: float = Field(default=0.9, alias="trainer_args.adam_beta1")
+    adam_beta2: float = Field(default=0.99, alias="trainer_args.adam_beta2")
+    weight_decay: float = Field(default=0.1, alias="trainer_args.weight_decay")
+    max_grad_norm: float = Field(default=0.1, alias="trainer_args.max_grad_norm")
+    seed: int = Field(default=3407, alias="peft_args.random_state")
+    rank: int = Field(default=8, alias="peft_args.r")
+    alpha: float = Field(default=16, alias="peft_args.lora_alpha")
+    dropout: float = Field(default=0.0, alias="peft_args.lora_dropout")
+    target_modules: list[Any] = Field(default=[], alias="peft_args.target_modules")
+
+    def objective(self, legacy: bool, unbounded: bool) -> dict[str, Any]:
+        """Releases up to 0.5.7 default to clipping within 0.2, later ones to CISPO with weights up to 5.
+
+        `unbounded`: epsilon_high was sent as null, which means epsilon, not the default.
+        """
+        ppo = legacy if self.ppo is None else self.ppo
+        narrow = ppo or legacy
+        low, high = self.epsilon, self.epsilon_high
+        low = (0.2 if narrow else 1.0) if low is None else low
+        high = (low if narrow or unbounded else 4.0) if high is None else high
+        if ppo:
+            return {"objective": "clip", "clip_low": low, "clip_high": high}
+        return {"objective": "cispo", "cispo_floor": max(1 - low, 0), "cispo_cap": 1 + high}
+
+
 def parse_plan(model: ArtModel, config: Mapping[str, Any], dev_config: Mapping[str, Any]) -> TrainPlan:
     """Raises RequestRefused (422) for unknown, unsupported or invalid settings."""
-    reader = _Reader(drop_nulls(config) | drop_nulls(dev_config), model.config)
-    unbounded = "epsilon_high" in dev_config and dev_config["epsilon_high"] is None
-    settings = {
-        **_objective(reader, model.legacy, unbounded),
-        **_importance(reader),
-        **_optimizer(reader),
-        "kl": {"beta": reader.pop("beta", float, 0.0), "estimator": "k3"},
-        "loss_agg_mode": "sequence",
-        "seed": reader.pop("peft_args.random_state", int, 3407),
-        "lora": None,
-    }
-    if model.config.get("peft_args"):
-        settings["lora"] = {
-            "rank": reader.pop("peft_args.r", int, 8),
-            "alpha": reader.pop("peft_args.lora_alpha", float, 16),
-            "dropout": reader.pop("peft_args.lora_dropout", float, 0.0),
-            "target_modules": reader.pop("peft_args.target_modules", list, None) or "all-linear",
-        }
-    balance = reader.pop("advantage_balance", float, 0.0)
-    if not -1 <= balance <= 1:
-        raise _refused("advantage_balance", balance, "from -1 to 1")
-    return TrainPlan(
-        settings=_validated(settings),
-        scale_rewards=reader.pop("scale_rewards", bool, True),
-        advantage_balance=balance,
-        max_length=reader.pop("init_args.max_seq_length", int, None),
-        packed_length=reader.pop("packed_sequence_length", int, None),
-        template_kwargs=reader.pop("chat_template_kwargs", dict, {}),
-        ignored=reader.unused(),
-    )
-
-
-class _Reader:
-    """Settings of a request, and of the model's `_internal_config` by names like `trainer_args.weight_decay`."""
-
-    def __init__(self, request: Mapping[str, Any], internal: Mapping[str, Any]) -> None:
-        self._request = frozenset(request)
-        self._settings = dict(request) | {key: value for key, value in internal.items() if key not in BLOCKS}
-        for block in BLOCKS:
-            values = internal.get(block) or {}
-            if not isinstance(values, dict):
-                raise _refused(block, values, "an object")
-            self._settings |= {f"{block}.{key}": value for key, value in drop_nulls(values).items()}
-
-    def pop(self, key: str, kind: type, default: Any) -> Any:
-        value = self._settings.pop(key, default)
-        valid = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or value is not True)
-        if value is not default and not valid:
-            raise _refused(key, value, f"a {kind.__name__}")
-        return value
-
-    def unused(self) -> tuple[str, ...]:
-        """The keys that were not read. Raises RequestRefused for unknown keys and those that would change training."""
-        for key, value in self._settings.items():
-            if key in self._request and key not in IGNORED_KEYS | NO_OP_VALUES.keys():
-                raise RequestRefused(f"{key} is not a training setting", status=422, param=key, code="unknown_setting")
-            if key in NO_OP_VALUES and value not in NO_OP_VALUES[key]:
-                values = " or ".join(repr(each) for each in NO_OP_VALUES[key])
-                instead = f"; {INSTEAD[key]}" if key in INSTEAD else ""
-                raise _refused(key, value, (f"{values}, which has no effect" if values else "none") + instead)
-        return tuple(sorted(self._settings.keys() - NO_OP_VALUES.keys()))
-
-
-def _objective(reader: _Reader, legacy: bool, unbounded: bool) -> dict[str, Any]:
-    """Releases up to 0.5.7 default to clipping within 0.2, later ones to CISPO with weights up to 5.
-
-    `unbounded`: epsilon_high was sent as null, which means epsilon, not the default.
-    """
-    ppo = reader.pop("ppo", bool, legacy)
-    narrow = ppo or legacy
-    epsilon = reader.pop("epsilon", float, 0.2 if narrow else 1.0)
-    high = reader.pop("epsilon_high", float, epsilon if narrow or unbounded else 4.0)
-    if ppo:
-        return {"objective": "clip", "clip_low": epsilon, "clip_high": high}
-    return {"objective": "cispo", "cispo_floor": max(1 - epsilon, 0), "cispo_cap": 1 + high}
-
-
-def _importance(reader: _Reader) -> dict[str, Any]:
-    """Ratios use the sampler's log-probabilities, or with precalculate_logprobs recomputed ones."""
-    recomputed = reader.pop("precalculate_logprobs", bool, False)
-    truncated = reader.pop("truncated_importance_sampling", float, None)
+    request = drop_nulls(config) | drop_nulls(dev_config)
+    art = _validated(ArtSettings, request | _flattened(model.config))
+    if not -1 <= art.advantage_balance <= 1:
+        raise _refused("advantage_balance", art.advantage_balance, "from -1 to 1")
+    if "adamw" not in art.optim:
+        raise _refused("trainer_args.optim", art.optim, "any variant of AdamW")
+    truncated, recomputed = art.truncated_importance_sampling, art.precalculate_logprobs
     if truncated is not None and not recomputed:
         raise _refused("truncated_importance_sampling", truncated, "a number with precalculate_logprobs: true")
-    return {
-        "importance_sampling_level": reader.pop("importance_sampling_level", str, "token"),
-        "old_logprobs": "recomputed" if recomputed else "rollout",
+    names = {"importance_sampling_level", "learning_rate", "weight_decay", "max_grad_norm", "seed"}
+    lora = art.model_dump(include={"rank", "alpha", "dropout"}) | {"target_modules": art.target_modules or "all-linear"}
+    settings = {
+        **art.model_dump(include=names),
+        **art.objective(model.legacy, "epsilon_high" in dev_config and dev_config["epsilon_high"] is None),
+        "old_logprobs": "recomputed" if recomputed else "rollout",  # the sampler's
         "truncated_importance": truncated,
+        "kl": {"beta": art.beta, "estimator": "k3"},
+        "loss_agg_mode": "sequence",
+        "betas": (art.adam_beta1, art.adam_beta2),
+        "lora": lora if model.config.get("peft_args") else None,
     }
+    options = {"scale_rewards", "advantage_balance", "max_length", "packed_length", "template_kwargs"}
+    ignored = _ignored(art.model_extra or {}, request)
+    return TrainPlan(_validated(TrainingSettings, settings), ignored=ignored, **art.model_dump(include=options))
 
 
-def _optimizer(reader: _Reader) -> dict[str, Any]:
-    """With ART's defaults. Only the request's learning rate counts; ART ignores the model's, too."""
-    optimizer = reader.pop("trainer_args.optim", str, "adamw")
-    if "adamw" not in optimizer:
-        raise _refused("trainer_args.optim", optimizer, "any variant of AdamW")
-    return {
-        "learning_rate": reader.pop("learning_rate", float, 5e-6),
-        "betas": (
-            reader.pop("trainer_args.adam_beta1", float, 0.9),
-            reader.pop("trainer_args.adam_beta2", float, 0.99),
-        ),
-        "weight_decay": reader.pop("trainer_args.weight_decay", float, 0.1),
-        "max_grad_norm": reader.pop("trainer_args.max_grad_norm", float, 0.1),
-    }
+def _flattened(internal: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's configuration with the keys of its blocks as `BLOCK.KEY`, without nulls."""
+    settings = {key: value for key, value in internal.items() if key not in BLOCKS}
+    for block in BLOCKS:
+        values = internal.get(block) or {}
+        if not isinstance(values, dict):
+            raise _refused(block, values, "an object")
+        settings |= {f"{block}.{key}": value for key, value in drop_nulls(values).items()}
+    return settings
 
 
-def _validated(settings: dict[str, Any]) -> TrainingSettings:
+def _ignored(extra: Mapping[str, Any], request: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys without effect. Raises RequestRefused for unknown keys and those that would change training."""
+    for key, value in extra.items():
+        if key in NO_OP_VALUES and value not in NO_OP_VALUES[key]:
+            values = " or ".join(map(repr, NO_OP_VALUES[key]))
+            instead = f"; {INSTEAD[key]}" if key in INSTEAD else ""
+            raise _refused(key, value, (f"{values}, which has no effect" if values else "none") + instead)
+        if key in request and key not in IGNORED_KEYS | NO_OP_VALUES.keys():
+            raise RequestRefused(f"{key} is not a training setting", status=422, param=key, code="unknown_setting")
+    return tuple(sorted(extra.keys() - NO_OP_VALUES.keys()))
+
+
+def _validated(kind: type[T], settings: Mapping[str, Any]) -> T:
     try:
-        return TrainingSettings.model_validate(settings)
+        return kind.model_validate(settings)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = str(first["loc"][0]) if first["loc"] else "settings"
@@ -192,16 +167,13 @@ def _validated(settings: dict[str, Any]) -> TrainingSettings:
 
 
 ART_NAMES = {
-    "clip_low": "epsilon",
-    "clip_high": "epsilon_high",
-    "cispo_floor": "epsilon",
-    "cispo_cap": "epsilon_high",
-    "kl": "beta",
-    "truncated_importance": "truncated_importance_sampling",
+    **dict.fromkeys(("clip_low", "cispo_floor"), "epsilon"),
+    **dict.fromkeys(("clip_high", "cispo_cap"), "epsilon_high"),
+    **{name: f"trainer_args.{name}" for name in ("weight_decay", "max_grad_norm")},
     "betas": "trainer_args.adam_beta1 or adam_beta2",
-    "weight_decay": "trainer_args.weight_decay",
-    "max_grad_norm": "trainer_args.max_grad_norm",
+    "kl": "beta",
     "lora": "peft_args",
+    "truncated_importance": "truncated_importance_sampling",
 }
 """ART's names of our settings."""
 
